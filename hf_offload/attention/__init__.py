@@ -1,0 +1,1 @@
+"""The attention function, and what runs around it."""

@@ -1,0 +1,184 @@
+"""The two things that a layer does: take in many tokens exactly, or attend with one by the policy's plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hf_offload.attention.dense import append_attention
+from hf_offload.attention.partial import merge_partials
+from hf_offload.attention.step import Step, Timer, query_array
+from hf_offload.cache.layer import HybridLayer
+
+
+def append(
+    layer: HybridLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Take in a prompt, a chunk of one, or a new turn: exact attention, then the tokens go to the host.
+
+    Args:
+        layer: the layer; its announced K and V are `key` and `value` `[B, Hkv, Q, D]`.
+        query: `[B, Hq, Q, D]`.
+        mask: None, `[B, past + Q]` or dense (see `MaskPieces`).
+        scale, softcap, sinks: as the model gives them.
+
+    Returns:
+        `[B, Q, Hq, D]`.
+    """
+    store = layer.store
+    assert store is not None
+    layer.unplace()
+    fresh = layer.pending is not None
+    past = store.length if fresh else store.length - key.shape[2]
+    tile = layer.settings.prefill_tile
+    out = append_attention(
+        query, key, value, past, store.tiles(past, tile), mask, scale=scale, softcap=softcap, sinks=sinks, tile=tile
+    )
+    layer.pending = None
+    if fresh:
+        store.append(key, value)
+        store.seal(tile)
+    layer.scale, layer.softcap = scale, softcap
+    window = layer.policy.query_window
+    if window and layer.has_slots:
+        queries = query[:, :, -window:].float()
+        if layer.last_queries is not None and queries.shape[2] < window:
+            queries = torch.cat([layer.last_queries, queries], 2)[:, :, -window:]
+        layer.last_queries = queries.clone()
+    return out
+
+
+def place(layer: HybridLayer) -> None:
+    """Decide and load what is resident, at the first decode after a prompt or append; otherwise nothing."""
+    store, resident = layer.store, layer.resident
+    if resident is None or not layer.unplaced:
+        return
+    assert store is not None
+    resident.clear()
+    resident.reserve(store.num_blocks + 1)
+    starts_block = store.length % store.block_size == 0
+    slots = resident.slots - starts_block
+    queries = layer.last_queries
+    window = np.empty((0,), np.float32) if queries is None else query_array(queries)
+    step = Step(layer, window, store.length, layer.scale, layer.softcap)
+    chosen = layer.policy.place(step, slots)
+    counts = np.minimum(chosen.counts, slots)
+    width = chosen.blocks.shape[2]
+    # Ascending order ends with the tail, which must have a slot: what does not fit is left out from the front.
+    meant = (np.arange(width) >= (chosen.counts - counts)[..., None]) & (np.arange(width) < chosen.counts[..., None])
+    rows, heads, column = np.nonzero(meant)
+    step.transfer(rows, heads, column - (chosen.counts - counts)[rows, heads], chosen.blocks[meant], "placement")
+    resident.wait()
+    layer.unplaced = False
+    layer.stats.placements += 1
+    if starts_block:
+        _open_block(layer, step)
+
+
+def _open_block(layer: HybridLayer, step: Step) -> None:
+    """Give the block that the next token starts a slot, in place of the least wanted block."""
+    store, resident = layer.store, layer.resident
+    assert store is not None and resident is not None
+    block = store.length // store.block_size
+    resident.reserve(block + 1)
+    score = step.last_score
+    age = np.arange(store.sealed, dtype=np.float32)
+    rows, heads = np.indices((store.batch, store.num_kv_heads)).reshape(2, -1)
+    keep = np.zeros(0, np.int32)
+    slots = [step.victims(b, h, age if score is None else score[b, h], keep)[0] for b, h in zip(rows, heads, strict=True)]
+    resident.assign(rows, heads, np.array(slots), np.full(len(rows), block, np.int32))
+
+
+def decode(
+    layer: HybridLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend with one token: append it, run the policy's plan on both sides, merge.
+
+    Args:
+        layer: the layer, with at least one token cached.
+        query: `[B, Hq, 1, D]`; key, value: `[B, Hkv, 1, D]`.
+        scale, softcap, sinks: as the model gives them.
+
+    Returns:
+        `[B, 1, Hq, D]` in the query's dtype.
+    """
+    store, resident, stats = layer.store, layer.resident, layer.stats
+    assert store is not None
+    layer.scale, layer.softcap = scale, softcap
+    fresh, layer.pending = layer.pending is not None, None
+    place(layer)
+    if resident is not None:
+        with Timer(layer):
+            resident.wait()  # what the last step recalled is visible from here on
+    if fresh:
+        _append_token(layer, key, value)
+    array = query_array(query[:, :, 0])
+    step = Step(layer, array, store.length, scale, softcap)
+    plan = layer.policy.plan(step)
+    partials = []
+    if plan.device is not None and plan.device.total:
+        partials.append(step.attend_device(plan.device, query[:, :, 0], store.length))
+    if plan.host is not None and plan.host.total:
+        partials.append(_to(query.device, step.attend_host(plan.host)))
+    if plan.ahead is not None:
+        with Timer(layer):
+            partials.append(_to(query.device, plan.ahead.partial(array)))
+        stats.query_cosine += _cosine(plan.ahead.query, array)
+        stats.queries += 1
+    layer.ahead = None
+    logits = None if sinks is None else sinks.float().view(1, -1)
+    out = merge_partials(partials, logits)[0]
+    stats.steps += 1
+    if resident is not None:
+        stats.cpu_ratio_by_step.append(step.cpu_ratio(plan))
+    layer.policy.after_layer(step, plan)
+    _close_block(layer, step)
+    return out.to(query.dtype).unsqueeze(1)
+
+
+def _append_token(layer: HybridLayer, key: torch.Tensor, value: torch.Tensor) -> None:
+    store, resident = layer.store, layer.resident
+    assert store is not None
+    if resident is None:
+        store.append(key, value)
+        return
+    store.reserve(store.length + 1)
+    resident.write_token(key[:, :, 0], value[:, :, 0], store.length)
+    store.length += 1
+
+
+def _close_block(layer: HybridLayer, step: Step) -> None:
+    """When the newest block is full: store it on the host, build its digest, open the next one."""
+    store, resident = layer.store, layer.resident
+    assert store is not None
+    if store.length % store.block_size or store.sealed == store.num_blocks:
+        return
+    if resident is not None:
+        resident.store_blocks(store.sealed, store.num_blocks, store.length)
+    store.seal(layer.settings.prefill_tile)
+    if resident is not None:
+        _open_block(layer, step)
+
+
+def _to(device: torch.device, partial: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return partial[0].to(device), partial[1].to(device)
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    return float(((a * b).sum(-1) / np.maximum(norms, 1e-12)).mean())

@@ -1,0 +1,139 @@
+"""The registered names: the attention function and the mask function `"hybrid_sparse"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from hf_offload.attention import lookahead
+from hf_offload.attention.decode import append, decode
+from hf_offload.cache.layer import HybridLayer, HybridLength
+
+NAME = "hybrid_sparse"
+
+
+def register() -> None:
+    """Make `attn_implementation="hybrid_sparse"` known to Transformers: attention and mask."""
+    AttentionInterface.register(NAME, hybrid_sparse_attention)
+    AttentionMaskInterface.register(NAME, hybrid_sparse_mask)
+
+
+def hybrid_sparse_mask(
+    *,
+    kv_length: int,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """What sdpa gets, except for the plain causal mask of a `HybridLayer`, which stays compact.
+
+    Returns:
+        For a `HybridLayer` with plain causality: None, or `[B, kv_length]` bool, which keys are no padding. A dense
+        mask of 4,096 queries and 32k keys is 128 MiB; this one is 32 kB. Everything else: `sdpa_mask`'s result.
+    """
+    plain = mask_function is causal_mask_function and local_size is None and allow_is_causal_skip and not use_vmap
+    if isinstance(kv_length, HybridLength) and plain:
+        return None if attention_mask is None else attention_mask[:, :kv_length].to(torch.bool)
+    return sdpa_mask(
+        kv_length=int(kv_length),
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
+        **kwargs,
+    )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def hybrid_sparse_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over a `HybridCache`; without one, Transformers' sdpa with the same arguments.
+
+    Args:
+        module: the attention module.
+        query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, Q, D]`, the new tokens, tagged by `HybridLayer.update`.
+        attention_mask: from `hybrid_sparse_mask`, or the user's own dense mask.
+        dropout, scaling: as usual; kwargs may hold softcap, s_aux (attention sinks), sliding_window, is_causal.
+
+    Returns:
+        `[B, Q, Hq, D]`, and None in place of attention weights.
+
+    Raises:
+        ValueError: the model wants something of attention that a `HybridCache` cannot give.
+    """
+    lookahead.intercept(module, query)
+    layer = _layer_of(key, value)
+    if layer is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    _check(layer, module, kwargs, dropout)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    length, total = query.shape[2], layer.get_seq_length()
+    padding = layer.settings.padding
+    padding.observe(_key_mask(attention_mask), query.shape[0], total)
+    decoding = length == 1 and total > 1
+    if decoding:
+        out = decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
+    else:
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = attention_mask if padding.ragged else None
+        out = append(layer, query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)
+    return out, None
+
+
+def _layer_of(key: torch.Tensor, value: torch.Tensor) -> HybridLayer | None:
+    tag = getattr(key, "_hybrid_layer", None)
+    if tag is not getattr(value, "_hybrid_layer", None):
+        raise ValueError("the model changes keys or values after the cache; use DynamicCache for this model family")
+    layer = None if tag is None else tag()
+    if tag is not None and layer is None:
+        raise ValueError("the HybridCache of this forward is gone; keep a reference to it while the model runs")
+    return layer
+
+
+def _key_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Which keys the newest query may attend, `[B, keys]` bool, from a compact or a dense mask."""
+    if mask is None or mask.ndim == 2:
+        return mask
+    last = mask[:, 0, -1]
+    return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+
+
+def _check(layer: HybridLayer, module: torch.nn.Module, kwargs: dict[str, Any], dropout: float) -> None:
+    if not layer.modules(module):
+        layer.pending = None
+        raise ValueError(
+            f"{type(module).__name__} belongs to another model than the HybridCache was made for; make a cache for this one"
+        )
+    refused = [name for name in ("position_bias", "indices", "cache") if kwargs.get(name) is not None]
+    window = kwargs.get("sliding_window")
+    if window is not None and layer.get_seq_length() > window:
+        refused.append(f"sliding_window={window} in a layer that the model's config calls full attention")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        refused.append("attention that is not causal")
+    if dropout:
+        refused.append(f"dropout={dropout} (put the model in eval mode)")
+    if kwargs.get("output_attentions"):
+        refused.append("output_attentions (weights over blocks that are not attended do not exist)")
+    if refused:
+        layer.pending = None
+        raise ValueError(f"HybridCache cannot serve {type(module).__name__}: {', '.join(refused)}; use DynamicCache")

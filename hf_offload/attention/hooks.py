@@ -1,0 +1,175 @@
+"""Hooks on a model's decoder layers: one set a model, found again, gone with the last cache that uses it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from hf_offload.attention.decode import place
+from hf_offload.attention.lookahead import QueryPredictor, capturing
+from hf_offload.attention.step import Step, query_array
+from hf_offload.cache.layer import HybridLayer, unconsumed
+
+
+class Attachment:
+    """The hooks of one model.
+
+    Before each decoder layer: layer-ahead work for the next one. After the stack of layers: a check that all K and V
+    went through our attention function.
+
+    Args:
+        model: the model whose decoder layers are hooked.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.stack, self.layers = find_layers(model)
+        self.predictors = [QueryPredictor(layer) for layer in self.layers]
+        self.donors: dict[int, int] = {}
+        """For each layer, an earlier one whose keyword arguments serve it; learnt from the layers' own calls."""
+        self._calls: dict[int, Mapping[str, Any]] = {}
+        me = weakref.ref(self)
+        handles = [
+            layer.register_forward_pre_hook(_BeforeLayer(me, index), with_kwargs=True)
+            for index, layer in enumerate(self.layers)
+        ]
+        handles.append(self.stack.register_forward_pre_hook(_BeforeStack(me), with_kwargs=True))
+        handles.append(self.stack.register_forward_hook(_AfterStack(me), with_kwargs=True))
+        self._finalizer = weakref.finalize(self, _remove, handles)
+
+    def before_stack(self, cache: Any) -> None:
+        """A forward starts: what an earlier one left half done is dropped."""
+        self._calls = {}
+        for layer in hybrid_layers(cache):
+            layer.pending = None
+
+    def after_stack(self, cache: Any) -> None:
+        """A forward ends: raise if K and V of a layer were never attended by our function."""
+        self._calls = {}
+        lost = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
+        for layer in lost:
+            layer.pending = None
+        if lost:
+            raise RuntimeError(unconsumed(lost[0].index))
+
+    def before_layer(self, index: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decoder layer `index` is about to run: predict the next layer's query and let its policy begin."""
+        self._learn_donor(index, kwargs)
+        self._calls[index] = kwargs
+        target = index + 1
+        layer = cache.layers[target] if target < len(cache.layers) else None
+        if not isinstance(layer, HybridLayer) or target >= len(self.layers):
+            return
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if hidden is None or hidden.shape[1] != 1 or not layer.past or not layer.policy.looks_ahead(layer):
+            return
+        donor = self.donors.get(target)
+        if donor is None or donor not in self._calls:
+            return  # not called yet, or the first layer of its kind in this forward: it uses its real query
+        layer.drain_ahead()
+        place(layer)
+        query = cache.predict_query(target, hidden, args[1:], self._calls[donor])
+        step = Step(layer, query_array(query[:, :, 0]), layer.past + 1, layer.scale, layer.softcap)
+        layer.policy.before_layer(step)
+
+    def _learn_donor(self, index: int, kwargs: dict[str, Any]) -> None:
+        """Layers with the very same position tensors may lend each other their arguments (Gemma 3 has two kinds)."""
+        for other in sorted(self._calls, reverse=True):
+            if _same_positions(self._calls[other], kwargs):
+                self.donors[index] = other
+                return
+        self.donors.pop(index, None)
+
+
+def _same_positions(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    names = [name for name in {*a, *b} if "position" in name]
+    return all(_same(a.get(name), b.get(name)) for name in names)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return a is b
+
+
+def attach(model: PreTrainedModel) -> Attachment:
+    """The model's hooks: those that are there, or new ones; they stay as long as somebody holds the result."""
+    stack, _ = find_layers(model)
+    for hook in stack._forward_pre_hooks.values():
+        if isinstance(hook, _BeforeStack):
+            attachment = hook.attachment()
+            if attachment is not None:
+                return attachment
+    return Attachment(model)
+
+
+def find_layers(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
+    """The module that runs the decoder layers, and the layers.
+
+    Raises:
+        ValueError: the model has no list of as many layers as its config says.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count and _has_attention(child[0]):
+                return module, list(child)
+    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers; use DynamicCache for this model")
+
+
+def _has_attention(layer: nn.Module) -> bool:
+    return any("attention" in type(module).__name__.lower() for module in layer.modules())
+
+
+def hybrid_layers(cache: Any) -> list[HybridLayer]:
+    """The layers of a cache that are ours; none for other caches."""
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, HybridLayer)]
+
+
+def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The HybridCache among a forward's arguments, under whatever name the family gives it, or None."""
+    for value in (*kwargs.values(), *args):
+        if getattr(value, "is_hybrid_offload", False):
+            return value
+    return None
+
+
+class _Hook:
+    def __init__(self, attachment: weakref.ref[Attachment], index: int = -1) -> None:
+        self.attachment, self.index = attachment, index
+
+    def context(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Attachment, Any] | None:
+        """The attachment and the cache of this forward; None where there is nothing to do."""
+        if capturing():
+            return None
+        cache, attachment = find_cache(args, kwargs), self.attachment()
+        return None if cache is None or attachment is None else (attachment, cache)
+
+
+class _BeforeStack(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if found := self.context(args, kwargs):
+            found[0].before_stack(found[1])
+
+
+class _AfterStack(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if found := self.context(args, kwargs):
+            found[0].after_stack(found[1])
+
+
+class _BeforeLayer(_Hook):
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if found := self.context(args, kwargs):
+            found[0].before_layer(self.index, found[1], args, kwargs)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,149 @@
+"""The next layer's query, predicted from this layer's input (ScoutAttention §3.3).
+
+Generic for every model family: the next decoder layer's own forward is run up to its attention function, which hands the
+query out and stops it there. For the common pre-norm layer an adapter does the same with three calls; it is used for a
+layer only if it gave the very same bits as the generic way.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+_active = threading.local()
+
+
+class _Captured(BaseException):
+    """Carries the query out of a forward; no `except Exception` on the way may swallow it."""
+
+    def __init__(self, query: torch.Tensor) -> None:
+        super().__init__("the query was captured")
+        self.query = query
+
+
+class _Sentinel(Cache):  # type: ignore[misc]
+    """A cache that stores nothing: the forward that is cut short must leave no trace."""
+
+    def __init__(self, real: Cache) -> None:
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> Any:
+        return self._real.get_seq_length(*args, **kwargs)
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> Any:
+        return self._real.get_mask_sizes(*args, **kwargs)
+
+
+def capturing() -> bool:
+    """Whether this thread runs a forward that is to be cut short."""
+    return getattr(_active, "on", False)
+
+
+def intercept(module: nn.Module, query: torch.Tensor) -> None:
+    """Called first in the attention function: hands the query out if that is all that is wanted."""
+    if capturing():
+        raise _Captured(query)
+
+
+def _replace_cache(value: Any) -> Any:
+    return _Sentinel(value) if isinstance(value, Cache) else value
+
+
+def capture_query(layer: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The query that a decoder layer would compute from an input, by its own code.
+
+    Args:
+        layer: the decoder layer.
+        hidden: `[B, Q, hidden]`, its input.
+        args, kwargs: the other arguments of its forward.
+
+    Returns:
+        `[B, Hq, Q, D]`, as the attention function gets it.
+
+    Raises:
+        RuntimeError: the layer never reached the `hybrid_sparse` attention function.
+    """
+    rest = tuple(_replace_cache(value) for value in args)
+    named = {name: _replace_cache(value) for name, value in kwargs.items() if name != "hidden_states"}
+    _active.on = True
+    try:
+        with torch.no_grad():
+            layer.forward(hidden, *rest, **named)
+    except _Captured as captured:
+        return captured.query
+    finally:
+        _active.on = False
+    raise RuntimeError(
+        f"{type(layer).__name__} did not reach the 'hybrid_sparse' attention function, so its query cannot be predicted; "
+        "use lookahead='off'"
+    )
+
+
+Adapter = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
+
+
+def make_adapter(layer: nn.Module) -> Adapter | None:
+    """The quick way to a query for layers of the Llama kind (norm, q_proj, maybe q_norm, rotary), or None.
+
+    Whether it is right for a layer is for the caller to find out by comparing it with `capture_query`.
+    """
+    attention, norm = getattr(layer, "self_attn", None), getattr(layer, "input_layernorm", None)
+    project = getattr(attention, "q_proj", None)
+    rotate = getattr(sys.modules[type(layer).__module__], "apply_rotary_pos_emb", None)
+    dim = getattr(attention, "head_dim", None)
+    if norm is None or project is None or rotate is None or not isinstance(dim, int):
+        return None
+    query_norm = getattr(attention, "q_norm", None) or (lambda query: query)
+
+    def adapter(hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        query = project(norm(hidden))
+        query = query_norm(query.view(*query.shape[:-1], -1, dim)).transpose(1, 2)
+        cos, sin = kwargs["position_embeddings"]
+        rotated: torch.Tensor = rotate(query, query[:, :1], cos, sin)[0]
+        return rotated
+
+    return adapter
+
+
+class QueryPredictor:
+    """Predicts the query of one decoder layer from another layer's input.
+
+    Args:
+        layer: the decoder layer whose query is wanted.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.adapter = make_adapter(layer)
+        self._proven = False
+
+    def __call__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The query `[B, Hq, Q, D]` that the layer would compute from `hidden` `[B, Q, hidden]`."""
+        if self.adapter is not None and self._proven:
+            return self.adapter(hidden, kwargs)
+        query = capture_query(self.layer, hidden, args, kwargs)
+        if self.adapter is not None:
+            self._proven = self._agrees(hidden, kwargs, query)
+            if not self._proven:
+                self.adapter = None
+        return query
+
+    def _agrees(self, hidden: torch.Tensor, kwargs: dict[str, Any], query: torch.Tensor) -> bool:
+        assert self.adapter is not None
+        try:
+            with torch.no_grad():
+                return torch.equal(self.adapter(hidden, kwargs), query)
+        except (KeyError, TypeError, ValueError, RuntimeError):  # not a layer of this kind after all
+            return False

@@ -1,0 +1,31 @@
+"""Partial attention results and their exact merge by log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def merge_partials(
+    partials: Sequence[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join attention over disjoint sets of keys into attention over all of them.
+
+    Args:
+        partials: (out `[..., D]` fp32, lse `[...]` fp32, natural log); an lse of −inf has weight 0.
+        sinks: `[...]` fp32 extra logits per head that take weight and give nothing (attention sinks), or None.
+
+    Returns:
+        (out, lse) of the union; out is 0 where nothing was attended.
+    """
+    if len(partials) == 1 and sinks is None:
+        return partials[0]
+    lses = [lse for _, lse in partials]
+    stacked = torch.stack(lses if sinks is None else [*lses, sinks.expand_as(lses[0])])
+    total = stacked.logsumexp(0)
+    weights = (stacked - total.masked_fill(total == float("-inf"), 0.0)).exp()
+    out = partials[0][0] * weights[0].unsqueeze(-1)
+    for weight, (partial, _) in zip(weights[1:], partials[1:], strict=False):
+        out = out + partial * weight.unsqueeze(-1)
+    return out, total

@@ -1,0 +1,342 @@
+"""One decode step of one layer, and the services that a policy may use in it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.store import BlockStore, as_numpy
+from hf_offload.cpu import decode as cpu_decode
+from hf_offload.cpu import pool as movers
+from hf_offload.cpu import scoring
+from hf_offload.cpu import select as selecting
+from hf_offload.cpu.selections import common_blocks, split_blocks
+from hf_offload.cpu.worker import Job
+from hf_offload.gpu.paged import paged_attention
+from hf_offload.policies.base import Plan, Selection
+
+
+class Ahead:
+    """A CPU part that was started one layer early with a predicted query; it owns the buffers that it fills.
+
+    Args:
+        query: `[B, Hq, D]` fp32, the predicted query.
+        host: the blocks that it attends.
+        scale: softmax scale.
+        correct: whether the result is corrected to the real query.
+    """
+
+    def __init__(self, query: np.ndarray, host: Selection, scale: float, correct: bool) -> None:
+        self.query, self.host, self.scale = query, host, scale
+        self.out, self.lse = np.empty_like(query), np.empty(query.shape[:2], np.float32)
+        self.kbar = np.empty_like(query) if correct else None
+        self.job: Job | None = None
+
+    def partial(self, query: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for the part; its lse corrected to first order in `query - self.query`: + scale·Δq·k̄."""
+        assert self.job is not None
+        self.job.result()
+        lse = self.lse
+        if self.kbar is not None:
+            lse = lse + self.scale * ((query - self.query) * self.kbar).sum(-1)
+        return torch.from_numpy(self.out), torch.from_numpy(lse)
+
+    def cancel(self) -> None:
+        """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change."""
+        if self.job is not None:
+            try:
+                self.job.result()
+            except RuntimeError:
+                pass  # nobody asks for this result any more; a thread that died is replaced at the next job
+
+
+class Step:
+    """What a policy sees of one decode step of one layer.
+
+    Args:
+        layer: the layer.
+        query: `[B, Hq, D]` fp32 on the CPU (for `place`: `[B, Hq, n, D]`), the real or the predicted query.
+        length: tokens of a row, this step's own included.
+        scale: softmax scale.
+        softcap: bound of the scores, or None.
+    """
+
+    def __init__(
+        self, layer: HybridLayer, query: np.ndarray, length: int, scale: float, softcap: float | None = None
+    ) -> None:
+        assert layer.store is not None
+        self.layer, self.store = layer, layer.store
+        self.query, self.length, self.scale, self.softcap = query, length, scale, softcap
+        self.block_size = self.store.block_size
+        self.num_blocks = -(-length // self.block_size)
+        self.last_score: np.ndarray | None = None
+
+    @property
+    def state(self) -> Any:
+        """What the policy remembers of this layer."""
+        return self.layer.state
+
+    # --- choosing blocks ---------------------------------------------------------------------------------------------
+
+    def _sinks(self) -> tuple[np.ndarray, np.ndarray]:
+        first = self.store.padding.first
+        return first // self.block_size, -(-(first + self.layer.policy.sink_tokens) // self.block_size)
+
+    def _buffer(self, name: str, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+        """A buffer that lives for this step only: the next step of any mode overwrites it."""
+        found = self.layer.scratch.get(name)
+        if found is None or found.shape[:-1] != shape[:-1] or found.shape[-1] < shape[-1]:
+            found = np.empty((*shape[:-1], max(shape[-1] * 5 // 4, 64)), dtype)
+            self.layer.scratch[name] = found
+        return found
+
+    def score(self, join: str) -> np.ndarray:
+        """Score the sealed blocks with this step's query (or queries: the mean over them).
+
+        Args:
+            join: how a group's heads are joined: `"max"`, `"mean"` (of the softmax of each) or `"raw"`.
+
+        Returns:
+            `[B, Hkv, N]` fp32, −inf for blocks without valid tokens; good until the next `score` of this layer.
+        """
+        queries = self.query[:, :, None] if self.query.ndim == 3 else self.query
+        total = self._score_one(np.ascontiguousarray(queries[:, :, -1]), join)
+        if queries.shape[2] > 1:
+            total = total.copy()
+            for i in range(queries.shape[2] - 1):
+                total += self._score_one(np.ascontiguousarray(queries[:, :, i]), join)
+        self.last_score = total
+        return total
+
+    def _score_one(self, query: np.ndarray, join: str) -> np.ndarray:
+        store, sealed = self.store, self.store.sealed
+        assert store.digests is not None, "a policy without a digest cannot score"
+        batch, heads, _ = query.shape
+        mass = self._buffer("mass", batch, heads, sealed)
+        score = self._buffer("score", batch, store.num_kv_heads, sealed)
+        tail = np.full((batch, heads), -np.inf, np.float32) if join == "raw" else self._tail_lse(query)
+        worker = self.layer.settings.worker
+        if not store.digests.frozen or sealed == 0:
+            return score
+        if store.device.type == "cpu":
+            worker.run(store.digests.launch(query, store.table, sealed, self.scale, mass), "scoring")
+        else:
+            table = torch.from_numpy(store.table[:, :sealed].astype(np.int64)).to(store.device)
+            ready = torch.from_numpy(query).to(store.device)
+            mass[:, :, :sealed] = store.digests.score(ready, table, self.scale).cpu().numpy()
+        worker.run(scoring.join_scores(mass, tail, sealed, score, join=join), "scoring")
+        return score
+
+    def _tail_lse(self, query: np.ndarray) -> np.ndarray:
+        """Log mass of the tokens that have no digest yet."""
+        store, layer = self.store, self.layer
+        lse = np.full(query.shape[:2], -np.inf, np.float32)
+        if store.sealed * self.block_size >= store.length:
+            return lse
+        if layer.resident is None or layer.unplaced:
+            scoring.tail_lse(
+                query, store.pool.block_ptr, store.table, store.sealed, store.length, store.padding.holes,
+                store.padding.valid, lse, kv_dtype=store.dtype, block_size=self.block_size, scale=self.scale,
+                softcap=self.softcap,
+            )()  # fmt: skip
+            return lse
+        tail = np.arange(store.sealed, store.num_blocks, dtype=np.int32)
+        blocks = np.broadcast_to(tail, (store.batch, store.num_kv_heads, len(tail))).copy()
+        counts = np.full(blocks.shape[:2], len(tail), np.int32)
+        return self.attend_device(Selection(blocks, counts), query, store.length)[1].cpu().numpy()
+
+    def select(self, score: np.ndarray, blocks: int) -> Selection:
+        """The sinks, the recent blocks, the tail, and the best of the others: `blocks` in all."""
+        return self._select(score, blocks, -(-self.layer.policy.recent_tokens // self.block_size))
+
+    def recent(self, blocks: int) -> Selection:
+        """The sinks and the newest blocks: `blocks` in all."""
+        unsealed, sinks = self.num_blocks - self.store.sealed, -(-self.layer.policy.sink_tokens // self.block_size)
+        score = self._buffer("score", self.store.batch, self.store.num_kv_heads, self.store.sealed)
+        return self._select(score, 0, max(blocks - unsealed - sinks, 0))
+
+    def _select(self, score: np.ndarray, blocks: int, recent: int) -> Selection:
+        store = self.store
+        low, high = self._sinks()
+        unsealed = self.num_blocks - store.sealed
+        room = max(blocks, int((high - low).max()) + recent + unsealed)
+        chosen = np.empty((store.batch, store.num_kv_heads, min(room, self.num_blocks)), np.int32)
+        counts = np.empty(chosen.shape[:2], np.int32)
+        launch = selecting.select_blocks(
+            score, store.sealed, self.num_blocks, low.astype(np.int32), high.astype(np.int32), recent, blocks, chosen, counts
+        )
+        self.layer.settings.worker.run(launch, "selection")
+        return Selection(chosen, counts)
+
+    def all_blocks(self) -> Selection:
+        """Every block."""
+        shape = (self.store.batch, self.store.num_kv_heads)
+        blocks = np.broadcast_to(np.arange(self.num_blocks, dtype=np.int32), (*shape, self.num_blocks))
+        return Selection(np.ascontiguousarray(blocks), np.full(shape, self.num_blocks, np.int32))
+
+    def resident_blocks(self) -> Selection:
+        """Every resident block."""
+        resident = self.layer.resident
+        assert resident is not None
+        held = np.sort(np.where(resident.block_of < 0, np.iinfo(np.int32).max, resident.block_of), -1)
+        return Selection(held, (resident.block_of >= 0).sum(-1, dtype=np.int32))
+
+    def split(self, selection: Selection) -> tuple[Selection | None, Selection | None]:
+        """Part a selection into (on the device, on the host); with one memory the host has all."""
+        resident = self.layer.resident
+        if resident is None:
+            return None, selection
+        (here, _, here_counts), (there, there_counts) = split_blocks(selection.blocks, selection.counts, resident.slot_of)
+        return Selection(here, here_counts), Selection(there, there_counts)
+
+    # --- computing ---------------------------------------------------------------------------------------------------
+
+    def _launch(self, query: np.ndarray, host: Selection, out: np.ndarray, lse: np.ndarray, kbar: np.ndarray | None) -> Any:
+        store = self.store
+        return cpu_decode.sparse_decode(
+            query, store.pool.block_ptr, store.table, host.blocks, host.counts, store.padding.holes, store.padding.valid,
+            self.length, out, lse, kbar, kv_dtype=store.dtype, block_size=self.block_size, scale=self.scale,
+            softcap=self.softcap,
+        )  # fmt: skip
+
+    def attend_early(self, host: Selection | None, *, correct: bool) -> Ahead | None:
+        """Start the CPU part now, with this step's (predicted) query; None if there is nothing to attend."""
+        if host is None or host.total == 0:
+            return None
+        ahead = Ahead(self.query, host, self.scale, correct)
+        # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
+        launch = self._launch(self.query, host, ahead.out, ahead.lse, ahead.kbar)
+        worker = self.layer.settings.worker
+        ahead.job = worker.submit(launch, self._label("CPU attention"), shares=min(worker.threads, launch.tasks))
+        self.layer.ahead = ahead
+        return ahead
+
+    def read_ahead(self, host: Selection | None) -> None:
+        """Bring host blocks nearer, off the critical path: their memory is read once, into the caches."""
+        if host is None or host.total == 0:
+            return
+        batch, heads, width = host.blocks.shape
+        meant = np.arange(width) < host.counts[:, :, None]
+        rows, head, _ = np.nonzero(meant)
+        store = self.store
+        addresses = store.pool.block_ptr[store.table[rows, host.blocks[meant]]] + head * store.pool.record_bytes
+        launch = movers.touch_records(addresses, store.pool.record_bytes)
+        self.layer.settings.worker.submit(launch, self._label("read-ahead"))
+
+    def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend host blocks on the CPU with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32."""
+        out, lse = np.empty_like(self.query), np.empty(self.query.shape[:2], np.float32)
+        self.layer.settings.worker.run(self._launch(self.query, host, out, lse, None), self._label("CPU attention"))
+        return torch.from_numpy(out), torch.from_numpy(lse)
+
+    def attend_device(
+        self, device: Selection, query: np.ndarray | torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend resident blocks on the device: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32 there."""
+        store, resident = self.store, self.layer.resident
+        assert resident is not None
+        width = max(int(device.counts.max()), 1)
+        blocks = device.blocks[:, :, :width]
+        meant = np.arange(width) < device.counts[:, :, None]
+        blocks = np.where(meant, blocks, 0)
+        slots = np.where(meant, np.take_along_axis(resident.slot_of, blocks, 2), 0)
+        position = blocks[..., None] * self.block_size + np.arange(self.block_size)
+        mask = meant[..., None] & (position < length)
+        if store.padding.ragged:
+            rows = np.arange(store.batch)[:, None, None, None]
+            mask &= store.padding.valid[rows, np.minimum(position, length - 1)] != 0
+        ready = torch.from_numpy(query) if isinstance(query, np.ndarray) else query
+        target = resident.pool.device
+        return paged_attention(
+            ready.to(target), resident.pool, torch.from_numpy(slots.astype(np.int64)).to(target),
+            torch.from_numpy(mask).to(target), scale=self.scale, softcap=self.softcap,
+        )  # fmt: skip
+
+    # --- moving and counting -----------------------------------------------------------------------------------------
+
+    def recall(self, wanted: Selection, score: np.ndarray) -> None:
+        """Exchange the least wanted resident blocks for wanted ones; to be used from the next step on.
+
+        Args:
+            wanted: blocks that should be resident; those that fit in place of unwanted ones will be.
+            score: `[B, Hkv, N]` how much each sealed block is wanted.
+        """
+        resident = self.layer.resident
+        assert resident is not None
+        missing = self.split(wanted)[1]
+        if missing is None or missing.total == 0:
+            return
+        rows, heads, slots, blocks = [], [], [], []
+        for b, h in np.argwhere(missing.counts > 0):
+            want = missing.blocks[b, h, : missing.counts[b, h]]
+            want = want[np.argsort(-score[b, h, want], kind="stable")]
+            victims = self.victims(b, h, score[b, h], keep=wanted.blocks[b, h, : wanted.counts[b, h]])
+            count = min(len(want), len(victims))
+            rows += [b] * count
+            heads += [h] * count
+            slots += victims[:count].tolist()
+            blocks += want[:count].tolist()
+        if rows:
+            self.transfer(rows, heads, slots, blocks, "recall")
+            self.layer.stats.recalls += 1
+
+    def victims(self, b: int, h: int, score: np.ndarray, keep: np.ndarray) -> np.ndarray:
+        """Slots in the order in which they may be given up: free ones, then by rising score; never sinks or recent blocks."""
+        assert self.layer.resident is not None
+        held = self.layer.resident.block_of[b, h]
+        low, high = self._sinks()
+        newest = self.store.sealed - -(-self.layer.policy.recent_tokens // self.block_size)
+        may = (held < 0) | ((held >= high[b]) & (held < newest) & ~np.isin(held, keep))
+        slots = np.flatnonzero(may)
+        worth = np.where(held[slots] < 0, -np.inf, score[np.maximum(held[slots], 0)])
+        return slots[np.argsort(worth, kind="stable")]
+
+    def transfer(self, rows: Any, heads: Any, slots: Any, blocks: Any, label: str) -> None:
+        """Start a copy of host blocks into slots (four equal lists) and count it."""
+        resident, stats = self.layer.resident, self.layer.stats
+        assert resident is not None
+        rows, heads, slots, blocks = (np.asarray(x, np.int32) for x in (rows, heads, slots, blocks))
+        stats.recall_bytes += resident.fetch(rows, heads, slots, blocks, self._label(label))
+        stats.recall_blocks += len(rows)
+
+    def cpu_ratio(self, plan: Plan) -> float:
+        """Tokens that the CPU attends, as a share of the budget (of everything, without one)."""
+        host = plan.host if plan.ahead is None else plan.ahead.host
+        far = 0 if host is None else host.total
+        budget = self.layer.policy.budget_tokens
+        within = self.num_blocks if budget is None else min(budget // self.block_size, self.num_blocks)
+        return far / (within * self.store.batch * self.store.num_kv_heads)
+
+    def compare(self, predicted: Selection, wanted: Selection) -> None:
+        """Count how much of what was wanted had been predicted."""
+        common = common_blocks(predicted.blocks, predicted.counts, wanted.blocks, wanted.counts)
+        self.layer.stats.selection_overlap += common / max(wanted.total, 1)
+        self.layer.stats.selections += 1
+
+    def _label(self, what: str) -> str:
+        return f"{what} of layer {self.layer.index}, step {self.layer.stats.steps}"
+
+
+class Timer:
+    """Adds the time inside to a layer's waiting time."""
+
+    def __init__(self, layer: HybridLayer) -> None:
+        self.layer = layer
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self.layer.stats.wait_seconds += time.perf_counter() - self.start
+
+
+def query_array(query: torch.Tensor) -> np.ndarray:
+    """A query tensor as contiguous fp32 on the CPU."""
+    return as_numpy(query.detach().to("cpu", torch.float32).contiguous())
+
+
+__all__ = ["Ahead", "BlockStore", "Step", "Timer", "query_array"]

@@ -1,0 +1,1 @@
+"""Storage: blocks, tables, digests, the resident set, statistics."""

@@ -1,0 +1,220 @@
+"""What stands for a block when it is scored: built once when the block is full, read at every step.
+
+A `DigestStore` holds the summaries of one layer by physical block, builds them and scores them. The score of a block is its **log mass**: an estimate of log Σ exp(scale·q·k) over its
+valid tokens, per query head; −inf for a block without valid tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from hf_offload.cpu import scoring
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.packing import pack_codes, unpack_codes
+
+NO_TOKENS = float("-inf")
+
+
+class DigestStore(ABC):
+    """The digests of one layer, indexed by physical block; tensors on the model's device."""
+
+    frozen = True
+    """Whether statistics that the digest needs are fixed; `freeze` fixes them before the first `seal`."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device) -> None:
+        self.num_kv_heads, self.head_dim, self.block_size, self.device = num_kv_heads, head_dim, block_size, device
+        self.capacity = 0
+        self._arrays: dict[str, np.ndarray] = {}
+
+    @abstractmethod
+    def _tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape behind the block axis and dtype of every tensor that is kept per block."""
+
+    @abstractmethod
+    def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+        """Summarise full blocks.
+
+        Args:
+            ids: `[n]` physical blocks.
+            k: `[n, Hkv, block_size, D]` their keys.
+            valid: `[n, block_size]` bool, which tokens count.
+        """
+
+    @abstractmethod
+    def launch(self, query: np.ndarray, table: np.ndarray, blocks: int, scale: float, out: np.ndarray) -> Launch:
+        """The CPU launch that writes the log mass of the first `blocks` logical blocks.
+
+        Args:
+            query: `[B, Hq, D]` fp32.
+            table: `[B, N]` int32 block table.
+            blocks: sealed blocks to score.
+            scale: softmax scale.
+            out: `[B, Hq, N]` fp32.
+        """
+
+    @abstractmethod
+    def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+        """The same with torch operations on the digests' device: query `[B, Hq, D]`, table `[B, n]` → `[B, Hq, n]`."""
+
+    def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Fix the statistics from keys `[B, Hkv, T, D]` with validity `[B, T]`; digests without any need nothing."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the summaries."""
+        return sum(int(getattr(self, name).nbytes) for name in self._tensors())
+
+    def reserve(self, blocks: int) -> None:
+        """Have room for `blocks` physical blocks."""
+        if blocks <= self.capacity:
+            return
+        with torch.inference_mode(False):
+            for name, (shape, dtype) in self._tensors().items():
+                grown = torch.zeros((blocks, *shape), dtype=dtype, device=self.device)
+                if self.capacity:
+                    grown[: self.capacity] = getattr(self, name)
+                setattr(self, name, grown)
+                if self.device.type == "cpu":
+                    self._arrays[name] = (grown.view(torch.uint16) if dtype is torch.bfloat16 else grown).numpy()
+        self.capacity = blocks
+
+    def _group(self, query: torch.Tensor) -> torch.Tensor:
+        batch, heads, dim = query.shape
+        return query.view(batch, self.num_kv_heads, heads // self.num_kv_heads, dim)
+
+
+class _VectorStore(DigestStore):
+    """Digests that are scored by one dot product with a transformed query."""
+
+    width = 1  # vectors of head_dim a block
+
+    def _tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {
+            "vectors": ((self.num_kv_heads, self.width * self.head_dim), torch.float32),
+            "bias": ((), torch.float32),
+        }
+
+    vectors: torch.Tensor
+    bias: torch.Tensor
+
+    def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        return query * scale
+
+    def launch(self, query: np.ndarray, table: np.ndarray, blocks: int, scale: float, out: np.ndarray) -> Launch:
+        ready = self._transform(torch.from_numpy(query), scale).numpy()
+        vectors, bias = self._arrays["vectors"], self._arrays["bias"]
+        return scoring.score_vectors(ready, vectors, bias, table, blocks, out, dtype=torch.float32)
+
+    def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+        ready = self._group(self._transform(query, scale))
+        mass = torch.einsum("bhgw,bnhw->bhgn", ready, self.vectors[table]).flatten(1, 2)
+        bias = self.bias[table][:, None]
+        return torch.where(bias == NO_TOKENS, NO_TOKENS, mass + bias)
+
+    def _keep(self, ids: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor) -> None:
+        ids = ids.to(self.device)
+        self.vectors[ids], self.bias[ids] = vectors, bias
+
+
+class MeanStore(_VectorStore):
+    """The mean key of a block (MoBA's digest)."""
+
+    def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+        count = valid.sum(-1)
+        mean = k.float().masked_fill(~valid[:, None, :, None], 0).sum(2) / count.clamp(min=1)[:, None, None]
+        self._keep(ids, mean, count.float().log())
+
+
+class QuestStore(_VectorStore):
+    """The largest and smallest key per channel: an upper bound of q·k (Quest; ScoutAttention §3.2)."""
+
+    width = 2
+
+    def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+        drop = ~valid[:, None, :, None]
+        high = k.float().masked_fill(drop, float("-inf")).amax(2)
+        low = k.float().masked_fill(drop, float("inf")).amin(2)
+        bias = torch.where(valid.any(-1), 0.0, NO_TOKENS)
+        self._keep(ids, torch.cat([high, low], -1), bias)
+
+    def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        query = query * scale
+        return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
+
+
+class SubMeanStore(DigestStore):
+    """Means of four consecutive keys, standardised per channel, in int4 with a scale a mean.
+
+    log mass = logsumexp over sub-means j of log(tokens in j) + scale·q·μ_j.
+    """
+
+    SPAN = 4
+    LEVELS = 7
+    frozen = False
+    codes: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor
+
+    def _tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        means = self.block_size // self.SPAN
+        return {
+            "codes": ((self.num_kv_heads, means * self.head_dim // 2), torch.uint8),
+            "scales": ((self.num_kv_heads, means), torch.float32),
+            "bias": ((means,), torch.float32),
+        }
+
+    def _means(self, k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sub-means `[n, Hkv, S, D]` and their token counts `[n, S]` of keys `[n, Hkv, T, D]`."""
+        count = valid.unflatten(-1, (-1, self.SPAN)).sum(-1)
+        kept = k.float().masked_fill(~valid[:, None, :, None], 0).unflatten(2, (-1, self.SPAN))
+        return kept.sum(3) / count.clamp(min=1)[:, None, :, None], count
+
+    def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        total = torch.zeros(self.num_kv_heads, self.head_dim, dtype=torch.float64, device=self.device)
+        square, number = total.clone(), 0
+        for k, valid in _whole(tiles, self.SPAN):
+            means, count = self._means(k, valid)
+            used = (count > 0)[:, None, :, None]
+            total += torch.where(used, means, 0).double().sum((0, 2))
+            square += torch.where(used, means, 0).double().square().sum((0, 2))
+            number += int((count > 0).sum())
+        center = total / max(number, 1)
+        self.center = center.float()
+        self.sigma = (square / max(number, 1) - center.square()).clamp(min=0).sqrt().float().clamp(min=1e-6)
+        self.frozen = True
+
+    def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+        means, count = self._means(k, valid)
+        standard = (means - self.center[:, None]) / self.sigma[:, None]
+        scales = (standard.abs().amax(-1) / self.LEVELS).clamp(min=1e-12)
+        codes = (standard / scales[..., None]).round().clamp(-self.LEVELS, self.LEVELS).to(torch.int8)
+        ids = ids.to(self.device)
+        self.codes[ids], self.scales[ids] = pack_codes(codes), scales
+        self.bias[ids] = count.float().log()
+
+    def launch(self, query: np.ndarray, table: np.ndarray, blocks: int, scale: float, out: np.ndarray) -> Launch:
+        arrays = self._arrays
+        center, sigma = self.center.numpy(), self.sigma.numpy()
+        return scoring.score_submeans(
+            query, arrays["codes"], arrays["scales"], arrays["bias"], center, sigma, table, blocks, out, scale=scale
+        )
+
+    def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+        means = unpack_codes(self.codes[table], self.block_size // self.SPAN, self.head_dim).float()
+        means = self.center[:, None] + self.sigma[:, None] * self.scales[table][..., None] * means
+        mass = scale * torch.einsum("bhgd,bnhsd->bhgns", self._group(query), means).flatten(1, 2)
+        return (mass + self.bias[table][:, None]).logsumexp(-1)
+
+
+def _whole(tiles: Iterable[tuple[torch.Tensor, torch.Tensor]], span: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tiles cut to a multiple of `span` tokens."""
+    for k, valid in tiles:
+        keep = k.shape[2] // span * span
+        yield k[:, :, :keep], valid[:, :keep]
+
+
+DIGESTS: dict[str, type[DigestStore]] = {"submean": SubMeanStore, "quest": QuestStore, "mean": MeanStore}

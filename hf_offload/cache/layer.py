@@ -1,0 +1,272 @@
+"""One layer of the cache: Transformers' contract on the outside, blocks and a policy's state inside."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_offload.cache.digests import DIGESTS
+from hf_offload.cache.padding import Padding
+from hf_offload.cache.resident import ResidentSet
+from hf_offload.cache.stats import LayerStats
+from hf_offload.cache.store import BlockStore
+from hf_offload.cpu.worker import Worker
+from hf_offload.policies.base import Policy
+
+
+class HybridLength(int):
+    """A key length announced by a `HybridLayer`: the mask function sees by it that masks may stay compact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all layers of a cache share.
+
+    Args:
+        policy: decides.
+        tier: `"one"` (one memory), `"split"` (two), or None: split exactly where the model computes on a device.
+        block_size: tokens a block.
+        resident: tokens a row and KV head keeps on the device, a multiple of `block_size`.
+        prefill_tile: tokens of past KV that a prompt or append reads at a time.
+        worker: threads beside the model's.
+        padding: validity of the cached tokens.
+    """
+
+    policy: Policy
+    tier: str | None
+    block_size: int
+    resident: int
+    prefill_tile: int
+    worker: Worker
+    padding: Padding
+
+
+class HybridLayer(CacheLayerMixin):  # type: ignore[misc]
+    """KV of one full-attention layer: most in host memory, some blocks on the device.
+
+    `update` hands the new K and V through, tagged with this layer; the attention function finds the layer by the tag,
+    appends them and attends (a cache never computes attention itself).
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, index: int, settings: Settings) -> None:
+        super().__init__()
+        self.index = index
+        self.settings = settings
+        self.policy = settings.policy
+        self.modules: Callable[[torch.nn.Module], bool] = lambda module: True
+        """Whether an attention module belongs to the model that the cache was made for."""
+        self.scale: float = 1.0
+        self.softcap: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all tokens, statistics and what the policy remembers; shapes may change afterwards."""
+        self.drain()
+        self.is_initialized = False
+        self.store: BlockStore | None = None
+        self.resident: ResidentSet | None = None
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.state: Any = None
+        self.scratch: dict[str, np.ndarray] = {}
+        self.ahead: Any = None
+        self.last_queries: torch.Tensor | None = None
+        self.unplaced = True
+        self.stats = LayerStats(self.index)
+        self.settings.padding.reset()
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take sizes, dtype and device from the first K and V `[B, Hkv, T, D]` that arrive."""
+        if key_states.shape != value_states.shape:
+            raise ValueError(
+                f"layer {self.index} has keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} of different "
+                "shapes (compressed KV?), which HybridCache cannot hold; use DynamicCache for this model"
+            )
+        batch, heads, _, dim = key_states.shape
+        if dim % 16:
+            raise ValueError(f"layer {self.index} has head_dim {dim}, which is not a multiple of 16; use DynamicCache")
+        if key_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"K and V are {key_states.dtype}; HybridCache holds float32, float16 and bfloat16")
+        self.dtype, self.device = key_states.dtype, key_states.device
+        if self.settings.tier == "one" and self.device.type != "cpu":
+            raise ValueError(f'tier="one" is for models on the CPU, but this one is on {self.device}; leave tier out')
+        name = self.policy.digest_name
+        self.store = BlockStore(
+            batch,
+            heads,
+            dim,
+            self.dtype,
+            block_size=self.settings.block_size,
+            device=self.device,
+            digest=DIGESTS[name] if name else None,
+            padding=self.settings.padding,
+        )
+        if self.has_slots:
+            slots = self.settings.resident // self.settings.block_size
+            self.resident = ResidentSet(self.store, slots, self.settings.worker)
+        self.state = self.policy.new_state(self)
+        self.is_initialized = True
+
+    @property
+    def has_device(self) -> bool:
+        """Whether a device computes beside the CPU."""
+        return self.is_initialized and self.device.type != "cpu"
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether there are two tiers: blocks are resident in slots, or on the host."""
+        if self.settings.tier is not None:
+            return self.settings.tier == "split"
+        return self.device.type != "cpu"
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first token."""
+        return self.store.batch if self.store is not None else -1
+
+    @property
+    def past(self) -> int:
+        """Tokens that are in the blocks."""
+        return self.store.length if self.store is not None else 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Announce new K and V `[B, Hkv, T, D]`; returns them alone, tagged with this layer.
+
+        Raises:
+            RuntimeError: the K and V announced before never reached the `hybrid_sparse` attention function.
+            ValueError: gradients are wanted, or a shape or dtype differs from what is cached.
+        """
+        if self.pending is not None:
+            self.pending = None
+            raise RuntimeError(unconsumed(self.index))
+        if key_states.requires_grad or value_states.requires_grad:
+            raise ValueError("HybridCache keeps no gradients; run the model under torch.no_grad() or use DynamicCache")
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.store is not None
+        batch, heads, _, dim = key_states.shape
+        if (batch, heads, dim) != (self.store.batch, self.store.num_kv_heads, self.store.head_dim):
+            raise ValueError(
+                f"layer {self.index} holds [B, Hkv, D] = {(self.store.batch, self.store.num_kv_heads, self.store.head_dim)}, "
+                f"but {(batch, heads, dim)} arrived; call reset() or make a new cache for another batch or model"
+            )
+        if key_states.dtype != self.dtype or key_states.device != self.device:
+            raise ValueError(
+                f"layer {self.index} holds {self.dtype} from {self.device}, but {key_states.dtype} on {key_states.device} "
+                "arrived; call reset() or make a new cache"
+            )
+        # Views are new objects that may carry the tag; the model's own tensors stay as they are.
+        key_states, value_states = key_states.view(key_states.shape), value_states.view(value_states.shape)
+        self.pending = (key_states, value_states)
+        key_states._hybrid_layer = value_states._hybrid_layer = weakref.ref(self)  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, those announced included."""
+        return self.past + (self.pending[0].shape[2] if self.pending is not None else 0)
+
+    def get_max_length(self) -> int:
+        """No limit (-1)."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Key length and offset of the mask that the model should prepare."""
+        return HybridLength(self.get_seq_length() + query_length), 0
+
+    def drain_ahead(self) -> None:
+        """Drop the CPU part that was started ahead, once it has ended."""
+        ahead, self.ahead = getattr(self, "ahead", None), None
+        if ahead is not None:
+            ahead.cancel()
+
+    def drain(self) -> None:
+        """Wait for all work in flight: copies, and the CPU part that was started ahead, which is dropped."""
+        self.drain_ahead()
+        if getattr(self, "resident", None) is not None:
+            self.resident.wait()  # type: ignore[union-attr]
+
+    def unplace(self) -> None:
+        """Bring what only the device holds to the host; what is resident is decided again at the next decode."""
+        self.drain()
+        if self.resident is not None and self.store is not None and not self.unplaced:
+            first = self.store.length // self.store.block_size
+            self.resident.store_blocks(first, self.store.num_blocks, self.store.length)
+            self.resident.clear()
+        self.unplaced = True
+        if self.is_initialized:
+            self.state = self.policy.new_state(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: the number is positive or larger than what is cached.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): a positive number is not supported; use -n to drop n tokens")
+        if tokens_to_remove == 0 or self.store is None:
+            return
+        if -tokens_to_remove > self.store.length:
+            raise ValueError(f"crop({tokens_to_remove}): only {self.store.length} tokens are cached")
+        self.unplace()
+        self.store.crop(self.store.length + tokens_to_remove)
+        self.settings.padding.truncate(self.store.length)
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Keep the rows of an index; K and V on the host are shared, not copied."""
+        if self.store is None:
+            return
+        self.drain()
+        self.store.select_rows(rows)
+        if self.resident is not None:
+            self.resident.select_rows(rows)
+        if self.last_queries is not None:
+            self.last_queries = self.last_queries[torch.from_numpy(rows).to(self.last_queries.device)]
+        self.scratch.clear()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows for beam search."""
+        self.select_rows(beam_idx.detach().cpu().numpy())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, in place."""
+        self.select_rows(np.repeat(np.arange(max(self.batch_size, 0)), repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows of an index (numbers, or a bool mask)."""
+        rows = indices.detach().cpu().numpy()
+        self.select_rows(np.flatnonzero(rows) if rows.dtype == bool else rows)
+
+    def offload(self) -> None:
+        """Nothing to do: blocks are offloaded by the policy."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: blocks are fetched by the policy."""
+
+    def report(self) -> LayerStats:
+        """The counters, with the memory in use now."""
+        if self.store is not None:
+            self.stats.host_bytes, self.stats.digest_bytes = self.store.host_bytes, self.store.digest_bytes
+            self.stats.resident_bytes = self.resident.nbytes if self.resident is not None else 0
+        return self.stats
+
+
+def unconsumed(layer: int) -> str:
+    """The message for K and V that never reached our attention function."""
+    return (
+        f"the keys and values of layer {layer} did not reach the 'hybrid_sparse' attention function, so its output is not "
+        "right; load the model with attn_implementation='hybrid_sparse' (or call model.set_attn_implementation("
+        "'hybrid_sparse')), or use DynamicCache if this model family ignores that setting or changes K and V after the cache"
+    )

@@ -1,0 +1,91 @@
+"""Which cached tokens may be attended: one bitmap for all layers, learnt from the masks that reach the attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class Padding:
+    """Validity of every cached token, per row.
+
+    Layers of one cache see the same mask in one forward; the first that observes it updates the bitmap, the others find
+    it unchanged. Without padding anywhere `ragged` is False and nobody pays.
+
+    Args:
+        block_size: tokens a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every row."""
+        self.ragged = False
+        self.seen = 0
+        self.valid = np.zeros((0, 0), np.uint8)
+        self.holes = np.zeros((0, 0), np.uint8)
+        self.first = np.zeros(0, np.int32)
+        self._mask: torch.Tensor | None = None
+
+    def observe(self, mask: torch.Tensor | None, batch: int, total: int) -> None:
+        """Take the validity of tokens 0..total-1 from a mask.
+
+        Args:
+            mask: `[B, total or more]` bool (or 0/1), True = may be attended; None = every new token may be.
+            batch: rows.
+            total: cached tokens, the new ones included.
+        """
+        if total == self.seen and (mask is None or mask is self._mask) and len(self.first) == batch:
+            return
+        self._reserve(batch, total)
+        if mask is None:
+            self.valid[:, self.seen : total] = 1
+            changed = False
+        else:
+            new = mask[:, :total].detach().to("cpu", torch.uint8).numpy()
+            changed = not np.array_equal(new[:, : self.seen], self.valid[:, : self.seen])
+            self.valid[:, :total] = new
+        start = 0 if changed else self.seen // self.block_size
+        self._mark_holes(start, total)
+        self.seen, self._mask = total, mask
+
+    def _reserve(self, batch: int, total: int) -> None:
+        if len(self.first) == batch and self.valid.shape[1] >= total:
+            return
+        if len(self.first) not in (0, batch):
+            raise ValueError(f"the cache holds {len(self.first)} rows, but {batch} arrived; call reset() for another batch")
+        blocks = -(-max(total, 2 * self.valid.shape[1], 1024) // self.block_size)
+        valid = np.zeros((batch, blocks * self.block_size), np.uint8)
+        holes = np.zeros((batch, blocks), np.uint8)
+        if len(self.first):
+            valid[:, : self.valid.shape[1]] = self.valid
+            holes[:, : self.holes.shape[1]] = self.holes
+        self.valid, self.holes = valid, holes
+        if len(self.first) != batch:
+            self.first = np.zeros(batch, np.int32)
+
+    def _mark_holes(self, first_block: int, total: int) -> None:
+        size, last = self.block_size, -(-total // self.block_size)
+        filled = self.valid[:, first_block * size : last * size].reshape(len(self.first), -1, size).copy()
+        if last * size > total:
+            filled[:, -1, total - last * size :] = 1  # not there yet is not a hole
+        self.holes[:, first_block:last] = (filled == 0).any(-1)
+        self.ragged = bool(self.holes[:, :last].any())
+        self.first = (self.valid[:, :total] != 0).argmax(1).astype(np.int32) if self.ragged else np.zeros_like(self.first)
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        self.seen, self._mask = min(self.seen, length), None
+        if self.seen == 0:
+            self.reset()
+            return
+        self.valid[:, self.seen :] = 0
+        self._mark_holes(self.seen // self.block_size, self.seen)
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Keep the rows of an index `[B']`, in its order."""
+        if len(self.first):
+            self.valid, self.holes, self.first = self.valid[rows], self.holes[rows], self.first[rows]
+            self._mask = None

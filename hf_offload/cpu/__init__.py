@@ -1,0 +1,1 @@
+"""CPU kernels over the host pool (Numba), one subject a module; each launcher returns a `launch.Launch`."""

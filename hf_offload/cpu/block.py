@@ -1,0 +1,166 @@
+"""What one KV block contributes to the query heads of its group: scores, softmax step, weighted sum.
+
+Everything works on addresses: a block's K or V is `[block_size, D]` in the pool's dtype; scores are float32 rows, one
+a query head, `stride` bytes apart, one entry a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .launch import Array, jit
+from .memory import LINE, get, prefetch, put
+from .tile import dot_quad, load_columns, load_tile, outer_fma, spread, store_quads, store_tile
+from .vector import MASKED, choose_less, exp, fma, lane_max, lane_sum, load_f32, splat, store, vmax
+
+# Scores of this many tokens go through one softmax step: enough to fill vectors when blocks are small.
+STEP_TOKENS = 64
+
+
+@jit
+def score_block(
+    tag: Any, heads: Any, keys: int, ahead: int, query: int, dim: int, block_size: int, scores: int, stride: int
+) -> None:
+    """scores[head, token] = query[head] . keys[token]; meanwhile prefetch the block at `ahead`."""
+    row = dim * tag.itemsize
+    for token in range(0, block_size, 4):
+        first = keys + token * row
+        for line in range(0, 4 * row, LINE):
+            prefetch(ahead + token * row + line, 1)
+        sums = dot_quad(tag, heads, (first, first + row, first + 2 * row, first + 3 * row), query, dim)
+        store_quads(scores + 4 * token, stride, heads, sums)
+
+
+@jit
+def soften_scores(count: int, scores: int, stride: int, tokens: int, cap: float) -> None:
+    """score = cap * tanh(score / cap), in place, for `count` heads."""
+    one, inverse, scale = splat(np.float32(1.0)), splat(np.float32(1.0 / cap)), splat(np.float32(cap))
+    for head in range(count):
+        for token in range(0, tokens, 16):
+            place = scores + head * stride + 4 * token
+            x = load_f32(place) * inverse
+            size = vmax(x, splat(np.float32(0.0)) - x)
+            # Near 0 the quotient below loses digits; the series has none to lose.
+            square = x * x
+            series = fma(square, splat(np.float32(62.0 / 2835.0)), splat(np.float32(-17.0 / 315.0)))
+            series = fma(series, square, splat(np.float32(2.0 / 15.0)))
+            series = fma(series, square, splat(np.float32(-1.0 / 3.0)))
+            series = fma(series * square, x, x)
+            bounded = choose_less(splat(np.float32(20.0)), size, splat(np.float32(20.0)), size)
+            tail = one - splat(np.float32(2.0)) / (exp(bounded + bounded) + one)
+            tail = choose_less(x, splat(np.float32(0.0)), splat(np.float32(0.0)) - tail, tail)
+            store(place, choose_less(size, splat(np.float32(0.2)), series, tail) * scale)
+
+
+@jit
+def mask_scores(count: int, scores: int, stride: int, valid: Array, first: int, filled: int, block_size: int) -> None:
+    """Put MASKED at the tokens of a block (the first is at position `first`) that are unfilled or not valid."""
+    for token in range(block_size):
+        if token >= filled or valid[first + token] == 0:
+            for head in range(count):
+                put(scores + head * stride + 4 * token, MASKED)
+
+
+@jit
+def clear_scores(count: int, scores: int, stride: int, begin: int, end: int) -> None:
+    """Put MASKED at tokens begin..end-1."""
+    for head in range(count):
+        for token in range(begin, end):
+            put(scores + head * stride + 4 * token, MASKED)
+
+
+@jit
+def softmax_step(count: int, scores: int, stride: int, tokens: int, peaks: int, masses: int, fades: int) -> None:
+    """Turn scores into weights exp(score - peak), where peaks and masses of each head include these tokens.
+
+    `fades` receives the factor by which sums that were weighted by the earlier peak must shrink.
+    """
+    for head in range(count):
+        row = scores + head * stride
+        old = get(peaks + 4 * head)
+        peak = splat(old)
+        for token in range(0, tokens, 16):
+            peak = vmax(peak, load_f32(row + 4 * token))
+        new = lane_max(peak)
+        peak = splat(new)
+        total = splat(np.float32(0.0))
+        for token in range(0, tokens, 16):
+            weight = exp(load_f32(row + 4 * token) - peak)
+            total = total + weight
+            store(row + 4 * token, weight)
+        fade = lane_max(exp(splat(old) - peak))
+        put(peaks + 4 * head, new)
+        put(masses + 4 * head, get(masses + 4 * head) * fade + lane_sum(total))
+        put(fades + 4 * head, fade)
+
+
+@jit
+def shrink_sums(count: int, sums: int, dim: int, fades: int) -> None:
+    """sums[head] *= fades[head], skipped where the factor is 1 (the usual case once the peak is found)."""
+    for head in range(count):
+        fade = get(fades + 4 * head)
+        if fade != np.float32(1.0):
+            for d in range(0, dim, 16):
+                place = sums + 4 * (head * dim + d)
+                store(place, load_f32(place) * splat(fade))
+
+
+@jit
+def add_weighted(
+    tag: Any,
+    heads: Any,
+    vectors: int,
+    ahead: int,
+    dim: int,
+    weights: int,
+    stride: int,
+    sums: int,
+    begin: int,
+    end: int,
+) -> None:
+    """sums[head] += weights[head, token] * vectors[token] over tokens begin..end-1; prefetch the same of `ahead`."""
+    row = dim * tag.itemsize
+    wide = dim - dim % 64
+    for d in range(0, wide, 64):
+        tile = load_tile(sums + 4 * d, 4 * dim, heads, 4)
+        for token in range(begin, end):
+            place = token * row + d * tag.itemsize
+            for line in range(0, 64 * tag.itemsize, LINE):
+                prefetch(ahead + place + line, 1)
+            columns = load_columns(tag, vectors + place, 4)
+            tile = outer_fma(tile, columns, spread(weights + 4 * token, stride, heads))
+        store_tile(sums + 4 * d, 4 * dim, heads, tile)
+    for d in range(wide, dim, 16):
+        tile = load_tile(sums + 4 * d, 4 * dim, heads, 1)
+        for token in range(begin, end):
+            place = token * row + d * tag.itemsize
+            prefetch(ahead + place, 1)
+            columns = load_columns(tag, vectors + place, 1)
+            tile = outer_fma(tile, columns, spread(weights + 4 * token, stride, heads))
+        store_tile(sums + 4 * d, 4 * dim, heads, tile)
+
+
+@jit
+def add_weighted_valid(
+    tag: Any,
+    heads: Any,
+    vectors: int,
+    ahead: int,
+    dim: int,
+    weights: int,
+    stride: int,
+    sums: int,
+    valid: Array,
+    first: int,
+    filled: int,
+) -> None:
+    """`add_weighted` over each run of valid tokens: the others may hold NaN, which a weight of 0 would not stop."""
+    token = 0
+    while token < filled:
+        end = token
+        while end < filled and valid[first + end] != 0:
+            end += 1
+        add_weighted(tag, heads, vectors, ahead, dim, weights, stride, sums, token, end)
+        token = end + 1

@@ -1,0 +1,134 @@
+"""What every kernel launch is made of: the `Launch`, argument checks, dtype tags and the compile options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar, cast
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+F32 = np.dtype(np.float32)
+I32 = np.dtype(np.int32)
+I64 = np.dtype(np.int64)
+U8 = np.dtype(np.uint8)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+# Kernels read the pool through raw addresses; an empty array tells them (and Numba's specialisation) what lies there.
+# Numba has no 16-bit floats on CPU: signed bits stand for float16, unsigned bits for bfloat16.
+TAGS: dict[torch.dtype, Array] = {
+    torch.float32: np.empty(0, np.float32),
+    torch.float16: np.empty(0, np.int16),
+    torch.bfloat16: np.empty(0, np.uint16),
+}
+
+# The length of such a tuple tells a kernel, at compile time, how many query heads it keeps in registers at once.
+_HEADS: tuple[tuple[int, ...], ...] = ((), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
+
+
+@dataclass(slots=True, frozen=True)
+class Launch:
+    """One kernel call whose tasks any number of threads may share; it can be run once.
+
+    Args:
+        kernel: compiled function `(ticket, tasks, *args)` that takes task numbers from `ticket` until none is left.
+        tasks: how many tasks there are.
+        args: the remaining arguments of the kernel.
+        ticket: int64 [1], zero: the number of the next task.
+        cost: bytes that the kernel reads, roughly (an upper bound).
+        keep: objects whose memory the kernel reaches only by address, kept alive as long as the launch.
+    """
+
+    kernel: Callable[..., None]
+    tasks: int
+    args: tuple[Any, ...]
+    ticket: Array
+    cost: int
+    keep: tuple[Any, ...] = field(default=())
+
+    def __call__(self) -> None:
+        """Do one participant's share; when every participant has returned, all tasks are done."""
+        self.kernel(self.ticket, self.tasks, *self.args)
+
+
+def new_ticket() -> Array:
+    """Return a fresh ticket counter, int64 [1]."""
+    return np.zeros(1, np.int64)
+
+
+def jit(function: Function) -> Function:
+    """Compile with the options that all kernels share: no GIL, no bounds checks, cached on disk.
+
+    Numba's disk cache looks only at the file of the compiled function: after a change in a module that a kernel
+    imports (vector.py, tile.py, ...), delete the `__pycache__` folder beside it.
+    """
+    return cast(Function, numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function))
+
+
+def require(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Raise unless `array` is a writable, aligned, C-contiguous array of this dtype and shape.
+
+    Any other memory layout would compile a second version of the kernel, in the middle of a decode step.
+    """
+    if array.dtype != dtype or array.shape != shape or not array.flags.carray:
+        _refuse(name, array, dtype, shape)
+
+
+def _refuse(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NoReturn:
+    if array.dtype != dtype:
+        raise TypeError(f"{name} has dtype {array.dtype}; expected {dtype}")
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}; expected {shape}")
+    raise ValueError(f"{name} must be C-contiguous, aligned and writable; pass a contiguous copy")
+
+
+def tag_of(dtype: torch.dtype) -> Array:
+    """Return the empty array that stands for a storage dtype.
+
+    Raises:
+        TypeError: the dtype is none of float32, float16, bfloat16.
+    """
+    tag = TAGS.get(dtype)
+    if tag is None:
+        raise TypeError(f"dtype {dtype} has no CPU kernel; use torch.float32, torch.float16 or torch.bfloat16")
+    return tag
+
+
+def check_geometry(dim: int, block_size: int) -> None:
+    """Raise unless the head dimension and the block size are ones that the kernels cover."""
+    if dim % 16 or not 16 <= dim <= 256:
+        raise ValueError(f"head dimension {dim} is not a multiple of 16 in 16..256; pad the heads")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size {block_size} is not one of {BLOCK_SIZES}")
+
+
+def group_size(query_heads: int, kv_heads: int) -> int:
+    """Return how many query heads share a KV head.
+
+    Raises:
+        ValueError: the query heads do not divide evenly among the KV heads.
+    """
+    if kv_heads < 1 or query_heads < 1 or query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads cannot share {kv_heads} KV heads evenly")
+    return query_heads // kv_heads
+
+
+def head_tiles(group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Split a group of query heads into register tiles of at most 4: the tag of every tile but the last, and of that."""
+    tiles = -(-group // 4)
+    full = -(-group // tiles)
+    return _HEADS[full], _HEADS[group - full * (tiles - 1)]
+
+
+def check_blocks(table: Array, logmass: Array, batch: int, query_heads: int, n_blocks: int) -> None:
+    """Raise unless the block table and the log masses fit the batch and hold n_blocks."""
+    require("table", table, I32, (batch, table.shape[-1]))
+    require("logmass", logmass, F32, (batch, query_heads, logmass.shape[-1]))
+    if not 0 <= n_blocks <= min(table.shape[1], logmass.shape[2]):
+        raise ValueError(f"n_blocks {n_blocks} exceeds table {table.shape} or logmass {logmass.shape}")

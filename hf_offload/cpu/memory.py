@@ -1,0 +1,94 @@
+"""Raw memory for kernels: addresses, scalars at an address, prefetch, copies and the task counter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from .vector import BITS32, FLOAT, lowered, pointer
+
+_BYTE, _LONG = ir.IntType(8), ir.IntType(64)
+LINE = 64  # bytes of a cache line
+
+
+def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    return context.make_array(array_type)(context, builder, array).data
+
+
+@lowered
+def address_of(typing: Any, array: Any) -> Any:
+    """Address of an array's first element; call `hold(array)` after the last use of it."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.ptrtoint(_data(context, builder, array, args[0]), _LONG)
+
+    return types.int64(array), emit
+
+
+@lowered
+def hold(typing: Any, array: Any) -> Any:
+    """Do nothing: Numba frees an array after its last use by name, and uses by address are none."""
+    return types.void(array), lambda context, builder, sig, args: context.get_dummy_value()
+
+
+@lowered
+def get(typing: Any, address: Any) -> Any:
+    """The float32 at `address`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(pointer(builder, args[0], FLOAT), align=4)
+
+    return types.float32(types.int64), emit
+
+
+@lowered
+def put(typing: Any, address: Any, value: Any) -> Any:
+    """Write one float32 at `address`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(args[1], pointer(builder, args[0], FLOAT), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), emit
+
+
+@lowered
+def prefetch(typing: Any, address: Any, level: Any) -> Any:
+    """Ask for the cache line of `address`; level (a literal) 1 = nearest cache, 2 = second level."""
+    locality = {1: 3, 2: 2}[level.literal_value]
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        target = pointer(builder, args[0], _BYTE)
+        kind = ir.FunctionType(ir.VoidType(), [target.type, BITS32, BITS32, BITS32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [target, *(ir.Constant(BITS32, value) for value in (0, locality, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, level), emit
+
+
+@lowered
+def copy_bytes(typing: Any, target: Any, source: Any, count: Any) -> Any:
+    """memcpy of `count` bytes between addresses."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        to, origin = pointer(builder, args[0], _BYTE), pointer(builder, args[1], _BYTE)
+        kind = ir.FunctionType(ir.VoidType(), [to.type, origin.type, _LONG, ir.IntType(1)])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.memcpy.p0.p0.i64")
+        builder.call(function, [to, origin, args[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@lowered
+def take(typing: Any, ticket: Any) -> Any:
+    """Take the next task number from an int64 [1] counter that several threads share (atomic)."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        counter = _data(context, builder, ticket, args[0])
+        return builder.atomic_rmw("add", counter, ir.Constant(_LONG, 1), "seq_cst")
+
+    return types.int64(ticket), emit

@@ -1,0 +1,166 @@
+"""The truth that kernels are tested against: plain torch in float64, loops where loops are clearest.
+
+Pools are tensors [P, Hkv, 2 (K, V), block_size, D]; the other arguments are tensors with the shapes of the launchers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def row_tokens(pool: Tensor, table: Tensor, blocks: Tensor, head: int, valid: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values float64 [tokens, D] of one row's valid tokens in logical `blocks` [n], one KV head.
+
+    Args:
+        pool: [P, Hkv, 2, block_size, D].
+        table: [N], the row's physical blocks.
+        blocks: [n], logical blocks.
+        head: the KV head.
+        valid: [T], the row's valid tokens.
+        length: tokens of the row.
+    """
+    size = pool.shape[3]
+    positions = (blocks.long()[:, None] * size + torch.arange(size)).reshape(-1)
+    record = pool[table.long()[blocks.long()], head].double()
+    keep = (positions < length) & valid.bool()[positions.clamp(max=valid.shape[0] - 1)]
+    return record[:, 0].reshape(-1, pool.shape[4])[keep], record[:, 1].reshape(-1, pool.shape[4])[keep]
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out [D], lse [] and kbar [D] of one query head over tokens; 0, -inf and 0 where there is none.
+
+    Args:
+        query: [D].
+        keys: [tokens, D].
+        values: [tokens, D].
+        scale: factor of the scores.
+        softcap: c in score = c * tanh(score / c), or None.
+    """
+    if not len(keys):
+        return torch.zeros_like(query), torch.tensor(-math.inf, dtype=query.dtype), torch.zeros_like(query)
+    scores = keys @ query * scale
+    slope = torch.ones_like(scores)
+    if softcap is not None:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1 - bent**2
+    weights = torch.softmax(scores, 0)
+    return weights @ values, torch.logsumexp(scores, 0), (weights * slope) @ keys
+
+
+def sparse_decode(
+    query: Tensor,
+    pool: Tensor,
+    table: Tensor,
+    blocks: Tensor,
+    counts: Tensor,
+    valid: Tensor,
+    length: int,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out [B, Hq, D], lse [B, Hq] and kbar [B, Hq, D], float64, as `decode.sparse_decode` defines them."""
+    group = query.shape[1] // pool.shape[1]
+    rows = []
+    for b, heads in enumerate(query.double()):
+        for hq, vector in enumerate(heads):
+            h = hq // group
+            chosen = blocks[b, h, : int(counts[b, h])]
+            keys, values = row_tokens(pool, table[b], chosen, h, valid[b], length)
+            rows.append(attend(vector, keys, values, scale, softcap))
+    out, lse, kbar = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    return out.view(query.shape), lse.view(query.shape[:2]), kbar.view(query.shape)
+
+
+def tail_lse(
+    query: Tensor,
+    pool: Tensor,
+    table: Tensor,
+    first_block: int,
+    length: int,
+    valid: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Return lse [B, Hq], float64, as `tail.tail_lse` defines it."""
+    end = max(first_block, -(-length // pool.shape[3]))
+    blocks = torch.arange(first_block, end).expand(query.shape[0], pool.shape[1], -1)
+    counts = torch.full(blocks.shape[:2], end - first_block)
+    return sparse_decode(query, pool, table, blocks, counts, valid, length, scale=scale, softcap=softcap)[1]
+
+
+def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, Hkv, tokens, D] in the pool's dtype, as `pool.gather_tokens` defines them."""
+    size = pool.shape[3]
+    positions = torch.arange(first, first + tokens)
+    blocks = pool[table.long()[:, positions // size], :, :, positions % size]  # [B, tokens, Hkv, 2, D]
+    return blocks[:, :, :, 0].transpose(1, 2), blocks[:, :, :, 1].transpose(1, 2)
+
+
+def score_vectors(query: Tensor, vectors: Tensor, bias: Tensor, table: Tensor, n_blocks: int) -> Tensor:
+    """Return logmass [B, Hq, n_blocks], float64, as `scoring.score_vectors` defines it."""
+    group = query.shape[1] // vectors.shape[1]
+    physical = table[:, :n_blocks].long()
+    chosen = vectors[physical].double().repeat_interleave(group, 2)  # [B, n, Hq, W]
+    dots = torch.einsum("bhw,bnhw->bhn", query.double(), chosen)
+    shift = bias[physical][:, None].double()
+    return torch.where(shift == -math.inf, -math.inf, dots + shift)
+
+
+def score_submeans(
+    query: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor,
+    center: Tensor,
+    sigma: Tensor,
+    table: Tensor,
+    n_blocks: int,
+    *,
+    scale: float,
+) -> Tensor:
+    """Return logmass [B, Hq, n_blocks], float64, as `submeans.score_submeans` defines it, from codes [P, Hkv, S, D]."""
+    group = query.shape[1] // codes.shape[1]
+    means = center.double()[:, None] + sigma.double()[:, None] * scales.double()[..., None] * codes.double()
+    physical = table[:, :n_blocks].long()
+    chosen = means[physical].repeat_interleave(group, 2)  # [B, n, Hq, S, D]
+    shift = bias[physical][:, None].double()
+    scores = scale * torch.einsum("bhd,bnhjd->bhnj", query.double(), chosen)
+    return torch.where(shift == -math.inf, -math.inf, scores + shift).logsumexp(-1)
+
+
+def join_scores(logmass: Tensor, tail: Tensor, kv_heads: int, *, join: str) -> Tensor:
+    """Return score [B, Hkv, n], float64, as `scoring.join_scores` defines it, from logmass [B, Hq, n]."""
+    batch, query_heads, count = logmass.shape
+    masses = logmass.double()
+    total = torch.logsumexp(torch.cat((masses, tail.double()[..., None]), -1), -1, keepdim=True)
+    shares = torch.where(total == -math.inf, 0.0, torch.exp(masses - total))
+    grouped = (batch, kv_heads, query_heads // kv_heads, count)
+    if join == "raw":
+        return masses.view(grouped).mean(2)
+    score = shares.view(grouped).amax(2) if join == "max" else shares.view(grouped).mean(2)
+    return torch.where(masses.view(grouped).amax(2) == -math.inf, -math.inf, score)
+
+
+def select_blocks(
+    score: Tensor, n_sealed: int, n_blocks: int, sink_lo: Tensor, sink_hi: Tensor, recent: int, k: int
+) -> list[list[list[int]]]:
+    """Return the chosen blocks of each (row, KV head), as `select.select_blocks` defines them."""
+    rows = []
+    for b, heads in enumerate(score.tolist()):
+        low, high = int(sink_lo[b]), min(int(sink_hi[b]), n_blocks)
+        always = set(range(max(low, 0), high)) | set(range(n_sealed, n_blocks))
+        always |= set(range(max(low, n_sealed - recent, 0), n_sealed))
+        row = []
+        for values in heads:
+            others = [n for n in range(max(low, 0), n_sealed) if n not in always and values[n] > -math.inf]
+            others.sort(key=lambda n: (-values[n], n))
+            row.append(sorted(always | set(others[: max(0, k - len(always))])))
+        rows.append(row)
+    return rows

@@ -1,0 +1,273 @@
+"""A Numba value of 16 float32 lanes and its elementary operations, on any CPU.
+
+A `Vector` is an LLVM `<16 x float>`: one register with AVX-512, two with AVX2, four with SSE or NEON. LLVM splits it;
+no instruction set is named here except for the float16 conversion, which LLVM cannot lower everywhere.
+Kernels call these functions inside `launch.jit`; they have no meaning outside compiled code.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.extending import intrinsic, lower_builtin, models, register_model
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+
+LANES = 16
+FLOAT, HALF, BITS16, BITS32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
+FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(BITS32, LANES)
+
+# A score below any real one, and the running maximum of a row that has seen no token yet. Because the second is the
+# larger, exp(MASKED - maximum) is exactly 0 even in a row where everything is masked: no special case anywhere.
+MASKED = np.float32(-1e30)
+NOTHING = np.float32(-1e29)
+
+
+class VectorType(types.Type):  # type: ignore[misc]
+    """Numba type of 16 float32 lanes."""
+
+    def __init__(self) -> None:
+        super().__init__("f32x16")
+
+
+VECTOR = VectorType()
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, FLOATS)
+
+
+def lowered(function: Callable[..., Any]) -> Any:
+    """Turn a function that returns (signature, code generator) into one that compiled code can call."""
+    return intrinsic(prefer_literal=True)(function)
+
+
+def constant(value: float) -> ir.Constant:
+    """LLVM constant with `value` in every float lane."""
+    return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
+
+
+def word_constant(value: int) -> ir.Constant:
+    """LLVM constant with `value` in every 32-bit lane."""
+    return ir.Constant(WORDS, [value] * LANES)
+
+
+def shuffle(builder: Any, left: Any, right: Any, lanes: Sequence[int]) -> Any:
+    """Pick lanes from two vectors (the second counts on from the first)."""
+    return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(BITS32, len(lanes)), list(lanes)))
+
+
+def pointer(builder: Any, address: Any, element: Any) -> Any:
+    """LLVM pointer to `element` at an integer address."""
+    return builder.inttoptr(address, element.as_pointer())
+
+
+def emit_splat(builder: Any, scalar: Any, vector_type: Any = FLOATS) -> Any:
+    """Copy a scalar into every lane."""
+    undefined = ir.Constant(vector_type, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(BITS32, 0))
+    return shuffle(builder, first, undefined, [0] * LANES)
+
+
+def emit_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z, fused where the CPU can (fmuladd, unlike fma, never becomes a library call)."""
+    function = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.fmuladd.v16f32"), [x, y, z])
+
+
+def _larger(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def _has_half(context: Any) -> bool:
+    triple, _, features = context.codegen().magic_tuple()  # what Numba compiles for, also under NUMBA_CPU_FEATURES
+    return "+f16c" in features or triple.startswith(("aarch64", "arm64"))
+
+
+def emit_widen(context: Any, builder: Any, element: Any, address: Any) -> Any:
+    """Load 16 stored elements (float32, or the bits of float16/bfloat16) as float lanes."""
+    if element == types.float32:
+        return builder.load(pointer(builder, address, FLOATS), align=4)
+    if element == types.int16 and _has_half(context):
+        return builder.fpext(builder.load(pointer(builder, address, ir.VectorType(HALF, LANES)), align=2), FLOATS)
+    bits = builder.zext(builder.load(pointer(builder, address, ir.VectorType(BITS16, LANES)), align=2), WORDS)
+    if element == types.uint16:
+        return builder.bitcast(builder.shl(bits, word_constant(16)), FLOATS)
+    assert element == types.int16, f"no conversion from {element}"
+    # float16 without an instruction for it: moved into place, the exponent is off by 112; inf and NaN need all ones.
+    magnitude = builder.and_(bits, word_constant(0x7FFF))
+    scaled = builder.fmul(builder.bitcast(builder.shl(magnitude, word_constant(13)), FLOATS), constant(2.0**112))
+    wide = builder.bitcast(scaled, WORDS)
+    special = builder.icmp_unsigned(">=", magnitude, word_constant(0x7C00))
+    wide = builder.select(special, builder.or_(wide, word_constant(0x7F800000)), wide)
+    sign = builder.shl(builder.and_(bits, word_constant(0x8000)), word_constant(16))
+    return builder.bitcast(builder.or_(wide, sign), FLOATS)
+
+
+@lowered
+def load(typing: Any, tag: Any, address: Any) -> Any:
+    """16 elements of the tag's dtype at `address`."""
+    return VECTOR(tag, types.int64), lambda c, b, sig, args: emit_widen(c, b, tag.dtype, args[1])
+
+
+@lowered
+def load_f32(typing: Any, address: Any) -> Any:
+    """16 float32 at `address`."""
+    return VECTOR(types.int64), lambda c, b, sig, args: emit_widen(c, b, types.float32, args[0])
+
+
+@lowered
+def store(typing: Any, address: Any, vector: Any) -> Any:
+    """Write 16 float32 at `address`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(args[1], pointer(builder, args[0], FLOATS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, VECTOR), emit
+
+
+@lowered
+def splat(typing: Any, scalar: Any) -> Any:
+    """A float32 in every lane."""
+    return VECTOR(types.float32), lambda c, b, sig, args: emit_splat(b, args[0])
+
+
+@lowered
+def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z."""
+    return VECTOR(VECTOR, VECTOR, VECTOR), lambda c, b, sig, args: emit_fma(b, *args)
+
+
+@lowered
+def vmax(typing: Any, x: Any, y: Any) -> Any:
+    """The larger of two, lane by lane (y where x is NaN or either is)."""
+    return VECTOR(VECTOR, VECTOR), lambda c, b, sig, args: _larger(b, *args)
+
+
+@lowered
+def choose_less(typing: Any, left: Any, right: Any, yes: Any, no: Any) -> Any:
+    """`yes` in the lanes where left < right, `no` in the others (and where one is NaN)."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
+
+    return VECTOR(VECTOR, VECTOR, VECTOR, VECTOR), emit
+
+
+def _emit_exp(builder: Any, x: Any) -> Any:
+    # exp(x) = 2^n exp(r), r = x - n ln 2 in two steps (Cody-Waite), then Cephes' polynomial. Adding 1.5 * 2^23 rounds
+    # to an integer and leaves it in the low bits, with neither a rounding nor a conversion instruction.
+    low = constant(-87.33)
+    too_low = builder.fcmp_ordered("<", x, low)
+    x = builder.select(too_low, low, x)
+    shifted = emit_fma(builder, x, constant(1.4426950408889634), constant(12582912.0))
+    n = builder.fsub(shifted, constant(12582912.0))
+    r = emit_fma(builder, n, constant(-0.693359375), x)
+    r = emit_fma(builder, n, constant(2.12194440e-4), r)
+    y = constant(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        y = emit_fma(builder, y, r, constant(factor))
+    y = builder.fadd(emit_fma(builder, y, builder.fmul(r, r), r), constant(1.0))
+    exponent = builder.shl(builder.add(builder.bitcast(shifted, WORDS), word_constant(127)), word_constant(23))
+    return builder.select(too_low, constant(0.0), builder.fmul(y, builder.bitcast(exponent, FLOATS)))
+
+
+@lowered
+def exp(typing: Any, x: Any) -> Any:
+    """exp of lanes up to 88, within 2e-7 of the value; exactly 0 below -87.33 and at -inf; NaN stays NaN."""
+    return VECTOR(VECTOR), lambda c, b, sig, args: _emit_exp(b, args[0])
+
+
+def _emit_log(builder: Any, x: Any) -> Any:
+    # x = 2^n m with m in [sqrt(1/2), sqrt(2)), then Cephes' polynomial in m - 1.
+    bits = builder.bitcast(x, WORDS)
+    shifted = builder.sub(bits, word_constant(0x3F3504F3))
+    n = builder.sitofp(builder.ashr(shifted, word_constant(23)), FLOATS)
+    mantissa = builder.add(builder.and_(shifted, word_constant(0x007FFFFF)), word_constant(0x3F3504F3))
+    f = builder.fsub(builder.bitcast(mantissa, FLOATS), constant(1.0))
+    y = constant(7.0376836292e-2)
+    factors = (-1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1)
+    for factor in (*factors, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1):
+        y = emit_fma(builder, y, f, constant(factor))
+    square = builder.fmul(f, f)
+    y = builder.fmul(builder.fmul(y, f), square)
+    y = emit_fma(builder, n, constant(-2.12194440e-4), y)
+    y = emit_fma(builder, square, constant(-0.5), y)
+    return emit_fma(builder, n, constant(0.693359375), builder.fadd(f, y))
+
+
+@lowered
+def log(typing: Any, x: Any) -> Any:
+    """Natural logarithm of positive, normal, finite lanes."""
+    return VECTOR(VECTOR), lambda c, b, sig, args: _emit_log(b, args[0])
+
+
+def emit_rotations(builder: Any, vector: Any, width: int, join: Callable[[Any, Any, Any], Any]) -> Any:
+    """Join each run of `width` lanes into one value, present in every lane of the run."""
+    for step in (2**i for i in reversed(range(int(math.log2(width))))):
+        turned = shuffle(builder, vector, vector, [lane ^ step for lane in range(LANES)])
+        vector = join(builder, vector, turned)
+    return vector
+
+
+def emit_add(builder: Any, x: Any, y: Any) -> Any:
+    """x + y."""
+    return builder.fadd(x, y)
+
+
+def _first(builder: Any, vector: Any) -> Any:
+    return builder.extract_element(vector, ir.Constant(BITS32, 0))
+
+
+@lowered
+def lane_max(typing: Any, x: Any) -> Any:
+    """The largest lane, float32."""
+    return types.float32(VECTOR), lambda c, b, sig, args: _first(b, emit_rotations(b, args[0], LANES, _larger))
+
+
+@lowered
+def lane_sum(typing: Any, x: Any) -> Any:
+    """The sum of the lanes, float32."""
+    return types.float32(VECTOR), lambda c, b, sig, args: _first(b, emit_rotations(b, args[0], LANES, emit_add))
+
+
+@lowered
+def run_max(typing: Any, x: Any, runs: Any) -> Any:
+    """The largest of each run of lanes, in every lane of the run; the length of the tuple `runs` says how many runs."""
+    width = LANES // runs.count
+    return VECTOR(VECTOR, runs), lambda c, b, sig, args: emit_rotations(b, args[0], width, _larger)
+
+
+@lowered
+def run_sum(typing: Any, x: Any, runs: Any) -> Any:
+    """The sum of each run of lanes, in every lane of the run; the length of the tuple `runs` says how many runs."""
+    width = LANES // runs.count
+    return VECTOR(VECTOR, runs), lambda c, b, sig, args: emit_rotations(b, args[0], width, emit_add)
+
+
+def _operator(symbol: Any, instruction: str) -> None:
+    @infer_global(symbol)
+    class _Typing(AbstractTemplate):  # type: ignore[misc]
+        def generic(self, args: Any, kws: Any) -> Any:
+            return signature(VECTOR, VECTOR, VECTOR) if args == (VECTOR, VECTOR) else None
+
+    @lower_builtin(symbol, VECTOR, VECTOR)
+    def _lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return getattr(builder, instruction)(*args)
+
+
+for _symbol, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _operator(_symbol, _instruction)

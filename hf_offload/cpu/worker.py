@@ -1,0 +1,149 @@
+"""Threads that run launches without the GIL, beside the thread that drives the model.
+
+A job is a callable (or a `Launch`, whose call is one participant's share of its tasks). The threads pull jobs from one
+queue in the order of submission. Everything that goes wrong in a job is raised where its result is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+INLINE_BYTES = 4 << 20
+"""Launches that read less than this are run by the caller alone: waking a thread costs more than it saves."""
+
+
+class WorkerError(RuntimeError):
+    """A job of the worker failed, was lost with its thread, or did not end within its time."""
+
+
+class Job:
+    """One piece of work in flight; `result` waits for it and raises what it raised."""
+
+    def __init__(self, worker: Worker, shares: Sequence[Callable[[], Any]], label: str) -> None:
+        self.label = label
+        self._worker = worker
+        self._left = len(shares)
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+    def done(self) -> bool:
+        """Whether the job has ended, well or not."""
+        return self._done.is_set()
+
+    def _finish(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            if self._left == 0 or error is not None:
+                self._done.set()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the job to end.
+
+        Args:
+            timeout: seconds to wait at most; the worker's own limit by default.
+
+        Raises:
+            WorkerError: the job raised (its error is the cause), no thread is left to run it, or time is up.
+        """
+        limit = time.monotonic() + (self._worker.timeout if timeout is None else timeout)
+        while not self._done.wait(min(0.2, max(limit - time.monotonic(), 0.0))):
+            if not self._worker.alive():
+                raise WorkerError(f"{self.label}: every worker thread has died before the job ended")
+            if time.monotonic() >= limit:
+                raise WorkerError(f"{self.label}: not done in time; raise HybridCache(timeout=...) if the machine is slow")
+        if self._error is not None:
+            raise WorkerError(f"{self.label} failed: {self._error!r}") from self._error
+
+
+class Worker:
+    """A few threads, started at the first job and ended with the object.
+
+    Args:
+        threads: how many threads run jobs (at least 1).
+        timeout: seconds that `Job.result` waits before it gives up.
+
+    Raises:
+        ValueError: `threads` or `timeout` is not positive.
+    """
+
+    def __init__(self, threads: int = 1, timeout: float = 120.0) -> None:
+        if threads < 1:
+            raise ValueError(f"threads={threads} is not a number of threads; use 1 or more")
+        if timeout <= 0:
+            raise ValueError(f"timeout={timeout} is not a time in seconds; use a positive one")
+        self.threads = threads
+        self.timeout = timeout
+        self.delay = 0.0
+        """Seconds that each job sleeps before it starts: tests make every hand-over slow with it."""
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._pool: list[threading.Thread] = []
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    def alive(self) -> bool:
+        """Whether at least one thread is there to run jobs."""
+        return any(thread.is_alive() for thread in self._pool)
+
+    def _ensure_threads(self) -> None:
+        if self._pid != os.getpid():  # a forked child has none of its parent's threads, and maybe a held queue
+            self._queue, self._pool, self._pid = queue.SimpleQueue(), [], os.getpid()
+        if len(self._pool) == self.threads and all(thread.is_alive() for thread in self._pool):
+            return
+        with self._lock:
+            self._pool = [thread for thread in self._pool if thread.is_alive()]
+            while len(self._pool) < self.threads:
+                thread = threading.Thread(
+                    target=_serve, args=(self._queue,), name=f"hf_offload-{len(self._pool)}", daemon=True
+                )
+                thread.start()
+                self._pool.append(thread)
+                weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, work: Callable[[], Any], label: str = "job", shares: int = 1) -> Job:
+        """Queue a piece of work and return at once.
+
+        Args:
+            work: what to call; with `shares` > 1 it is called by that many threads at once and divides the work itself.
+            label: what an error message calls it.
+            shares: how many threads take part.
+        """
+        self._ensure_threads()
+        shares = max(1, min(shares, self.threads))
+        job = Job(self, [work] * shares, label)
+        for _ in range(shares):
+            self._queue.put((job, work, self.delay))
+        return job
+
+    def run(self, launch: Any, label: str = "launch") -> None:
+        """Run a `Launch` now: alone when it is small, together with the threads when it is worth waking them."""
+        if launch.cost < INLINE_BYTES or launch.tasks < 2:
+            launch()
+            return
+        job = self.submit(launch, label, shares=self.threads)
+        launch()
+        job.result()
+
+
+def _serve(jobs: queue.SimpleQueue[Any]) -> None:
+    while True:
+        item = jobs.get()
+        if item is None:
+            return
+        job, work, delay = item
+        try:
+            if delay:
+                time.sleep(delay)
+            work()
+        except BaseException as error:  # every error, SystemExit too, belongs to the caller of the job
+            job._finish(error)
+        else:
+            job._finish(None)
+        del item, job, work

@@ -1,0 +1,1 @@
+"""Device side: attention over resident slots."""

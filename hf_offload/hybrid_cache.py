@@ -1,0 +1,198 @@
+"""`HybridCache`: the cache that users make."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from hf_offload.attention.function import NAME
+from hf_offload.attention.hooks import attach, hybrid_layers
+from hf_offload.cache.layer import HybridLayer, Settings
+from hf_offload.cache.padding import Padding
+from hf_offload.cache.stats import Stats
+from hf_offload.cpu.worker import Worker
+from hf_offload.policies import Policy, make_policy
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+DEFAULT_RESIDENT = 2048  # for policies without a budget
+
+
+class HybridCache(Cache):  # type: ignore[misc]
+    """A KV cache with a few blocks on the device and the rest in host memory; attention over both.
+
+    Pass it as `past_key_values` to `generate()` or to a forward of the model that it was made for, which must run with
+    `attn_implementation="hybrid_sparse"`. Prompts and appended turns are attended exactly; tokens that come one by one
+    are attended as the policy says. Layers that are not plain full attention (sliding windows, linear attention) keep
+    the layer that `DynamicCache` would give them.
+
+    Args:
+        model: the model that will use the cache.
+        policy: `"scout"`, `"full"`, `"window"`, or a policy instance.
+        tier: None: two tiers where the model runs on a device, one memory on the CPU. `"split"` forces two tiers on the
+            CPU (to try what a GPU would do), `"one"` says that there must be one.
+        block_size: tokens a block: 8, 16, 32, 64 or 128.
+        resident: tokens that a row and KV head keeps on the device, in two tiers; by default the policy's budget.
+        prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time.
+        threads: CPU threads that work beside the model's; by default the physical cores less one with a GPU, one otherwise.
+        timeout: seconds after which waiting for a thread is given up with an error.
+        knobs: the policy's own, see its class.
+
+    Raises:
+        ValueError: a knob or value that is not allowed, or a model that cannot work with this cache; with the remedy.
+    """
+
+    is_hybrid_offload = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: str | Policy = "scout",
+        *,
+        tier: str | None = None,
+        block_size: int = 32,
+        resident: int | None = None,
+        prefill_tile: int = 4096,
+        threads: int | None = None,
+        timeout: float = 120.0,
+        **knobs: Any,
+    ) -> None:
+        config = check_model(model)
+        self.policy = make_policy(policy, knobs)
+        if tier not in (None, "one", "split"):
+            raise ValueError(f'tier={tier!r} is not a tier; use "one", "split" or None')
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}")
+        if not isinstance(prefill_tile, int) or prefill_tile < block_size:
+            raise ValueError(f"prefill_tile={prefill_tile!r} is less than a block; use at least {block_size} tokens")
+        self.policy.check_blocks(block_size)
+        settings = Settings(
+            policy=self.policy,
+            tier=tier,
+            block_size=block_size,
+            resident=resident_tokens(resident, self.policy, block_size),
+            prefill_tile=prefill_tile,
+            worker=Worker(default_threads(model) if threads is None else threads, timeout),
+            padding=Padding(block_size),
+        )
+        self.settings = settings
+        known = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+        super().__init__(
+            layers=[HybridLayer(i, settings) if type(layer) is DynamicLayer else layer for i, layer in enumerate(known)]
+        )
+        if not hybrid_layers(self):
+            raise ValueError(
+                f"no layer of {type(model).__name__} is plain full attention (sliding windows and linear layers stay as they "
+                "are), so there is nothing to offload; use DynamicCache"
+            )
+        self._attachment = attach(model)
+        owned = weakref.WeakSet(model.modules())
+        for layer in hybrid_layers(self):
+            layer.modules = owned.__contains__
+
+    def predict_query(
+        self, target: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """The query `[B, Hq, 1, D]` that decoder layer `target` would compute from an earlier layer's input.
+
+        Args:
+            target: number of the decoder layer.
+            hidden: `[B, 1, hidden]`, the input of the layer before.
+            args, kwargs: the other arguments of its forward.
+        """
+        return self._attachment.predictors[target](hidden, args, kwargs)
+
+    def stats(self) -> Stats:
+        """What the cache has done since it was made or reset."""
+        layers = hybrid_layers(self)
+        rows = [layer.report() for layer in layers]
+        near = sum(
+            row.resident_bytes + row.digest_bytes if layer.has_slots else row.host_bytes + row.digest_bytes
+            for layer, row in zip(layers, rows, strict=True)
+            if layer.is_initialized
+        )
+        other = sum(
+            layer.keys.nbytes + layer.values.nbytes
+            for layer in self.layers
+            if not isinstance(layer, HybridLayer) and getattr(layer, "keys", None) is not None
+        )
+        return Stats(rows, near + other)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens; in flight work ends first.
+
+        Raises:
+            ValueError: the number is positive.
+        """
+        super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows for beam search; host KV is shared by reference, not copied."""
+        super().reorder_cache(beam_idx)
+        self.settings.padding.select_rows(beam_idx.detach().cpu().numpy())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        rows = torch.arange(len(self.settings.padding.first)).repeat_interleave(repeats)
+        super().batch_repeat_interleave(repeats)
+        self.settings.padding.select_rows(rows.numpy())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows of an index."""
+        super().batch_select_indices(indices)
+        rows = indices.detach().cpu()
+        self.settings.padding.select_rows((rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows).numpy())
+
+    def __repr__(self) -> str:
+        return f"HybridCache({self.policy!r}, tokens={self.get_seq_length()})"
+
+
+def check_model(model: PreTrainedModel) -> Any:
+    """The config of the model's decoder.
+
+    Raises:
+        TypeError: not a Transformers model.
+        ValueError: the model cannot use, or does not use, the `hybrid_sparse` attention function.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or config is None:
+        raise TypeError(f"model must be a Transformers model, not {type(model).__name__}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder model, which HybridCache does not serve; use DynamicCache")
+    decoder = config.get_text_config(decoder=True)
+    used = decoder._attn_implementation
+    if used != NAME:
+        raise ValueError(
+            f"{type(model).__name__} runs with attn_implementation={used!r}, which reads no HybridCache; load it with "
+            f"attn_implementation={NAME!r} or call model.set_attn_implementation({NAME!r})"
+        )
+    settable = getattr(model, "_can_set_attn_implementation", None)
+    if settable is not None and not settable():
+        raise ValueError(f"{type(model).__name__} ignores attn_implementation, so HybridCache cannot serve it; use DynamicCache")
+    return decoder
+
+
+def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> int:
+    """The resident set in tokens, a whole number of blocks.
+
+    Raises:
+        ValueError: it is too small for what is always resident.
+    """
+    least = (policy.always_blocks(block_size) + 2) * block_size  # a straddling sink block, and room to recall into
+    if resident is None:
+        resident = max(policy.budget_tokens or DEFAULT_RESIDENT, least)
+    if isinstance(resident, bool) or not isinstance(resident, int) or resident < least:
+        raise ValueError(
+            f"resident={resident!r} tokens leave no room beside sinks, recent tokens and the tail; use at least {least}"
+        )
+    return resident // block_size * block_size
+
+
+def default_threads(model: PreTrainedModel) -> int:
+    """Threads beside the model's: with a GPU all cores but one, otherwise one (torch has the cores already)."""
+    on_device = next(model.parameters()).device.type != "cpu"
+    return max((os.cpu_count() or 2) - 1, 1) if on_device else 1

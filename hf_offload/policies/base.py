@@ -1,0 +1,124 @@
+"""What a policy is: it says which blocks a step attends, which of them are resident, and when blocks move."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Ahead, Step
+    from hf_offload.cache.layer import HybridLayer
+
+
+@dataclass(slots=True)
+class Selection:
+    """Logical blocks for each row and KV head.
+
+    Args:
+        blocks: `[B, Hkv, C]` int32, ascending; entries from `counts` on mean nothing.
+        counts: `[B, Hkv]` int32.
+    """
+
+    blocks: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def total(self) -> int:
+        """Blocks in all rows and heads."""
+        return int(self.counts.sum())
+
+
+@dataclass(slots=True)
+class Plan:
+    """Who computes what in one decode step of one layer; the parts share no block.
+
+    Args:
+        device: resident blocks, attended by the device.
+        host: blocks attended by the CPU with the query of this step.
+        ahead: a CPU part that was started one layer early, with a predicted query.
+    """
+
+    device: Selection | None = None
+    host: Selection | None = None
+    ahead: Ahead | None = None
+
+
+def check_tokens(name: str, value: Any, *, least: int = 1) -> None:
+    """Raise ValueError unless `value` is a whole number of tokens of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} is not a number of tokens; use an integer of at least {least}")
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """The contract; a policy is a frozen dataclass of its own knobs, checked in `__post_init__`."""
+
+    name: ClassVar[str]
+
+    @property
+    def digest_name(self) -> str | None:
+        """The digest that blocks need, or None."""
+        return None
+
+    @property
+    def sink_tokens(self) -> int:
+        """Tokens at the start of each row, the first real one counted first, that are always attended and resident."""
+        return 0
+
+    @property
+    def recent_tokens(self) -> int:
+        """Newest sealed tokens that are always attended and resident; the unsealed tail comes on top."""
+        return 0
+
+    @property
+    def budget_tokens(self) -> int | None:
+        """Tokens a row and KV head attends in a step, or None for all of them."""
+        return None
+
+    @property
+    def query_window(self) -> int:
+        """How many of a prompt's last queries `place` gets to see."""
+        return 0
+
+    def check_blocks(self, block_size: int) -> None:
+        """Raise ValueError if the knobs make no sense with this block size."""
+        budget = self.budget_tokens
+        least = self.always_blocks(block_size) * block_size
+        if budget is not None and budget < least:
+            raise ValueError(
+                f"budget={budget} is less than the {least} tokens that sinks, recent tokens and the tail take in blocks "
+                f"of {block_size}; raise budget or lower sinks, recent or block_size"
+            )
+
+    def always_blocks(self, block_size: int) -> int:
+        """Blocks that are always attended: sinks (which may straddle two blocks), recent ones and the tail."""
+        sinks, recent = -(-self.sink_tokens // block_size), -(-self.recent_tokens // block_size)
+        return sinks + recent + 1
+
+    def new_state(self, layer: HybridLayer) -> Any:
+        """What this method remembers of one layer; dropped by `reset`."""
+        return None
+
+    def looks_ahead(self, layer: HybridLayer) -> bool:
+        """Whether `before_layer` wants this layer's predicted query one layer early."""
+        return False
+
+    def before_layer(self, step: Step) -> None:
+        """Layer-ahead work: called one decoder layer early, with `step.query` predicted."""
+
+    @abstractmethod
+    def plan(self, step: Step) -> Plan:
+        """Who computes what, at a decode step."""
+
+    def after_layer(self, step: Step, plan: Plan) -> None:
+        """Recall, averages; called when the layer's attention is done."""
+
+    def place(self, step: Step, slots: int) -> Selection:
+        """Which blocks are resident (at most `slots` for a row and KV head) when decoding starts.
+
+        `step.query` holds the prompt's last queries, `[B, Hq, query_window, D]`.
+        """
+        return step.recent(slots)

@@ -1,0 +1,203 @@
+"""ScoutAttention: block-sparse co-attention with layer-ahead prediction and asynchronous periodic recall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hf_offload.cache.digests import DIGESTS
+from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
+from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hf_offload.attention.step import Ahead, Step
+    from hf_offload.cache.layer import HybridLayer
+
+LOOKAHEADS = ("auto", "attend", "select", "off")
+JOINS = ("max", "mean", "raw")
+RESIDUAL_EVERY = 8  # steps between two looks at what the prediction missed, where nothing else needs that look
+
+
+@dataclass(slots=True)
+class ScoutState:
+    """What Scout remembers of one layer.
+
+    Args:
+        clock: when the layer recalls.
+        predicted: the selection made one layer early for the step that comes.
+        ahead: the CPU part that was started with it.
+        selection, score: what the real query wanted in the last step, and the scores behind it.
+    """
+
+    clock: RecallClock
+    predicted: Selection | None = None
+    ahead: Ahead | None = None
+    selection: Selection | None = None
+    score: np.ndarray | None = None
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Scout(Policy):
+    """Attend the best blocks within a budget; resident ones on the device, the rest on the CPU, a layer ahead.
+
+    The method is ScoutAttention (§3, Algorithm 1). Beyond the paper: digests of sub-means with a softmax per head
+    before a group is joined, a first-order correction of the part that was attended with a predicted query, and
+    recall by the running CPU ratio.
+
+    Args:
+        budget: tokens a row and KV head attends, sinks, recent tokens and the tail included.
+        digest: `"submean"`, `"quest"` (the paper's) or `"mean"`.
+        join: how a group's query heads are joined: `"max"` or `"mean"` of their softmax, or `"raw"`, the mean of the
+            scores themselves (Quest's and the paper's).
+        sinks: tokens at the start of a row that are always attended and resident.
+        recent: newest tokens that are always attended and resident.
+        lookahead: `"attend"`: the CPU attends one layer early with the predicted query (the paper's); `"select"`: blocks
+            are chosen and read ahead one layer early, attended with the real query; `"off"`: neither; `"auto"`: `attend`
+            where a device runs beside the CPU, `off` on CPU tensors.
+        synchronous_layers: layers that use the real query for everything; by default those whose query is predicted
+            badly: the first three under `attend`, the first otherwise. Layer 0 always does.
+        correction: correct the early CPU part to first order: `lse + scale·(q − q_predicted)·k̄`.
+        recall: `"adaptive"`, a number of steps, 0 for never, or a file written by `hf-offload profile`.
+        threshold: CPU ratio that adaptive recall tolerates (§3.4: 0.12).
+        attend_resident: whether the device attends the `"selected"` resident blocks or `"all"` of them.
+        place_queries: how many of the prompt's last queries decide what is resident when decoding starts.
+
+    Raises:
+        ValueError: a knob has a value that is not allowed; the message names what is.
+    """
+
+    name = "scout"
+    budget: int = 2048
+    digest: str = "submean"
+    join: Literal["max", "mean", "raw"] = "max"
+    sinks: int = 32
+    recent: int = 128
+    lookahead: Literal["auto", "attend", "select", "off"] = "auto"
+    synchronous_layers: tuple[int, ...] | None = None
+    correction: bool = True
+    recall: int | str | Path = ADAPTIVE
+    threshold: float = 0.12
+    attend_resident: Literal["selected", "all"] = "selected"
+    place_queries: int = 16
+
+    def __post_init__(self) -> None:
+        check_tokens("budget", self.budget)
+        check_tokens("sinks", self.sinks, least=0)
+        check_tokens("recent", self.recent, least=0)
+        check_tokens("place_queries", self.place_queries)
+        allowed = {"digest": tuple(DIGESTS), "join": JOINS, "lookahead": LOOKAHEADS, "attend_resident": ("selected", "all")}
+        for knob, values in allowed.items():
+            if getattr(self, knob) not in values:
+                raise ValueError(f"{knob}={getattr(self, knob)!r} is not allowed; use one of {', '.join(values)}")
+        if not 0 < self.threshold < 1:
+            raise ValueError(f"threshold={self.threshold} is not a share of the budget; use a number between 0 and 1")
+        if self.synchronous_layers is not None:
+            layers = tuple(self.synchronous_layers)
+            if not all(isinstance(layer, int) and layer >= 0 for layer in layers):
+                raise ValueError(f"synchronous_layers={layers!r} are not layer numbers; use integers from 0")
+            object.__setattr__(self, "synchronous_layers", layers)
+        check_recall(self.recall)
+
+    @classmethod
+    def paper(cls, budget: int = 2048, **knobs: object) -> Scout:
+        """The paper's own form: Quest's digest and scores, the CPU attends with the predicted query, uncorrected."""
+        form: dict[str, object] = {
+            "digest": "quest",
+            "join": "raw",
+            "lookahead": "attend",
+            "synchronous_layers": (0,),
+            "correction": False,
+            **knobs,
+        }
+        return cls(budget=budget, **form)  # type: ignore[arg-type]
+
+    @property
+    def digest_name(self) -> str:
+        return self.digest
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.sinks
+
+    @property
+    def recent_tokens(self) -> int:
+        return self.recent
+
+    @property
+    def budget_tokens(self) -> int:
+        return self.budget
+
+    @property
+    def query_window(self) -> int:
+        return self.place_queries
+
+    def mode(self, layer: HybridLayer) -> str:
+        """The lookahead that this layer uses: `"attend"`, `"select"` or `"off"`."""
+        mode = self.lookahead
+        if mode == "auto":
+            mode = "attend" if layer.has_device else "off"
+        default = (0, 1, 2) if mode == "attend" else (0,)
+        synchronous = default if self.synchronous_layers is None else self.synchronous_layers
+        return "off" if layer.index == 0 or layer.index in synchronous else mode
+
+    def new_state(self, layer: HybridLayer) -> ScoutState:
+        return ScoutState(RecallClock.of(self.recall, self.threshold, layer.index))
+
+    def looks_ahead(self, layer: HybridLayer) -> bool:
+        return self.mode(layer) != "off"
+
+    def before_layer(self, step: Step) -> None:
+        """Algorithm 1, lines 3–7: choose the next layer's blocks by its predicted query and start the CPU part."""
+        state: ScoutState = step.state
+        state.predicted = self._select(step, step.score(self.join))
+        host = step.split(state.predicted)[1]
+        if self.mode(step.layer) == "attend":
+            state.ahead = step.attend_early(host, correct=self.correction)
+        else:
+            step.read_ahead(host)
+
+    def plan(self, step: Step) -> Plan:
+        """Algorithm 1, lines 8–12."""
+        state: ScoutState = step.state
+        predicted, ahead = state.predicted, state.ahead
+        state.predicted = state.ahead = None
+        state.steps += 1
+        if predicted is None or ahead is not None or self._looks_back(step):
+            state.score = step.score(self.join)
+            state.selection = self._select(step, state.score)
+            if predicted is not None:
+                step.compare(predicted, state.selection)
+        else:
+            state.selection = predicted
+        if ahead is not None:
+            return Plan(device=self._on_device(step, state.selection), ahead=ahead)
+        device, host = step.split(predicted or state.selection)
+        if self.attend_resident == "all":
+            device = step.resident_blocks()
+        return Plan(device=device, host=host)
+
+    def after_layer(self, step: Step, plan: Plan) -> None:
+        """§3.4: recall what the real query wanted, off the critical path."""
+        state: ScoutState = step.state
+        if not step.layer.has_slots:
+            return
+        if state.clock.due(step.cpu_ratio(plan)) and state.selection is not None and state.score is not None:
+            step.recall(state.selection, state.score)
+
+    def place(self, step: Step, slots: int) -> Selection:
+        """The blocks that the prompt's last queries want."""
+        return step.select(step.score(self.join), slots)
+
+    def _select(self, step: Step, score: np.ndarray) -> Selection:
+        return step.select(score, self.budget // step.block_size)
+
+    def _on_device(self, step: Step, selection: Selection) -> Selection:
+        return step.resident_blocks() if self.attend_resident == "all" else step.split(selection)[0]
+
+    def _looks_back(self, step: Step) -> bool:
+        """Whether a step with a selection made ahead scores the real query too: for recall and for the statistics."""
+        return step.layer.has_slots or step.state.steps % RESIDUAL_EVERY == 0

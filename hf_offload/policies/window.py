@@ -1,0 +1,44 @@
+"""Sinks and the newest tokens (StreamingLLM, Xiao et al. 2023): the control that forgets the middle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_offload.policies.base import Plan, Policy, check_tokens
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+
+
+@dataclass(frozen=True)
+class Window(Policy):
+    """Attend the first `sinks` tokens and the newest ones, `budget` tokens in all.
+
+    Args:
+        budget: tokens a row and KV head attends.
+        sinks: tokens at the start that are kept.
+
+    Raises:
+        ValueError: a number is not positive, or the sinks leave no room for recent tokens.
+    """
+
+    name = "window"
+    budget: int = 2048
+    sinks: int = 32
+
+    def __post_init__(self) -> None:
+        check_tokens("budget", self.budget)
+        check_tokens("sinks", self.sinks, least=0)
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.sinks
+
+    @property
+    def budget_tokens(self) -> int:
+        return self.budget
+
+    def plan(self, step: Step) -> Plan:
+        device, host = step.split(step.recent(self.budget // step.block_size))
+        return Plan(device=device, host=host)

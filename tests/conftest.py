@@ -1,0 +1,38 @@
+"""Set up the test run: the Triton interpreter where there is no GPU, no network, and SmolLM2 loaded once."""
+
+import os
+
+import torch
+
+# Both are read when the modules below (or the package) are imported, so they are set before anything else.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_offload import assets
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where no CUDA device is present."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in float32 on the CPU, with stock attention, and its tokenizer.
+
+    The model is shared by the whole run: a test that changes it (attention implementation, hooks) puts it back.
+    """
+    try:
+        assets.find_smollm2()
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    return assets.load_model(attn_implementation="sdpa", dtype=torch.float32, device="cpu")

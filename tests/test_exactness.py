@@ -1,0 +1,105 @@
+"""With a budget that covers the context every policy is full attention, also when hardly anything is resident."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, prompt, tiny_model
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_offload
+
+STEPS = 70
+PROMPT = 75
+BLOCK = 16
+FOUR_BLOCKS = {"resident": 4 * BLOCK}
+
+
+def decode_logits(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, chunk: int | None, steps: int = STEPS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens `[B, steps]` and their logits, of a prompt that is taken in at once or in chunks."""
+    logits, tokens = [], []
+    with torch.no_grad():
+        length = ids.shape[1]
+        for start in range(0, length, chunk or length):
+            stop = min(start + (chunk or length), length)
+            positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, start:]
+            out = model(
+                input_ids=ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        for _ in range(steps):
+            logits.append(out.logits[:, -1])
+            token = logits[-1].argmax(-1, keepdim=True)
+            tokens.append(token)
+            mask = torch.cat([mask, torch.ones_like(token)], 1)
+            positions = mask.sum(-1, keepdim=True) - 1
+            out = model(
+                input_ids=token, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+    return torch.cat(tokens, 1), torch.stack(logits, 1)
+
+
+def assert_equal(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(got[0], want[0])
+    error = (got[1] - want[1]).abs().max().item()
+    assert error <= 1e-5 * max(1.0, want[1].abs().max().item()), error
+
+
+POLICIES = {
+    "full": ("full", {}),
+    "window": ("window", {"budget": 256, "sinks": 16}),
+    "scout-off": ("scout", {"lookahead": "off"}),
+    "scout-select": ("scout", {"lookahead": "select"}),
+    "scout-quest": ("scout", {"lookahead": "off", "digest": "quest", "join": "raw"}),
+    "scout-mean": ("scout", {"lookahead": "select", "digest": "mean", "recall": 3}),
+    "scout-all": ("scout", {"lookahead": "select", "attend_resident": "all"}),
+}
+
+
+def knobs_of(name: str) -> tuple[str, dict[str, Any]]:
+    policy, knobs = POLICIES[name]
+    if policy == "scout":
+        knobs = {"budget": 256, "sinks": 16, "recent": 0, **knobs}
+    return policy, knobs
+
+
+@pytest.fixture(scope="module")
+def oracle() -> dict[Any, Any]:
+    return {}
+
+
+def reference(
+    oracle: dict[Any, Any], family: str, batch: int
+) -> tuple[PreTrainedModel, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    if (family, batch) not in oracle:
+        ids, mask = prompt(batch, PROMPT)
+        stock = tiny_model(family, "sdpa")
+        want = decode_logits(stock, DynamicCache(config=stock.config), ids, mask, None)
+        oracle[family, batch] = (tiny_model(family), ids, mask, want)
+    return oracle[family, batch]
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize("chunk", [None, 17])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_covering_budget_is_full_attention(
+    oracle: dict[Any, Any], family: str, policy: str, batch: int, chunk: int | None, tier: str
+) -> None:
+    model, ids, mask, want = reference(oracle, family, batch)
+    name, knobs = knobs_of(policy)
+    extra = FOUR_BLOCKS if tier == "split" else {}
+    cache = hf_offload.HybridCache(model, name, tier=tier, block_size=BLOCK, prefill_tile=32, **extra, **knobs)
+    assert_equal(decode_logits(model, cache, ids, mask, chunk), want)
+    if tier == "split":
+        total = cache.stats().as_dict()
+        assert total["cpu_ratio"] > 0.2  # most of the work is the CPU's: four blocks are resident
+        assert not name == "scout" or total["recalls"] > 0

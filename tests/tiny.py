@@ -1,0 +1,75 @@
+"""Tiny random models of the families that the exactness tests run, with attention that is not uniform."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _config(family: str) -> PreTrainedConfig:
+    if family == "llama":
+        return LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
+    if family == "qwen3":
+        return Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16)
+    if family == "gemma3":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        return Gemma3TextConfig(
+            **SIZES, num_key_value_heads=2, head_dim=16, sliding_window=8, layer_types=kinds, query_pre_attn_scalar=16
+        )
+    if family == "gpt_neox":
+        return GPTNeoXConfig(**SIZES)
+    if family == "opt":
+        sizes = {name: value for name, value in SIZES.items() if name != "intermediate_size"}
+        return OPTConfig(**sizes, ffn_dim=96, word_embed_proj_dim=64, dropout=0.0, attention_dropout=0.0)
+    raise ValueError(f"no tiny model of family {family!r}")
+
+
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt_neox", "opt")
+
+
+def tiny_model(family: str, attn_implementation: str = "hybrid_sparse", seed: int = 0) -> PreTrainedModel:
+    """A random model in eval mode; the same weights for the same seed, whatever the attention implementation."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(_config(family), attn_implementation=attn_implementation).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.15)
+            elif "norm" in name or "ln" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def prompt(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask `[batch, length]`; rows after the first are left padded by more and more."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 150, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, : row * (length // 4)] = 0
+    return ids.masked_fill(mask == 0, 0), mask
