@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -71,6 +71,13 @@ class Row:
 FULL = Row("full", "dynamic")
 
 
+def run(main: Callable[..., None]) -> None:
+    """Run a script's function as its command line (with plain tracebacks: those of a model's forward are long)."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()
+
+
 def choose(rows: Sequence[Row], names: str | None) -> list[Row]:
     """Return the rows named in a comma-separated list (all of them for None), in the list's order.
 
@@ -84,6 +91,18 @@ def choose(rows: Sequence[Row], names: str | None) -> list[Row]:
     if unknown := [name for name in chosen if name not in by_name]:
         raise typer.BadParameter(f"unknown rows {', '.join(unknown)}: choose among {', '.join(by_name)}")
     return [by_name[name] for name in chosen]
+
+
+def kinds_of(names: str) -> list[str]:
+    """Parse a comma-separated list of kinds of text.
+
+    Raises:
+        typer.BadParameter: a name that is not a kind.
+    """
+    kinds = names.replace(" ", "").split(",")
+    if unknown := [kind for kind in kinds if kind not in assets.KINDS]:
+        raise typer.BadParameter(f"unknown kinds {', '.join(unknown)}: choose among {', '.join(assets.KINDS)}")
+    return kinds
 
 
 def numbers(text: str) -> list[int]:
@@ -213,4 +232,5 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v) for v in row.values()))
-    Console().print(table)
+    # A file or a pipe has no width of its own.
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -3,9 +3,9 @@
     python eval/cpu_ratio.py
     python eval/cpu_ratio.py --kind prose --prose novel.txt --steps 512
 
-A text is read as a prompt and its next tokens are fed one by one. The rows differ in recall and in how much stays resident.
-"every step" recalls at each step with as many resident tokens as the budget: the CPU's share is then the share of the
-chosen blocks that the step before had not chosen, the floor under any recall interval.
+A text is read as a prompt and its next tokens are fed one by one. The rows differ in recall and in how much stays
+resident. "every-step-1" recalls at each step, with as many resident tokens as the budget: the CPU's share is then that
+of the chosen blocks which the step before had not chosen: the floor under any recall interval.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from common import (
     ProseOption,
     Row,
     ThreadsOption,
+    kinds_of,
     load,
     prefill,
+    run,
     show,
     text_of,
     window,
@@ -40,18 +42,18 @@ START = 5_000  # token of the text where the window begins
 
 
 def make_rows(budget: int) -> list[Row]:
-    """With and without recall, a resident set of 1.5 budgets and of one, and the floor."""
+    """With and without recall, with 1.5 budgets resident and with one, and the floor."""
 
     def row(name: str, recall: str | int, resident: int) -> Row:
         policy = Scout(budget=budget, lookahead="attend", recall=recall)
         return Row(name, policy, {"tier": "split", "resident": resident})
 
     return [
-        row("recall, 1.5 budgets resident", "adaptive", budget * 3 // 2),
-        row("recall, 1 budget resident", "adaptive", budget),
-        row("no recall, 1.5 budgets resident", 0, budget * 3 // 2),
-        row("no recall, 1 budget resident", 0, budget),
-        row("every step, 1 budget resident", 1, budget),
+        row("recall-1.5", "adaptive", budget * 3 // 2),
+        row("recall-1", "adaptive", budget),
+        row("never-1.5", 0, budget * 3 // 2),
+        row("never-1", 0, budget),
+        row("every-step-1", 1, budget),
     ]
 
 
@@ -89,6 +91,7 @@ def main(
     out: OutOption = RESULTS / "cpu_ratio.csv",
 ) -> None:
     """Trace the CPU compute ratio with and without recall."""
+    kinds_of(kind)
     rows = make_rows(budget)
     language_model, tokenizer = load(model, dtype, threads)
     ids = window(text_of(kind, prose), tokenizer, START, tokens).to(language_model.device)
@@ -115,4 +118,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -5,8 +5,8 @@
 
 Each row's cache is filled once per context. Transformers' own caches are filled with random keys and values, on whose
 content their speed does not depend; a sparse cache reads a real text, in chunks, so that its choice of blocks is a real
-one (beyond the model's trained context the text's order has lost its meaning, the amount of work has not). The rows then
-take turns for a number of rounds: two steps of warm-up, then the steps that count.
+one (beyond the model's trained context the text has lost its order, not its size). Then the rows take turns for some
+rounds: two steps of warm-up, then the steps that count.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from common import (
     numbers,
     percentiles,
     prefill,
+    run,
     show,
     synchronize,
     text_of,
@@ -148,4 +149,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -30,9 +30,11 @@ from common import (
     Row,
     ThreadsOption,
     choose,
+    kinds_of,
     load,
     numbers,
     prefill,
+    run,
     show,
     text_of,
     window,
@@ -40,6 +42,7 @@ from common import (
 )
 from hf_offload import Scout
 
+# Where the windows begin, in tokens of the text of their kind.
 OFFSETS = {"prose": (2_000, 20_000, 40_000), "code": (5_000, 30_000, 60_000), "documentation": (5_000, 30_000, 60_000)}
 
 
@@ -123,7 +126,8 @@ def main(
     memory = {"tier": tier} | ({} if resident is None else {"resident": resident})
     chosen = [(budget, row) for budget in numbers(budgets) for row in choose(make_rows(budget, memory), rows)]
     language_model, tokenizer = load(model, dtype, threads)
-    places = [(kind.strip(), start) for kind in kinds.split(",") for start in OFFSETS[kind.strip()][:windows]]
+    places = [(kind, start) for kind in kinds_of(kinds) for start in OFFSETS[kind][:windows]]
+    size = {"tokens": tokens, "steps": steps, "tier": tier, "resident": resident}
     records = []
     with tqdm(total=len(places) * len(chosen)) as progress, torch.inference_mode():
         for kind, start in places:
@@ -131,35 +135,20 @@ def main(
             full = reference(language_model, ids, steps)
             for budget, row in chosen:
                 progress.set_description(f"{kind} at {start}, {row.name} {budget}")
-                key = {
-                    "row": row.name,
-                    "budget": budget,
-                    "kind": kind,
-                    "start": start,
-                    "tokens": tokens,
-                    "steps": steps,
-                }
-                records.append({**key, **memory, **decode(language_model, row, ids, full)})
+                key = {"row": row.name, "budget": budget, "kind": kind, "start": start}
+                records.append({**key, **size, **decode(language_model, row, ids, full)})
                 progress.update()
     write_csv(out, records)
-    kinds_seen = list(dict.fromkeys(kind for kind, _ in places))
-    show("median over windows", [summary(records, row.name, budget, kinds_seen) for budget, row in chosen])
+    for kind in kinds_of(kinds):
+        show(f"{kind}: median over windows", [summary(records, row.name, budget, kind) for budget, row in chosen])
 
 
-def summary(records: list[dict[str, Any]], row: str, budget: int, kinds: list[str]) -> dict[str, Any]:
-    """One line of the table: the medians by kind."""
-    line: dict[str, Any] = {"row": row, "budget": budget}
-    for kind in kinds:
-        mine = [r for r in records if (r["row"], r["budget"], r["kind"]) == (row, budget, kind)]
-        for column, title in (
-            ("kl", "KL"),
-            ("top1", "top-1"),
-            ("perplexity", "ppl"),
-            ("perplexity_full", "full's ppl"),
-        ):
-            line[f"{title}, {kind}"] = statistics.median(r[column] for r in mine)
-    return line
+def summary(records: list[dict[str, Any]], row: str, budget: int, kind: str) -> dict[str, Any]:
+    """One line of a table: the medians over the windows of a kind."""
+    mine = [r for r in records if (r["row"], r["budget"], r["kind"]) == (row, budget, kind)]
+    columns = ("kl", "top1", "perplexity", "perplexity_full")
+    return {"row": row, "budget": budget} | {c: statistics.median(r[c] for r in mine) for c in columns}
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -29,7 +29,9 @@ from common import (
     ThreadsOption,
     TierOption,
     choose,
+    kinds_of,
     load,
+    run,
     show,
     text_of,
     write_csv,
@@ -79,7 +81,7 @@ def main(
     """Count the hidden numbers that a sparse cache loses."""
     chosen = choose(make_rows(tier, lookahead), rows)
     language_model, tokenizer = load(model, dtype, threads)
-    sources = {kind.strip(): text_of(kind.strip(), prose) for kind in kinds.split(",")}
+    sources = {kind: text_of(kind, prose) for kind in kinds_of(kinds)}
     records: list[dict[str, Any]] = []
 
     def ask_all(seed: int, kind: str) -> bool:
@@ -120,4 +122,4 @@ def summary(records: list[dict[str, Any]], row: str, kinds: Any) -> dict[str, An
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

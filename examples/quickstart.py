@@ -4,7 +4,7 @@
     python examples/quickstart.py --model Qwen/Qwen3-0.6B --file novel.txt --question "Who marries whom?"
 
 The default prompt hides a 7-digit number in about 6,500 tokens of Python's manual and asks
-SmolLM2-135M-Instruct for it. Without a GPU, "two memories" still keeps two tiers apart, so that layer-ahead
+SmolLM2-135M-Instruct for it. Without a GPU, "split" still keeps two memories apart, so that layer-ahead
 attention, recall and merge are at work.
 """
 
@@ -26,6 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_offload
 from hf_offload import assets
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 
 
@@ -101,6 +102,7 @@ def own_prompt(tokenizer: PreTrainedTokenizerBase, text: str, question: str) -> 
     return tokenizer(content, add_special_tokens=not tokenizer.chat_template, return_tensors="pt")["input_ids"]
 
 
+@app.command()
 def main(
     model: Annotated[str | None, typer.Option(help="Hub name or folder (SmolLM2-135M-Instruct if none).")] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Your text.")] = None,
@@ -124,13 +126,13 @@ def main(
     if policy == "scout":
         split["lookahead"] = "attend"
     knobs = {} if policy == "full" else {"budget": budget}
-    rows = [Row("full attention"), Row(policy, policy, knobs), Row(f"{policy}, two memories", policy, knobs | split)]
+    rows = [Row("full"), Row(policy, policy, knobs), Row(f"{policy}, split", policy, knobs | split)]
 
     title = f"{prompt.shape[1]:,} tokens, budget {budget:,}"
     if needle:
         title += f", hidden number {needle.number}"
     table = Table(title=title)
-    for column in ("cache", "answer", "found", "first token s", "per token ms", "device KV MiB", "CPU ratio"):
+    for column in ("cache", "answer", "found", "first token", "per token", "device KV", "CPU ratio"):
         table.add_column(column, justify="left" if column in ("cache", "answer", "found") else "right")
     found = {}
     for row in rows:
@@ -145,16 +147,16 @@ def main(
             row.name,
             said,
             "" if needle is None else "yes" if found[row.name] else "no",
-            f"{clock.first:.2f}",
-            f"{clock.each * 1000:.1f}",
-            f"{device_mib(cache):.1f}",
+            f"{clock.first:.2f} s",
+            f"{clock.each * 1000:.0f} ms",
+            f"{device_mib(cache):.0f} MiB",
             "–" if ratio is None else f"{ratio:.1%}",
         )
     console.print(table)
-    if found["full attention"] and not all(found.values()):
+    if found["full"] and not all(found.values()):
         console.print("[red]Full attention finds the number, and not every other row does.[/red]")
         raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

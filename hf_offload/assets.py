@@ -144,7 +144,8 @@ class Needle:
 
     def found_in(self, answer: str) -> bool:
         """Whether an answer contains the number (digits may be grouped by commas, spaces or dashes)."""
-        return self.number in re.sub(r"(?<=\d)[ ,.\-](?=\d)", "", answer)
+        plain = re.sub(r"(?<=\d)[ ,.\-](?=\d)", "", answer)
+        return self.number in re.findall(r"\d+", plain)
 
 
 def hide_number(

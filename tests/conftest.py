@@ -8,6 +8,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -92,8 +92,10 @@ def _open_block(layer: HybridLayer, step: Step) -> None:
     score = step.last_score
     age = np.arange(store.sealed, dtype=np.float32)
     rows, heads = np.indices((store.batch, store.num_kv_heads)).reshape(2, -1)
-    keep = np.zeros(0, np.int32)
-    slots = [step.victims(b, h, age if score is None else score[b, h], keep)[0] for b, h in zip(rows, heads, strict=True)]
+    slots = [
+        step.least_wanted(b, h, step.exchangeable(b, h), age if score is None else score[b, h])[0]
+        for b, h in zip(rows, heads, strict=True)
+    ]
     resident.assign(rows, heads, np.array(slots), np.full(len(rows), block, np.int32))
 
 

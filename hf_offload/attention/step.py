@@ -15,6 +15,7 @@ from hf_offload.cpu import pool as movers
 from hf_offload.cpu import scoring
 from hf_offload.cpu import select as selecting
 from hf_offload.cpu.selections import common_blocks, split_blocks
+from hf_offload.cpu.tail import tail_lse
 from hf_offload.cpu.worker import Job
 from hf_offload.gpu.paged import paged_attention
 from hf_offload.policies.base import Plan, Selection
@@ -106,9 +107,10 @@ class Step:
         queries = self.query[:, :, None] if self.query.ndim == 3 else self.query
         total = self._score_one(np.ascontiguousarray(queries[:, :, -1]), join)
         if queries.shape[2] > 1:
-            total = total.copy()
+            total, sealed = total.copy(), self.store.sealed
             for i in range(queries.shape[2] - 1):
-                total += self._score_one(np.ascontiguousarray(queries[:, :, i]), join)
+                score = self._score_one(np.ascontiguousarray(queries[:, :, i]), join)
+                total[:, :, :sealed] += score[:, :, :sealed]
         self.last_score = total
         return total
 
@@ -138,9 +140,10 @@ class Step:
         if store.sealed * self.block_size >= store.length:
             return lse
         if layer.resident is None or layer.unplaced:
-            scoring.tail_lse(
+            tail_lse(
                 query, store.pool.block_ptr, store.table, store.sealed, store.length, store.padding.holes,
-                store.padding.valid, lse, kv_dtype=store.dtype, block_size=self.block_size, scale=self.scale,
+                store.padding.valid, lse, kv_heads=store.num_kv_heads, kv_dtype=store.dtype, block_size=self.block_size,
+                scale=self.scale,
                 softcap=self.softcap,
             )()  # fmt: skip
             return lse
@@ -193,6 +196,16 @@ class Step:
         (here, _, here_counts), (there, there_counts) = split_blocks(selection.blocks, selection.counts, resident.slot_of)
         return Selection(here, here_counts), Selection(there, there_counts)
 
+    def split_always(self, selection: Selection) -> tuple[Selection, Selection]:
+        """Part a selection into what is always attended (sinks, recent blocks, the tail) and the rest."""
+        low, high = self._sinks()
+        number = np.arange(self.num_blocks, dtype=np.int32)
+        newest = self.store.sealed - -(-self.layer.policy.recent_tokens // self.block_size)
+        always = (number >= newest) | ((number >= low[:, None]) & (number < high[:, None]))
+        mark = np.where(always, np.int32(0), np.int32(-1))[:, None].repeat(self.store.num_kv_heads, 1)
+        (here, _, here_counts), (there, there_counts) = split_blocks(selection.blocks, selection.counts, mark)
+        return Selection(here, here_counts), Selection(there, there_counts)
+
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def _launch(self, query: np.ndarray, host: Selection, out: np.ndarray, lse: np.ndarray, kbar: np.ndarray | None) -> Any:
@@ -209,9 +222,11 @@ class Step:
             return None
         ahead = Ahead(self.query, host, self.scale, correct)
         # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
+        store = self.store
         launch = self._launch(self.query, host, ahead.out, ahead.lse, ahead.kbar)
         worker = self.layer.settings.worker
-        ahead.job = worker.submit(launch, self._label("CPU attention"), shares=min(worker.threads, launch.tasks))
+        shares = min(worker.threads, launch.tasks)
+        ahead.job = worker.submit(launch, self._label("early CPU attention"), shares=shares, keep=store.pool)
         self.layer.ahead = ahead
         return ahead
 
@@ -225,7 +240,7 @@ class Step:
         store = self.store
         addresses = store.pool.block_ptr[store.table[rows, host.blocks[meant]]] + head * store.pool.record_bytes
         launch = movers.touch_records(addresses, store.pool.record_bytes)
-        self.layer.settings.worker.submit(launch, self._label("read-ahead"))
+        self.layer.settings.worker.submit(launch, self._label("read-ahead"), keep=store.pool)
 
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend host blocks on the CPU with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32."""
@@ -267,33 +282,40 @@ class Step:
         """
         resident = self.layer.resident
         assert resident is not None
-        missing = self.split(wanted)[1]
-        if missing is None or missing.total == 0:
-            return
         rows, heads, slots, blocks = [], [], [], []
-        for b, h in np.argwhere(missing.counts > 0):
-            want = missing.blocks[b, h, : missing.counts[b, h]]
-            want = want[np.argsort(-score[b, h, want], kind="stable")]
-            victims = self.victims(b, h, score[b, h], keep=wanted.blocks[b, h, : wanted.counts[b, h]])
-            count = min(len(want), len(victims))
+        for b, h in np.argwhere(self.split(wanted)[1].counts > 0):  # type: ignore[union-attr]
+            may = self.exchangeable(b, h)
+            want = wanted.blocks[b, h, : wanted.counts[b, h]]
+            want = want[self._may_move(b, want)]
+            want = want[np.argsort(-score[b, h, want], kind="stable")][: len(may)]
+            missing = want[resident.slot_of[b, h, want] < 0]
+            held = resident.block_of[b, h, may]
+            victims = may[~np.isin(held, want)]
+            count = min(len(missing), len(victims))
             rows += [b] * count
             heads += [h] * count
-            slots += victims[:count].tolist()
-            blocks += want[:count].tolist()
+            slots += self.least_wanted(b, h, victims, score[b, h])[:count].tolist()
+            blocks += missing[:count].tolist()
         if rows:
             self.transfer(rows, heads, slots, blocks, "recall")
             self.layer.stats.recalls += 1
 
-    def victims(self, b: int, h: int, score: np.ndarray, keep: np.ndarray) -> np.ndarray:
-        """Slots in the order in which they may be given up: free ones, then by rising score; never sinks or recent blocks."""
+    def _may_move(self, b: int, blocks: np.ndarray) -> np.ndarray:
+        """Which blocks of a row are neither sinks nor recent nor unsealed: those stay resident."""
+        newest = self.store.sealed - -(-self.layer.policy.recent_tokens // self.block_size)
+        return (blocks >= self._sinks()[1][b]) & (blocks < newest)
+
+    def exchangeable(self, b: int, h: int) -> np.ndarray:
+        """The slots of a row and KV head that may be given to another block: free ones, and those of blocks that may move."""
         assert self.layer.resident is not None
         held = self.layer.resident.block_of[b, h]
-        low, high = self._sinks()
-        newest = self.store.sealed - -(-self.layer.policy.recent_tokens // self.block_size)
-        may = (held < 0) | ((held >= high[b]) & (held < newest) & ~np.isin(held, keep))
-        slots = np.flatnonzero(may)
-        worth = np.where(held[slots] < 0, -np.inf, score[np.maximum(held[slots], 0)])
-        return slots[np.argsort(worth, kind="stable")]
+        return np.flatnonzero((held < 0) | self._may_move(b, held))
+
+    def least_wanted(self, b: int, h: int, slots: np.ndarray, score: np.ndarray) -> np.ndarray:
+        """Slots by rising score `[N]` of the block that each holds, free ones first."""
+        assert self.layer.resident is not None
+        held = self.layer.resident.block_of[b, h, slots]
+        return slots[np.argsort(np.where(held < 0, -np.inf, score[np.maximum(held, 0)]), kind="stable")]
 
     def transfer(self, rows: Any, heads: Any, slots: Any, blocks: Any, label: str) -> None:
         """Start a copy of host blocks into slots (four equal lists) and count it."""

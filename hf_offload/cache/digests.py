@@ -15,6 +15,7 @@ import torch
 from hf_offload.cpu import scoring
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.packing import pack_codes, unpack_codes
+from hf_offload.cpu.submeans import score_submeans
 
 NO_TOKENS = float("-inf")
 
@@ -199,7 +200,7 @@ class SubMeanStore(DigestStore):
     def launch(self, query: np.ndarray, table: np.ndarray, blocks: int, scale: float, out: np.ndarray) -> Launch:
         arrays = self._arrays
         center, sigma = self.center.numpy(), self.sigma.numpy()
-        return scoring.score_submeans(
+        return score_submeans(
             query, arrays["codes"], arrays["scales"], arrays["bias"], center, sigma, table, blocks, out, scale=scale
         )
 

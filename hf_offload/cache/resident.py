@@ -87,7 +87,7 @@ class ResidentSet:
         source = store.pool.block_ptr[store.table[rows, blocks]] + heads.astype(np.int64) * record
         target = staging.data_ptr() + np.arange(len(rows), dtype=np.int64) * record
         launch = movers.copy_records(source, target, record)
-        self._transfer = Transfer(self.worker.submit(launch, label), rows, heads, slots, staging)
+        self._transfer = Transfer(self.worker.submit(launch, label, keep=(staging, store.pool)), rows, heads, slots, staging)
         return len(rows) * record
 
     def wait(self) -> None:

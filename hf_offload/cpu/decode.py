@@ -275,8 +275,8 @@ def sparse_decode(
         kbar = _NO_KBAR
     else:
         require("kbar", kbar, F32, query.shape)
-    if valid.shape[1] < length:
-        raise ValueError(f"valid covers {valid.shape[1]} tokens, fewer than length {length}")
+    if min(valid.shape[1], holes.shape[1] * block_size) < length:
+        raise ValueError(f"valid {valid.shape} or holes {holes.shape} covers fewer tokens than length {length}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap")
     tag = tag_of(kv_dtype)

@@ -145,12 +145,12 @@ def join_kernel(
         if task >= tasks:
             break
         b, h = task // kv_heads, task % kv_heads
-        scratch[:padded] = -np.inf
         for n in range(0, 4 * padded, 64):
             store(best + n, low)
             store(joined + n, splat(np.float32(0.0)))
         for head in range(h * group, h * group + group):
             scratch[:n_blocks] = logmass[b, head, :n_blocks]
+            scratch[n_blocks:padded] = -np.inf
             peak = low
             for n in range(0, 4 * padded, 64):
                 x = load_f32(masses + n)

@@ -140,11 +140,12 @@ def tail_lse(
     require("query", query, F32, (batch, query_heads, dim))
     require("block_ptr", block_ptr, I64, block_ptr.shape[:1])
     require("table", table, I32, (batch, table.shape[-1]))
-    require("holes", holes, U8, table.shape)
+    require("holes", holes, U8, (batch, holes.shape[-1]))
     require("valid", valid, U8, (batch, valid.shape[-1]))
     require("lse", lse, F32, (batch, query_heads))
-    if not 0 <= length <= min(valid.shape[1], table.shape[1] * block_size) or first_block < 0:
-        raise ValueError(f"length {length} or first_block {first_block} exceeds valid {valid.shape} or table {table.shape}")
+    covered = min(valid.shape[1], min(holes.shape[1], table.shape[1]) * block_size)
+    if not 0 <= length <= covered or first_block < 0:
+        raise ValueError(f"tokens of blocks {first_block}.. up to {length} exceed the {covered} that table, holes, valid cover")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap")
     tag = tag_of(kv_dtype)

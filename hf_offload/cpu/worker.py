@@ -107,19 +107,20 @@ class Worker:
                 self._pool.append(thread)
                 weakref.finalize(self, self._queue.put, None)
 
-    def submit(self, work: Callable[[], Any], label: str = "job", shares: int = 1) -> Job:
+    def submit(self, work: Callable[[], Any], label: str = "job", shares: int = 1, keep: Any = None) -> Job:
         """Queue a piece of work and return at once.
 
         Args:
             work: what to call; with `shares` > 1 it is called by that many threads at once and divides the work itself.
             label: what an error message calls it.
             shares: how many threads take part.
+            keep: what the work reaches only by address: it lives until the work has ended, whoever drops it.
         """
         self._ensure_threads()
         shares = max(1, min(shares, self.threads))
         job = Job(self, [work] * shares, label)
         for _ in range(shares):
-            self._queue.put((job, work, self.delay))
+            self._queue.put((job, work, self.delay, keep))
         return job
 
     def run(self, launch: Any, label: str = "launch") -> None:
@@ -137,7 +138,7 @@ def _serve(jobs: queue.SimpleQueue[Any]) -> None:
         item = jobs.get()
         if item is None:
             return
-        job, work, delay = item
+        job, work, delay, keep = item
         try:
             if delay:
                 time.sleep(delay)
@@ -146,4 +147,4 @@ def _serve(jobs: queue.SimpleQueue[Any]) -> None:
             job._finish(error)
         else:
             job._finish(None)
-        del item, job, work
+        del item, job, work, keep

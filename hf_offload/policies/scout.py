@@ -154,11 +154,10 @@ class Scout(Policy):
         """Algorithm 1, lines 3–7: choose the next layer's blocks by its predicted query and start the CPU part."""
         state: ScoutState = step.state
         state.predicted = self._select(step, step.score(self.join))
-        host = step.split(state.predicted)[1]
         if self.mode(step.layer) == "attend":
-            state.ahead = step.attend_early(host, correct=self.correction)
+            state.ahead = step.attend_early(self._near_and_far(step, state.predicted)[1], correct=self.correction)
         else:
-            step.read_ahead(host)
+            step.read_ahead(step.split(state.predicted)[1])
 
     def plan(self, step: Step) -> Plan:
         """Algorithm 1, lines 8–12."""
@@ -166,19 +165,19 @@ class Scout(Policy):
         predicted, ahead = state.predicted, state.ahead
         state.predicted = state.ahead = None
         state.steps += 1
-        if predicted is None or ahead is not None or self._looks_back(step):
+        if predicted is None or self.mode(step.layer) == "attend" or self._looks_back(step):
             state.score = step.score(self.join)
             state.selection = self._select(step, state.score)
             if predicted is not None:
                 step.compare(predicted, state.selection)
         else:
             state.selection = predicted
-        if ahead is not None:
-            return Plan(device=self._on_device(step, state.selection), ahead=ahead)
+        resident = step.resident_blocks() if self.attend_resident == "all" and step.layer.has_slots else None
+        if predicted is not None and self.mode(step.layer) == "attend":
+            near = resident or self._near_and_far(step, state.selection)[0]
+            return Plan(device=near, ahead=ahead) if step.layer.has_slots else Plan(host=near, ahead=ahead)
         device, host = step.split(predicted or state.selection)
-        if self.attend_resident == "all":
-            device = step.resident_blocks()
-        return Plan(device=device, host=host)
+        return Plan(device=resident or device, host=host)
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """§3.4: recall what the real query wanted, off the critical path."""
@@ -195,8 +194,17 @@ class Scout(Policy):
     def _select(self, step: Step, score: np.ndarray) -> Selection:
         return step.select(score, self.budget // step.block_size)
 
-    def _on_device(self, step: Step, selection: Selection) -> Selection:
-        return step.resident_blocks() if self.attend_resident == "all" else step.split(selection)[0]
+    def _near_and_far(self, step: Step, selection: Selection) -> tuple[Selection, Selection]:
+        """What waits for the real query, and what may be attended one layer early.
+
+        In two tiers the resident blocks are near; with one memory those are that are always attended.
+        """
+        if not step.layer.has_slots:
+            return step.split_always(selection)
+        near, far = step.split(selection)
+        assert near is not None
+        assert far is not None
+        return near, far
 
     def _looks_back(self, step: Step) -> bool:
         """Whether a step with a selection made ahead scores the real query too: for recall and for the statistics."""

