@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TESTS ?=
 
+# OpenMP's threads spin while they wait, which stalls everything once another program wants one of the cores.
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: demo test clean
 
 demo: $(VENV)/.demo

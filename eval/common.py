@@ -71,11 +71,11 @@ class Row:
 FULL = Row("full", "dynamic")
 
 
-def run(main: Callable[..., None]) -> None:
-    """Run a script's function as its command line (with plain tracebacks: those of a model's forward are long)."""
+def command(main: Callable[..., None]) -> typer.Typer:
+    """Make a command line of a script's function (with plain tracebacks: those of a model's forward are long)."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
-    app()
+    return app
 
 
 def choose(rows: Sequence[Row], names: str | None) -> list[Row]:
@@ -193,6 +193,7 @@ def environment() -> dict[str, str]:
         "cpu": _cpu_model(),
         "threads": str(torch.get_num_threads()),
         "cores": str(len(os.sched_getaffinity(0))),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         **{name: installed(name) for name in ("torch", "transformers", "numba", "triton")},

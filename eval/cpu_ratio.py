@@ -27,10 +27,10 @@ from common import (
     ProseOption,
     Row,
     ThreadsOption,
+    command,
     kinds_of,
     load,
     prefill,
-    run,
     show,
     text_of,
     window,
@@ -118,4 +118,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    command(main)()

@@ -30,11 +30,11 @@ from common import (
     ThreadsOption,
     TierOption,
     choose,
+    command,
     load,
     numbers,
     percentiles,
     prefill,
-    run,
     show,
     synchronize,
     text_of,
@@ -149,4 +149,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    command(main)()

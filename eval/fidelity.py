@@ -30,11 +30,11 @@ from common import (
     Row,
     ThreadsOption,
     choose,
+    command,
     kinds_of,
     load,
     numbers,
     prefill,
-    run,
     show,
     text_of,
     window,
@@ -125,9 +125,9 @@ def main(
         raise typer.BadParameter(f"{steps} steps leave nothing of {tokens} tokens for the prompt: give fewer steps")
     memory = {"tier": tier} | ({} if resident is None else {"resident": resident})
     chosen = [(budget, row) for budget in numbers(budgets) for row in choose(make_rows(budget, memory), rows)]
-    language_model, tokenizer = load(model, dtype, threads)
     places = [(kind, start) for kind in kinds_of(kinds) for start in OFFSETS[kind][:windows]]
     size = {"tokens": tokens, "steps": steps, "tier": tier, "resident": resident}
+    language_model, tokenizer = load(model, dtype, threads)
     records = []
     with tqdm(total=len(places) * len(chosen)) as progress, torch.inference_mode():
         for kind, start in places:
@@ -151,4 +151,4 @@ def summary(records: list[dict[str, Any]], row: str, budget: int, kind: str) -> 
 
 
 if __name__ == "__main__":
-    run(main)
+    command(main)()

@@ -29,9 +29,9 @@ from common import (
     ThreadsOption,
     TierOption,
     choose,
+    command,
     kinds_of,
     load,
-    run,
     show,
     text_of,
     write_csv,
@@ -80,8 +80,8 @@ def main(
 ) -> None:
     """Count the hidden numbers that a sparse cache loses."""
     chosen = choose(make_rows(tier, lookahead), rows)
-    language_model, tokenizer = load(model, dtype, threads)
     sources = {kind: text_of(kind, prose) for kind in kinds_of(kinds)}
+    language_model, tokenizer = load(model, dtype, threads)
     records: list[dict[str, Any]] = []
 
     def ask_all(seed: int, kind: str) -> bool:
@@ -122,4 +122,4 @@ def summary(records: list[dict[str, Any]], row: str, kinds: Any) -> dict[str, An
 
 
 if __name__ == "__main__":
-    run(main)
+    command(main)()

@@ -11,6 +11,7 @@ attention, recall and merge are at work.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,8 @@ import hf_offload
 from hf_offload import assets
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console()
+# A file or a pipe has no width of its own.
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 class Clock(BaseStreamer):

@@ -10,6 +10,8 @@ from tiny import FAMILIES, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
+from hf_offload.attention import function
+from hf_offload.cache.layer import HybridLayer
 
 STEPS = 70
 PROMPT = 75
@@ -103,3 +105,38 @@ def test_covering_budget_is_full_attention(
         total = cache.stats().as_dict()
         assert total["cpu_ratio"] > 0.2  # most of the work is the CPU's: four blocks are resident
         assert not name == "scout" or total["recalls"] > 0
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attending_ahead_with_the_real_query_is_full_attention(
+    oracle: dict[Any, Any], monkeypatch: pytest.MonkeyPatch, family: str, batch: int, tier: str
+) -> None:
+    """The CPU part starts a layer early; fed the query that will really come, it changes nothing."""
+    model, ids, mask, want = reference(oracle, family, batch)
+    seen: list[dict[int, torch.Tensor]] = [{}]
+    decode = function.decode
+
+    def record(layer: HybridLayer, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if layer.index in seen[-1]:
+            seen.append({})
+        seen[-1][layer.index] = query
+        return decode(layer, query, *args, **kwargs)
+
+    monkeypatch.setattr(function, "decode", record)
+    decode_logits(model, hf_offload.HybridCache(model, "full", block_size=BLOCK), ids, mask, None)
+    monkeypatch.setattr(function, "decode", decode)
+
+    extra = FOUR_BLOCKS if tier == "split" else {}
+    knobs = {"budget": 256, "sinks": 16, "recent": 0, "lookahead": "attend", "synchronous_layers": (0,)}
+    cache = hf_offload.HybridCache(model, "scout", tier=tier, block_size=BLOCK, **extra, **knobs)
+
+    def real_query(target: int, *_: Any) -> torch.Tensor:
+        return seen[cache.layers[target].stats.steps][target]
+
+    monkeypatch.setattr(cache, "predict_query", real_query)
+    assert_equal(decode_logits(model, cache, ids, mask, 17), want)
+    ahead = [row for row in cache.stats().as_dict()["layers"] if row["query_cosine"] is not None]
+    assert ahead, "no layer attended ahead"
+    assert all(row["query_cosine"] > 0.9999 for row in ahead)

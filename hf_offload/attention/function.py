@@ -119,21 +119,20 @@ def _key_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _check(layer: HybridLayer, module: torch.nn.Module, kwargs: dict[str, Any], dropout: float) -> None:
-    if not layer.modules(module):
-        layer.pending = None
-        raise ValueError(
-            f"{type(module).__name__} belongs to another model than the HybridCache was made for; make a cache for this one"
-        )
-    refused = [name for name in ("position_bias", "indices", "cache") if kwargs.get(name) is not None]
     window = kwargs.get("sliding_window")
-    if window is not None and layer.get_seq_length() > window:
-        refused.append(f"sliding_window={window} in a layer that the model's config calls full attention")
-    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        refused.append("attention that is not causal")
-    if dropout:
-        refused.append(f"dropout={dropout} (put the model in eval mode)")
-    if kwargs.get("output_attentions"):
-        refused.append("output_attentions (weights over blocks that are not attended do not exist)")
-    if refused:
+    refused = {
+        "position_bias": kwargs.get("position_bias") is not None,
+        "indices": kwargs.get("indices") is not None,
+        "a paged cache": kwargs.get("cache") is not None,
+        f"sliding_window={window} in a layer that is full attention by the model's config": window is not None
+        and layer.get_seq_length() > window,
+        "attention that is not causal": kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False,
+        f"dropout={dropout} (put the model in eval mode)": bool(dropout),
+        "output_attentions (blocks that are not attended have no weights)": bool(kwargs.get("output_attentions")),
+    }
+    reasons = [name for name, wanted in refused.items() if wanted]
+    if not layer.modules(module):
+        reasons.append("a model other than the one that the cache was made for (make a cache for this one)")
+    if reasons:
         layer.pending = None
-        raise ValueError(f"HybridCache cannot serve {type(module).__name__}: {', '.join(refused)}; use DynamicCache")
+        raise ValueError(f"HybridCache cannot serve {type(module).__name__}: {', '.join(reasons)}; or use DynamicCache")

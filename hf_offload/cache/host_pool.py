@@ -28,6 +28,8 @@ class HostPool:
         self.block_ptr = np.zeros(0, np.int64)
         self.refcount = np.zeros(0, np.int32)
         self._free: list[int] = []
+        self.shared = False
+        """Whether any block was ever held twice; until then no writer needs to look."""
 
     @property
     def num_blocks(self) -> int:
@@ -70,6 +72,7 @@ class HostPool:
     def retain(self, ids: np.ndarray) -> None:
         """Add one reference for every occurrence of a block in `ids`."""
         np.add.at(self.refcount, ids.ravel(), 1)
+        self.shared = True
 
     def release(self, ids: np.ndarray) -> None:
         """Drop one reference for every occurrence in `ids`; blocks that nobody holds are free again."""

@@ -77,7 +77,7 @@ class BlockStore:
     def reserve(self, length: int) -> None:
         """Have a physical block of one's own for every token from `self.length` to `length - 1`."""
         have, need = self.num_blocks, -(-length // self.block_size)
-        if self.length % self.block_size and self.length < length:
+        if self.pool.shared and self.length % self.block_size and self.length < length:
             self._own(have - 1)
         if need > self.table.shape[1]:
             wide = np.zeros((self.batch, max(need, self.table.shape[1] * 5 // 4, 64)), np.int32)

@@ -14,38 +14,34 @@ from .block import (
     STEP_TOKENS,
     add_weighted,
     add_weighted_valid,
+    bend_weights,
     clear_scores,
     mask_scores,
+    scale_weights,
     score_block,
     shrink_sums,
     soften_scores,
     softmax_step,
 )
-from .launch import F32, I32, I64, U8, Array, Launch, check_geometry, group_size, head_tiles, jit, new_ticket, require, tag_of
+from .launch import (
+    F32,
+    I32,
+    I64,
+    U8,
+    Array,
+    Launch,
+    check_geometry,
+    group_size,
+    head_tiles,
+    jit,
+    new_ticket,
+    require,
+    tag_of,
+)
 from .memory import address_of, get, hold, put, take
-from .vector import NOTHING, choose_less, load_f32, splat, store
+from .vector import NOTHING, load_f32, splat, store
 
 _NO_KBAR = np.empty((0, 0, 0), np.float32)
-
-
-@jit
-def _bend_weights(count: int, scores: int, bent: int, stride: int, tokens: int, cap: float) -> None:
-    """bent = 1 - (score / cap)^2, the derivative of the softcap where it gave `score`; 0 for masked tokens."""
-    one, inverse = splat(np.float32(1.0)), splat(np.float32(1.0 / cap))
-    for head in range(count):
-        for token in range(0, tokens, 16):
-            place = head * stride + 4 * token
-            share = load_f32(scores + place) * inverse
-            share = choose_less(share, splat(np.float32(-1.0)), one, share)
-            store(bent + place, one - share * share)
-
-
-@jit
-def _multiply(count: int, factors: int, weights: int, stride: int, tokens: int) -> None:
-    for head in range(count):
-        for token in range(0, tokens, 16):
-            place = head * stride + 4 * token
-            store(factors + place, load_f32(factors + place) * load_f32(weights + place))
 
 
 @jit
@@ -69,8 +65,12 @@ def _attend(
     state_step: int,
     out: int,
     kbar: int,
+    leads: bool,
 ) -> None:
-    """Let one register tile of heads attend to the chosen blocks first..last-1, as one softmax step."""
+    """Let one register tile of heads attend to the chosen blocks first..last-1, as one softmax step.
+
+    The tile that `leads` prefetches the blocks of the next step; for the others they are on their way.
+    """
     count = len(heads)
     row = dim * tag.itemsize
     values = block_size * row
@@ -79,7 +79,9 @@ def _attend(
     padded = (tokens + 15) & ~15
     for i in range(first, last):
         place = scores + 4 * (i - first) * block_size
-        score_block(tag, heads, addresses[i], addresses[i + ahead], query, dim, block_size, place, stride)
+        score_block(
+            tag, heads, addresses[i], addresses[i + ahead] if leads else 0, query, dim, block_size, place, stride
+        )
     if cap > 0.0:
         soften_scores(count, scores, stride, padded, cap)
     clear_scores(count, scores, stride, tokens, padded)
@@ -90,32 +92,32 @@ def _attend(
             mask_scores(count, place, stride, valid, begin, length - begin, block_size)
     bent = scores + count * stride
     if cap > 0.0 and kbar != 0:
-        _bend_weights(count, scores, bent, stride, padded, cap)
+        bend_weights(count, scores, bent, stride, padded, cap)
     softmax_step(count, scores, stride, padded, state, state + state_step, state + 2 * state_step)
     shrink_sums(count, out, dim, state + 2 * state_step)
     key_weights = scores
     if kbar != 0:
         shrink_sums(count, kbar, dim, state + 2 * state_step)
         if cap > 0.0:
-            _multiply(count, bent, scores, stride, padded)
+            scale_weights(count, bent, scores, stride, padded)
             key_weights = bent
     for i in range(first, last):
         place = 4 * (i - first) * block_size
-        keys, later = addresses[i], addresses[i + ahead] + values
+        keys, later = addresses[i], addresses[i + ahead] if leads else 0
         begin = chosen[i] * block_size
         if holes[chosen[i]] != 0 or begin + block_size > length:
             filled = min(block_size, length - begin)
             add_weighted_valid(
-                tag, heads, keys + values, later, dim, scores + place, stride, out, valid, begin, filled
+                tag, heads, keys + values, later, dim, block_size, scores + place, stride, out, valid, begin, filled
             )
             if kbar != 0:
                 add_weighted_valid(
-                    tag, heads, keys, keys, dim, key_weights + place, stride, kbar, valid, begin, filled
+                    tag, heads, keys, 0, dim, block_size, key_weights + place, stride, kbar, valid, begin, filled
                 )
         else:
-            add_weighted(tag, heads, keys + values, later, dim, scores + place, stride, out, 0, block_size)
+            add_weighted(tag, heads, keys + values, later, dim, block_size, scores + place, stride, out, 0, block_size)
             if kbar != 0:
-                add_weighted(tag, heads, keys, keys, dim, key_weights + place, stride, kbar, 0, block_size)
+                add_weighted(tag, heads, keys, 0, dim, block_size, key_weights + place, stride, kbar, 0, block_size)
 
 
 @jit
@@ -196,7 +198,7 @@ def decode_kernel(
                 _attend(
                     tag, full, addresses, chosen, first, last, valid[b], holes[b], length, queries + tile, dim,
                     block_size, cap, scores, stride, state + 4 * done, state_step, sums + tile,
-                    key_sums + tile if wants_kbar else 0,
+                    key_sums + tile if wants_kbar else 0, done == 0,
                 )  # fmt: skip
                 done += len(full)
             if done < group:
@@ -204,7 +206,7 @@ def decode_kernel(
                 _attend(
                     tag, rest, addresses, chosen, first, last, valid[b], holes[b], length, queries + tile, dim,
                     block_size, cap, scores, stride, state + 4 * done, state_step, sums + tile,
-                    key_sums + tile if wants_kbar else 0,
+                    key_sums + tile if wants_kbar else 0, done == 0,
                 )  # fmt: skip
         for head in range(group):
             mass = get(state + state_step + 4 * head)
@@ -240,7 +242,7 @@ def sparse_decode(
         query: float32 [B, Hq, D], D a multiple of 16 up to 256.
         block_ptr: int64 [P], address in bytes of each physical block, a record [Hkv, 2 (K, V), block_size, D].
         table: int32 [B, N], physical block of each logical one.
-        blocks: int32 [B, Hkv, C], the logical blocks to attend, each at most once; entries from the count on are ignored.
+        blocks: int32 [B, Hkv, C], the logical blocks to attend, each at most once; ignored from the count on.
         counts: int32 [B, Hkv], how many.
         holes: uint8 [B, N], 1 where a filled token of the block is not valid.
         valid: uint8 [B, T], 1 where the token may be attended (read only in blocks with holes and in the last one).

@@ -120,7 +120,7 @@ def group_size(query_heads: int, kv_heads: int) -> int:
 
 
 def head_tiles(group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split a group of query heads into register tiles of at most 4: the tag of every tile but the last, and of that."""
+    """Split a group of query heads into register tiles of at most 4; return the tags of the first and of the last."""
     tiles = -(-group // 4)
     full = -(-group // tiles)
     return _HEADS[full], _HEADS[group - full * (tiles - 1)]

@@ -1,5 +1,6 @@
 """Raw memory for kernels: addresses, scalars at an address, prefetch, copies and the task counter."""
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 from typing import Any

@@ -1,7 +1,7 @@
 """The layout of int4 sub-mean codes in memory, as torch operations on any device.
 
-Codes [S, D] (S sub-means of a block) in -7..7 are stored with 8 added, so as nibbles 1..15. A little-endian 32-bit
-word holds 8 consecutive dimensions of one sub-mean, the lowest in the lowest nibble; words are ordered
+Codes [S, D] (S sub-means of a block) in -7..7 are stored as nibbles in two's complement. A little-endian 32-bit word
+holds 8 consecutive dimensions of one sub-mean, the lowest in the lowest nibble; words are ordered
 [D / 8, S], sub-means together. A kernel then has sub-means in its lanes and walks over dimensions: every lane meets
 the same query entry, and nothing is ever summed across lanes.
 """
@@ -26,7 +26,7 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     *outer, count, dim = codes.shape
     if dim % 8:
         raise ValueError(f"D {dim} is not a multiple of 8")
-    nibbles = (codes + 8).to(torch.uint8).reshape(*outer, count, dim // 8, 4, 2)
+    nibbles = codes.view(torch.uint8).bitwise_and(15).reshape(*outer, count, dim // 8, 4, 2)
     octets = nibbles[..., 0] | (nibbles[..., 1] << 4)
     return octets.transpose(-3, -2).reshape(*outer, count * dim // 2)
 
@@ -46,8 +46,8 @@ def unpack_codes(packed: torch.Tensor, S: int, D: int) -> torch.Tensor:
         ValueError: D is not a multiple of 8, or the last dimension is not S * D / 2.
     """
     if D % 8 or packed.shape[-1] * 2 != S * D:
-        raise ValueError(f"packed codes of length {packed.shape[-1]} do not hold S {S} x D {D} nibbles (D a multiple of 8)")
+        raise ValueError(f"codes of {packed.shape[-1]} bytes do not hold S {S} x D {D} nibbles, D a multiple of 8")
     outer = packed.shape[:-1]
     octets = packed.reshape(*outer, D // 8, S, 4).transpose(-3, -2)
     nibbles = torch.stack((octets & 15, octets >> 4), dim=-1)
-    return nibbles.reshape(*outer, S, D).to(torch.int8) - 8
+    return ((nibbles ^ 8).to(torch.int8) - 8).reshape(*outer, S, D)  # the sign bit of the nibble weighs -8

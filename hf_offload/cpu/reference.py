@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 
-def row_tokens(pool: Tensor, table: Tensor, blocks: Tensor, head: int, valid: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def row_tokens(
+    pool: Tensor, table: Tensor, blocks: Tensor, head: int, valid: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
     """Return keys and values float64 [tokens, D] of one row's valid tokens in logical `blocks` [n], one KV head.
 
     Args:

@@ -129,9 +129,7 @@ def score_vectors(
 
 
 @jit
-def join_kernel(
-    ticket: Array, tasks: int, logmass: Array, tail: Array, n_blocks: int, score: Array, mode: int
-) -> None:
+def join_kernel(ticket: Array, tasks: int, logmass: Array, tail: Array, n_blocks: int, score: Array, mode: int) -> None:
     """One task = one (row, KV head)."""
     kv_heads = score.shape[1]
     group = logmass.shape[1] // kv_heads

@@ -29,12 +29,12 @@ def _threshold(keys: Array, count: int, want: int) -> int:
         for i in range(count):
             found += np.int32(keys[i] >= bound)
         if found == want:
-            return middle
+            return int(middle)
         if found > want:
             below = middle
         else:
             above = middle - 1
-    return below
+    return int(below)
 
 
 @jit
@@ -79,12 +79,12 @@ def select_kernel(
                 fits = row[i] > -np.inf
                 keys[i] = x if fits else _NEVER
                 usable += np.int32(fits)
-            bound, ties = np.int64(_NEVER) + 1, candidates
+            bound, ties = int(_NEVER) + 1, candidates
             if usable > want:
                 bound = _threshold(keys, candidates, want)
                 ties = want
                 for i in range(candidates):
-                    ties -= np.int64(keys[i] > bound)
+                    ties -= int(keys[i] > bound)
             for i in range(candidates):
                 if keys[i] > bound:
                     chosen[count] = high + i

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .codes import add_code_dots, fill_counters, load_pieces, load_word_pair, store_counters
+from .codes import add_code_dots, load_pieces, load_word_pair, store_counters, zero_counters
 from .launch import F32, U8, Array, Launch, check_blocks, group_size, head_tiles, jit, new_ticket, require
 from .memory import LINE, address_of, get, hold, prefetch, put, take
 from .vector import MASKED, NOTHING, choose_less, exp, fma, load_f32, log, run_max, run_sum, splat, store, vmax
@@ -22,11 +22,11 @@ _AHEAD = 3  # steps from a prefetch to its use
 
 
 @jit
-def _prepare_query(query: Array, center: Array, sigma: Array, scale: float, pairs: Array, facts: Array) -> int:
-    """Round sigma * query of one head to int16, in the order of `add_code_dots`, and return where its sums begin.
+def _prepare_query(query: Array, center: Array, sigma: Array, scale: float, pairs: Array, facts: Array) -> None:
+    """Round sigma * query of one head to int16, in the order of `add_code_dots`.
 
     facts: [0] what a unit of the integers is worth in scores, [1] the score of `center`. 16 bits keep scores within
-    about 1e-4; the codes, in 4 bits, are far coarser. Sums begin at what undoes the 8 that is added to every code.
+    about 1e-4; the codes, in 4 bits, are far coarser.
     """
     dim = query.shape[0]
     top, middle = np.float32(0.0), np.float32(0.0)
@@ -34,16 +34,13 @@ def _prepare_query(query: Array, center: Array, sigma: Array, scale: float, pair
         top = max(top, abs(query[d] * sigma[d]))
         middle += query[d] * center[d]
     inverse = np.float32(32767.0) / top if top > np.float32(0.0) else np.float32(0.0)
-    total = np.int32(0)
     for d in range(0, dim, 8):
         for i in range(4):
             low = np.int32(np.rint(query[d + i] * sigma[d + i] * inverse))
             high = np.int32(np.rint(query[d + i + 4] * sigma[d + i + 4] * inverse))
             pairs[d // 2 + i] = (low & np.int32(0xFFFF)) | (high << np.int32(16))
-            total += low + high
     facts[0] = np.float32(scale) * top / np.float32(32767.0)
     facts[1] = np.float32(scale) * middle
-    return -8 * total
 
 
 @jit
@@ -53,7 +50,6 @@ def _score_step(
     dim: int,
     submeans: int,
     places: int,
-    starts: int,
     pairs: int,
     facts: int,
     spare: int,
@@ -66,10 +62,10 @@ def _score_step(
     places: addresses of the step's codes, scales and biases, 2 * pieces each. spare: room for 2 * heads + 4 registers.
     """
     right, width = 8 * len(pieces), 64 // len(pieces)
-    sums = fill_counters(starts, heads)
+    sums = zero_counters(heads)
     for d in range(0, dim // 2, 4):
         words = load_word_pair(places, places + right, d * submeans, pieces)
-        sums = add_code_dots(sums, words, pairs + 4 * d, 2 * dim, heads)
+        sums = add_code_dots(sums, words, pairs + 64 * d, 32 * dim, heads)
     found = spare + 128 * len(heads)
     store_counters(spare, sums)
     low, mask = splat(_LOWEST), splat(MASKED)
@@ -122,7 +118,7 @@ def submeans_kernel(
     step = 2 * len(pieces) if submeans <= 16 else 1
     chunks = (n_blocks + _CHUNK_BLOCKS - 1) // _CHUNK_BLOCKS
     row = _CHUNK_BLOCKS + 2 * len(pieces)  # a step may write beyond the chunk
-    pairs, starts = np.empty((group, dim // 2), np.int32), np.empty(group, np.int32)
+    pairs = np.empty((group, dim // 2, 16), np.int32)
     facts, scratch = np.empty((group, 2), np.float32), np.empty(2 * group * row + 192, np.float32)
     places = np.empty(6 * len(pieces), np.int64)
     peaks = address_of(scratch)
@@ -136,7 +132,7 @@ def submeans_kernel(
         begin = chunk * _CHUNK_BLOCKS
         end = min(begin + _CHUNK_BLOCKS, n_blocks)
         for g in range(group):
-            starts[g] = _prepare_query(query[b, h * group + g], center[h], sigma[h], scale, pairs[g], facts[g])
+            _prepare_query(query[b, h * group + g], center[h], sigma[h], scale, pairs[g], facts[g])
         code_base, scale_base = address_of(codes) + h * size, address_of(scales) + 4 * h * submeans
         for n in range(begin, end, step):
             for later in range(n + _AHEAD * step, min(n + (_AHEAD + 1) * step, end)):
@@ -155,16 +151,16 @@ def submeans_kernel(
             while done + len(full) <= group:
                 offset = 4 * done * row + at
                 _score_step(
-                    full, pieces, dim, submeans, address_of(places), address_of(starts) + 4 * done,
-                    address_of(pairs) + 2 * done * dim, address_of(facts) + 8 * done, spare,
+                    full, pieces, dim, submeans, address_of(places), address_of(pairs) + 32 * done * dim,
+                    address_of(facts) + 8 * done, spare,
                     peaks + offset, masses + offset, 4 * row,
                 )  # fmt: skip
                 done += len(full)
             if done < group:
                 offset = 4 * done * row + at
                 _score_step(
-                    rest, pieces, dim, submeans, address_of(places), address_of(starts) + 4 * done,
-                    address_of(pairs) + 2 * done * dim, address_of(facts) + 8 * done, spare,
+                    rest, pieces, dim, submeans, address_of(places), address_of(pairs) + 32 * done * dim,
+                    address_of(facts) + 8 * done, spare,
                     peaks + offset, masses + offset, 4 * row,
                 )  # fmt: skip
         nothing, low = splat(NOTHING), splat(np.float32(-np.inf))
@@ -180,7 +176,6 @@ def submeans_kernel(
     hold(scratch)
     hold(places)
     hold(pairs)
-    hold(starts)
     hold(facts)
 
 

@@ -11,7 +11,21 @@ import numpy as np
 import torch
 
 from .block import clear_scores, mask_scores, score_block, soften_scores, softmax_step
-from .launch import F32, I32, I64, U8, Array, Launch, check_geometry, group_size, head_tiles, jit, new_ticket, require, tag_of
+from .launch import (
+    F32,
+    I32,
+    I64,
+    U8,
+    Array,
+    Launch,
+    check_geometry,
+    group_size,
+    head_tiles,
+    jit,
+    new_ticket,
+    require,
+    tag_of,
+)
 from .memory import address_of, get, hold, put, take
 from .vector import NOTHING, load_f32, splat, store
 
@@ -23,7 +37,7 @@ def _absorb(
 ) -> None:  # fmt: skip
     """Add one block's tokens to the log-sum-exp of one register tile of heads."""
     count, stride = len(heads), 4 * max(block_size, 16)
-    score_block(tag, heads, keys, keys, query, dim, block_size, scores, stride)
+    score_block(tag, heads, keys, 0, query, dim, block_size, scores, stride)
     if cap > 0.0:
         soften_scores(count, scores, stride, stride // 4, cap)
     clear_scores(count, scores, stride, block_size, stride // 4)
@@ -145,7 +159,7 @@ def tail_lse(
     require("lse", lse, F32, (batch, query_heads))
     covered = min(valid.shape[1], min(holes.shape[1], table.shape[1]) * block_size)
     if not 0 <= length <= covered or first_block < 0:
-        raise ValueError(f"tokens of blocks {first_block}.. up to {length} exceed the {covered} that table, holes, valid cover")
+        raise ValueError(f"first_block {first_block}, length {length}: table, holes and valid cover {covered} tokens")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap")
     tag = tag_of(kv_dtype)

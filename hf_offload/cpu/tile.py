@@ -12,13 +12,26 @@ from llvmlite import ir
 from numba.core import types
 
 from .launch import jit
-from .vector import BITS32, FLOAT, FLOATS, VECTOR, constant, emit_fma, emit_splat, emit_widen, lowered, pointer, shuffle
+from .vector import (
+    BITS32,
+    FLOAT,
+    FLOATS,
+    VECTOR,
+    constant,
+    emit_fma,
+    emit_splat,
+    emit_widen,
+    lowered,
+    pointer,
+    shuffle,
+    uniform,
+)
 
 _QUAD = ir.VectorType(FLOAT, 4)
 
 
 def _pack(context: Any, builder: Any, vectors: Any) -> Any:
-    return context.make_tuple(builder, types.UniTuple(VECTOR, len(vectors)), vectors)
+    return context.make_tuple(builder, uniform(VECTOR, len(vectors)), vectors)
 
 
 def _unpack(builder: Any, value: Any, kind: Any) -> list[Any]:
@@ -33,7 +46,7 @@ def _offset(builder: Any, address: Any, stride: Any, times: int) -> Any:
 def zeros(typing: Any, heads: Any, columns: Any) -> Any:
     """A tile of zeros."""
     count = heads.count * columns.literal_value
-    kind = types.UniTuple(VECTOR, count)
+    kind = uniform(VECTOR, count)
     return kind(heads, columns), lambda c, b, sig, args: _pack(c, b, [constant(0.0)] * count)
 
 
@@ -43,9 +56,11 @@ def load_at(typing: Any, tag: Any, addresses: Any, offset: Any) -> Any:
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         starts = _unpack(builder, args[1], addresses)
-        return _pack(context, builder, [emit_widen(context, builder, tag.dtype, builder.add(x, args[2])) for x in starts])
+        return _pack(
+            context, builder, [emit_widen(context, builder, tag.dtype, builder.add(x, args[2])) for x in starts]
+        )
 
-    return types.UniTuple(VECTOR, addresses.count)(tag, addresses, types.int64), emit
+    return uniform(VECTOR, addresses.count)(tag, addresses, types.int64), emit
 
 
 @lowered
@@ -57,7 +72,7 @@ def load_columns(typing: Any, tag: Any, address: Any, columns: Any) -> Any:
         places = [builder.add(args[1], ir.Constant(args[1].type, step * i)) for i in range(count)]
         return _pack(context, builder, [emit_widen(context, builder, tag.dtype, place) for place in places])
 
-    return types.UniTuple(VECTOR, count)(tag, types.int64, columns), emit
+    return uniform(VECTOR, count)(tag, types.int64, columns), emit
 
 
 @lowered
@@ -73,7 +88,7 @@ def load_tile(typing: Any, address: Any, stride: Any, heads: Any, columns: Any) 
             vectors += [emit_widen(context, builder, types.float32, place) for place in places]
         return _pack(context, builder, vectors)
 
-    return types.UniTuple(VECTOR, heads.count * count)(types.int64, types.int64, heads, columns), emit
+    return uniform(VECTOR, heads.count * count)(types.int64, types.int64, heads, columns), emit
 
 
 @lowered
@@ -100,7 +115,7 @@ def spread(typing: Any, address: Any, stride: Any, heads: Any) -> Any:
         scalars = [builder.load(pointer(builder, place, FLOAT), align=4) for place in places]
         return _pack(context, builder, [emit_splat(builder, scalar) for scalar in scalars])
 
-    return types.UniTuple(VECTOR, heads.count)(types.int64, types.int64, heads), emit
+    return uniform(VECTOR, heads.count)(types.int64, types.int64, heads), emit
 
 
 @lowered
@@ -138,8 +153,8 @@ def quad_sums(typing: Any, tile: Any) -> Any:
             cd = _add_halves(builder, c, d, _in_quarters(0, 4, 1, 5), _in_quarters(2, 6, 3, 7))
             folded.append(_add_halves(builder, ab, cd, _in_quarters(0, 1, 4, 5), _in_quarters(2, 3, 6, 7)))
         folded += [constant(0.0)] * (4 - len(folded))
-        first = _add_halves(builder, *folded[:2], _quarters(0, 1, 4, 5), _quarters(2, 3, 6, 7))
-        second = _add_halves(builder, *folded[2:], _quarters(0, 1, 4, 5), _quarters(2, 3, 6, 7))
+        first = _add_halves(builder, folded[0], folded[1], _quarters(0, 1, 4, 5), _quarters(2, 3, 6, 7))
+        second = _add_halves(builder, folded[2], folded[3], _quarters(0, 1, 4, 5), _quarters(2, 3, 6, 7))
         return _add_halves(builder, first, second, _quarters(0, 2, 4, 6), _quarters(1, 3, 5, 7))
 
     return VECTOR(tile), emit

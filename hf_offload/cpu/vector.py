@@ -5,6 +5,7 @@ no instruction set is named here except for the float16 conversion, which LLVM c
 Kernels call these functions inside `launch.jit`; they have no meaning outside compiled code.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import math
@@ -28,7 +29,7 @@ MASKED = np.float32(-1e30)
 NOTHING = np.float32(-1e29)
 
 
-class VectorType(types.Type):  # type: ignore[misc]
+class VectorType(types.Type):
     """Numba type of 16 float32 lanes."""
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ VECTOR = VectorType()
 
 
 @register_model(VectorType)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
         super().__init__(manager, numba_type, FLOATS)
 
@@ -47,6 +48,11 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 def lowered(function: Callable[..., Any]) -> Any:
     """Turn a function that returns (signature, code generator) into one that compiled code can call."""
     return intrinsic(prefer_literal=True)(function)
+
+
+def uniform(kind: Any, count: int) -> Any:
+    """Numba type of a tuple of `count` values of one kind."""
+    return types.UniTuple(kind, count)
 
 
 def constant(value: float) -> ir.Constant:
@@ -255,7 +261,7 @@ def run_sum(typing: Any, x: Any, runs: Any) -> Any:
 
 def _operator(symbol: Any, instruction: str) -> None:
     @infer_global(symbol)
-    class _Typing(AbstractTemplate):  # type: ignore[misc]
+    class _Typing(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:
             return signature(VECTOR, VECTOR, VECTOR) if args == (VECTOR, VECTOR) else None
 

@@ -25,12 +25,14 @@ def test_write_then_gather(dtype: torch.dtype, start: int, tokens: int) -> None:
     v = torch.randn(batch, heads, tokens, dim).to(dtype)
     run(write_tokens(bits(k), bits(v), block_ptr, table.numpy(), start, size), threads=2)
     got_k, got_v = reference.read_tokens(pool, table, start, tokens)
-    assert torch.equal(got_k, k) and torch.equal(got_v, v)
+    assert torch.equal(got_k, k)
+    assert torch.equal(got_v, v)
     assert pool.count_nonzero() == k.count_nonzero() + v.count_nonzero()  # nothing else was written
     k_out = torch.empty_like(v)
     v_out = torch.empty(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2)
     run(gather_tokens(bits(k_out), bits(v_out), block_ptr, table.numpy(), start, size), threads=2)
-    assert torch.equal(k_out, k) and torch.equal(v_out, v)
+    assert torch.equal(k_out, k)
+    assert torch.equal(v_out, v)
 
 
 def test_copy_and_touch_records() -> None:

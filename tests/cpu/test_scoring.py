@@ -44,7 +44,8 @@ def test_score_vectors(group: int, width: int, dtype: torch.dtype, blocks: int) 
     run(launch, threads=2)
     want = reference.score_vectors(query, vectors, bias, table, blocks)
     torch.testing.assert_close(logmass[..., :blocks].double(), want, rtol=0, atol=1e-4)
-    assert (logmass[..., blocks:] == 7).all() and (logmass[0, :, 0] == -math.inf).all()
+    assert (logmass[..., blocks:] == 7).all()
+    assert (logmass[0, :, 0] == -math.inf).all()
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,7 @@ def test_score_submeans(submeans: int, dim: int, group: int, blocks: int) -> Non
     center, sigma = torch.randn(2, dim), torch.rand(2, dim) + 0.5
     table = _table(2, physical, blocks)
     query = torch.randn(2, 2 * group, dim)
-    want = reference.score_submeans(
-        query, codes, scales, bias, center, sigma, table, blocks, scale=dim**-0.5
-    )
+    want = reference.score_submeans(query, codes, scales, bias, center, sigma, table, blocks, scale=dim**-0.5)
     scales[bias[:, None].expand(scales.shape) == -math.inf] = math.nan
     logmass = torch.full((2, 2 * group, blocks + 1), 7.0)
     arrays = (query, pack_codes(codes), scales, bias, center, sigma, table)
@@ -76,10 +75,11 @@ def test_score_submeans(submeans: int, dim: int, group: int, blocks: int) -> Non
 def test_packing() -> None:
     codes = torch.randint(-7, 8, (5, 3, 8, 80), dtype=torch.int8)
     packed = pack_codes(codes)
-    assert packed.dtype == torch.uint8 and packed.shape == (5, 3, 320)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (5, 3, 320)
     assert torch.equal(unpack_codes(packed, 8, 80), codes)
     words = packed.numpy().view(np.uint32).reshape(5, 3, 10, 8)
-    assert int(words[0, 0, 2, 5] >> 12) % 16 - 8 == codes[0, 0, 5, 8 * 2 + 3]
+    assert (int(words[0, 0, 2, 5] >> 12) + 8) % 16 - 8 == codes[0, 0, 5, 8 * 2 + 3]
     with pytest.raises(ValueError, match="multiple of 8"):
         pack_codes(codes[..., :12])
     with pytest.raises(ValueError, match="320"):
@@ -99,7 +99,8 @@ def test_join(join: str) -> None:
         run(join_scores(logmass.numpy(), tail.numpy(), blocks, score.numpy(), join=join), threads=2)
         want = reference.join_scores(logmass[..., :blocks], tail, 2, join=join)
         torch.testing.assert_close(score[..., :blocks].double(), want, rtol=1e-5, atol=1e-6)
-        assert torch.equal(score[..., :blocks] == -math.inf, want == -math.inf) and (score[..., blocks:] == 7).all()
+        assert torch.equal(score[..., :blocks] == -math.inf, want == -math.inf)
+        assert (score[..., blocks:] == 7).all()
 
 
 def test_join_of_nothing() -> None:

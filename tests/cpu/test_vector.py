@@ -42,7 +42,10 @@ def test_exp() -> None:
     x[:4] = 0, -np.inf, np.nan, -88
     got = np.empty_like(x)
     _map(0, x, got)
-    assert got[0] == 1 and got[1] == 0 and np.isnan(got[2]) and (got[3:] == 0).all()
+    assert got[0] == 1
+    assert got[1] == 0
+    assert np.isnan(got[2])
+    assert (got[3:] == 0).all()
 
 
 def test_log() -> None:
@@ -50,7 +53,8 @@ def test_log() -> None:
     got = np.empty_like(x)
     _map(1, x, got)
     want = np.log(x.astype(np.float64))
-    assert np.abs(got - want).max() <= 1e-5 and np.abs(got - want)[np.abs(want) < 4].max() <= 4e-7
+    assert np.abs(got - want).max() <= 1e-5
+    assert np.abs(got - want)[np.abs(want) < 4].max() <= 4e-7
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -64,11 +68,13 @@ def test_every_16_bit_value(dtype: torch.dtype) -> None:
 def test_reductions() -> None:
     x = np.random.default_rng(0).standard_normal(16).astype(np.float32)
     total, top = _reduce(x)
-    assert abs(total - x.sum()) < 1e-5 and top == x.max()
+    assert abs(total - x.sum()) < 1e-5
+    assert top == x.max()
 
 
 def test_head_tiles_cover_the_group() -> None:
     for group in range(1, 33):
         full, rest = map(len, head_tiles(group))
         tiles = -(-group // full)
-        assert 1 <= rest <= full <= 4 and (tiles - 1) * full + rest == group
+        assert 1 <= rest <= full <= 4
+        assert (tiles - 1) * full + rest == group

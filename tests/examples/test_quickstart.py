@@ -1,40 +1,54 @@
 """The quickstart as a user runs it."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import torch
+from typer.testing import CliRunner
 
-from hf_offload import assets
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart.py"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=600, check=False
-    )
+import quickstart
 
 
 def test_a_question_needs_its_text():
-    done = run("--question", "Who?")
-    assert done.returncode == 2
-    assert "add --file" in " ".join(done.stderr.replace("│", " ").split())
+    result = CliRunner().invoke(quickstart.app, ["--question", "Who?"])
+    assert result.exit_code == 2
+    assert "--file" in result.output
 
 
-def test_short_prompt_is_answered_by_every_row(smollm2):
-    done = run("--tokens", "1500", "--budget", "512")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("yes") == 3
+@pytest.fixture
+def loaded(smollm2, monkeypatch):
+    """Let the quickstart use the model that is loaded already, and put its attention back afterwards."""
+    model, tokenizer = smollm2
+    monkeypatch.setattr(quickstart.assets, "load_model", lambda name, dtype: (model, tokenizer))
+    yield
+    model.set_attn_implementation("sdpa")
+
+
+def test_every_row_finds_the_number_in_a_short_prompt(loaded):
+    result = CliRunner().invoke(quickstart.app, ["--tokens", "1000", "--budget", "256"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("yes") == 3
+
+
+def test_a_question_of_ones_own(loaded, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("The cat is called Mathilda. " + "It sleeps all day. " * 40)
+    result = CliRunner().invoke(
+        quickstart.app, ["--file", str(file), "--question", "What is the cat called?", "--budget", "256"]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.output.count("Mathilda") >= 3
 
 
 @pytest.mark.slow
-def test_default_finds_the_number():
-    try:
-        assets.find_smollm2()
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
-    done = run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("yes") == 3
+def test_every_row_finds_the_number_by_default(smollm2):
+    result = CliRunner().invoke(quickstart.app, [])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("yes") == 3
+
+
+def test_clock_counts_from_the_prompt():
+    clock = quickstart.Clock()
+    for _ in range(4):
+        clock.put(torch.zeros(1))
+    clock.times = [1.0, 3.0, 3.5, 4.5]
+    assert clock.first == 2.0
+    assert clock.each == 0.75

@@ -1,0 +1,74 @@
+"""Digests: the CPU launch and the torch form say the same, and both estimate the log mass of a block."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload.cache.digests import DIGESTS
+
+HEADS, GROUP, DIM = 2, 3, 32
+
+
+def sealed(name: str, block: int, blocks: int = 12, spread: float = 1.0):  # type: ignore[no-untyped-def]
+    generator = torch.Generator().manual_seed(3)
+    k = torch.randn(blocks, HEADS, block, DIM, generator=generator) * spread + 2.0
+    valid = torch.ones(blocks, block, dtype=torch.bool)
+    valid[1, : block // 2 + 1] = False
+    valid[4] = False
+    poisoned = k.masked_fill(~valid[:, None, :, None], float("nan"))
+    store = DIGESTS[name](HEADS, DIM, block, torch.device("cpu"))
+    store.reserve(blocks + 5)
+    if not store.frozen:
+        store.freeze([(poisoned.transpose(0, 1).reshape(1, HEADS, -1, DIM), valid.reshape(1, -1))])
+    store.seal(torch.arange(blocks) + 2, poisoned, valid)
+    query = torch.randn(1, HEADS * GROUP, DIM, generator=generator)
+    table = np.arange(2, blocks + 2, dtype=np.int32)[None]
+    return store, k, valid, query, table
+
+
+@pytest.mark.parametrize("block", [8, 32])
+@pytest.mark.parametrize("name", DIGESTS)
+def test_launch_equals_torch(name: str, block: int) -> None:
+    store, k, _, query, table = sealed(name, block)
+    out = np.full((1, HEADS * GROUP, 16), np.nan, np.float32)
+    store.launch(query.numpy(), table, k.shape[0], 0.2, out)()
+    want = store.score(query, torch.from_numpy(table.astype(np.int64)), 0.2)
+    got = torch.from_numpy(out)[:, :, : k.shape[0]]
+    assert torch.equal(got.isneginf(), want.isneginf())
+    assert want.isneginf()[0, :, 4].all()
+    # The launch of sub-means rounds the query to 16 bits.
+    assert torch.allclose(got, want, atol=2e-3, rtol=2e-3)
+
+
+def exact_mass(k: torch.Tensor, valid: torch.Tensor, query: torch.Tensor, scale: float) -> torch.Tensor:
+    grouped = query.view(1, HEADS, GROUP, DIM)
+    scores = torch.einsum("bhgd,nhtd->bhgnt", grouped, k) * scale
+    return scores.masked_fill(~valid, float("-inf")).logsumexp(-1).flatten(1, 2)
+
+
+def test_submeans_estimate_the_log_mass() -> None:
+    store, k, valid, query, table = sealed("submean", 32)
+    want = exact_mass(k, valid, query, DIM**-0.5)
+    got = store.score(query, torch.from_numpy(table.astype(np.int64)), DIM**-0.5)
+    seen = ~want.isneginf()
+    assert (got - want)[seen].max() < 0.1  # by convexity a sub-mean never promises more mass than there is
+    correlation = torch.corrcoef(torch.stack([got[seen], want[seen]]))[0, 1]
+    assert correlation > 0.8
+
+
+def test_quest_bounds_every_token() -> None:
+    store, k, valid, query, table = sealed("quest", 32)
+    bound = store.score(query, torch.from_numpy(table.astype(np.int64)), 1.0)
+    grouped = query.view(1, HEADS, GROUP, DIM)
+    scores = torch.einsum("bhgd,nhtd->bhgnt", grouped, k).masked_fill(~valid, float("-inf"))
+    assert (bound >= scores.amax(-1).flatten(1, 2) - 1e-3).all()
+
+
+def test_growing_keeps_what_is_there() -> None:
+    store, *_ = sealed("submean", 32)
+    before = store.codes.clone()
+    store.reserve(100)
+    assert torch.equal(store.codes[: len(before)], before)
+    assert store.nbytes == sum(t.nbytes for t in (store.codes, store.scales, store.bias))

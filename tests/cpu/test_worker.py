@@ -1,0 +1,122 @@
+"""The worker: sharing, errors, death, forks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+
+import pytest
+
+from hf_offload.cpu.worker import Worker, WorkerError
+
+
+def test_result_waits_for_the_work() -> None:
+    done: list[int] = []
+    worker = Worker()
+    worker.delay = 0.05
+    job = worker.submit(lambda: done.append(1))
+    assert not job.done()
+    job.result()
+    assert done == [1]
+
+
+def test_jobs_run_in_order_of_submission() -> None:
+    worker, seen = Worker(), []
+    jobs = [worker.submit(lambda i=i: seen.append(i)) for i in range(20)]
+    for job in jobs:
+        job.result()
+    assert seen == list(range(20))
+
+
+def test_a_shared_job_is_called_by_every_thread() -> None:
+    worker, met = Worker(threads=3), threading.Barrier(3)
+    worker.submit(lambda: met.wait(timeout=10), shares=3).result()
+
+
+def test_an_error_surfaces_with_its_label_and_cause() -> None:
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    with pytest.raises(WorkerError, match="attention of layer 3 failed.*no room") as caught:
+        Worker().submit(fail, "attention of layer 3").result()
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_a_thread_outlives_the_exit_of_a_job() -> None:
+    def leave() -> None:
+        raise SystemExit
+
+    worker = Worker()
+    with pytest.raises(WorkerError):
+        worker.submit(leave).result()
+    worker.submit(lambda: None).result()
+
+
+def test_a_job_that_is_not_done_in_time_is_an_error() -> None:
+    release = threading.Event()
+    job = Worker(timeout=0.1).submit(release.wait, "recall of layer 1")
+    with pytest.raises(WorkerError, match=r"recall of layer 1: not done in time"):
+        job.result()
+    release.set()
+
+
+def test_a_killed_thread_is_noticed_and_replaced() -> None:
+    worker = Worker()
+    worker.submit(lambda: None).result()
+    held = threading.Event()
+
+    def busy() -> None:
+        held.set()
+        while True:
+            time.sleep(0.01)
+
+    stuck = worker.submit(busy)
+    lost = worker.submit(lambda: None)
+    held.wait(5)
+    thread = worker._pool[0]
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    with pytest.raises(WorkerError):
+        stuck.result()
+    lost.result()  # the thread caught it and goes on
+    worker._queue.put(None)  # now it really ends
+    thread.join(5)
+    with pytest.raises(WorkerError, match="every worker thread has died"):
+        _never_served(worker).result()
+    worker.submit(lambda: None).result()
+
+
+def _never_served(worker: Worker):  # type: ignore[no-untyped-def]
+    from hf_offload.cpu.worker import Job
+
+    return Job(worker, [lambda: None], "CPU attention of layer 0")
+
+
+def test_a_forked_child_gets_threads_of_its_own() -> None:
+    worker = Worker()
+    worker.submit(lambda: None).result()
+    child = os.fork()
+    if child == 0:
+        try:
+            worker.submit(lambda: None).result(timeout=10)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_threads_end_with_the_worker() -> None:
+    worker = Worker(threads=2)
+    worker.submit(lambda: None).result()
+    threads = list(worker._pool)
+    del worker
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("knobs", "named"), [({"threads": 0}, "threads=0"), ({"timeout": -1.0}, "timeout=-1")])
+def test_wrong_knobs_are_named(knobs: dict[str, float], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Worker(**knobs)  # type: ignore[arg-type]
