@@ -58,7 +58,6 @@ def make_rows(budget: int, memory: dict[str, Any]) -> list[Row]:
         scout("scout-attend", lookahead="attend", synchronous_layers=(0,)),
         scout("scout-attend-sync012", lookahead="attend", synchronous_layers=(0, 1, 2)),
         scout("scout-attend-uncorrected", lookahead="attend", synchronous_layers=(0,), correction=False),
-        scout("quest-raw", lookahead="off", digest="quest", join="raw"),
         Row("paper", Scout.paper(budget=budget), memory),
         Row("paper-off", Scout.paper(budget=budget, lookahead="off"), memory),
         Row("window", "window", {"budget": budget} | memory),

@@ -176,7 +176,7 @@ def add_weighted(
 
 
 @jit
-def add_weighted_valid(
+def add_block(
     tag: Any,
     heads: Any,
     vectors: int,
@@ -189,11 +189,15 @@ def add_weighted_valid(
     valid: Array,
     first: int,
     filled: int,
+    masked: bool,
 ) -> None:
-    """`add_weighted` over each run of valid tokens: the others may hold NaN, which a weight of 0 would not stop."""
+    """`add_weighted` over a block, or over each run of its valid tokens if it is `masked`.
+
+    The other tokens may hold NaN, which a weight of 0 would not stop.
+    """
     token = 0
     while token < filled:
-        end = token
+        end = token if masked else filled
         while end < filled and valid[first + end] != 0:
             end += 1
         add_weighted(tag, heads, vectors, ahead, dim, block_size, weights, stride, sums, token, end)

@@ -12,8 +12,7 @@ import torch
 
 from .block import (
     STEP_TOKENS,
-    add_weighted,
-    add_weighted_valid,
+    add_block,
     bend_weights,
     clear_scores,
     mask_scores,
@@ -87,7 +86,7 @@ def _attend(
     clear_scores(count, scores, stride, tokens, padded)
     for i in range(first, last):
         begin = chosen[i] * block_size
-        if holes[chosen[i]] != 0 or begin + block_size > length:
+        if begin + block_size > length or holes[chosen[i]] != 0:
             place = scores + 4 * (i - first) * block_size
             mask_scores(count, place, stride, valid, begin, length - begin, block_size)
     bent = scores + count * stride
@@ -101,23 +100,16 @@ def _attend(
         if cap > 0.0:
             scale_weights(count, bent, scores, stride, padded)
             key_weights = bent
-    for i in range(first, last):
-        place = 4 * (i - first) * block_size
-        keys, later = addresses[i], addresses[i + ahead] if leads else 0
-        begin = chosen[i] * block_size
-        if holes[chosen[i]] != 0 or begin + block_size > length:
-            filled = min(block_size, length - begin)
-            add_weighted_valid(
-                tag, heads, keys + values, later, dim, block_size, scores + place, stride, out, valid, begin, filled
-            )
-            if kbar != 0:
-                add_weighted_valid(
-                    tag, heads, keys, 0, dim, block_size, key_weights + place, stride, kbar, valid, begin, filled
-                )
-        else:
-            add_weighted(tag, heads, keys + values, later, dim, block_size, scores + place, stride, out, 0, block_size)
-            if kbar != 0:
-                add_weighted(tag, heads, keys, 0, dim, block_size, key_weights + place, stride, kbar, 0, block_size)
+    for part in range(2 if kbar != 0 else 1):  # V, then K; one call, as every copy of it costs compile time
+        offset, weights, sums = (values, scores, out) if part == 0 else (0, key_weights, kbar)
+        for i in range(first, last):
+            begin = chosen[i] * block_size
+            masked = begin + block_size > length or holes[chosen[i]] != 0
+            add_block(
+                tag, heads, addresses[i] + offset, addresses[i + ahead] if leads and part == 0 else 0, dim, block_size,
+                weights + 4 * (i - first) * block_size, stride, sums, valid, begin, min(block_size, length - begin),
+                masked,
+            )  # fmt: skip
 
 
 @jit
