@@ -15,7 +15,7 @@ from hf_offload.attention.hooks import attach, hybrid_layers
 from hf_offload.cache.layer import HybridLayer, Settings
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.stats import Stats
-from hf_offload.cpu.worker import Worker
+from hf_offload.cpu.worker import Worker, WorkerError
 from hf_offload.policies import Policy, make_policy
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -122,30 +122,57 @@ class HybridCache(Cache):  # type: ignore[misc]
         )
         return Stats(rows, near + other)
 
+    def drain(self, *, quiet: bool = False) -> None:
+        """Wait for the work in flight of all layers.
+
+        Args:
+            quiet: whether failures are of no interest any more.
+
+        Raises:
+            WorkerError: a copy failed in some layer, told once for all of them; nothing is lost.
+        """
+        failed: WorkerError | None = None
+        for layer in hybrid_layers(self):
+            try:
+                layer.drain()
+            except WorkerError as error:
+                failed = failed or error
+        if failed is not None and not quiet:
+            raise failed
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens; in flight work ends first.
+        """Drop the last `-tokens_to_remove` tokens; work in flight ends first.
 
         Raises:
             ValueError: the number is positive.
         """
+        self.drain()
         super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search; host KV is shared by reference, not copied."""
+        self.drain()
         super().reorder_cache(beam_idx)
         self.settings.padding.select_rows(beam_idx.detach().cpu().numpy())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         rows = torch.arange(len(self.settings.padding.first)).repeat_interleave(repeats)
+        self.drain()
         super().batch_repeat_interleave(repeats)
         self.settings.padding.select_rows(rows.numpy())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows of an index."""
+        self.drain()
         super().batch_select_indices(indices)
         rows = indices.detach().cpu()
         self.settings.padding.select_rows((rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows).numpy())
+
+    def reset(self) -> None:
+        """Drop all tokens and statistics; another batch may follow."""
+        self.drain(quiet=True)
+        super().reset()
 
     def __repr__(self) -> str:
         return f"HybridCache({self.policy!r}, tokens={self.get_seq_length()})"

@@ -43,10 +43,22 @@ class Attachment:
         self._finalizer = weakref.finalize(self, _remove, handles)
 
     def before_stack(self, cache: Any) -> None:
-        """A forward starts: what an earlier one left half done is dropped."""
+        """A forward starts: what an earlier one left half done, because it raised, is dropped.
+
+        Raises:
+            RuntimeError: an earlier forward failed half-way, and layers of another kind cannot forget its tokens.
+        """
         self._calls = {}
-        for layer in hybrid_layers(cache):
+        layers = hybrid_layers(cache)
+        for layer in layers:
             layer.pending = None
+        least = min(layer.past for layer in layers)
+        if any(layer.past != least for layer in layers):
+            if any(type(layer) is not HybridLayer for layer in cache.layers):
+                raise RuntimeError("an earlier forward failed half-way and cannot be undone; call reset() on the cache")
+            cache.drain(quiet=True)  # the fault that ended that forward has been reported
+            for layer in layers:
+                layer.crop(least - layer.past)
 
     def after_stack(self, cache: Any) -> None:
         """A forward ends: raise if K and V of a layer were never attended by our function."""

@@ -111,7 +111,7 @@ class Step:
             for i in range(queries.shape[2] - 1):
                 score = self._score_one(np.ascontiguousarray(queries[:, :, i]), join)
                 total[:, :, :sealed] += score[:, :, :sealed]
-        self.last_score = total
+        self.last_score = total[:, :, : self.store.sealed]
         return total
 
     def _score_one(self, query: np.ndarray, join: str) -> np.ndarray:
@@ -312,10 +312,14 @@ class Step:
         return np.flatnonzero((held < 0) | self._may_move(b, held))
 
     def least_wanted(self, b: int, h: int, slots: np.ndarray, score: np.ndarray) -> np.ndarray:
-        """Slots by rising score `[N]` of the block that each holds, free ones first."""
+        """Slots by rising score `[N]` of the block that each holds: free ones first, blocks newer than the scores last."""
         assert self.layer.resident is not None
         held = self.layer.resident.block_of[b, h, slots]
-        return slots[np.argsort(np.where(held < 0, -np.inf, score[np.maximum(held, 0)]), kind="stable")]
+        worth = np.full(len(held), np.inf)
+        worth[held < 0] = -np.inf
+        known = (held >= 0) & (held < len(score))
+        worth[known] = score[held[known]]
+        return slots[np.argsort(worth, kind="stable")]
 
     def transfer(self, rows: Any, heads: Any, slots: Any, blocks: Any, label: str) -> None:
         """Start a copy of host blocks into slots (four equal lists) and count it."""

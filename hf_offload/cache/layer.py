@@ -192,7 +192,11 @@ class HybridLayer(CacheLayerMixin):  # type: ignore[misc]
             ahead.cancel()
 
     def drain(self) -> None:
-        """Wait for all work in flight: copies, and the CPU part that was started ahead, which is dropped."""
+        """Wait for all work in flight: copies, and the CPU part that was started ahead, which is dropped.
+
+        Raises:
+            WorkerError: a copy failed; its blocks count as not resident, nothing is lost.
+        """
         self.drain_ahead()
         if getattr(self, "resident", None) is not None:
             self.resident.wait()  # type: ignore[union-attr]

@@ -1,0 +1,162 @@
+"""What goes wrong surfaces, hangs nothing, loses nothing, and never becomes a wrong token."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from test_exactness import decode_logits
+from tiny import prompt, tiny_model
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.attention import step as steps
+from hf_offload.cache.host_pool import HostPool
+from hf_offload.cache.resident import ResidentSet
+from hf_offload.cpu import pool as movers
+from hf_offload.cpu.worker import WorkerError
+
+KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16}
+SPLIT: dict[str, Any] = {"tier": "split", "resident": 64}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+class Broken(Exception):
+    """Stands for whatever a kernel may die of."""
+
+
+def broken_launch(*args: Any, **kwargs: Any) -> Any:
+    class Launch:
+        tasks, cost = 1, 0
+
+        def __call__(self) -> None:
+            raise Broken("the kernel died")
+
+    return Launch()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "module", "name"),
+    [
+        ({}, steps.cpu_decode, "sparse_decode"),
+        ({**SPLIT}, steps.cpu_decode, "sparse_decode"),
+        ({**SPLIT, "lookahead": "attend"}, steps.cpu_decode, "sparse_decode"),
+        ({**SPLIT, "recall": 1}, movers, "copy_records"),
+        ({}, steps.scoring, "join_scores"),
+        ({}, steps.selecting, "select_blocks"),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 9])
+def test_a_kernel_that_raises_surfaces_and_the_step_can_be_repeated(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], module: Any, name: str, after: int
+) -> None:
+    ids, mask = prompt(1, 150)
+    want = decode_logits(model, HybridCache(model, "scout", **KNOBS, **knobs), ids, mask, None, steps=30)
+
+    cache = HybridCache(model, "scout", **KNOBS, **knobs)
+    tokens = []
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache).logits[:, -1]
+        for i in range(30):
+            token = logits.argmax(-1, keepdim=True)
+            tokens.append(token)
+            if i == 12:
+                real, calls = getattr(module, name), [0]
+
+                def later(*args: Any, real: Any = real, calls: list[int] = calls, **kwargs: Any) -> Any:
+                    calls[0] += 1
+                    return (broken_launch if calls[0] > after else real)(*args, **kwargs)
+
+                with monkeypatch.context() as patch, pytest.raises((Broken, WorkerError), match="the kernel died"):
+                    patch.setattr(module, name, later)
+                    for _ in range(4):  # a broken recall surfaces when its blocks are to be used
+                        model(token, past_key_values=cache)
+                        cache.crop(-1)
+                cache.crop(150 + i - cache.get_seq_length())  # a crop that raised has not cropped
+            logits = model(token, past_key_values=cache).logits[:, -1]
+    assert torch.equal(torch.cat(tokens, 1), want[0])
+
+
+def test_a_worker_that_is_killed_is_replaced(model: PreTrainedModel) -> None:
+    ids, mask = prompt(1, 150)
+    knobs = {**KNOBS, **SPLIT, "lookahead": "attend", "recall": 1}
+    want = decode_logits(model, HybridCache(model, "scout", **knobs), ids, mask, None, steps=20)
+    cache = HybridCache(model, "scout", **knobs)
+    tokens = []
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache).logits[:, -1]
+        for i in range(20):
+            if i % 5 == 3:
+                for thread in cache.settings.worker._pool:
+                    cache.settings.worker._queue.put(None)
+                    thread.join(5)
+            token = logits.argmax(-1, keepdim=True)
+            tokens.append(token)
+            logits = model(token, past_key_values=cache).logits[:, -1]
+    assert torch.equal(torch.cat(tokens, 1), want[0])
+
+
+def test_a_worker_that_hangs_is_given_up_in_time(model: PreTrainedModel) -> None:
+    cache = HybridCache(model, "scout", **KNOBS, **SPLIT, lookahead="attend", timeout=0.3)
+    with torch.no_grad():
+        token = model(prompt(1, 150)[0], past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+        model(token, past_key_values=cache)
+        cache.settings.worker.delay = 1.5
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=r"layer \d+, step \d+: not done in time"):
+            for _ in range(3):
+                model(token, past_key_values=cache)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("policy", ["full", "window", "scout"])
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_memory_that_nobody_wrote_is_never_read(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str, policy: str
+) -> None:
+    """Every buffer starts as NaN; ragged rows, chunks and partial blocks leave much of it unwritten."""
+    add_slab, make_set = HostPool._add_slab, ResidentSet.__init__
+
+    def poisoned_slab(self: HostPool, blocks: int) -> None:
+        add_slab(self, blocks)
+        self.slabs[-1].fill_(float("nan"))
+
+    def poisoned_set(self: ResidentSet, *args: Any) -> None:
+        make_set(self, *args)
+        self.pool.fill_(float("nan"))
+
+    ids, mask = prompt(3, 75)
+    knobs: dict[str, Any] = {"block_size": 16, "tier": tier, **({"resident": 64} if tier == "split" else {})}
+    if policy != "full":
+        knobs |= {"budget": 512, "sinks": 16}
+    if policy == "scout":
+        knobs |= {"recent": 0, "lookahead": "attend"}
+    want = decode_logits(model, HybridCache(model, policy, **knobs), ids, mask, 17, steps=40)
+    monkeypatch.setattr(HostPool, "_add_slab", poisoned_slab)
+    monkeypatch.setattr(ResidentSet, "__init__", poisoned_set)
+    got = decode_logits(model, HybridCache(model, policy, **knobs), ids, mask, 17, steps=40)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+def test_a_forward_that_was_interrupted_can_be_repeated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, _ = prompt(2, 60)
+    cache = HybridCache(model, "scout", **KNOBS)
+    with torch.no_grad():
+        model(ids[:, :30], past_key_values=cache)
+
+        def interrupt(*args: Any, **kwargs: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(model.model.layers[2].self_attn.o_proj, "forward", interrupt)
+            model(ids[:, 30:], past_key_values=cache)
+        got = model(ids[:, 30:], past_key_values=cache).logits
+        assert torch.allclose(got, model(ids).logits[:, 30:], atol=5e-5)
+    assert {layer.get_seq_length() for layer in cache.layers} == {60}
