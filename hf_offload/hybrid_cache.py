@@ -140,6 +140,24 @@ class HybridCache(Cache):  # type: ignore[misc]
         if failed is not None and not quiet:
             raise failed
 
+    def settle(self) -> None:
+        """Undo a forward that failed half-way: every layer goes back to the tokens that all layers have.
+
+        Raises:
+            RuntimeError: layers of another kind (sliding windows) cannot forget the tokens of that forward.
+        """
+        layers = hybrid_layers(self)
+        for layer in layers:
+            layer.pending = None
+        least = min(layer.past for layer in layers)
+        if all(layer.past == least for layer in layers):
+            return
+        if any(not isinstance(layer, HybridLayer) for layer in self.layers):
+            raise RuntimeError("a forward failed half-way and cannot be undone; call reset() on the cache")
+        self.drain(quiet=True)  # the fault that ended that forward is on its way to the caller
+        for layer in layers:
+            layer.crop(least - layer.past)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens; work in flight ends first.
 

@@ -39,34 +39,20 @@ class Attachment:
             for index, layer in enumerate(self.layers)
         ]
         handles.append(self.stack.register_forward_pre_hook(_BeforeStack(me), with_kwargs=True))
-        handles.append(self.stack.register_forward_hook(_AfterStack(me), with_kwargs=True))
+        handles.append(self.stack.register_forward_hook(_AfterStack(me), with_kwargs=True, always_call=True))
         self._finalizer = weakref.finalize(self, _remove, handles)
 
     def before_stack(self, cache: Any) -> None:
-        """A forward starts: what an earlier one left half done, because it raised, is dropped.
-
-        Raises:
-            RuntimeError: an earlier forward failed half-way, and layers of another kind cannot forget its tokens.
-        """
+        """A forward starts: what an earlier one left half done is dropped (one that was interrupted runs no hooks)."""
         self._calls = {}
-        layers = hybrid_layers(cache)
-        for layer in layers:
-            layer.pending = None
-        least = min(layer.past for layer in layers)
-        if any(layer.past != least for layer in layers):
-            if any(type(layer) is not HybridLayer for layer in cache.layers):
-                raise RuntimeError("an earlier forward failed half-way and cannot be undone; call reset() on the cache")
-            cache.drain(quiet=True)  # the fault that ended that forward has been reported
-            for layer in layers:
-                layer.crop(least - layer.past)
+        cache.settle()
 
-    def after_stack(self, cache: Any) -> None:
-        """A forward ends: raise if K and V of a layer were never attended by our function."""
+    def after_stack(self, cache: Any, finished: bool) -> None:
+        """A forward ends: raise if K and V of a layer were never attended by our function; undo one that failed."""
         self._calls = {}
         lost = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
-        for layer in lost:
-            layer.pending = None
-        if lost:
+        cache.settle()
+        if lost and finished:
             raise RuntimeError(unconsumed(lost[0].index))
 
     def before_layer(self, index: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -172,7 +158,7 @@ class _BeforeStack(_Hook):
 class _AfterStack(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if found := self.context(args, kwargs):
-            found[0].after_stack(found[1])
+            found[0].after_stack(found[1], finished=output is not None)
 
 
 class _BeforeLayer(_Hook):
