@@ -1,4 +1,4 @@
-"""Long contexts for Hugging Face Transformers: a few KV blocks on the GPU, the rest in host memory, attention over both.
+"""Long contexts for Hugging Face Transformers: a few KV blocks on the GPU, the rest in host memory, attended together.
 
 Importing registers `attn_implementation="hybrid_sparse"` with Transformers and does nothing else.
 """

@@ -22,7 +22,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 DEFAULT_RESIDENT = 2048  # for policies without a budget
 
 
-class HybridCache(Cache):  # type: ignore[misc]
+class HybridCache(Cache):
     """A KV cache with a few blocks on the device and the rest in host memory; attention over both.
 
     Pass it as `past_key_values` to `generate()` or to a forward of the model that it was made for, which must run with
@@ -38,7 +38,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         block_size: tokens a block: 8, 16, 32, 64 or 128.
         resident: tokens that a row and KV head keeps on the device, in two tiers; by default the policy's budget.
         prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time.
-        threads: CPU threads that work beside the model's; by default the physical cores less one with a GPU, one otherwise.
+        threads: CPU threads beside the model's; by default all cores but one with a GPU, one thread otherwise.
         timeout: seconds after which waiting for a thread is given up with an error.
         knobs: the policy's own, see its class.
 
@@ -66,7 +66,9 @@ class HybridCache(Cache):  # type: ignore[misc]
         if tier not in (None, "one", "split"):
             raise ValueError(f'tier={tier!r} is not a tier; use "one", "split" or None')
         if block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}")
+            raise ValueError(
+                f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}"
+            )
         if not isinstance(prefill_tile, int) or prefill_tile < block_size:
             raise ValueError(f"prefill_tile={prefill_tile!r} is less than a block; use at least {block_size} tokens")
         self.policy.check_blocks(block_size)
@@ -86,8 +88,8 @@ class HybridCache(Cache):  # type: ignore[misc]
         )
         if not hybrid_layers(self):
             raise ValueError(
-                f"no layer of {type(model).__name__} is plain full attention (sliding windows and linear layers stay as they "
-                "are), so there is nothing to offload; use DynamicCache"
+                f"no layer of {type(model).__name__} is plain full attention (sliding windows and linear layers stay "
+                "as they are), so there is nothing to offload; use DynamicCache"
             )
         self._attachment = attach(model)
         owned = weakref.WeakSet(model.modules())
@@ -115,11 +117,9 @@ class HybridCache(Cache):  # type: ignore[misc]
             for layer, row in zip(layers, rows, strict=True)
             if layer.is_initialized
         )
-        other = sum(
-            layer.keys.nbytes + layer.values.nbytes
-            for layer in self.layers
-            if not isinstance(layer, HybridLayer) and getattr(layer, "keys", None) is not None
-        )
+        stock = [layer for layer in self.layers if not isinstance(layer, HybridLayer)]
+        tensors = [getattr(layer, name, None) for layer in stock for name in ("keys", "values")]
+        other = sum(int(tensor.nbytes) for tensor in tensors if isinstance(tensor, torch.Tensor))
         return Stats(rows, near + other)
 
     def drain(self, *, quiet: bool = False) -> None:
@@ -190,7 +190,7 @@ class HybridCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Drop all tokens and statistics; another batch may follow."""
         self.drain(quiet=True)
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         return f"HybridCache({self.policy!r}, tokens={self.get_seq_length()})"
@@ -207,7 +207,9 @@ def check_model(model: PreTrainedModel) -> Any:
     if not isinstance(model, torch.nn.Module) or config is None:
         raise TypeError(f"model must be a Transformers model, not {type(model).__name__}")
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder model, which HybridCache does not serve; use DynamicCache")
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model, which HybridCache does not serve; use DynamicCache"
+        )
     decoder = config.get_text_config(decoder=True)
     used = decoder._attn_implementation
     if used != NAME:
@@ -217,7 +219,9 @@ def check_model(model: PreTrainedModel) -> Any:
         )
     settable = getattr(model, "_can_set_attn_implementation", None)
     if settable is not None and not settable():
-        raise ValueError(f"{type(model).__name__} ignores attn_implementation, so HybridCache cannot serve it; use DynamicCache")
+        raise ValueError(
+            f"{type(model).__name__} ignores attn_implementation, so HybridCache cannot serve it; use DynamicCache"
+        )
     return decoder
 
 

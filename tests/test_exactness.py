@@ -104,7 +104,7 @@ def test_covering_budget_is_full_attention(
     if tier == "split":
         total = cache.stats().as_dict()
         assert total["cpu_ratio"] > 0.2  # most of the work is the CPU's: four blocks are resident
-        assert not name == "scout" or total["recalls"] > 0
+        assert name != "scout" or total["recalls"] > 0
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])

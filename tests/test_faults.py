@@ -73,11 +73,15 @@ def test_a_kernel_that_raises_surfaces_and_the_step_can_be_repeated(
                     calls[0] += 1
                     return (broken_launch if calls[0] > after else real)(*args, **kwargs)
 
-                with monkeypatch.context() as patch, pytest.raises((Broken, WorkerError), match="the kernel died"):
-                    patch.setattr(module, name, later)
+                def repeat(token: torch.Tensor = token) -> None:
                     for _ in range(4):  # a broken recall surfaces when its blocks are to be used
                         model(token, past_key_values=cache)
                         cache.crop(-1)
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(module, name, later)
+                    with pytest.raises((Broken, WorkerError), match="the kernel died"):
+                        repeat()
                 cache.crop(150 + i - cache.get_seq_length())  # a crop that raised has not cropped
             logits = model(token, past_key_values=cache).logits[:, -1]
     assert torch.equal(torch.cat(tokens, 1), want[0])
@@ -109,9 +113,13 @@ def test_a_worker_that_hangs_is_given_up_in_time(model: PreTrainedModel) -> None
         model(token, past_key_values=cache)
         cache.settings.worker.delay = 1.5
         start = time.monotonic()
-        with pytest.raises(WorkerError, match=r"layer \d+, step \d+: not done in time"):
+
+        def wait() -> None:
             for _ in range(3):
                 model(token, past_key_values=cache)
+
+        with pytest.raises(WorkerError, match=r"layer \d+, step \d+: not done in time"):
+            wait()
     assert time.monotonic() - start < 10
 
 
@@ -145,7 +153,9 @@ def test_memory_that_nobody_wrote_is_never_read(
     assert torch.equal(got[1], want[1])
 
 
-def test_a_forward_that_was_interrupted_can_be_repeated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_was_interrupted_can_be_repeated(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids, _ = prompt(2, 60)
     cache = HybridCache(model, "scout", **KNOBS)
     with torch.no_grad():
@@ -154,9 +164,10 @@ def test_a_forward_that_was_interrupted_can_be_repeated(model: PreTrainedModel, 
         def interrupt(*args: Any, **kwargs: Any) -> Any:
             raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             patch.setattr(model.model.layers[2].self_attn.o_proj, "forward", interrupt)
-            model(ids[:, 30:], past_key_values=cache)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, 30:], past_key_values=cache)
         got = model(ids[:, 30:], past_key_values=cache).logits
         assert torch.allclose(got, model(ids).logits[:, 30:], atol=5e-5)
     assert {layer.get_seq_length() for layer in cache.layers} == {60}

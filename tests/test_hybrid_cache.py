@@ -123,12 +123,21 @@ def test_an_attention_that_is_changed_later_is_noticed(llama: PreTrainedModel) -
 
 def test_a_family_that_ignores_the_setting_is_refused_or_noticed() -> None:
     config = RoFormerConfig(
-        vocab_size=160, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, is_decoder=True
+        vocab_size=160,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        is_decoder=True,
     )
-    with pytest.raises((ValueError, RuntimeError), match="hybrid_sparse|attn_implementation"):
+
+    def use() -> None:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse").eval()
         with torch.no_grad():
             model(prompt(1, 20)[0], past_key_values=HybridCache(model, **COVERING))
+
+    with pytest.raises((ValueError, RuntimeError), match=r"hybrid_sparse|attn_implementation"):
+        use()
 
 
 def test_an_encoder_decoder_model_is_refused() -> None:
@@ -256,7 +265,14 @@ def test_a_second_turn(llama: PreTrainedModel, stock: PreTrainedModel, batch: in
 
 def test_two_caches_of_one_model_do_not_meet(llama: PreTrainedModel) -> None:
     ids = prompt(1, 50)[0], prompt(1, 44, seed=9)[0]
-    knobs: dict[str, Any] = {"tier": "split", "resident": 64, "budget": 96, "sinks": 16, "recent": 0, "block_size": BLOCK}
+    knobs: dict[str, Any] = {
+        "tier": "split",
+        "resident": 64,
+        "budget": 96,
+        "sinks": 16,
+        "recent": 0,
+        "block_size": BLOCK,
+    }
 
     def run(interleaved: bool) -> list[list[int]]:
         caches = [HybridCache(llama, "scout", lookahead="attend", **knobs) for _ in ids]
@@ -375,5 +391,3 @@ def test_sink_and_softcap_follow_the_model(llama: PreTrainedModel) -> None:
     scores = torch.cat([scores, extra.view(1, 4, 1, 1).expand(2, -1, 50, 1)], -1).softmax(-1)[..., :-1]
     want = (scores.view(2, 2, 2, 50, 50) @ v[:, :, None]).view(2, 4, 50, 16).transpose(1, 2)
     assert torch.allclose(torch.cat(got, 1), want, atol=1e-5)
-
-

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
 from hf_offload.attention.dense import append_attention
+from hf_offload.attention.exchange import exchangeable, least_wanted, transfer
 from hf_offload.attention.partial import merge_partials
-from hf_offload.attention.step import Step, Timer, query_array
+from hf_offload.attention.step import Step, query_array
 from hf_offload.cache.layer import HybridLayer
 
 
@@ -75,7 +80,8 @@ def place(layer: HybridLayer) -> None:
     # Ascending order ends with the tail, which must have a slot: what does not fit is left out from the front.
     meant = (np.arange(width) >= (chosen.counts - counts)[..., None]) & (np.arange(width) < chosen.counts[..., None])
     rows, heads, column = np.nonzero(meant)
-    step.transfer(rows, heads, column - (chosen.counts - counts)[rows, heads], chosen.blocks[meant], "placement")
+    slot = column - (chosen.counts - counts)[rows, heads]
+    layer.stats.placement_bytes += transfer(step, rows, heads, slot, chosen.blocks[meant], "placement")
     resident.wait()
     layer.unplaced = False
     layer.stats.placements += 1
@@ -86,14 +92,15 @@ def place(layer: HybridLayer) -> None:
 def _open_block(layer: HybridLayer, step: Step) -> None:
     """Give the block that the next token starts a slot, in place of the least wanted block."""
     store, resident = layer.store, layer.resident
-    assert store is not None and resident is not None
+    assert store is not None
+    assert resident is not None
     block = store.length // store.block_size
     resident.reserve(block + 1)
     score = step.last_score
     age = np.arange(store.sealed, dtype=np.float32)
     rows, heads = np.indices((store.batch, store.num_kv_heads)).reshape(2, -1)
     slots = [
-        step.least_wanted(b, h, step.exchangeable(b, h), age if score is None else score[b, h])[0]
+        least_wanted(step, b, h, exchangeable(step, b, h), age if score is None else score[b, h])[0]
         for b, h in zip(rows, heads, strict=True)
     ]
     resident.assign(rows, heads, np.array(slots), np.full(len(rows), block, np.int32))
@@ -125,7 +132,7 @@ def decode(
     fresh, layer.pending = layer.pending is not None, None
     place(layer)
     if resident is not None:
-        with Timer(layer):
+        with waiting(layer):
             resident.wait()  # what the last step recalled is visible from here on
     if fresh:
         _append_token(layer, key, value)
@@ -138,7 +145,7 @@ def decode(
     if plan.host is not None and plan.host.total:
         partials.append(_to(query.device, step.attend_host(plan.host)))
     if plan.ahead is not None:
-        with Timer(layer):
+        with waiting(layer):
             partials.append(_to(query.device, plan.ahead.partial(array)))
         stats.query_cosine += _cosine(plan.ahead.query, array)
         stats.queries += 1
@@ -184,3 +191,13 @@ def _to(device: torch.device, partial: tuple[torch.Tensor, torch.Tensor]) -> tup
 def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     return float(((a * b).sum(-1) / np.maximum(norms, 1e-12)).mean())
+
+
+@contextmanager
+def waiting(layer: HybridLayer) -> Iterator[None]:
+    """Count the time inside as time that the model's thread waited."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        layer.stats.wait_seconds += time.perf_counter() - start

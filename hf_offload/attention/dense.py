@@ -39,7 +39,9 @@ class MaskPieces:
                 return None, False
             if k0 == self.past + q0 and k1 - k0 == q1 - q0:
                 return None, True
-        seen = torch.arange(k0, k1, device=device) <= torch.arange(self.past + q0, self.past + q1, device=device)[:, None]
+        seen = (
+            torch.arange(k0, k1, device=device) <= torch.arange(self.past + q0, self.past + q1, device=device)[:, None]
+        )
         if self.mask is not None:
             seen = seen & self.mask[:, None, None, k0:k1].to(device=device, dtype=torch.bool)
         return self._additive(seen if seen.ndim == 4 else seen[None, None]), False

@@ -1,8 +1,8 @@
 """The next layer's query, predicted from this layer's input (ScoutAttention §3.3).
 
-Generic for every model family: the next decoder layer's own forward is run up to its attention function, which hands the
-query out and stops it there. For the common pre-norm layer an adapter does the same with three calls; it is used for a
-layer only if it gave the very same bits as the generic way.
+Generic for every model family: the next decoder layer's own forward is run up to its attention function, which hands
+the query out and stops it there. For the common pre-norm layer an adapter does the same with three calls; it is used
+for a layer only if it gave the very same bits as the generic way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Captured(BaseException):
         self.query = query
 
 
-class _Sentinel(Cache):  # type: ignore[misc]
+class _Sentinel(Cache):
     """A cache that stores nothing: the forward that is cut short must leave no trace."""
 
     def __init__(self, real: Cache) -> None:
@@ -61,7 +61,9 @@ def _replace_cache(value: Any) -> Any:
     return _Sentinel(value) if isinstance(value, Cache) else value
 
 
-def capture_query(layer: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def capture_query(
+    layer: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
     """The query that a decoder layer would compute from an input, by its own code.
 
     Args:
@@ -86,7 +88,7 @@ def capture_query(layer: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...],
     finally:
         _active.on = False
     raise RuntimeError(
-        f"{type(layer).__name__} did not reach the 'hybrid_sparse' attention function, so its query cannot be predicted; "
+        f"{type(layer).__name__} did not reach the 'hybrid_sparse' attention function, so its query is unknown; "
         "use lookahead='off'"
     )
 

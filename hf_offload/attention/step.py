@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 import torch
 
+from hf_offload.attention.ahead import Ahead
+from hf_offload.attention.exchange import recall
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.store import BlockStore, as_numpy
+from hf_offload.cache.store import as_numpy
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu import scoring
 from hf_offload.cpu import select as selecting
 from hf_offload.cpu.selections import common_blocks, split_blocks
 from hf_offload.cpu.tail import tail_lse
-from hf_offload.cpu.worker import Job
 from hf_offload.gpu.paged import paged_attention
 from hf_offload.policies.base import Plan, Selection
-
-
-class Ahead:
-    """A CPU part that was started one layer early with a predicted query; it owns the buffers that it fills.
-
-    Args:
-        query: `[B, Hq, D]` fp32, the predicted query.
-        host: the blocks that it attends.
-        scale: softmax scale.
-        correct: whether the result is corrected to the real query.
-    """
-
-    def __init__(self, query: np.ndarray, host: Selection, scale: float, correct: bool) -> None:
-        self.query, self.host, self.scale = query, host, scale
-        self.out, self.lse = np.empty_like(query), np.empty(query.shape[:2], np.float32)
-        self.kbar = np.empty_like(query) if correct else None
-        self.job: Job | None = None
-
-    def partial(self, query: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the part; its lse corrected to first order in `query - self.query`: + scale·Δq·k̄."""
-        assert self.job is not None
-        self.job.result()
-        lse = self.lse
-        if self.kbar is not None:
-            lse = lse + self.scale * ((query - self.query) * self.kbar).sum(-1)
-        return torch.from_numpy(self.out), torch.from_numpy(lse)
-
-    def cancel(self) -> None:
-        """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change."""
-        if self.job is not None:
-            try:
-                self.job.result()
-            except RuntimeError:
-                pass  # nobody asks for this result any more; a thread that died is replaced at the next job
 
 
 class Step:
@@ -83,7 +49,8 @@ class Step:
 
     # --- choosing blocks ---------------------------------------------------------------------------------------------
 
-    def _sinks(self) -> tuple[np.ndarray, np.ndarray]:
+    def sinks(self) -> tuple[np.ndarray, np.ndarray]:
+        """First block and end of each row's sinks, `[B]` each."""
         first = self.store.padding.first
         return first // self.block_size, -(-(first + self.layer.policy.sink_tokens) // self.block_size)
 
@@ -164,13 +131,21 @@ class Step:
 
     def _select(self, score: np.ndarray, blocks: int, recent: int) -> Selection:
         store = self.store
-        low, high = self._sinks()
+        low, high = self.sinks()
         unsealed = self.num_blocks - store.sealed
         room = max(blocks, int((high - low).max()) + recent + unsealed)
         chosen = np.empty((store.batch, store.num_kv_heads, min(room, self.num_blocks)), np.int32)
         counts = np.empty(chosen.shape[:2], np.int32)
         launch = selecting.select_blocks(
-            score, store.sealed, self.num_blocks, low.astype(np.int32), high.astype(np.int32), recent, blocks, chosen, counts
+            score,
+            store.sealed,
+            self.num_blocks,
+            low.astype(np.int32),
+            high.astype(np.int32),
+            recent,
+            blocks,
+            chosen,
+            counts,
         )
         self.layer.settings.worker.run(launch, "selection")
         return Selection(chosen, counts)
@@ -193,12 +168,14 @@ class Step:
         resident = self.layer.resident
         if resident is None:
             return None, selection
-        (here, _, here_counts), (there, there_counts) = split_blocks(selection.blocks, selection.counts, resident.slot_of)
+        (here, _, here_counts), (there, there_counts) = split_blocks(
+            selection.blocks, selection.counts, resident.slot_of
+        )
         return Selection(here, here_counts), Selection(there, there_counts)
 
     def split_always(self, selection: Selection) -> tuple[Selection, Selection]:
         """Part a selection into what is always attended (sinks, recent blocks, the tail) and the rest."""
-        low, high = self._sinks()
+        low, high = self.sinks()
         number = np.arange(self.num_blocks, dtype=np.int32)
         newest = self.store.sealed - -(-self.layer.policy.recent_tokens // self.block_size)
         always = (number >= newest) | ((number >= low[:, None]) & (number < high[:, None]))
@@ -208,12 +185,14 @@ class Step:
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
-    def _launch(self, query: np.ndarray, host: Selection, out: np.ndarray, lse: np.ndarray, kbar: np.ndarray | None) -> Any:
+    def _launch(
+        self, query: np.ndarray, host: Selection, out: np.ndarray, lse: np.ndarray, kbar: np.ndarray | None
+    ) -> Any:
         store = self.store
         return cpu_decode.sparse_decode(
-            query, store.pool.block_ptr, store.table, host.blocks, host.counts, store.padding.holes, store.padding.valid,
-            self.length, out, lse, kbar, kv_dtype=store.dtype, block_size=self.block_size, scale=self.scale,
-            softcap=self.softcap,
+            query, store.pool.block_ptr, store.table, host.blocks, host.counts, store.padding.holes,
+            store.padding.valid, self.length, out, lse, kbar, kv_dtype=store.dtype, block_size=self.block_size,
+            scale=self.scale, softcap=self.softcap,
         )  # fmt: skip
 
     def attend_early(self, host: Selection | None, *, correct: bool) -> Ahead | None:
@@ -226,7 +205,7 @@ class Step:
         launch = self._launch(self.query, host, ahead.out, ahead.lse, ahead.kbar)
         worker = self.layer.settings.worker
         shares = min(worker.threads, launch.tasks)
-        ahead.job = worker.submit(launch, self._label("early CPU attention"), shares=shares, keep=store.pool)
+        ahead.job = worker.submit(launch, self.label("early CPU attention"), shares=shares, keep=store.pool)
         self.layer.ahead = ahead
         return ahead
 
@@ -234,18 +213,17 @@ class Step:
         """Bring host blocks nearer, off the critical path: their memory is read once, into the caches."""
         if host is None or host.total == 0:
             return
-        batch, heads, width = host.blocks.shape
-        meant = np.arange(width) < host.counts[:, :, None]
+        meant = np.arange(host.blocks.shape[2]) < host.counts[:, :, None]
         rows, head, _ = np.nonzero(meant)
         store = self.store
         addresses = store.pool.block_ptr[store.table[rows, host.blocks[meant]]] + head * store.pool.record_bytes
         launch = movers.touch_records(addresses, store.pool.record_bytes)
-        self.layer.settings.worker.submit(launch, self._label("read-ahead"), keep=store.pool)
+        self.layer.settings.worker.submit(launch, self.label("read-ahead"), keep=store.pool)
 
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend host blocks on the CPU with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32."""
         out, lse = np.empty_like(self.query), np.empty(self.query.shape[:2], np.float32)
-        self.layer.settings.worker.run(self._launch(self.query, host, out, lse, None), self._label("CPU attention"))
+        self.layer.settings.worker.run(self._launch(self.query, host, out, lse, None), self.label("CPU attention"))
         return torch.from_numpy(out), torch.from_numpy(lse)
 
     def attend_device(
@@ -274,60 +252,13 @@ class Step:
     # --- moving and counting -----------------------------------------------------------------------------------------
 
     def recall(self, wanted: Selection, score: np.ndarray) -> None:
-        """Exchange the least wanted resident blocks for wanted ones; to be used from the next step on.
+        """Exchange the least wanted resident blocks for wanted ones, to be used from the next step on.
 
         Args:
             wanted: blocks that should be resident; those that fit in place of unwanted ones will be.
             score: `[B, Hkv, N]` how much each sealed block is wanted.
         """
-        resident = self.layer.resident
-        assert resident is not None
-        rows, heads, slots, blocks = [], [], [], []
-        for b, h in np.argwhere(self.split(wanted)[1].counts > 0):  # type: ignore[union-attr]
-            may = self.exchangeable(b, h)
-            want = wanted.blocks[b, h, : wanted.counts[b, h]]
-            want = want[self._may_move(b, want)]
-            want = want[np.argsort(-score[b, h, want], kind="stable")][: len(may)]
-            missing = want[resident.slot_of[b, h, want] < 0]
-            held = resident.block_of[b, h, may]
-            victims = may[~np.isin(held, want)]
-            count = min(len(missing), len(victims))
-            rows += [b] * count
-            heads += [h] * count
-            slots += self.least_wanted(b, h, victims, score[b, h])[:count].tolist()
-            blocks += missing[:count].tolist()
-        if rows:
-            self.transfer(rows, heads, slots, blocks, "recall")
-            self.layer.stats.recalls += 1
-
-    def _may_move(self, b: int, blocks: np.ndarray) -> np.ndarray:
-        """Which blocks of a row are neither sinks nor recent nor unsealed: those stay resident."""
-        newest = self.store.sealed - -(-self.layer.policy.recent_tokens // self.block_size)
-        return (blocks >= self._sinks()[1][b]) & (blocks < newest)
-
-    def exchangeable(self, b: int, h: int) -> np.ndarray:
-        """The slots of a row and KV head that may be given to another block: free ones, and those of blocks that may move."""
-        assert self.layer.resident is not None
-        held = self.layer.resident.block_of[b, h]
-        return np.flatnonzero((held < 0) | self._may_move(b, held))
-
-    def least_wanted(self, b: int, h: int, slots: np.ndarray, score: np.ndarray) -> np.ndarray:
-        """Slots by rising score `[N]` of the block that each holds: free ones first, blocks newer than the scores last."""
-        assert self.layer.resident is not None
-        held = self.layer.resident.block_of[b, h, slots]
-        worth = np.full(len(held), np.inf)
-        worth[held < 0] = -np.inf
-        known = (held >= 0) & (held < len(score))
-        worth[known] = score[held[known]]
-        return slots[np.argsort(worth, kind="stable")]
-
-    def transfer(self, rows: Any, heads: Any, slots: Any, blocks: Any, label: str) -> None:
-        """Start a copy of host blocks into slots (four equal lists) and count it."""
-        resident, stats = self.layer.resident, self.layer.stats
-        assert resident is not None
-        rows, heads, slots, blocks = (np.asarray(x, np.int32) for x in (rows, heads, slots, blocks))
-        stats.recall_bytes += resident.fetch(rows, heads, slots, blocks, self._label(label))
-        stats.recall_blocks += len(rows)
+        recall(self, wanted, score)
 
     def cpu_ratio(self, plan: Plan) -> float:
         """Tokens that the CPU attends, as a share of the budget (of everything, without one)."""
@@ -343,26 +274,11 @@ class Step:
         self.layer.stats.selection_overlap += common / max(wanted.total, 1)
         self.layer.stats.selections += 1
 
-    def _label(self, what: str) -> str:
+    def label(self, what: str) -> str:
+        """What an error message calls a piece of this step's work."""
         return f"{what} of layer {self.layer.index}, step {self.layer.stats.steps}"
-
-
-class Timer:
-    """Adds the time inside to a layer's waiting time."""
-
-    def __init__(self, layer: HybridLayer) -> None:
-        self.layer = layer
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self.layer.stats.wait_seconds += time.perf_counter() - self.start
 
 
 def query_array(query: torch.Tensor) -> np.ndarray:
     """A query tensor as contiguous fp32 on the CPU."""
     return as_numpy(query.detach().to("cpu", torch.float32).contiguous())
-
-
-__all__ = ["Ahead", "BlockStore", "Step", "Timer", "query_array"]

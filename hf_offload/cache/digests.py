@@ -1,7 +1,8 @@
 """What stands for a block when it is scored: built once when the block is full, read at every step.
 
-A `DigestStore` holds the summaries of one layer by physical block, builds them and scores them. The score of a block is its **log mass**: an estimate of log Σ exp(scale·q·k) over its
-valid tokens, per query head; −inf for a block without valid tokens.
+A `DigestStore` holds the summaries of one layer by physical block, builds them and scores them. The score of a block
+is its **log mass**: an estimate of log Σ exp(scale·q·k) over its valid tokens, per query head; −inf for a block without
+valid tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class DigestStore(ABC):
         """The same with torch operations on the digests' device: query `[B, Hq, D]`, table `[B, n]` → `[B, Hq, n]`."""
 
     def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Fix the statistics from keys `[B, Hkv, T, D]` with validity `[B, T]`; digests without any need nothing."""
+        """Fix the statistics from keys `[B, Hkv, T, D]` with validity `[B, T]`."""
+        raise TypeError(f"{type(self).__name__} has no statistics to fix")
 
     @property
     def nbytes(self) -> int:
@@ -170,8 +172,8 @@ class SubMeanStore(DigestStore):
 
     def _means(self, k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sub-means `[n, Hkv, S, D]` and their token counts `[n, S]` of keys `[n, Hkv, T, D]`."""
-        count = valid.unflatten(-1, (-1, self.SPAN)).sum(-1)
-        kept = k.float().masked_fill(~valid[:, None, :, None], 0).unflatten(2, (-1, self.SPAN))
+        count = valid.view(*valid.shape[:-1], -1, self.SPAN).sum(-1)
+        kept = k.float().masked_fill(~valid[:, None, :, None], 0).view(*k.shape[:2], -1, self.SPAN, k.shape[3])
         return kept.sum(3) / count.clamp(min=1)[:, None, :, None], count
 
     def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -211,7 +213,9 @@ class SubMeanStore(DigestStore):
         return (mass + self.bias[table][:, None]).logsumexp(-1)
 
 
-def _whole(tiles: Iterable[tuple[torch.Tensor, torch.Tensor]], span: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _whole(
+    tiles: Iterable[tuple[torch.Tensor, torch.Tensor]], span: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Tiles cut to a multiple of `span` tokens."""
     for k, valid in tiles:
         keep = k.shape[2] // span * span

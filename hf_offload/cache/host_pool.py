@@ -20,7 +20,9 @@ class HostPool:
         pin: whether slabs are page-locked (for copies to and from a GPU that do not wait).
     """
 
-    def __init__(self, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, *, pin: bool = False) -> None:
+    def __init__(
+        self, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, *, pin: bool = False
+    ) -> None:
         self.block_shape = (num_kv_heads, 2, block_size, head_dim)
         self.dtype = dtype
         self.pin = pin

@@ -47,7 +47,7 @@ class Settings:
     padding: Padding
 
 
-class HybridLayer(CacheLayerMixin):  # type: ignore[misc]
+class HybridLayer(CacheLayerMixin):
     """KV of one full-attention layer: most in host memory, some blocks on the device.
 
     `update` hands the new K and V through, tagged with this layer; the attention function finds the layer by the tag,
@@ -60,7 +60,7 @@ class HybridLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = False
 
     def __init__(self, index: int, settings: Settings) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.index = index
         self.settings = settings
         self.policy = settings.policy
@@ -89,8 +89,8 @@ class HybridLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take sizes, dtype and device from the first K and V `[B, Hkv, T, D]` that arrive."""
         if key_states.shape != value_states.shape:
             raise ValueError(
-                f"layer {self.index} has keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} of different "
-                "shapes (compressed KV?), which HybridCache cannot hold; use DynamicCache for this model"
+                f"layer {self.index} has keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} of "
+                "different shapes (compressed KV?), which HybridCache cannot hold; use DynamicCache for this model"
             )
         batch, heads, _, dim = key_states.shape
         if dim % 16:
@@ -159,13 +159,14 @@ class HybridLayer(CacheLayerMixin):  # type: ignore[misc]
         batch, heads, _, dim = key_states.shape
         if (batch, heads, dim) != (self.store.batch, self.store.num_kv_heads, self.store.head_dim):
             raise ValueError(
-                f"layer {self.index} holds [B, Hkv, D] = {(self.store.batch, self.store.num_kv_heads, self.store.head_dim)}, "
-                f"but {(batch, heads, dim)} arrived; call reset() or make a new cache for another batch or model"
+                f"layer {self.index} holds {self.store.batch} rows, {self.store.num_kv_heads} KV heads and head_dim "
+                f"{self.store.head_dim}, but {batch}, {heads} and {dim} arrived; call reset() or make a "
+                "new cache for another batch or model"
             )
         if key_states.dtype != self.dtype or key_states.device != self.device:
             raise ValueError(
-                f"layer {self.index} holds {self.dtype} from {self.device}, but {key_states.dtype} on {key_states.device} "
-                "arrived; call reset() or make a new cache"
+                f"layer {self.index} holds {self.dtype} from {self.device}, but {key_states.dtype} on "
+                f"{key_states.device} arrived; call reset() or make a new cache"
             )
         # Views are new objects that may carry the tag; the model's own tensors stay as they are.
         key_states, value_states = key_states.view(key_states.shape), value_states.view(value_states.shape)
@@ -270,7 +271,8 @@ class HybridLayer(CacheLayerMixin):  # type: ignore[misc]
 def unconsumed(layer: int) -> str:
     """The message for K and V that never reached our attention function."""
     return (
-        f"the keys and values of layer {layer} did not reach the 'hybrid_sparse' attention function, so its output is not "
-        "right; load the model with attn_implementation='hybrid_sparse' (or call model.set_attn_implementation("
-        "'hybrid_sparse')), or use DynamicCache if this model family ignores that setting or changes K and V after the cache"
+        f"the keys and values of layer {layer} did not reach the 'hybrid_sparse' attention function, so its output is "
+        "not right; load the model with attn_implementation='hybrid_sparse' (or call model.set_attn_implementation("
+        "'hybrid_sparse')), or use DynamicCache if this model family ignores that setting or changes K and V after the "
+        "cache"
     )

@@ -55,7 +55,9 @@ class Padding:
         if len(self.first) == batch and self.valid.shape[1] >= total:
             return
         if len(self.first) not in (0, batch):
-            raise ValueError(f"the cache holds {len(self.first)} rows, but {batch} arrived; call reset() for another batch")
+            raise ValueError(
+                f"the cache holds {len(self.first)} rows, but {batch} arrived; call reset() for another batch"
+            )
         blocks = -(-max(total, 2 * self.valid.shape[1], 1024) // self.block_size)
         valid = np.zeros((batch, blocks * self.block_size), np.uint8)
         holes = np.zeros((batch, blocks), np.uint8)
@@ -73,7 +75,9 @@ class Padding:
             filled[:, -1, total - last * size :] = 1  # not there yet is not a hole
         self.holes[:, first_block:last] = (filled == 0).any(-1)
         self.ragged = bool(self.holes[:, :last].any())
-        self.first = (self.valid[:, :total] != 0).argmax(1).astype(np.int32) if self.ragged else np.zeros_like(self.first)
+        self.first = (
+            (self.valid[:, :total] != 0).argmax(1).astype(np.int32) if self.ragged else np.zeros_like(self.first)
+        )
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""

@@ -81,13 +81,13 @@ class ResidentSet:
         self.assign(rows, heads, slots, blocks)
         store, record = self.store, self.store.pool.record_bytes
         pin = store.device.type == "cuda"
-        staging = torch.empty(
-            (len(rows), 2, store.block_size, store.head_dim), dtype=store.dtype, pin_memory=pin
-        )
+        staging = torch.empty((len(rows), 2, store.block_size, store.head_dim), dtype=store.dtype, pin_memory=pin)
         source = store.pool.block_ptr[store.table[rows, blocks]] + heads.astype(np.int64) * record
         target = staging.data_ptr() + np.arange(len(rows), dtype=np.int64) * record
         launch = movers.copy_records(source, target, record)
-        self._transfer = Transfer(self.worker.submit(launch, label, keep=(staging, store.pool)), rows, heads, slots, staging)
+        self._transfer = Transfer(
+            self.worker.submit(launch, label, keep=(staging, store.pool)), rows, heads, slots, staging
+        )
         return len(rows) * record
 
     def wait(self) -> None:

@@ -18,11 +18,11 @@ class LayerStats:
         steps: decode steps.
         cpu_ratio_by_step: tokens attended by the CPU as a share of those attended within the budget, a number a step.
         recalls: times that resident blocks were exchanged; recall_blocks: how many; recall_bytes: bytes moved.
-        placements: times that the resident set was decided anew, after a prompt or append.
+        placements: times that the resident set was decided anew, after a prompt or append; placement_bytes: bytes.
         wait_seconds: time that the model's thread waited for the CPU part and for copies.
         query_cosine: sum over steps of the cosine between predicted and real query; queries: how many steps.
         selection_overlap: sum of the share of wanted blocks that the prediction found; selections: how many.
-        changed: sum of the share of chosen blocks that the step before had not chosen; changes: how many.
+        resident_bytes, host_bytes, digest_bytes: memory in use when the report was made.
     """
 
     layer: int
@@ -32,6 +32,7 @@ class LayerStats:
     recall_blocks: int = 0
     recall_bytes: int = 0
     placements: int = 0
+    placement_bytes: int = 0
     wait_seconds: float = 0.0
     query_cosine: float = 0.0
     queries: int = 0
@@ -75,7 +76,8 @@ class Stats:
             seen = [row[key] for row in rows if row[key] is not None]
             total[key] = _mean(sum(seen), len(seen))
         for key in (
-            "recalls", "recall_blocks", "recall_bytes", "placements", "wait_seconds", "resident_bytes", "host_bytes",
+            "recalls", "recall_blocks", "recall_bytes", "placements", "placement_bytes", "wait_seconds",
+            "resident_bytes", "host_bytes",
             "digest_bytes",
         ):  # fmt: skip
             total[key] = sum(row[key] for row in rows)

@@ -53,7 +53,7 @@ class BlockStore:
         self.dtype, self.block_size, self.device = dtype, block_size, device
         self.padding = padding
         self.pool = HostPool(num_kv_heads, block_size, head_dim, dtype, pin=device.type == "cuda")
-        self.digests: DigestStore | None = digest and digest(num_kv_heads, head_dim, block_size, device)
+        self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, device)
         self.table = np.zeros((batch, 0), np.int32)
         self.length = 0
         self.sealed = 0
@@ -109,9 +109,7 @@ class BlockStore:
         if k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.contiguous(), v.contiguous()
         k, v = k.to("cpu"), v.to("cpu")
-        movers.write_tokens(
-            as_numpy(k), as_numpy(v), self.pool.block_ptr, self.table, self.length, self.block_size
-        )()
+        movers.write_tokens(as_numpy(k), as_numpy(v), self.pool.block_ptr, self.table, self.length, self.block_size)()
         self.length += new
 
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,7 +38,9 @@ def split_blocks(
         (blocks, slots, counts) with a slot and (blocks, counts) without, in the same order.
     """
     if slot_of.shape[:2] != blocks.shape[:2] or counts.shape != blocks.shape[:2]:
-        raise ValueError(f"blocks {blocks.shape}, counts {counts.shape} and slot_of {slot_of.shape} do not fit together")
+        raise ValueError(
+            f"blocks {blocks.shape}, counts {counts.shape} and slot_of {slot_of.shape} do not fit together"
+        )
     here, slots, there = np.empty_like(blocks), np.zeros_like(blocks), np.empty_like(blocks)
     here_counts, there_counts = np.empty_like(counts), np.empty_like(counts)
     _split(blocks, counts, slot_of, here, slots, here_counts, there, there_counts)

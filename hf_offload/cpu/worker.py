@@ -58,7 +58,9 @@ class Job:
             if not self._worker.alive():
                 raise WorkerError(f"{self.label}: every worker thread has died before the job ended")
             if time.monotonic() >= limit:
-                raise WorkerError(f"{self.label}: not done in time; raise HybridCache(timeout=...) if the machine is slow")
+                raise WorkerError(
+                    f"{self.label}: not done in time; raise HybridCache(timeout=...) if the machine is slow"
+                )
         if self._error is not None:
             raise WorkerError(f"{self.label} failed: {self._error!r}") from self._error
 

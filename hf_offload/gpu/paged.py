@@ -35,7 +35,9 @@ def paged_attention(
     if query.shape[0] != batch or query.shape[2] != dim or query.shape[1] % heads:
         raise ValueError(f"query {tuple(query.shape)} does not fit a pool {tuple(pool.shape)}")
     if slots.shape[:2] != (batch, heads) or mask.shape != (batch, heads, count, size):
-        raise ValueError(f"slots {tuple(slots.shape)} and mask {tuple(mask.shape)} do not fit a pool {tuple(pool.shape)}")
+        raise ValueError(
+            f"slots {tuple(slots.shape)} and mask {tuple(mask.shape)} do not fit a pool {tuple(pool.shape)}"
+        )
     line = torch.arange(batch * heads, device=pool.device).view(batch, heads, 1) * slots_there
     tokens = pool.flatten(0, 2)[line + slots].float()  # [B, Hkv, C, 2, block_size, D]
     tokens = tokens.masked_fill(~mask[:, :, :, None, :, None], 0.0)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from hf_offload.attention.step import Ahead, Step
+    from hf_offload.attention.ahead import Ahead
+    from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 
 
@@ -89,8 +90,8 @@ class Policy(ABC):
         least = self.always_blocks(block_size) * block_size
         if budget is not None and budget < least:
             raise ValueError(
-                f"budget={budget} is less than the {least} tokens that sinks, recent tokens and the tail take in blocks "
-                f"of {block_size}; raise budget or lower sinks, recent or block_size"
+                f"budget={budget} is less than the {least} tokens that sinks, recent tokens and the tail take in "
+                f"blocks of {block_size}; raise budget or lower sinks, recent or block_size"
             )
 
     def always_blocks(self, block_size: int) -> int:
@@ -108,6 +109,7 @@ class Policy(ABC):
 
     def before_layer(self, step: Step) -> None:
         """Layer-ahead work: called one decoder layer early, with `step.query` predicted."""
+        return
 
     @abstractmethod
     def plan(self, step: Step) -> Plan:
@@ -115,6 +117,7 @@ class Policy(ABC):
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """Recall, averages; called when the layer's attention is done."""
+        return
 
     def place(self, step: Step, slots: int) -> Selection:
         """Which blocks are resident (at most `slots` for a row and KV head) when decoding starts.

@@ -66,7 +66,9 @@ class RecallClock:
             return cls(recall, threshold)
         intervals = load_intervals(Path(recall))
         if layer >= len(intervals):
-            raise ValueError(f"recall={str(recall)!r} has {len(intervals)} layers, but the model has more: profile it again")
+            raise ValueError(
+                f"recall={str(recall)!r} has {len(intervals)} layers, but the model has more: profile it again"
+            )
         return cls(intervals[layer], threshold)
 
     def due(self, cpu_ratio: float) -> bool:

@@ -13,7 +13,8 @@ from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 if TYPE_CHECKING:
     import numpy as np
 
-    from hf_offload.attention.step import Ahead, Step
+    from hf_offload.attention.ahead import Ahead
+    from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 
 LOOKAHEADS = ("auto", "attend", "select", "off")
@@ -55,9 +56,9 @@ class Scout(Policy):
             scores themselves (Quest's and the paper's).
         sinks: tokens at the start of a row that are always attended and resident.
         recent: newest tokens that are always attended and resident.
-        lookahead: `"attend"`: the CPU attends one layer early with the predicted query (the paper's); `"select"`: blocks
-            are chosen and read ahead one layer early, attended with the real query; `"off"`: neither; `"auto"`: `attend`
-            where a device runs beside the CPU, `off` on CPU tensors.
+        lookahead: `"attend"`: the CPU attends one layer early with the predicted query (the paper's); `"select"`:
+            blocks are chosen and read ahead one layer early, attended with the real query; `"off"`: neither;
+            `"auto"`: `attend` where a device runs beside the CPU, `off` on CPU tensors.
         synchronous_layers: layers that use the real query for everything; by default those whose query is predicted
             badly: the first three under `attend`, the first otherwise. Layer 0 always does.
         correction: correct the early CPU part to first order: `lse + scale·(q − q_predicted)·k̄`.
@@ -89,7 +90,12 @@ class Scout(Policy):
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("recent", self.recent, least=0)
         check_tokens("place_queries", self.place_queries)
-        allowed = {"digest": tuple(DIGESTS), "join": JOINS, "lookahead": LOOKAHEADS, "attend_resident": ("selected", "all")}
+        allowed = {
+            "digest": tuple(DIGESTS),
+            "join": JOINS,
+            "lookahead": LOOKAHEADS,
+            "attend_resident": ("selected", "all"),
+        }
         for knob, values in allowed.items():
             if getattr(self, knob) not in values:
                 raise ValueError(f"{knob}={getattr(self, knob)!r} is not allowed; use one of {', '.join(values)}")

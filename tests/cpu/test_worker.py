@@ -39,7 +39,7 @@ def test_an_error_surfaces_with_its_label_and_cause() -> None:
     def fail() -> None:
         raise MemoryError("no room")
 
-    with pytest.raises(WorkerError, match="attention of layer 3 failed.*no room") as caught:
+    with pytest.raises(WorkerError, match=r"attention of layer 3 failed.*no room") as caught:
         Worker().submit(fail, "attention of layer 3").result()
     assert isinstance(caught.value.__cause__, MemoryError)
 

@@ -40,4 +40,6 @@ def test_equals_dense_attention(heads: int, group: int, softcap: float | None) -
 def test_wrong_shapes_are_refused() -> None:
     pool = torch.zeros(1, 2, 3, 2, 8, 16)
     with pytest.raises(ValueError, match="does not fit a pool"):
-        paged_attention(torch.zeros(1, 3, 16), pool, torch.zeros(1, 2, 1, dtype=torch.long), torch.ones(1, 2, 1, 8).bool(), scale=1)
+        paged_attention(
+            torch.zeros(1, 3, 16), pool, torch.zeros(1, 2, 1, dtype=torch.long), torch.ones(1, 2, 1, 8).bool(), scale=1
+        )
