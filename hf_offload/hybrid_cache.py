@@ -92,9 +92,17 @@ class HybridCache(Cache):
                 "as they are), so there is nothing to offload; use DynamicCache"
             )
         self._attachment = attach(model)
+        self._looks_ahead: bool | None = None
         owned = weakref.WeakSet(model.modules())
         for layer in hybrid_layers(self):
             layer.modules = owned.__contains__
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether any layer wants its query predicted; until the first token has arrived, whether one may."""
+        if self._looks_ahead is None and all(layer.is_initialized for layer in hybrid_layers(self)):
+            self._looks_ahead = any(layer.policy.looks_ahead(layer) for layer in hybrid_layers(self))
+        return self._looks_ahead is not False
 
     def predict_query(
         self, target: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,6 +198,7 @@ class HybridCache(Cache):
     def reset(self) -> None:
         """Drop all tokens and statistics; another batch may follow."""
         self.drain(quiet=True)
+        self._looks_ahead = None
         super().reset()  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:

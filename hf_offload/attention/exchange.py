@@ -45,7 +45,8 @@ def recall(step: Step, wanted: Selection, score: np.ndarray) -> None:
 def _may_move(step: Step, b: int, blocks: np.ndarray) -> np.ndarray:
     """Which blocks of a row are neither sinks nor recent nor unsealed: those stay resident."""
     newest = step.store.sealed - -(-step.layer.policy.recent_tokens // step.block_size)
-    return np.logical_and(blocks >= step.sinks()[1][b], blocks < newest)
+    free: np.ndarray = (blocks >= step.sinks()[1][b]) & (blocks < newest)
+    return free
 
 
 def exchangeable(step: Step, b: int, h: int) -> np.ndarray:

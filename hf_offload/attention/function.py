@@ -15,6 +15,7 @@ from hf_offload.attention.decode import append, decode
 from hf_offload.cache.layer import HybridLayer, HybridLength
 
 NAME = "hybrid_sparse"
+_UNSUPPORTED = ("position_bias", "indices", "cache")  # additive biases, indexed sparse attention, paged caches
 
 
 def register() -> None:
@@ -120,19 +121,21 @@ def _key_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 def _check(layer: HybridLayer, module: torch.nn.Module, kwargs: dict[str, Any], dropout: float) -> None:
     window = kwargs.get("sliding_window")
-    refused = {
-        "position_bias": kwargs.get("position_bias") is not None,
-        "indices": kwargs.get("indices") is not None,
-        "a paged cache": kwargs.get("cache") is not None,
-        f"sliding_window={window} in a layer that is full attention by the model's config": window is not None
-        and layer.get_seq_length() > window,
-        "attention that is not causal": kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False,
-        f"dropout={dropout} (put the model in eval mode)": bool(dropout),
-        "output_attentions (blocks that are not attended have no weights)": bool(kwargs.get("output_attentions")),
-    }
-    reasons = [name for name, wanted in refused.items() if wanted]
+    beyond = window is not None and layer.get_seq_length() > window
+    acausal = kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False
+    unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if layer.modules(module) and not (beyond or acausal or dropout or unknown or kwargs.get("output_attentions")):
+        return
+    reasons = [*unknown]
+    if beyond:
+        reasons.append(f"sliding_window={window} in a layer that is full attention by the model's config")
+    if acausal:
+        reasons.append("attention that is not causal")
+    if dropout:
+        reasons.append(f"dropout={dropout} (put the model in eval mode)")
+    if kwargs.get("output_attentions"):
+        reasons.append("output_attentions (blocks that are not attended have no weights)")
     if not layer.modules(module):
         reasons.append("a model other than the one that the cache was made for (make a cache for this one)")
-    if reasons:
-        layer.pending = None
-        raise ValueError(f"HybridCache cannot serve {type(module).__name__}: {', '.join(reasons)}; or use DynamicCache")
+    layer.pending = None
+    raise ValueError(f"HybridCache cannot serve {type(module).__name__}: {', '.join(reasons)}; or use DynamicCache")

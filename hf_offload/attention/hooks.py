@@ -57,14 +57,16 @@ class Attachment:
 
     def before_layer(self, index: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decoder layer `index` is about to run: predict the next layer's query and let its policy begin."""
+        if not cache.looks_ahead:
+            return
         self._learn_donor(index, kwargs)
         self._calls[index] = kwargs
         target = index + 1
-        layer = cache.layers[target] if target < len(cache.layers) else None
-        if not isinstance(layer, HybridLayer) or target >= len(self.layers):
+        layer = cache.layers[target] if target < min(len(cache.layers), len(self.layers)) else None
+        if not isinstance(layer, HybridLayer) or not layer.past or not layer.policy.looks_ahead(layer):
             return
         hidden = args[0] if args else kwargs.get("hidden_states")
-        if hidden is None or hidden.shape[1] != 1 or not layer.past or not layer.policy.looks_ahead(layer):
+        if hidden is None or hidden.shape[1] != 1:
             return
         donor = self.donors.get(target)
         if donor is None or donor not in self._calls:
@@ -77,7 +79,7 @@ class Attachment:
 
     def _learn_donor(self, index: int, kwargs: dict[str, Any]) -> None:
         """Layers with the very same position tensors may lend each other their arguments (Gemma 3 has two kinds)."""
-        for other in sorted(self._calls, reverse=True):
+        for other in reversed(self._calls):
             if _same_positions(self._calls[other], kwargs):
                 self.donors[index] = other
                 return

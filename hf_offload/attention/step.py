@@ -51,8 +51,7 @@ class Step:
 
     def sinks(self) -> tuple[np.ndarray, np.ndarray]:
         """First block and end of each row's sinks, `[B]` each."""
-        first = self.store.padding.first
-        return first // self.block_size, -(-(first + self.layer.policy.sink_tokens) // self.block_size)
+        return self.store.padding.sinks(self.layer.policy.sink_tokens)
 
     def _buffer(self, name: str, *shape: int, dtype: Any = np.float32) -> np.ndarray:
         """A buffer that lives for this step only: the next step of any mode overwrites it."""
@@ -140,8 +139,8 @@ class Step:
             score,
             store.sealed,
             self.num_blocks,
-            low.astype(np.int32),
-            high.astype(np.int32),
+            low,
+            high,
             recent,
             blocks,
             chosen,

@@ -28,6 +28,15 @@ class Padding:
         self.holes = np.zeros((0, 0), np.uint8)
         self.first = np.zeros(0, np.int32)
         self._mask: torch.Tensor | None = None
+        self._sinks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def sinks(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks that hold the first `tokens` valid tokens of each row: first block and end, int32 `[B]` each."""
+        found = self._sinks.get(tokens)
+        if found is None:
+            low, high = self.first // self.block_size, -(-(self.first + tokens) // self.block_size)
+            found = self._sinks[tokens] = low.astype(np.int32), high.astype(np.int32)
+        return found
 
     def observe(self, mask: torch.Tensor | None, batch: int, total: int) -> None:
         """Take the validity of tokens 0..total-1 from a mask.
@@ -66,7 +75,7 @@ class Padding:
             holes[:, : self.holes.shape[1]] = self.holes
         self.valid, self.holes = valid, holes
         if len(self.first) != batch:
-            self.first = np.zeros(batch, np.int32)
+            self.first, self._sinks = np.zeros(batch, np.int32), {}
 
     def _mark_holes(self, first_block: int, total: int) -> None:
         size, last = self.block_size, -(-total // self.block_size)
@@ -75,9 +84,11 @@ class Padding:
             filled[:, -1, total - last * size :] = 1  # not there yet is not a hole
         self.holes[:, first_block:last] = (filled == 0).any(-1)
         self.ragged = bool(self.holes[:, :last].any())
-        self.first = (
-            (self.valid[:, :total] != 0).argmax(1).astype(np.int32) if self.ragged else np.zeros_like(self.first)
-        )
+        first = np.zeros_like(self.first)
+        if self.ragged:
+            first = (self.valid[:, :total] != 0).argmax(1).astype(np.int32)
+        if not np.array_equal(first, self.first):
+            self.first, self._sinks = first, {}
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""
@@ -92,4 +103,4 @@ class Padding:
         """Keep the rows of an index `[B']`, in its order."""
         if len(self.first):
             self.valid, self.holes, self.first = self.valid[rows], self.holes[rows], self.first[rows]
-            self._mask = None
+            self._mask, self._sinks = None, {}

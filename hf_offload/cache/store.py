@@ -106,9 +106,10 @@ class BlockStore:
         """Write K and V `[B, Hkv, T, D]` behind the tokens that are there."""
         new = k.shape[2]
         self.reserve(self.length + new)
+        if self.device.type != "cpu":
+            k, v = k.to("cpu"), v.to("cpu")
         if k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.contiguous(), v.contiguous()
-        k, v = k.to("cpu"), v.to("cpu")
         movers.write_tokens(as_numpy(k), as_numpy(v), self.pool.block_ptr, self.table, self.length, self.block_size)()
         self.length += new
 

@@ -1,0 +1,243 @@
+"""Offline profiling: how many decode steps each layer can go between two recalls (ScoutAttention §3.4)."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_offload.hybrid_cache import BLOCK_SIZES, HybridCache, resident_tokens
+from hf_offload.policies import Scout
+from hf_offload.policies.base import check_tokens
+
+VERSION = 1
+UNMEASURED = 1  # the interval of a layer that the cache does not offload: it never recalls
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a profile file holds.
+
+    Args:
+        model: what was profiled: name, model_type and sizes.
+        budget, resident: tokens a row and KV head attends, and keeps on the device.
+        block_size: tokens a block.
+        digest: the digest that blocks were chosen by.
+        threshold: the CPU ratio that was tolerated.
+        steps: decode steps a window; an interval of as many means that the threshold was not passed.
+        windows: stretches of the text; tokens: of prompt in each.
+        layers: numbers of the layers that were measured. The others (sliding windows, linear attention) are not
+            offloaded and stand in `intervals` with 1, which is never used, and in `ratio_by_step` with an empty list.
+        intervals: steps between two recalls, a number for each layer of the model.
+        ratio_by_step: for each layer, the CPU ratio at each step since placement, the mean over the windows.
+    """
+
+    model: dict[str, Any]
+    budget: int
+    resident: int
+    block_size: int
+    digest: str
+    threshold: float
+    steps: int
+    windows: int
+    tokens: int
+    layers: list[int]
+    intervals: list[int]
+    ratio_by_step: list[list[float]]
+
+    def write(self, path: str | Path) -> None:
+        """Write the profile as JSON, whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written; one that was there before stays as it was.
+        """
+        path = Path(path)
+        new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        fields = {"version": VERSION, **asdict(self)}
+        lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
+        try:
+            new.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+
+
+def check_profiling(
+    *,
+    tokens: int = 4096,
+    steps: int = 64,
+    windows: int = 3,
+    resident: int | None = None,
+    block_size: int = 32,
+    **knobs: Any,
+) -> tuple[Scout, int]:
+    """Check the settings of a profiling run, before a model is loaded for it.
+
+    Args: as for `profile_intervals`.
+
+    Returns:
+        The policy to run, and the resident set in tokens.
+
+    Raises:
+        ValueError: a value that is not allowed, or a prompt that leaves nothing for the CPU; with the remedy.
+    """
+    for name, value in {"tokens": tokens, "steps": steps, "windows": windows}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not a count; use a whole number of at least 1")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}")
+    policy = Scout(recall=0, **{"lookahead": "attend", **knobs})
+    policy.check_blocks(block_size)
+    if resident is not None:
+        check_tokens("resident", resident)
+    resident = resident_tokens(resident, policy, block_size)
+    if tokens <= max(resident, policy.budget):
+        raise ValueError(
+            f"tokens={tokens} of prompt all fit into resident={resident} or budget={policy.budget}, which leaves the CPU "
+            "nothing to choose from; use a longer prompt, or a smaller budget and resident set"
+        )
+    return policy, resident
+
+
+def profile_intervals(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    *,
+    tokens: int = 4096,
+    steps: int = 64,
+    windows: int = 3,
+    resident: int | None = None,
+    block_size: int = 32,
+    name: str | None = None,
+    progress: bool = False,
+    **knobs: Any,
+) -> Profile:
+    """Measure for each layer the most steps between recalls that keep the CPU's share of the budget within a threshold.
+
+    A prompt is read, which decides what is resident (as a recall would), and the tokens that really follow are fed one
+    by one without any recall. The CPU ratio then rises with the steps since; its mean over several windows of the text
+    says when a layer must recall.
+
+    Args:
+        model: a model that runs with `attn_implementation="hybrid_sparse"`; on the CPU two tiers are simulated.
+        ids: token ids of a real text, `[1, N]` (or `[N]`); windows are spread evenly over it.
+        tokens: tokens of prompt a window.
+        steps: decode steps a window, the longest interval that can be found.
+        windows: windows to average over; their decoded tokens do not overlap.
+        resident: tokens that a row and KV head keeps on the device; by default the budget.
+        block_size: tokens a block.
+        name: what the profile calls the model; by default the name that it was loaded by.
+        progress: whether to show a progress bar.
+        knobs: of `Scout`: `budget`, `threshold` (CPU ratio, §3.4: 0.12), `digest`, …; by default those of `Scout`, with
+            the lookahead that a GPU uses.
+
+    Raises:
+        ValueError: a value that is not allowed, a text that is too short, or a model that cannot work with the cache.
+    """
+    if "recall" in knobs:
+        raise ValueError(f"recall={knobs['recall']!r}: profiling finds the intervals, so leave recall out")
+    policy, resident = check_profiling(
+        tokens=tokens, steps=steps, windows=windows, resident=resident, block_size=block_size, **knobs
+    )
+    parts = _windows(ids, tokens, steps, windows)
+    _check_positions(model, tokens + steps)
+    tier = "split" if model.device.type == "cpu" else None
+    cache = HybridCache(model, policy, tier=tier, resident=resident, block_size=block_size)
+    curves: list[dict[int, list[float]]] = []
+    with torch.inference_mode(), tqdm(total=windows * steps, unit="step", disable=not progress) as bar:
+        for part in parts:
+            bar.set_description(f"window {len(curves) + 1} of {windows}")
+            curves.append(_run(model, cache, part.to(model.device), tokens, bar))
+    means: dict[int, np.ndarray] = {layer: np.mean([curve[layer] for curve in curves], 0) for layer in curves[0]}
+    every = range(len(cache.layers))
+    return Profile(
+        model=_fingerprint(model, name),
+        budget=policy.budget,
+        resident=resident,
+        block_size=block_size,
+        digest=policy.digest,
+        threshold=policy.threshold,
+        steps=steps,
+        windows=windows,
+        tokens=tokens,
+        layers=sorted(means),
+        intervals=[longest_interval(means[i], policy.threshold) if i in means else UNMEASURED for i in every],
+        ratio_by_step=[np.round(means[i], 4).tolist() if i in means else [] for i in every],
+    )
+
+
+def longest_interval(ratios: Sequence[float] | np.ndarray, threshold: float) -> int:
+    """The most steps for which a CPU ratio stays at or below a threshold, at least 1.
+
+    It is the ratio of the step itself that must stay below, not its mean since the last recall: with a ratio that rises
+    steadily the mean over an interval then lies well below the threshold (the paper reports 8.2 % for 12 %).
+
+    Args:
+        ratios: CPU ratio at the first, second, … step after a recall.
+        threshold: the ratio that is tolerated.
+    """
+    above = np.flatnonzero(np.asarray(ratios) > threshold)
+    return max(int(above[0]) if len(above) else len(ratios), 1)
+
+
+def _run(
+    model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, tokens: int, bar: tqdm[Any]
+) -> dict[int, list[float]]:
+    """The CPU ratio by step of each layer that is offloaded, for one window `[1, tokens + steps]`."""
+    cache.reset()
+    decoder = model.base_model  # the logits are of no interest
+    decoder(ids[:, :tokens], past_key_values=cache, use_cache=True)
+    for token in ids[0, tokens:]:
+        decoder(token.view(1, 1), past_key_values=cache, use_cache=True)
+        bar.update()
+    rows = cache.stats().as_dict()["layers"]
+    return {row["layer"]: row["cpu_ratio_by_step"] for row in rows if row["cpu_ratio_by_step"]}
+
+
+def _windows(ids: torch.Tensor, tokens: int, steps: int, windows: int) -> list[torch.Tensor]:
+    """Windows `[1, tokens + steps]` spread evenly over the text, so that no token is decoded twice."""
+    ids = ids.reshape(1, -1) if ids.ndim == 1 else ids
+    if ids.ndim != 2 or ids.shape[0] != 1:
+        raise ValueError(f"ids of shape {list(ids.shape)} are not one text; use token ids of shape [1, N]")
+    have, need = ids.shape[1], tokens + windows * steps
+    if have < need:
+        raise ValueError(
+            f"the text has {have} tokens, but tokens={tokens}, steps={steps} and windows={windows} need {need}; use a "
+            "longer text, or fewer of these"
+        )
+    starts = np.linspace(0, have - tokens - steps, windows).astype(int)
+    return [ids[:, start : start + tokens + steps] for start in starts]
+
+
+def _check_positions(model: PreTrainedModel, length: int) -> None:
+    """Warn if a window is longer than the model's positions (with scaled positions that may be meant)."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(limit, int) and length > limit:
+        warnings.warn(
+            f"windows of {length} tokens are longer than the {limit} that the model was made for; use fewer tokens unless "
+            "its positions are scaled",
+            stacklevel=3,
+        )
+
+
+def _fingerprint(model: PreTrainedModel, name: str | None) -> dict[str, Any]:
+    """What tells a model from others; of a folder only its last part is named."""
+    config = model.config.get_text_config(decoder=True)
+    known = str(model.config.name_or_path)
+    sizes = (
+        "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    )  # fmt: skip
+    return {
+        "name": name or (Path(known).name if Path(known).is_absolute() else known),
+        **{size: getattr(config, size, None) for size in sizes},
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }

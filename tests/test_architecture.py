@@ -1,0 +1,57 @@
+"""The rules of `docs/architecture.md` about who may import whom, read from the imports themselves."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import hf_offload
+
+PACKAGE = Path(hf_offload.__file__).parent
+MAY_IMPORT = {
+    "cpu": {"cpu"},
+    "gpu": {"gpu"},
+    "cache": {"cache", "cpu", "gpu", "policies.base"},
+    "policies": {"policies", "cache.digests"},
+    "attention": {"attention", "cache", "cpu", "gpu", "policies.base"},
+}
+
+
+def own_imports(path: Path) -> set[str]:
+    """Modules of this package that a file imports when it runs (not those for type checkers only)."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                found.add(".".join(path.relative_to(PACKAGE).parts[: -node.level] + (node.module or "",)))
+            elif node.module and node.module.startswith("hf_offload."):
+                module = node.module.removeprefix("hf_offload.")
+                names = {f"{module}.{alias.name}" for alias in node.names}
+                found |= {name if (PACKAGE / (name.replace(".", "/") + ".py")).exists() else module for name in names}
+    return found
+
+
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_follow_the_rules(path: Path) -> None:
+    allowed = MAY_IMPORT[path.relative_to(PACKAGE).parts[0]]
+    for module in own_imports(path):
+        assert any(module == rule or module.startswith(rule + ".") for rule in allowed), module
+
+
+def test_nobody_outside_policies_asks_for_the_type_of_a_policy() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.parent.name == "policies" or path.name == "__init__.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                names = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+                assert not names & {"Scout", "Full", "Window"}, f"{path.name}:{node.lineno}"
