@@ -6,7 +6,8 @@
 A window of real text is read as a prompt, and its last tokens are then fed one by one, as if they had been generated
 (teacher forcing). Each step's distribution over the next token is compared with the one that full attention gives,
 computed for the whole window in one dense forward: mean KL(full‖policy), agreement of the most likely token, and the
-perplexity of both. Windows stand at fixed token offsets; the table shows the median over the windows of a kind.
+perplexity of both. Windows stand at fixed token offsets and are decoded as one batch; the table shows the median over
+the windows of a kind.
 """
 
 from __future__ import annotations
@@ -65,43 +66,51 @@ def make_rows(budget: int, memory: dict[str, Any]) -> list[Row]:
 
 
 def reference(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> torch.Tensor:
-    """Log-probabilities `[steps, V]` of full attention after each of the tokens that are fed one by one."""
+    """Log-probabilities `[W, steps, V]` of full attention after each of the tokens that are fed one by one."""
     FULL.activate(model)
-    # The last token of the window is only predicted.
-    logits = model(ids[:, :-1], use_cache=False, logits_to_keep=steps).logits[0]
-    return logits.float().log_softmax(-1)
+    # The last token of a window is only predicted. One window at a time: dense attention is large.
+    logits = [model(row[None, :-1], use_cache=False, logits_to_keep=steps).logits for row in ids]
+    return torch.cat(logits).float().log_softmax(-1)
 
 
-def decode(model: PreTrainedModel, row: Row, ids: torch.Tensor, full: torch.Tensor) -> dict[str, Any]:
-    """Feed a window's last tokens through a row's cache and compare with full attention.
+def decode(model: PreTrainedModel, row: Row, ids: torch.Tensor, full: torch.Tensor, chunk: int) -> list[dict[str, Any]]:
+    """Feed the windows' last tokens through a row's cache, all windows as one batch, and compare with full attention.
 
     Args:
-        ids: token ids of the window `[1, N]`.
-        full: what `reference` returned for it `[steps, V]`.
+        ids: token ids of the windows `[W, N]`.
+        full: what `reference` returned for them `[W, steps, V]`.
+        chunk: tokens of the prompts that are taken in at a time.
+
+    Returns:
+        One record a window; what the cache counts (CPU ratio, …) is over all of them.
     """
-    steps = full.shape[0]
+    windows, steps = full.shape[:2]
     start = ids.shape[1] - 1 - steps
     cache = row.make_cache(model)
-    prefill(model, cache, ids[:, :start])
-    kl = agree = nll_full = nll = 0.0
+    prefill(model, cache, ids[:, :start], chunk)
+    kl, agree, nll, nll_full = torch.zeros(4, windows, dtype=torch.float64)
     began = time.perf_counter()
-    for step, token, following in zip(range(steps), ids[0, start:-1], ids[0, start + 1 :], strict=True):
-        mine = model(token.view(1, 1), past_key_values=cache).logits[0, -1].float().log_softmax(-1)
-        theirs = full[step]
-        kl += float((theirs.exp() * (theirs - mine)).sum())
-        agree += float(theirs.argmax() == mine.argmax())
-        nll_full -= float(theirs[following])
-        nll -= float(mine[following])
+    for step in range(steps):
+        token, following = ids[:, start + step], ids[:, start + step + 1, None]
+        mine = model(token[:, None], past_key_values=cache).logits[:, -1].float().log_softmax(-1).cpu()
+        theirs = full[:, step]
+        kl += (theirs.exp() * (theirs - mine)).sum(-1)
+        agree += theirs.argmax(-1) == mine.argmax(-1)
+        nll_full -= theirs.gather(1, following.cpu())[:, 0]
+        nll -= mine.gather(1, following.cpu())[:, 0]
     stats = cache.stats().as_dict()
-    return {
-        "kl": kl / steps,
-        "top1": agree / steps,
-        "perplexity": torch.tensor(nll / steps).exp().item(),
-        "perplexity_full": torch.tensor(nll_full / steps).exp().item(),
-        "cpu_ratio": stats["cpu_ratio"],
-        "query_cosine": stats["query_cosine"],
-        "ms_per_step": (time.perf_counter() - began) * 1000 / steps,
-    }
+    common = {key: stats[key] for key in ("cpu_ratio", "recall_interval", "query_cosine", "selection_overlap")}
+    common["ms_per_step"] = (time.perf_counter() - began) * 1000 / steps
+    return [
+        {
+            "kl": float(kl[i]) / steps,
+            "top1": float(agree[i]) / steps,
+            "perplexity": float((nll[i] / steps).exp()),
+            "perplexity_full": float((nll_full[i] / steps).exp()),
+            **common,
+        }
+        for i in range(windows)
+    ]
 
 
 def main(
@@ -116,6 +125,7 @@ def main(
     prose: ProseOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = "float32",
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens taken in at a time.")] = 1024,
     threads: ThreadsOption = 0,
     out: OutOption = RESULTS / "fidelity.csv",
 ) -> None:
@@ -128,15 +138,18 @@ def main(
     size = {"tokens": tokens, "steps": steps, "tier": tier, "resident": resident}
     language_model, tokenizer = load(model, dtype, threads)
     records = []
-    with tqdm(total=len(places) * len(chosen)) as progress, torch.inference_mode():
-        for kind, start in places:
-            ids = window(text_of(kind, prose), tokenizer, start, tokens + 1).to(language_model.device)
-            full = reference(language_model, ids, steps)
-            for budget, row in chosen:
-                progress.set_description(f"{kind} at {start}, {row.name} {budget}")
+    with tqdm(total=len(chosen) + 1, desc="full attention") as progress, torch.inference_mode():
+        texts = [window(text_of(kind, prose), tokenizer, start, tokens + 1) for kind, start in places]
+        ids = torch.cat(texts).to(language_model.device)
+        full = reference(language_model, ids, steps).cpu()
+        progress.update()
+        for budget, row in chosen:
+            progress.set_description(f"{row.name} {budget}")
+            results = decode(language_model, row, ids, full, chunk)
+            for (kind, start), result in zip(places, results, strict=True):
                 key = {"row": row.name, "budget": budget, "kind": kind, "start": start}
-                records.append({**key, **size, **decode(language_model, row, ids, full)})
-                progress.update()
+                records.append({**key, **size, **result})
+            progress.update()
     write_csv(out, records)
     for kind in kinds_of(kinds):
         show(f"{kind}: median over windows", [summary(records, row.name, budget, kind) for budget, row in chosen])

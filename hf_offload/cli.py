@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,12 @@ from rich.table import Table
 from hf_offload import assets
 from hf_offload.profile import Profile, check_profiling, profile_intervals
 
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 SHOWN_STEPS = (1, 8, 32)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -27,16 +33,16 @@ def main() -> None:
 
 @app.command()
 def profile(
-    model: Annotated[str | None, typer.Option(help="Hub name or folder [default: SmolLM2-135M-Instruct].")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="SmolLM2-135M-Instruct")] = None,
     text: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Text to read (UTF-8) [default: Python's documentation]."),
+        typer.Option(exists=True, dir_okay=False, help="Text to read (UTF-8).", show_default="Python's documentation"),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of prompt in each window.")] = 4096,
     steps: Annotated[int, typer.Option(help="Tokens decoded in each window: the longest interval to find.")] = 64,
     windows: Annotated[int, typer.Option(help="Windows of the text to average over.")] = 3,
     budget: Annotated[int, typer.Option(help="Tokens that each step attends.")] = 2048,
-    resident: Annotated[int | None, typer.Option(help="Tokens kept on the device [default: the budget].")] = None,
+    resident: Annotated[int | None, typer.Option(help="Tokens kept on the device.", show_default="the budget")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 32,
     threshold: Annotated[float, typer.Option(help="Share of the budget that the CPU may attend, 0 to 1.")] = 0.12,
     dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "auto",
@@ -57,7 +63,7 @@ def profile(
         ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
         found = profile_intervals(
             language_model, torch.tensor([ids]), tokens=tokens, steps=steps, windows=windows, resident=resident,
-            block_size=block_size, name=model and Path(model).name, progress=True, budget=budget, threshold=threshold,
+            block_size=block_size, progress=True, budget=budget, threshold=threshold,
         )  # fmt: skip
         found.write(out)
     except UnicodeDecodeError as error:
@@ -90,7 +96,8 @@ def show(found: Profile) -> None:
 def usage(found: Profile, out: Path) -> str:
     """The line of Python that makes a cache with these intervals."""
     size = "" if found.block_size == 32 else f"block_size={found.block_size}, "
-    return f'HybridCache(model, "scout", budget={found.budget}, resident={found.resident}, {size}recall={str(out)!r})'
+    sizes = f"budget={found.budget}, resident={found.resident}, {size}"
+    return f'HybridCache(model, "scout", {sizes}recall={json.dumps(str(out))})'
 
 
 if __name__ == "__main__":

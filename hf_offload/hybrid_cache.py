@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class HybridCache(Cache):
         self.policy = make_policy(policy, knobs)
         if tier not in (None, "one", "split"):
             raise ValueError(f'tier={tier!r} is not a tier; use "one", "split" or None')
-        if block_size not in BLOCK_SIZES:
+        if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
             raise ValueError(
                 f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}"
             )
@@ -93,6 +94,8 @@ class HybridCache(Cache):
             )
         self._attachment = attach(model)
         self._looks_ahead: bool | None = None
+        self._undo_to: int | None = None
+        """Tokens before the forward that is running; None between forwards."""
         owned = weakref.WeakSet(model.modules())
         for layer in hybrid_layers(self):
             layer.modules = owned.__contains__
@@ -148,32 +151,57 @@ class HybridCache(Cache):
         if failed is not None and not quiet:
             raise failed
 
-    def settle(self) -> None:
-        """Undo a forward that failed half-way: every layer goes back to the tokens that all layers have.
+    def begin(self) -> None:
+        """A forward starts (the model's hook calls this).
 
         Raises:
-            RuntimeError: layers of another kind (sliding windows) cannot forget the tokens of that forward.
+            RuntimeError: the forward before was interrupted; the cache has been put back to what it was before it.
         """
-        layers = hybrid_layers(self)
-        for layer in layers:
-            layer.pending = None
-        least = min(layer.past for layer in layers)
-        if all(layer.past == least for layer in layers):
+        if self._undo_to is not None:
+            self.undo()
+            raise RuntimeError(
+                f"the last forward was interrupted; the cache holds the {self.get_seq_length()} tokens from before it; "
+                "run it again with the inputs that follow these"
+            )
+        self._undo_to = min(layer.past for layer in hybrid_layers(self))
+
+    def end(self, finished: bool) -> None:
+        """A forward ends (the model's hook calls this); one that raised is undone."""
+        if finished:
+            self._undo_to = None
             return
-        if any(not isinstance(layer, HybridLayer) for layer in self.layers):
-            raise RuntimeError("a forward failed half-way and cannot be undone; call reset() on the cache")
+        with suppress(RuntimeError):  # told at the next forward: this one has an error of its own to tell
+            self.undo()
+
+    def undo(self) -> None:
+        """Forget the tokens of a forward that did not end.
+
+        Raises:
+            RuntimeError: sliding-window layers have taken them in and cannot forget.
+        """
+        if self._undo_to is None:
+            return
         self.drain(quiet=True)  # the fault that ended that forward is on its way to the caller
-        for layer in layers:
-            layer.crop(least - layer.past)
+        for layer in hybrid_layers(self):
+            layer.pending = None
+            layer.crop(min(self._undo_to - layer.past, 0))
+        sliding: list[Any] = [layer for layer in self.layers if getattr(layer, "is_sliding", False)]
+        if any(layer.get_seq_length() not in (0, self._undo_to) for layer in sliding):
+            raise RuntimeError("sliding-window layers cannot undo a forward that failed; call reset() on the cache")
+        self._undo_to = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens; work in flight ends first.
 
         Raises:
             ValueError: the number is positive.
+            RuntimeError: a sliding-window layer is past its window and does not record what it drops.
         """
+        self.undo()
         self.drain()
-        super().crop(tokens_to_remove)
+        layers: list[Any] = sorted(self.layers, key=lambda layer: isinstance(layer, HybridLayer))
+        for layer in layers:  # those that may refuse come first
+            layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search; host KV is shared by reference, not copied."""
@@ -198,7 +226,7 @@ class HybridCache(Cache):
     def reset(self) -> None:
         """Drop all tokens and statistics; another batch may follow."""
         self.drain(quiet=True)
-        self._looks_ahead = None
+        self._looks_ahead = self._undo_to = None
         super().reset()  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:

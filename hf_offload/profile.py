@@ -8,18 +8,18 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from hf_offload.hybrid_cache import BLOCK_SIZES, HybridCache, resident_tokens
-from hf_offload.policies import Scout
-from hf_offload.policies.base import check_tokens
+from hf_offload.policies import Scout, make_policy
 
 VERSION = 1
+Curves: TypeAlias = dict[int, list[float]]  # by layer number, the CPU ratio of each step
 UNMEASURED = 1  # the interval of a layer that the cache does not offload: it never recalls
 
 
@@ -95,15 +95,16 @@ def check_profiling(
             raise ValueError(f"{name}={value!r} is not a count; use a whole number of at least 1")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}")
-    policy = Scout(recall=0, **{"lookahead": "attend", **knobs})
+    if "recall" in knobs:
+        raise ValueError(f"recall={knobs['recall']!r} would hide what is measured; leave recall out")
+    policy = make_policy("scout", {"lookahead": "attend", **knobs, "recall": 0})
+    assert isinstance(policy, Scout)
     policy.check_blocks(block_size)
-    if resident is not None:
-        check_tokens("resident", resident)
     resident = resident_tokens(resident, policy, block_size)
     if tokens <= max(resident, policy.budget):
         raise ValueError(
-            f"tokens={tokens} of prompt all fit into resident={resident} or budget={policy.budget}, which leaves the CPU "
-            "nothing to choose from; use a longer prompt, or a smaller budget and resident set"
+            f"tokens={tokens} of prompt all fit into resident={resident} or budget={policy.budget}: nothing is left to "
+            "recall; use a longer prompt, or a smaller budget and resident set"
         )
     return policy, resident
 
@@ -117,15 +118,14 @@ def profile_intervals(
     windows: int = 3,
     resident: int | None = None,
     block_size: int = 32,
-    name: str | None = None,
     progress: bool = False,
     **knobs: Any,
 ) -> Profile:
     """Measure for each layer the most steps between recalls that keep the CPU's share of the budget within a threshold.
 
-    A prompt is read, which decides what is resident (as a recall would), and the tokens that really follow are fed one
-    by one without any recall. The CPU ratio then rises with the steps since; its mean over several windows of the text
-    says when a layer must recall.
+    A prompt is read, which decides what is resident (as a recall would), and the tokens that follow in the text are fed
+    one by one without recall. The CPU ratio rises with the steps since; its mean over windows of the text tells when to
+    recall.
 
     Args:
         model: a model that runs with `attn_implementation="hybrid_sparse"`; on the CPU two tiers are simulated.
@@ -135,7 +135,6 @@ def profile_intervals(
         windows: windows to average over; their decoded tokens do not overlap.
         resident: tokens that a row and KV head keeps on the device; by default the budget.
         block_size: tokens a block.
-        name: what the profile calls the model; by default the name that it was loaded by.
         progress: whether to show a progress bar.
         knobs: of `Scout`: `budget`, `threshold` (CPU ratio, §3.4: 0.12), `digest`, …; by default those of `Scout`, with
             the lookahead that a GPU uses.
@@ -143,8 +142,6 @@ def profile_intervals(
     Raises:
         ValueError: a value that is not allowed, a text that is too short, or a model that cannot work with the cache.
     """
-    if "recall" in knobs:
-        raise ValueError(f"recall={knobs['recall']!r}: profiling finds the intervals, so leave recall out")
     policy, resident = check_profiling(
         tokens=tokens, steps=steps, windows=windows, resident=resident, block_size=block_size, **knobs
     )
@@ -152,15 +149,15 @@ def profile_intervals(
     _check_positions(model, tokens + steps)
     tier = "split" if model.device.type == "cpu" else None
     cache = HybridCache(model, policy, tier=tier, resident=resident, block_size=block_size)
-    curves: list[dict[int, list[float]]] = []
+    curves: list[Curves] = []
     with torch.inference_mode(), tqdm(total=windows * steps, unit="step", disable=not progress) as bar:
         for part in parts:
             bar.set_description(f"window {len(curves) + 1} of {windows}")
-            curves.append(_run(model, cache, part.to(model.device), tokens, bar))
+            curves.append(_run(model.base_model, cache, part.to(model.device), tokens, bar))
     means: dict[int, np.ndarray] = {layer: np.mean([curve[layer] for curve in curves], 0) for layer in curves[0]}
     every = range(len(cache.layers))
     return Profile(
-        model=_fingerprint(model, name),
+        model=_fingerprint(model),
         budget=policy.budget,
         resident=resident,
         block_size=block_size,
@@ -176,25 +173,36 @@ def profile_intervals(
 
 
 def longest_interval(ratios: Sequence[float] | np.ndarray, threshold: float) -> int:
-    """The most steps for which a CPU ratio stays at or below a threshold, at least 1.
+    """The most steps for which a CPU ratio stays at or below a threshold, at least 1 (§3.4).
 
-    It is the ratio of the step itself that must stay below, not its mean since the last recall: with a ratio that rises
-    steadily the mean over an interval then lies well below the threshold (the paper reports 8.2 % for 12 %).
+    What must stay below is the ratio at each step, not its mean since the last recall; where it rises steadily, that
+    mean lies well below the threshold then (the paper: 8.2 % for 12 %). A single token may want unusual blocks, and the
+    first such token would end the interval early: it is the trend that is compared, the rising curve nearest to the
+    measured one.
 
     Args:
         ratios: CPU ratio at the first, second, … step after a recall.
         threshold: the ratio that is tolerated.
     """
-    above = np.flatnonzero(np.asarray(ratios) > threshold)
-    return max(int(above[0]) if len(above) else len(ratios), 1)
+    below = int(np.count_nonzero(rising_trend(ratios) <= threshold + 1e-9))
+    return max(below, 1)
 
 
-def _run(
-    model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, tokens: int, bar: tqdm[Any]
-) -> dict[int, list[float]]:
+def rising_trend(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The curve that never falls and is nearest to the values in least squares (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # mean of a stretch of the curve, and its length
+    for value in values:
+        mean, count = float(value), 1
+        while pools and pools[-1][0] >= mean:
+            before, more = pools.pop()
+            mean, count = (before * more + mean * count) / (more + count), more + count
+        pools.append((mean, count))
+    return np.array([mean for mean, count in pools for _ in range(count)])
+
+
+def _run(decoder: torch.nn.Module, cache: HybridCache, ids: torch.Tensor, tokens: int, bar: tqdm) -> Curves:
     """The CPU ratio by step of each layer that is offloaded, for one window `[1, tokens + steps]`."""
     cache.reset()
-    decoder = model.base_model  # the logits are of no interest
     decoder(ids[:, :tokens], past_key_values=cache, use_cache=True)
     for token in ids[0, tokens:]:
         decoder(token.view(1, 1), past_key_values=cache, use_cache=True)
@@ -223,21 +231,19 @@ def _check_positions(model: PreTrainedModel, length: int) -> None:
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(limit, int) and length > limit:
         warnings.warn(
-            f"windows of {length} tokens are longer than the {limit} that the model was made for; use fewer tokens unless "
-            "its positions are scaled",
+            f"windows of {length} tokens are longer than the {limit} that the model was made for; use fewer tokens "
+            "unless its positions are scaled",
             stacklevel=3,
         )
 
 
-def _fingerprint(model: PreTrainedModel, name: str | None) -> dict[str, Any]:
-    """What tells a model from others; of a folder only its last part is named."""
-    config = model.config.get_text_config(decoder=True)
-    known = str(model.config.name_or_path)
-    sizes = (
-        "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    )  # fmt: skip
+def _fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells a model from others; of an absolute path only the last part is named."""
+    config, name = model.config.get_text_config(decoder=True), str(model.config.name_or_path)
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {
-        "name": name or (Path(known).name if Path(known).is_absolute() else known),
+        "name": Path(name).name if Path(name).is_absolute() else name,
+        "model_type": config.model_type,
         **{size: getattr(config, size, None) for size in sizes},
         "dtype": str(model.dtype).removeprefix("torch."),
     }

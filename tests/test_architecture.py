@@ -29,7 +29,7 @@ def own_imports(path: Path) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             if node.level:
-                found.add(".".join(path.relative_to(PACKAGE).parts[: -node.level] + (node.module or "",)))
+                found.add(".".join((*path.relative_to(PACKAGE).parts[: -node.level], node.module or "")))
             elif node.module and node.module.startswith("hf_offload."):
                 module = node.module.removeprefix("hf_offload.")
                 names = {f"{module}.{alias.name}" for alias in node.names}

@@ -168,6 +168,8 @@ def test_a_forward_that_was_interrupted_can_be_repeated(
             patch.setattr(model.model.layers[2].self_attn.o_proj, "forward", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 model(ids[:, 30:], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="the last forward was interrupted; the cache holds the 30 tokens"):
+            model(ids[:, 30:], past_key_values=cache)
         got = model(ids[:, 30:], past_key_values=cache).logits
         assert torch.allclose(got, model(ids).logits[:, 30:], atol=5e-5)
     assert {layer.get_seq_length() for layer in cache.layers} == {60}

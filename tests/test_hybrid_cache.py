@@ -391,3 +391,91 @@ def test_sink_and_softcap_follow_the_model(llama: PreTrainedModel) -> None:
     scores = torch.cat([scores, extra.view(1, 4, 1, 1).expand(2, -1, 50, 1)], -1).softmax(-1)[..., :-1]
     want = (scores.view(2, 2, 2, 50, 50) @ v[:, :, None]).view(2, 4, 50, 16).transpose(1, 2)
     assert torch.allclose(torch.cat(got, 1), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("lookahead", ["off", "select", "attend"])
+@pytest.mark.parametrize("length", [1000, 1024])
+def test_growth_past_the_first_reservation(llama: PreTrainedModel, length: int, lookahead: str) -> None:
+    cache = HybridCache(llama, "scout", lookahead=lookahead, synchronous_layers=(0,), **(COVERING | {"budget": 2048}))
+    with torch.no_grad():
+        ids = prompt(1, length + 40)[0]
+        llama(ids[:, :length], past_key_values=cache)
+        for i in range(length, length + 40):
+            llama(ids[:, i : i + 1], past_key_values=cache)
+    assert cache.get_seq_length() == length + 40
+
+
+def test_a_failed_forward_leaves_no_token_behind(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = HybridCache(llama, **COVERING)
+    ids, _ = prompt(1, 31)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no room")
+
+    with torch.no_grad():
+        llama(ids[:, :30], past_key_values=cache)
+        for module in (llama.model.layers[1].mlp, llama.model.norm):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "forward", fail)
+                with pytest.raises(MemoryError):
+                    llama(ids[:, 30:], past_key_values=cache)
+            assert {layer.get_seq_length() for layer in cache.layers} == {30}
+        got = llama(ids[:, 30:], past_key_values=cache).logits
+        assert torch.allclose(got[:, -1], llama(ids).logits[:, -1], atol=5e-5)
+
+
+def test_sliding_layers_that_cannot_undo_a_failure_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma3")
+    cache = HybridCache(model, **COVERING)
+    ids, _ = prompt(1, 31)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no room")
+
+    with torch.no_grad():
+        model(ids[:, :30], past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[0].mlp, "forward", fail)
+            with pytest.raises(MemoryError):
+                model(ids[:, 30:], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="reset"):
+            model(ids[:, 30:], past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+
+
+def test_dense_masks_of_single_tokens(llama: PreTrainedModel, stock: PreTrainedModel) -> None:
+    ids, _ = prompt(2, 33)
+    step = torch.ones(2, 1, 1, 31, dtype=torch.bool)
+    step[0, ..., 4:9] = False
+    step[1, ..., 20] = False
+    additive = torch.zeros(2, 1, 1, 32).masked_fill_(torch.rand(2, 1, 1, 32) > 0.7, torch.finfo(torch.float32).min)
+    logits = []
+    for model, cache in ((stock, DynamicCache()), (llama, HybridCache(llama, **COVERING))):
+        with torch.no_grad():
+            model(ids[:, :30], past_key_values=cache)
+            masks = (step, additive, None)
+            logits.append(
+                [
+                    model(ids[:, i : i + 1], attention_mask=mask, past_key_values=cache).logits
+                    for i, mask in zip((30, 31, 32), masks, strict=True)
+                ]
+            )
+            if model is llama:
+                with pytest.raises(ValueError, match="bool mask"):
+                    model(ids[:, :1], attention_mask=torch.full((2, 1, 1, 34), -1.0), past_key_values=cache)
+                assert cache.get_seq_length() == 33
+    assert all(torch.allclose(a, b, atol=5e-5) for a, b in zip(*logits, strict=True))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_mask_that_says_nothing_of_some_keys(llama: PreTrainedModel, stock: PreTrainedModel, tier: str) -> None:
+    """Transformers masks what a short mask does not cover; so does the cache."""
+    ids, _ = prompt(2, 40)
+    short = torch.ones(2, 35, dtype=torch.long)
+    for model, cache in ((stock, DynamicCache()), (llama, HybridCache(llama, **COVERING, **TIERS[tier]))):
+        with torch.no_grad():
+            logits = model(ids, attention_mask=short, past_key_values=cache).logits[:, :35]
+        if model is stock:
+            want = logits
+    assert torch.allclose(logits, want, atol=5e-5)

@@ -141,7 +141,7 @@ def decode(
     plan = layer.policy.plan(step)
     partials = []
     if plan.device is not None and plan.device.total:
-        partials.append(step.attend_device(plan.device, query[:, :, 0], store.length))
+        partials.append(step.attend_device(plan.device, query[:, :, 0], store.length, softcap))
     if plan.host is not None and plan.host.total:
         partials.append(_to(query.device, step.attend_host(plan.host)))
     if plan.ahead is not None:

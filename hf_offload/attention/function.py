@@ -12,6 +12,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_offload.attention import lookahead
 from hf_offload.attention.decode import append, decode
+from hf_offload.attention.dense import append_attention
 from hf_offload.cache.layer import HybridLayer, HybridLength
 
 NAME = "hybrid_sparse"
@@ -42,7 +43,7 @@ def hybrid_sparse_mask(
     """
     plain = mask_function is causal_mask_function and local_size is None and allow_is_causal_skip and not use_vmap
     if isinstance(kv_length, HybridLength) and plain:
-        return None if attention_mask is None else attention_mask[:, :kv_length].to(torch.bool)
+        return None if attention_mask is None else _fit(attention_mask, kv_length)
     return sdpa_mask(
         kv_length=int(kv_length),
         mask_function=mask_function,
@@ -81,22 +82,25 @@ def hybrid_sparse_attention(
     """
     lookahead.intercept(module, query)
     layer = _layer_of(key, value)
-    if layer is None:
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if layer is None and softcap is None and sinks is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    if layer is None:
+        return _stock_attention(module, query, key, value, attention_mask, dropout, scale, softcap, sinks), None
     _check(layer, module, kwargs, dropout)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     length, total = query.shape[2], layer.get_seq_length()
     padding = layer.settings.padding
-    padding.observe(_key_mask(attention_mask), query.shape[0], total)
     decoding = length == 1 and total > 1
+    dense = attention_mask is not None and attention_mask.ndim == 4
+    padding.observe(_key_mask(attention_mask, decoding), query.shape[0], total, dense=dense)
     if decoding:
         out = decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
     else:
-        if attention_mask is not None and attention_mask.ndim == 2:
-            attention_mask = attention_mask if padding.ragged else None
+        if attention_mask is not None and attention_mask.ndim == 2 and not padding.ragged:
+            attention_mask = None
         out = append(layer, query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)
     return out, None
 
@@ -111,12 +115,52 @@ def _layer_of(key: torch.Tensor, value: torch.Tensor) -> HybridLayer | None:
     return layer
 
 
-def _key_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Which keys the newest query may attend, `[B, keys]` bool, from a compact or a dense mask."""
+def _fit(mask: torch.Tensor, keys: int) -> torch.Tensor:
+    """A padding mask as `[B, keys]` bool; what it says nothing of is masked, as in Transformers' own masks."""
+    missing = keys - mask.shape[1]
+    return (torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask[:, :keys]).to(torch.bool)
+
+
+def _key_mask(mask: torch.Tensor | None, decoding: bool) -> torch.Tensor | None:
+    """Which keys the newest query may attend, `[B, keys]` bool, from a compact or a dense mask.
+
+    Raises:
+        ValueError: a dense mask of one token that says more than which keys are attended.
+    """
     if mask is None or mask.ndim == 2:
         return mask
     last = mask[:, 0, -1]
-    return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+    if last.dtype == torch.bool:
+        seen = last
+    else:
+        seen = last > torch.finfo(last.dtype).min / 2
+        if decoding and bool((last.masked_fill(~seen, 0) != 0).any()):
+            raise ValueError("HybridCache cannot add a mask's values to scores of single tokens; use a bool mask")
+    if decoding and mask.shape[1] > 1:
+        raise ValueError(f"attention mask of shape {tuple(mask.shape)}: a mask for each head; use one for all heads")
+    return seen
+
+
+def _stock_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention over another cache's K and V, for softcaps and sinks, which sdpa does not know (Gemma 2, GPT-OSS)."""
+    if dropout:
+        raise ValueError(f"dropout={dropout} with a softcap or attention sinks; put the model in eval mode")
+    if mask is None and query.shape[2] > 1:  # plain causal: the keys are those of the queries, whatever follows
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    past = key.shape[2] - query.shape[2]
+    tiles = [(0, key[:, :, :past], value[:, :, :past])] if past else []
+    new_k, new_v = key[:, :, past:], value[:, :, past:]
+    return append_attention(query, new_k, new_v, past, tiles, mask, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _check(layer: HybridLayer, module: torch.nn.Module, kwargs: dict[str, Any], dropout: float) -> None:

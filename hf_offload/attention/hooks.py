@@ -43,15 +43,15 @@ class Attachment:
         self._finalizer = weakref.finalize(self, _remove, handles)
 
     def before_stack(self, cache: Any) -> None:
-        """A forward starts: what an earlier one left half done is dropped (one that was interrupted runs no hooks)."""
+        """A forward starts."""
         self._calls = {}
-        cache.settle()
+        cache.begin()
 
     def after_stack(self, cache: Any, finished: bool) -> None:
-        """A forward ends: raise if K and V of a layer were never attended by our function; undo one that failed."""
+        """A forward ends: raise if K and V of a layer were never attended by our function."""
         self._calls = {}
         lost = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
-        cache.settle()
+        cache.end(finished and not lost)
         if lost and finished:
             raise RuntimeError(unconsumed(lost[0].index))
 
@@ -117,7 +117,7 @@ def find_layers(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) == count and _has_attention(child[0]):
+            if isinstance(child, nn.ModuleList) and len(child) == count and any(map(_has_attention, child)):
                 return module, list(child)
     raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers; use DynamicCache for this model")
 

@@ -62,7 +62,7 @@ class Step:
         return found
 
     def score(self, join: str) -> np.ndarray:
-        """Score the sealed blocks with this step's query (or queries: the mean over them).
+        """Score the sealed blocks with this step's query (or queries: the sum over them).
 
         Args:
             join: how a group's heads are joined: `"max"`, `"mean"` (of the softmax of each) or `"raw"`.
@@ -110,7 +110,7 @@ class Step:
                 query, store.pool.block_ptr, store.table, store.sealed, store.length, store.padding.holes,
                 store.padding.valid, lse, kv_heads=store.num_kv_heads, kv_dtype=store.dtype, block_size=self.block_size,
                 scale=self.scale,
-                softcap=self.softcap,
+                softcap=None,  # digests know no cap either, and the two are compared
             )()  # fmt: skip
             return lse
         tail = np.arange(store.sealed, store.num_blocks, dtype=np.int32)
@@ -212,7 +212,8 @@ class Step:
         """Bring host blocks nearer, off the critical path: their memory is read once, into the caches."""
         if host is None or host.total == 0:
             return
-        meant = np.arange(host.blocks.shape[2]) < host.counts[:, :, None]
+        # The tail is being written, and may not even exist before this step's token arrives.
+        meant = (np.arange(host.blocks.shape[2]) < host.counts[:, :, None]) & (host.blocks < self.store.sealed)
         rows, head, _ = np.nonzero(meant)
         store = self.store
         addresses = store.pool.block_ptr[store.table[rows, host.blocks[meant]]] + head * store.pool.record_bytes
@@ -226,7 +227,7 @@ class Step:
         return torch.from_numpy(out), torch.from_numpy(lse)
 
     def attend_device(
-        self, device: Selection, query: np.ndarray | torch.Tensor, length: int
+        self, device: Selection, query: np.ndarray | torch.Tensor, length: int, softcap: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend resident blocks on the device: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32 there."""
         store, resident = self.store, self.layer.resident
@@ -245,7 +246,7 @@ class Step:
         target = resident.pool.device
         return paged_attention(
             ready.to(target), resident.pool, torch.from_numpy(slots.astype(np.int64)).to(target),
-            torch.from_numpy(mask).to(target), scale=self.scale, softcap=self.softcap,
+            torch.from_numpy(mask).to(target), scale=self.scale, softcap=softcap,
         )  # fmt: skip
 
     # --- moving and counting -----------------------------------------------------------------------------------------

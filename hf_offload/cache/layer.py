@@ -93,8 +93,8 @@ class HybridLayer(CacheLayerMixin):
                 "different shapes (compressed KV?), which HybridCache cannot hold; use DynamicCache for this model"
             )
         batch, heads, _, dim = key_states.shape
-        if dim % 16:
-            raise ValueError(f"layer {self.index} has head_dim {dim}, which is not a multiple of 16; use DynamicCache")
+        if dim % 16 or dim > 256:
+            raise ValueError(f"layer {self.index} has head_dim {dim}, not a multiple of 16 up to 256; use DynamicCache")
         if key_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"K and V are {key_states.dtype}; HybridCache holds float32, float16 and bfloat16")
         self.dtype, self.device = key_states.dtype, key_states.device

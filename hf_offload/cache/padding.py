@@ -28,6 +28,7 @@ class Padding:
         self.holes = np.zeros((0, 0), np.uint8)
         self.first = np.zeros(0, np.int32)
         self._mask: torch.Tensor | None = None
+        self._dense = False
         self._sinks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def sinks(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -38,36 +39,37 @@ class Padding:
             found = self._sinks[tokens] = low.astype(np.int32), high.astype(np.int32)
         return found
 
-    def observe(self, mask: torch.Tensor | None, batch: int, total: int) -> None:
+    def observe(self, mask: torch.Tensor | None, batch: int, total: int, *, dense: bool = False) -> None:
         """Take the validity of tokens 0..total-1 from a mask.
 
         Args:
             mask: `[B, total or more]` bool (or 0/1), True = may be attended; None = every new token may be.
             batch: rows.
             total: cached tokens, the new ones included.
+            dense: whether the mask comes from a dense one, which holds for this forward alone.
         """
         if total == self.seen and (mask is None or mask is self._mask) and len(self.first) == batch:
             return
         self._reserve(batch, total)
         if mask is None:
-            self.valid[:, self.seen : total] = 1
-            changed = False
+            changed = self._dense
+            self.valid[:, 0 if changed else self.seen : total] = 1
         else:
             new = mask[:, :total].detach().to("cpu", torch.uint8).numpy()
             changed = not np.array_equal(new[:, : self.seen], self.valid[:, : self.seen])
             self.valid[:, :total] = new
         start = 0 if changed else self.seen // self.block_size
         self._mark_holes(start, total)
-        self.seen, self._mask = total, mask
+        self.seen, self._mask, self._dense = total, mask, dense
 
     def _reserve(self, batch: int, total: int) -> None:
-        if len(self.first) == batch and self.valid.shape[1] >= total:
+        if len(self.first) == batch and self.valid.shape[1] > total:  # a step ahead of this one looks at the next token
             return
         if len(self.first) not in (0, batch):
             raise ValueError(
                 f"the cache holds {len(self.first)} rows, but {batch} arrived; call reset() for another batch"
             )
-        blocks = -(-max(total, 2 * self.valid.shape[1], 1024) // self.block_size)
+        blocks = -(-max(total + 1, 2 * self.valid.shape[1], 1024) // self.block_size)
         valid = np.zeros((batch, blocks * self.block_size), np.uint8)
         holes = np.zeros((batch, blocks), np.uint8)
         if len(self.first):

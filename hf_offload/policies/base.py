@@ -95,7 +95,7 @@ class Policy(ABC):
             )
 
     def always_blocks(self, block_size: int) -> int:
-        """Blocks that are always attended: sinks (which may straddle two blocks), recent ones and the tail."""
+        """Blocks that are always attended: sinks, recent ones and the tail (sinks behind padding may need one more)."""
         sinks, recent = -(-self.sink_tokens // block_size), -(-self.recent_tokens // block_size)
         return sinks + recent + 1
 

@@ -99,13 +99,13 @@ class Scout(Policy):
         for knob, values in allowed.items():
             if getattr(self, knob) not in values:
                 raise ValueError(f"{knob}={getattr(self, knob)!r} is not allowed; use one of {', '.join(values)}")
-        if not 0 < self.threshold < 1:
-            raise ValueError(f"threshold={self.threshold} is not a share of the budget; use a number between 0 and 1")
+        if not isinstance(self.threshold, (int, float)) or not 0 < self.threshold < 1:
+            raise ValueError(f"threshold={self.threshold!r} is not a share of the budget; use a number between 0 and 1")
         if self.synchronous_layers is not None:
-            layers = tuple(self.synchronous_layers)
-            if not all(isinstance(layer, int) and layer >= 0 for layer in layers):
-                raise ValueError(f"synchronous_layers={layers!r} are not layer numbers; use integers from 0")
-            object.__setattr__(self, "synchronous_layers", layers)
+            layers = self.synchronous_layers
+            if not isinstance(layers, (tuple, list)) or not all(isinstance(i, int) and i >= 0 for i in layers):
+                raise ValueError(f"synchronous_layers={layers!r} are not layer numbers; use a tuple of integers from 0")
+            object.__setattr__(self, "synchronous_layers", tuple(layers))
         check_recall(self.recall)
 
     @classmethod
