@@ -51,7 +51,12 @@ FAMILIES = ("llama", "qwen3", "gemma3", "gpt_neox", "opt")
 def tiny_model(family: str, attn_implementation: str = "hybrid_sparse", seed: int = 0) -> PreTrainedModel:
     """A random model in eval mode; the same weights for the same seed, whatever the attention implementation."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_config(family), attn_implementation=attn_implementation).eval()
+    return spread_weights(AutoModelForCausalLM.from_config(_config(family), attn_implementation=attn_implementation))
+
+
+def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights under which attention is not uniform, in eval mode, with a generation that never stops by itself."""
+    model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:

@@ -1,0 +1,63 @@
+"""Families with more than plain attention: softcaps, attention sinks, linear layers, beside sliding windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import SIZES, prompt, spread_weights
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    GptOssConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
+
+from hf_offload import HybridCache
+
+HEADS: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+
+
+def config(family: str) -> PreTrainedConfig:
+    if family == "gemma2":
+        return Gemma2Config(**HEADS, sliding_window=8, attn_logit_softcapping=2.0, query_pre_attn_scalar=16)
+    if family == "gpt_oss":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        return GptOssConfig(**HEADS, **EXPERTS, sliding_window=8, num_local_experts=4, layer_types=kinds)
+    return Qwen3NextConfig(
+        **HEADS,
+        **EXPERTS,
+        num_experts=4,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "full_attention"],
+    )
+
+
+def build(family: str, attn_implementation: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return spread_weights(AutoModelForCausalLM.from_config(config(family), attn_implementation=attn_implementation))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_next"])
+def test_tokens_are_those_of_eager_attention(family: str) -> None:
+    ids, mask = prompt(2, 60)
+    knobs: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
+    eager, ours = build(family, "eager"), build(family, "hybrid_sparse")
+    want = eager.generate(ids, past_key_values=DynamicCache(config=eager.config), **knobs)
+    assert torch.equal(ours.generate(ids, past_key_values=DynamicCache(config=ours.config), **knobs), want)
+    for memory in ({"tier": "one"}, {"tier": "split", "resident": 64}):
+        for lookahead in ("off", "select"):
+            cache = HybridCache(
+                ours, "scout", budget=512, sinks=16, recent=0, block_size=16, lookahead=lookahead, **memory
+            )
+            assert torch.equal(ours.generate(ids, past_key_values=cache, **knobs), want)
