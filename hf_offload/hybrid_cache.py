@@ -83,9 +83,12 @@ class HybridCache(Cache):
             padding=Padding(block_size),
         )
         self.settings = settings
-        known = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+        self._config = config
         super().__init__(
-            layers=[HybridLayer(i, settings) if type(layer) is DynamicLayer else layer for i, layer in enumerate(known)]
+            layers=[
+                HybridLayer(i, settings) if type(layer) is DynamicLayer else layer
+                for i, layer in enumerate(stock_layers(config))
+            ]
         )
         if not hybrid_layers(self):
             raise ValueError(
@@ -227,10 +230,20 @@ class HybridCache(Cache):
         """Drop all tokens and statistics; another batch may follow."""
         self.drain(quiet=True)
         self._looks_ahead = self._undo_to = None
-        super().reset()  # type: ignore[no-untyped-call]
+        for i, fresh in enumerate(stock_layers(self._config)):
+            layer = self.layers[i]
+            if isinstance(layer, HybridLayer):
+                layer.reset()
+            else:  # Transformers' own resets keep old keys in some versions
+                self.layers[i] = fresh
 
     def __repr__(self) -> str:
         return f"HybridCache({self.policy!r}, tokens={self.get_seq_length()})"
+
+
+def stock_layers(config: Any) -> list[Any]:
+    """The layers that `DynamicCache` would have for a decoder config."""
+    return DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
 
 
 def check_model(model: PreTrainedModel) -> Any:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -97,8 +97,7 @@ def check_profiling(
         raise ValueError(f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}")
     if "recall" in knobs:
         raise ValueError(f"recall={knobs['recall']!r} would hide what is measured; leave recall out")
-    policy = make_policy("scout", {"lookahead": "attend", **knobs, "recall": 0})
-    assert isinstance(policy, Scout)
+    policy = cast(Scout, make_policy("scout", {"lookahead": "attend", **knobs, "recall": 0}))
     policy.check_blocks(block_size)
     resident = resident_tokens(resident, policy, block_size)
     if tokens <= max(resident, policy.budget):

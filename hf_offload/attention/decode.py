@@ -96,13 +96,8 @@ def _open_block(layer: HybridLayer, step: Step) -> None:
     assert resident is not None
     block = store.length // store.block_size
     resident.reserve(block + 1)
-    score = step.last_score
-    age = np.arange(store.sealed, dtype=np.float32)
     rows, heads = np.indices((store.batch, store.num_kv_heads)).reshape(2, -1)
-    slots = [
-        least_wanted(step, b, h, exchangeable(step, b, h), age if score is None else score[b, h])[0]
-        for b, h in zip(rows, heads, strict=True)
-    ]
+    slots = [least_wanted(step, b, h, exchangeable(step, b, h))[0] for b, h in zip(rows, heads, strict=True)]
     resident.assign(rows, heads, np.array(slots), np.full(len(rows), block, np.int32))
 
 

@@ -6,37 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_offload.policies.base import Selection
-
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
 
 
-def recall(step: Step, wanted: Selection, score: np.ndarray) -> None:
-    """Exchange the least wanted resident blocks for wanted ones; to be used from the next step on.
-
-    Args:
-        wanted: blocks that should be resident; those that fit in place of unwanted ones will be.
-        score: `[B, Hkv, N]` how much each sealed block is wanted.
-    """
-    resident = step.layer.resident
+def recall(step: Step) -> None:
+    """Make the most wanted blocks resident, in place of the least wanted; to be used from the next step on."""
+    resident, stats = step.layer.resident, step.layer.stats
     assert resident is not None
-    rows, heads, slots, blocks = [], [], [], []
-    for b, h in np.argwhere(step.split(wanted)[1].counts > 0):  # type: ignore[union-attr]
+    moves: list[np.ndarray] = []
+    for b, h in np.ndindex(resident.block_of.shape[:2]):
         may = exchangeable(step, b, h)
-        want = wanted.blocks[b, h, : wanted.counts[b, h]]
-        want = want[_may_move(step, b, want)]
-        want = want[np.argsort(-score[b, h, want], kind="stable")][: len(may)]
-        missing = want[resident.slot_of[b, h, want] < 0]
-        held = resident.block_of[b, h, may]
-        victims = may[~np.isin(held, want)]
+        worth = resident.worth[b, h, : resident.known]
+        ranked = np.argsort(-worth, kind="stable")
+        ranked = ranked[(worth[ranked] > -np.inf) & _may_move(step, b, ranked)][: len(may)]
+        missing = ranked[resident.slot_of[b, h, ranked] < 0]
+        victims = least_wanted(step, b, h, may[~np.isin(resident.block_of[b, h, may], ranked)])
         count = min(len(missing), len(victims))
-        rows += [b] * count
-        heads += [h] * count
-        slots += least_wanted(step, b, h, victims, score[b, h])[:count].tolist()
-        blocks += missing[:count].tolist()
-    if rows:
-        stats = step.layer.stats
+        row, head = np.full(count, b), np.full(count, h)
+        moves.append(np.stack([row, head, victims[:count], missing[:count]]))
+    rows, heads, slots, blocks = np.concatenate(moves, axis=1)
+    if len(rows):
         stats.recall_bytes += transfer(step, rows, heads, slots, blocks, "recall")
         stats.recall_blocks += len(rows)
         stats.recalls += 1
@@ -56,16 +46,18 @@ def exchangeable(step: Step, b: int, h: int) -> np.ndarray:
     return np.flatnonzero((held < 0) | _may_move(step, b, held))
 
 
-def least_wanted(step: Step, b: int, h: int, slots: np.ndarray, score: np.ndarray) -> np.ndarray:
-    """Slots by rising score `[N]` of the block that each holds: free ones first, blocks newer than the scores last."""
-    assert step.layer.resident is not None
-    held = step.layer.resident.block_of[b, h, slots]
-    worth = np.full(len(held), np.inf)
-    worth[held < 0] = -np.inf
-    known = (held >= 0) & (held < len(score))
-    worth[known] = score[held[known]]
-    ranked: np.ndarray = slots[np.argsort(worth, kind="stable")]
-    return ranked
+def least_wanted(step: Step, b: int, h: int, slots: np.ndarray) -> np.ndarray:
+    """Slots in the order in which they are given up: free ones, then by rising worth, then blocks newer than any score.
+
+    For policies that do not score, that is the order of age.
+    """
+    resident = step.layer.resident
+    assert resident is not None
+    held = resident.block_of[b, h, slots]
+    known = (held >= 0) & (held < resident.known)
+    worth = np.where(held < 0, -np.inf, np.inf)
+    worth[known] = resident.worth[b, h, held[known]]
+    return slots[np.lexsort((held, worth))]
 
 
 def transfer(step: Step, rows: Any, heads: Any, slots: Any, blocks: Any, label: str) -> int:

@@ -40,7 +40,6 @@ class Step:
         self.query, self.length, self.scale, self.softcap = query, length, scale, softcap
         self.block_size = self.store.block_size
         self.num_blocks = -(-length // self.block_size)
-        self.last_score: np.ndarray | None = None
 
     @property
     def state(self) -> Any:
@@ -62,7 +61,7 @@ class Step:
         return found
 
     def score(self, join: str) -> np.ndarray:
-        """Score the sealed blocks with this step's query (or queries: the sum over them).
+        """Score the sealed blocks with this step's query (or queries: the mean over them).
 
         Args:
             join: how a group's heads are joined: `"max"`, `"mean"` (of the softmax of each) or `"raw"`.
@@ -77,7 +76,7 @@ class Step:
             for i in range(queries.shape[2] - 1):
                 score = self._score_one(np.ascontiguousarray(queries[:, :, i]), join)
                 total[:, :, :sealed] += score[:, :, :sealed]
-        self.last_score = total[:, :, : self.store.sealed]
+            total[:, :, :sealed] /= queries.shape[2]
         return total
 
     def _score_one(self, query: np.ndarray, join: str) -> np.ndarray:
@@ -251,14 +250,15 @@ class Step:
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 
-    def recall(self, wanted: Selection, score: np.ndarray) -> None:
-        """Exchange the least wanted resident blocks for wanted ones, to be used from the next step on.
+    def learn(self, score: np.ndarray, smoothing: float) -> None:
+        """Let the resident set know how much each sealed block is wanted (`[B, Hkv, N]`), mixed with what it knew."""
+        if self.layer.resident is not None:
+            self.layer.resident.reserve(self.num_blocks)
+            self.layer.resident.learn(score, self.store.sealed, smoothing)
 
-        Args:
-            wanted: blocks that should be resident; those that fit in place of unwanted ones will be.
-            score: `[B, Hkv, N]` how much each sealed block is wanted.
-        """
-        recall(self, wanted, score)
+    def recall(self) -> None:
+        """Exchange the least wanted resident blocks for the most wanted ones, to be used from the next step on."""
+        recall(self)
 
     def cpu_ratio(self, plan: Plan) -> float:
         """Tokens that the CPU attends, as a share of the budget (of everything, without one)."""

@@ -219,6 +219,7 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             ValueError: the number is positive or larger than what is cached.
         """
+        tokens_to_remove = int(tokens_to_remove)  # some versions of Transformers pass a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): a positive number is not supported; use -n to drop n tokens")
         if tokens_to_remove == 0 or self.store is None:

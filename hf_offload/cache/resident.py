@@ -45,6 +45,10 @@ class ResidentSet:
             self.pool = torch.zeros(size, dtype=store.dtype, device=store.device)
         self.block_of = np.full(shape, FREE, np.int32)
         self.slot_of = np.full((*shape[:2], 0), FREE, np.int32)
+        self.worth = np.zeros((*shape[:2], 0), np.float32)
+        """How much each block has been wanted lately, as far as `learn` was told; see `known`."""
+        self.known = 0
+        """Blocks that `worth` says something of; later ones are newer than any score."""
         self._transfer: Transfer | None = None
 
     @property
@@ -60,6 +64,23 @@ class ResidentSet:
             wide[:, :, :have] = self.slot_of
             self.slot_of = wide
 
+    def learn(self, score: np.ndarray, blocks: int, smoothing: float) -> None:
+        """Take in how much blocks are wanted now: worth ← smoothing·worth + (1 − smoothing)·score.
+
+        Args:
+            score: `[B, Hkv, N]` fp32, of the first `blocks` blocks.
+            blocks: how many.
+            smoothing: weight of what was known before, 0 … 1.
+        """
+        if self.worth.shape[2] < blocks:
+            wide = np.zeros((*self.worth.shape[:2], self.slot_of.shape[2]), np.float32)
+            wide[:, :, : self.known] = self.worth[:, :, : self.known]
+            self.worth = wide
+        old = min(self.known, blocks) if smoothing else 0  # no weight on the past: not even on its −inf
+        self.worth[:, :, :old] = smoothing * self.worth[:, :, :old] + (1 - smoothing) * score[:, :, :old]
+        self.worth[:, :, old:blocks] = score[:, :, old:blocks]
+        self.known = blocks
+
     def assign(self, rows: np.ndarray, heads: np.ndarray, slots: np.ndarray, blocks: np.ndarray) -> None:
         """Say that from now on a slot holds another block (or none, `FREE`); what it held is resident no more."""
         old = self.block_of[rows, heads, slots]
@@ -74,6 +95,7 @@ class ResidentSet:
         self.wait()
         self.block_of.fill(FREE)
         self.slot_of.fill(FREE)
+        self.known = 0
 
     def fetch(self, rows: np.ndarray, heads: np.ndarray, slots: np.ndarray, blocks: np.ndarray, label: str) -> int:
         """Make blocks resident: metadata now, data by the next `wait`. Returns the bytes on their way."""
@@ -139,5 +161,5 @@ class ResidentSet:
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index, in its order."""
         self.wait()
-        self.block_of, self.slot_of = self.block_of[rows].copy(), self.slot_of[rows].copy()
+        self.block_of, self.slot_of, self.worth = self.block_of[rows], self.slot_of[rows], self.worth[rows]
         self.pool = self.pool[torch.from_numpy(np.asarray(rows, np.int64)).to(self.pool.device)]

@@ -30,14 +30,12 @@ class ScoutState:
         clock: when the layer recalls.
         predicted: the selection made one layer early for the step that comes.
         ahead: the CPU part that was started with it.
-        selection, score: what the real query wanted in the last step, and the scores behind it.
+        steps: decode steps so far.
     """
 
     clock: RecallClock
     predicted: Selection | None = None
     ahead: Ahead | None = None
-    selection: Selection | None = None
-    score: np.ndarray | None = None
     steps: int = 0
 
 
@@ -64,6 +62,8 @@ class Scout(Policy):
         correction: correct the early CPU part to first order: `lse + scale·(q − q_predicted)·k̄`.
         recall: `"adaptive"`, a number of steps, 0 for never, or a file written by `hf-offload profile`.
         threshold: CPU ratio that adaptive recall tolerates (§3.4: 0.12).
+        smoothing: what is resident follows the scores of the real queries, averaged over the steps with this weight on
+            the past; 0 follows the last query alone (the paper's).
         attend_resident: whether the device attends the `"selected"` resident blocks or `"all"` of them.
         place_queries: how many of the prompt's last queries decide what is resident when decoding starts.
 
@@ -82,6 +82,7 @@ class Scout(Policy):
     correction: bool = True
     recall: int | str | Path = ADAPTIVE
     threshold: float = 0.12
+    smoothing: float = 0.8
     attend_resident: Literal["selected", "all"] = "selected"
     place_queries: int = 16
 
@@ -101,6 +102,8 @@ class Scout(Policy):
                 raise ValueError(f"{knob}={getattr(self, knob)!r} is not allowed; use one of {', '.join(values)}")
         if not isinstance(self.threshold, (int, float)) or not 0 < self.threshold < 1:
             raise ValueError(f"threshold={self.threshold!r} is not a share of the budget; use a number between 0 and 1")
+        if not isinstance(self.smoothing, (int, float)) or not 0 <= self.smoothing < 1:
+            raise ValueError(f"smoothing={self.smoothing!r} is not a weight; use a number from 0 to below 1")
         if self.synchronous_layers is not None:
             layers = self.synchronous_layers
             if not isinstance(layers, (tuple, list)) or not all(isinstance(i, int) and i >= 0 for i in layers):
@@ -117,6 +120,7 @@ class Scout(Policy):
             "lookahead": "attend",
             "synchronous_layers": (0,),
             "correction": False,
+            "smoothing": 0.0,
             **knobs,
         }
         return cls(budget=budget, **form)  # type: ignore[arg-type]
@@ -172,30 +176,31 @@ class Scout(Policy):
         state.predicted = state.ahead = None
         state.steps += 1
         if predicted is None or self.mode(step.layer) == "attend" or self._looks_back(step):
-            state.score = step.score(self.join)
-            state.selection = self._select(step, state.score)
+            score = step.score(self.join)
+            step.learn(score, self.smoothing)
+            selection = self._select(step, score)
             if predicted is not None:
-                step.compare(predicted, state.selection)
+                step.compare(predicted, selection)
         else:
-            state.selection = predicted
+            selection = predicted
         resident = step.resident_blocks() if self.attend_resident == "all" and step.layer.has_slots else None
         if predicted is not None and self.mode(step.layer) == "attend":
-            near = resident or self._near_and_far(step, state.selection)[0]
+            near = resident or self._near_and_far(step, selection)[0]
             return Plan(device=near, ahead=ahead) if step.layer.has_slots else Plan(host=near, ahead=ahead)
-        device, host = step.split(predicted or state.selection)
+        device, host = step.split(predicted or selection)
         return Plan(device=resident or device, host=host)
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """§3.4: recall what the real query wanted, off the critical path."""
         state: ScoutState = step.state
-        if not step.layer.has_slots:
-            return
-        if state.clock.due(step.cpu_ratio(plan)) and state.selection is not None and state.score is not None:
-            step.recall(state.selection, state.score)
+        if step.layer.has_slots and state.clock.due(step.cpu_ratio(plan)):
+            step.recall()
 
     def place(self, step: Step, slots: int) -> Selection:
         """The blocks that the prompt's last queries want."""
-        return step.select(step.score(self.join), slots)
+        score = step.score(self.join)
+        step.learn(score, 0.0)
+        return step.select(score, slots)
 
     def _select(self, step: Step, score: np.ndarray) -> Selection:
         return step.select(score, self.budget // step.block_size)
