@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,16 @@ class RecallClock:
     """Decides, step by step, whether one layer recalls (ScoutAttention §3.4).
 
     Args:
-        interval: steps between recalls; 0 = never, None = whenever the CPU ratio passes the threshold.
+        interval: steps between recalls; 0 = never, None = whenever the running CPU ratio passes the threshold.
         threshold: the CPU ratio that is tolerated.
+        since: steps since the last recall.
+        ratio: the running CPU ratio since then, half of it the last step's.
     """
 
     interval: int | None
     threshold: float
-    since: int = field(default=0)
+    since: int = 0
+    ratio: float | None = None
 
     @classmethod
     def of(cls, recall: int | str | Path, threshold: float, layer: int) -> RecallClock:
@@ -78,7 +81,9 @@ class RecallClock:
             cpu_ratio: tokens that the CPU attended in this step, as a share of the budget.
         """
         self.since += 1
-        wanted = cpu_ratio > self.threshold if self.interval is None else 0 < self.interval <= self.since
+        # One odd token should not start a recall: the next one often wants the old blocks again.
+        self.ratio = cpu_ratio if self.ratio is None else (self.ratio + cpu_ratio) / 2
+        wanted = self.ratio > self.threshold if self.interval is None else 0 < self.interval <= self.since
         if wanted:
-            self.since = 0
+            self.since, self.ratio = 0, None
         return wanted
