@@ -1,13 +1,10 @@
-"""Set up the test run: the Triton interpreter where there is no GPU, no network, and SmolLM2 loaded once."""
+"""Set up the test run: no network, one thread, and SmolLM2 loaded once."""
 
 import os
 
 import torch
 
-# Both are read when the modules below (or the package) are imported, so they are set before anything else.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported, so before that
 
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
