@@ -1,0 +1,94 @@
+"""The predicted query: given the true input it is the real query, bit for bit, and nothing is left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, prompt, tiny_model
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.attention import function
+from hf_offload.attention.hooks import find_layers
+from hf_offload.attention.lookahead import QueryPredictor, capture_query, capturing
+
+HAS_ADAPTER = {"llama": True, "qwen3": True, "gemma3": True, "gpt_neox": False, "opt": False}
+
+
+def record_step(model: PreTrainedModel, cache: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+    """Inputs (hidden, args, kwargs) and real queries of all decoder layers in one decode step after a padded prompt."""
+    ids, mask = prompt(2, 21)
+    inputs, queries = [], []
+    original = function.sdpa_attention_forward
+
+    def record(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        queries.append(query)
+        return original(module, query, *args, **kwargs)
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        inputs.append((hidden.clone(), args[1:], kwargs))
+
+    with torch.no_grad():
+        model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+        handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in find_layers(model)[1]]
+        monkeypatch.setattr(function, "sdpa_attention_forward", record)
+        model(ids[:, 20:], attention_mask=mask, past_key_values=cache)
+        monkeypatch.undo()
+    for handle in handles:
+        handle.remove()
+    return inputs, queries
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_capture_and_adapter_give_the_real_query(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family)
+    cache = DynamicCache(config=model.config)
+    inputs, queries = record_step(model, cache, monkeypatch)
+    layers = find_layers(model)[1]
+    assert len(layers) == len(queries) == 4
+    before = [layer.keys.clone() for layer in cache.layers]
+    for layer, (hidden, args, kwargs), query in zip(layers, inputs, queries, strict=True):
+        assert torch.equal(capture_query(layer, hidden, args, kwargs), query)
+        predictor = QueryPredictor(layer)
+        for _ in range(2):
+            assert torch.equal(predictor(hidden, args, kwargs), query)
+        assert (predictor.adapter is not None) == HAS_ADAPTER[family]
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
+    assert not capturing()
+
+
+def test_an_adapter_that_differs_in_one_bit_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    inputs, queries = record_step(model, DynamicCache(), monkeypatch)
+    predictor = QueryPredictor(find_layers(model)[1][1])
+    right = predictor.adapter
+    assert right is not None
+    predictor.adapter = lambda hidden, kwargs: right(hidden, kwargs) * (1 + 2**-23)
+    assert torch.equal(predictor(*inputs[1]), queries[1])
+    assert predictor.adapter is None
+    assert torch.equal(predictor(*inputs[1]), queries[1])
+
+
+def test_a_layer_that_never_attends_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="lookahead='off'"):
+        capture_query(nn.Linear(4, 4), torch.zeros(1, 1, 4), (), {})
+    assert not capturing()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_that_may_look_ahead_does(family: str) -> None:
+    """With true inputs out of reach, the prediction is at least a query of the right layer, position and norm."""
+    model = tiny_model(family)
+    cache = HybridCache(
+        model, "scout", budget=256, sinks=16, recent=0, block_size=16, lookahead="attend", synchronous_layers=(0,)
+    )
+    ids, mask = prompt(2, 60)
+    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    rows = cache.stats().as_dict()["layers"]
+    predicted = [row["layer"] for row in rows if row["query_cosine"] is not None]
+    # Gemma 3's first full layer (1) has none before it that could lend it its rotary positions.
+    assert predicted == ([3] if family == "gemma3" else [1, 2, 3])
