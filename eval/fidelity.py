@@ -149,8 +149,8 @@ def main(
             for (kind, start), result in zip(places, results, strict=True):
                 key = {"row": row.name, "budget": budget, "kind": kind, "start": start}
                 records.append({**key, **size, **result})
+            write_csv(out, records)  # after each row: a long run that is stopped has not been for nothing
             progress.update()
-    write_csv(out, records)
     for kind in kinds_of(kinds):
         show(f"{kind}: median over windows", [summary(records, row.name, budget, kind) for budget, row in chosen])
 
