@@ -48,8 +48,8 @@ def broken_launch(*args: Any, **kwargs: Any) -> Any:
         ({**SPLIT}, steps.cpu_decode, "sparse_decode"),
         ({**SPLIT, "lookahead": "attend"}, steps.cpu_decode, "sparse_decode"),
         ({**SPLIT, "recall": 1}, movers, "copy_records"),
-        ({}, steps.scoring, "join_scores"),
-        ({}, steps.selecting, "select_blocks"),
+        ({"budget": 96}, steps.scoring, "join_scores"),
+        ({"budget": 96}, steps.selecting, "select_blocks"),
     ],
 )
 @pytest.mark.parametrize("after", [0, 9])
@@ -57,9 +57,9 @@ def test_a_kernel_that_raises_surfaces_and_the_step_can_be_repeated(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], module: Any, name: str, after: int
 ) -> None:
     ids, mask = prompt(1, 150)
-    want = decode_logits(model, HybridCache(model, "scout", **KNOBS, **knobs), ids, mask, None, steps=30)
+    want = decode_logits(model, HybridCache(model, "scout", **(KNOBS | knobs)), ids, mask, None, steps=30)
 
-    cache = HybridCache(model, "scout", **KNOBS, **knobs)
+    cache = HybridCache(model, "scout", **(KNOBS | knobs))
     tokens = []
     with torch.no_grad():
         logits = model(ids, past_key_values=cache).logits[:, -1]

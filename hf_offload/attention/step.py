@@ -151,8 +151,12 @@ class Step:
     def all_blocks(self) -> Selection:
         """Every block."""
         shape = (self.store.batch, self.store.num_kv_heads)
-        blocks = np.broadcast_to(np.arange(self.num_blocks, dtype=np.int32), (*shape, self.num_blocks))
-        return Selection(np.ascontiguousarray(blocks), np.full(shape, self.num_blocks, np.int32))
+        known = self.layer.everything
+        if known is None or known.blocks.shape != (*shape, self.num_blocks):
+            blocks = np.broadcast_to(np.arange(self.num_blocks, dtype=np.int32), (*shape, self.num_blocks))
+            known = Selection(np.ascontiguousarray(blocks), np.full(shape, self.num_blocks, np.int32))
+            self.layer.everything = known
+        return known
 
     def resident_blocks(self) -> Selection:
         """Every resident block."""

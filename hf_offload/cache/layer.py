@@ -17,7 +17,7 @@ from hf_offload.cache.resident import ResidentSet
 from hf_offload.cache.stats import LayerStats
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.worker import Worker
-from hf_offload.policies.base import Policy
+from hf_offload.policies.base import Policy, Selection
 
 
 class HybridLength(int):
@@ -79,6 +79,8 @@ class HybridLayer(CacheLayerMixin):
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.state: Any = None
         self.scratch: dict[str, np.ndarray] = {}
+        self.everything: Selection | None = None
+        """The selection of all blocks, made again when a block is added."""
         self.ahead: Any = None
         self.last_queries: torch.Tensor | None = None
         self.unplaced = True

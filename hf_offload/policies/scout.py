@@ -173,6 +173,9 @@ class Scout(Policy):
         """Algorithm 1, lines 8–12."""
         state: ScoutState = step.state
         predicted, ahead = state.predicted, state.ahead
+        covered = step.num_blocks <= self.budget // step.block_size
+        if covered and predicted is None and not step.layer.has_slots:
+            return Plan(host=step.all_blocks())  # nothing to choose, and no resident set that wants to learn
         state.predicted = state.ahead = None
         state.steps += 1
         if predicted is None or self.mode(step.layer) == "attend" or self._looks_back(step):
