@@ -117,13 +117,16 @@ def find_layers(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) == count and any(map(_has_attention, child)):
+            if isinstance(child, nn.ModuleList) and len(child) == count and _numbered(child):
                 return module, list(child)
     raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers; use DynamicCache for this model")
 
 
-def _has_attention(layer: nn.Module) -> bool:
-    return any("attention" in type(module).__name__.lower() for module in layer.modules())
+def _numbered(layers: nn.ModuleList) -> bool:
+    """Whether modules in these layers carry the layers' own numbers, as those that use a cache do (encoders' do not)."""
+    return any(
+        getattr(module, "layer_idx", None) == index for index, layer in enumerate(layers) for module in layer.modules()
+    )
 
 
 def hybrid_layers(cache: Any) -> list[HybridLayer]:
