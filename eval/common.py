@@ -197,7 +197,10 @@ def environment() -> dict[str, str]:
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         **{name: installed(name) for name in ("torch", "transformers", "numba", "triton")},
-        "command": shlex.join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]]),
+        # Of a path only the name: where a file lay is of no use to anyone else.
+        "command": shlex.join(
+            ["python", f"{script.parent.name}/{script.name}", *(a.rsplit("/", 1)[-1] for a in sys.argv[1:])]
+        ),
     }
 
 

@@ -123,7 +123,7 @@ def find_layers(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
 
 
 def _numbered(layers: nn.ModuleList) -> bool:
-    """Whether modules in these layers carry the layers' own numbers, as those that use a cache do (encoders' do not)."""
+    """Whether modules in these layers carry the layers' numbers, as those that use a cache do (encoders' do not)."""
     return any(
         getattr(module, "layer_idx", None) == index for index, layer in enumerate(layers) for module in layer.modules()
     )
