@@ -10,7 +10,6 @@ import torch
 from hf_offload.attention.ahead import Ahead
 from hf_offload.attention.exchange import recall
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.store import as_numpy
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu import scoring
@@ -285,4 +284,5 @@ class Step:
 
 def query_array(query: torch.Tensor) -> np.ndarray:
     """A query tensor as contiguous fp32 on the CPU."""
-    return as_numpy(query.detach().to("cpu", torch.float32).contiguous())
+    array: np.ndarray = query.detach().to("cpu", torch.float32).contiguous().numpy()
+    return array

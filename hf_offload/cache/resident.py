@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_offload.cache.store import BlockStore, as_numpy
+from hf_offload.cache.store import BlockStore
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.worker import Job, Worker
 
@@ -150,8 +150,8 @@ class ResidentSet:
             data = self.pool.gather(2, index)[:, :, 0, :, : tokens - block * self.store.block_size].to("cpu")
             k, v = data[:, :, 0], data[:, :, 1]
             movers.write_tokens(
-                as_numpy(k),
-                as_numpy(v),
+                k,
+                v,
                 self.store.pool.block_ptr,
                 self.store.table,
                 block * self.store.block_size,

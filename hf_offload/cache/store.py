@@ -13,15 +13,6 @@ from hf_offload.cache.padding import Padding
 from hf_offload.cpu import pool as movers
 
 
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor as the array that the kernels read: bf16 as uint16 bits, fp16 as int16 bits."""
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.uint16).numpy()
-    if tensor.dtype is torch.float16:
-        return tensor.view(torch.int16).numpy()
-    return tensor.numpy()
-
-
 class BlockStore:
     """Blocks of one layer for every row, by logical number.
 
@@ -110,7 +101,7 @@ class BlockStore:
             k, v = k.to("cpu"), v.to("cpu")
         if k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.contiguous(), v.contiguous()
-        movers.write_tokens(as_numpy(k), as_numpy(v), self.pool.block_ptr, self.table, self.length, self.block_size)()
+        movers.write_tokens(k, v, self.pool.block_ptr, self.table, self.length, self.block_size)()
         self.length += new
 
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,7 +109,7 @@ class BlockStore:
         shape = (self.batch, self.num_kv_heads, count, self.head_dim)
         pin = self.device.type == "cuda"
         k, v = (torch.empty(shape, dtype=self.dtype, pin_memory=pin) for _ in range(2))
-        movers.gather_tokens(as_numpy(k), as_numpy(v), self.pool.block_ptr, self.table, first, self.block_size)()
+        movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)()
         return k.to(self.device), v.to(self.device)
 
     def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .launch import BLOCK_SIZES, I32, I64, Array, Launch, jit, new_ticket, require
 from .memory import LINE, copy_bytes, prefetch, take
 
@@ -83,33 +85,55 @@ def touch_kernel(ticket: Array, tasks: int, addresses: Array, nbytes: int, chunk
                 prefetch(addresses[i] + line, 2)
 
 
-def _move(into_pool: bool, k: Array, v: Array, block_ptr: Array, table: Array, start: int, block_size: int) -> Launch:
+def _layout(x: Array | torch.Tensor) -> tuple[int, tuple[int, ...], int]:
+    """Address, strides in bytes and bytes of an element; asking a tensor is much cheaper than asking its array."""
+    if isinstance(x, torch.Tensor):
+        size = x.element_size()
+        return x.data_ptr(), tuple([stride * size for stride in x.stride()]), size
+    return x.ctypes.data, x.strides, x.itemsize
+
+
+def _move(
+    into_pool: bool,
+    k: Array | torch.Tensor,
+    v: Array | torch.Tensor,
+    block_ptr: Array,
+    table: Array,
+    start: int,
+    block_size: int,
+) -> Launch:
     batch, heads, tokens, dim = k.shape
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(f"k is {k.dtype} {k.shape} but v is {v.dtype} {v.shape}; they must agree")
-    if dim > 1 and (k.strides[3] != k.itemsize or v.strides[3] != v.itemsize):
+    key, key_strides, size = _layout(k)
+    value, value_strides, _ = _layout(v)
+    if dim > 1 and (key_strides[3] != size or value_strides[3] != size):
         raise ValueError("k and v need a contiguous last dimension")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size {block_size} is not one of {BLOCK_SIZES}")
     if start < 0 or start + tokens > table.shape[1] * block_size:
         capacity = table.shape[1] * block_size
         raise ValueError(f"tokens {start}..{start + tokens} exceed the table's {capacity}; map more blocks first")
-    if not into_pool and not (k.flags.writeable and v.flags.writeable):
+    if not into_pool and not all(isinstance(x, torch.Tensor) or x.flags.writeable for x in (k, v)):
         raise ValueError("the arrays to gather into must be writable")
     require("block_ptr", block_ptr, I64, block_ptr.shape[:1])
     require("table", table, I32, (batch, table.shape[1]))
     args = (
-        into_pool, k.ctypes.data, v.ctypes.data, k.strides[:3], v.strides[:3], heads, tokens, dim * k.itemsize,
-        int(start), int(block_size), block_ptr, table,
+        into_pool, key, value, key_strides[:3], value_strides[:3], heads, tokens, dim * size, int(start),
+        int(block_size), block_ptr, table,
     )  # fmt: skip
-    return Launch(move_kernel, batch * -(-tokens // _CHUNK_TOKENS), args, new_ticket(), 2 * k.nbytes, (k, v))
+    chunks = -(-tokens // _CHUNK_TOKENS)
+    return Launch(move_kernel, batch * chunks, args, new_ticket(), 2 * batch * heads * tokens * dim * size, (k, v))
 
 
-def write_tokens(k: Array, v: Array, block_ptr: Array, table: Array, start: int, block_size: int) -> Launch:
+def write_tokens(
+    k: Array | torch.Tensor, v: Array | torch.Tensor, block_ptr: Array, table: Array, start: int, block_size: int
+) -> Launch:
     """Prepare the copy of new tokens into their blocks.
 
     Args:
-        k: [B, Hkv, T, D] in the pool's dtype (bits for 16-bit floats), last dimension contiguous, other strides free.
+        k: [B, Hkv, T, D] CPU tensor of the pool's dtype, or array of its bits; last dimension contiguous, other strides
+            free.
         v: the same for the values.
         block_ptr: int64 [P], address in bytes of each physical block.
         table: int32 [B, N], physical block of each logical one.
@@ -123,7 +147,14 @@ def write_tokens(k: Array, v: Array, block_ptr: Array, table: Array, start: int,
     return _move(True, k, v, block_ptr, table, start, block_size)
 
 
-def gather_tokens(k_out: Array, v_out: Array, block_ptr: Array, table: Array, first: int, block_size: int) -> Launch:
+def gather_tokens(
+    k_out: Array | torch.Tensor,
+    v_out: Array | torch.Tensor,
+    block_ptr: Array,
+    table: Array,
+    first: int,
+    block_size: int,
+) -> Launch:
     """Prepare the copy of tokens first..first+T-1 out of their blocks, the inverse of `write_tokens`.
 
     Args:
