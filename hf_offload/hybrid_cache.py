@@ -97,6 +97,10 @@ class HybridCache(Cache):
             )
         self._attachment = attach(model)
         self._looks_ahead: bool | None = None
+        self.calls: dict[int, Any] = {}
+        """Keyword arguments of the decoder layers that the forward now running has reached (the model's hooks)."""
+        self.donors: dict[int, int] = {}
+        """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
         self._undo_to: int | None = None
         """Tokens before the forward that is running; None between forwards."""
         owned = weakref.WeakSet(model.modules())
@@ -188,6 +192,7 @@ class HybridCache(Cache):
         for layer in hybrid_layers(self):
             layer.pending = None
             layer.crop(min(self._undo_to - layer.past, 0))
+            layer.forget_plans()
         sliding: list[Any] = [layer for layer in self.layers if getattr(layer, "is_sliding", False)]
         if any(layer.get_seq_length() not in (0, self._undo_to) for layer in sliding):
             raise RuntimeError("sliding-window layers cannot undo a forward that failed; call reset() on the cache")
@@ -236,6 +241,9 @@ class HybridCache(Cache):
                 layer.reset()
             else:  # Transformers' own resets keep old keys in some versions
                 self.layers[i] = fresh
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a HybridCache cannot be copied or pickled (it has threads and shared blocks); make a new one")
 
     def __repr__(self) -> str:
         return f"HybridCache({self.policy!r}, tokens={self.get_seq_length()})"

@@ -32,7 +32,9 @@ class MaskPieces:
         """Additive mask (None = everything is seen) and is_causal flag for new queries q0…q1-1 and keys k0…k1-1."""
         if self.mask is not None and self.mask.ndim == 4:
             part = self.mask[:, :, q0:q1, k0:k1]
-            return (self._additive(part) if part.dtype == torch.bool else part.to(self.dtype)), False
+            return (
+                self._additive(part) if part.dtype == torch.bool else part.to(self.dtype).clamp(min=self.never)
+            ), False
         before = k1 <= self.past + q0 + 1
         if self.mask is None:
             if before:
@@ -106,7 +108,9 @@ def _attend_by_matmul(
         if bias is not None:
             scores = scores + (bias[:, :, start:stop].float() if bias.shape[2] > 1 else bias.float())
         lse = scores.logsumexp(-1)
-        weights = (scores - lse.unsqueeze(-1)).exp().view(batch, kv_heads, -1, keys)
+        weights = (
+            (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp().view(batch, kv_heads, -1, keys)
+        )
         outs.append((weights @ value.float()).view(batch, heads, stop - start, dim))
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)

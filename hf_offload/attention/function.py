@@ -84,6 +84,10 @@ def hybrid_sparse_attention(
     layer = _layer_of(key, value)
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if layer is None and attention_mask is not None and attention_mask.ndim == 2:
+        raise ValueError(
+            f"{type(module).__name__} changes keys or values after the cache; use DynamicCache for this model"
+        )
     if layer is None and softcap is None and sinks is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -94,13 +98,22 @@ def hybrid_sparse_attention(
     length, total = query.shape[2], layer.get_seq_length()
     padding = layer.settings.padding
     decoding = length == 1 and total > 1
+    if length != key.shape[2]:
+        layer.pending = None
+        raise ValueError(
+            f"{type(module).__name__} asks with {length} queries for {key.shape[2]} new tokens, which HybridCache "
+            "cannot place; use DynamicCache for this model"
+        )
     dense = attention_mask is not None and attention_mask.ndim == 4
     padding.observe(_key_mask(attention_mask, decoding), query.shape[0], total, dense=dense)
+    layer.heed_padding()
     if decoding:
         out = decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
     else:
-        if attention_mask is not None and attention_mask.ndim == 2 and not padding.ragged:
-            attention_mask = None
+        if attention_mask is None or attention_mask.ndim == 2:  # padding that an earlier mask told of is still padding
+            attention_mask = (
+                torch.from_numpy(padding.valid[:, :total] != 0).to(query.device) if padding.ragged else None
+            )
         out = append(layer, query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)
     return out, None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,9 +30,6 @@ class Attachment:
     def __init__(self, model: PreTrainedModel) -> None:
         self.stack, self.layers = find_layers(model)
         self.predictors = [QueryPredictor(layer) for layer in self.layers]
-        self.donors: dict[int, int] = {}
-        """For each layer, an earlier one whose keyword arguments serve it; learnt from the layers' own calls."""
-        self._calls: dict[int, Mapping[str, Any]] = {}
         me = weakref.ref(self)
         handles = [
             layer.register_forward_pre_hook(_BeforeLayer(me, index), with_kwargs=True)
@@ -44,12 +41,12 @@ class Attachment:
 
     def before_stack(self, cache: Any) -> None:
         """A forward starts."""
-        self._calls = {}
+        cache.calls.clear()
         cache.begin()
 
     def after_stack(self, cache: Any, finished: bool) -> None:
         """A forward ends: raise if K and V of a layer were never attended by our function."""
-        self._calls = {}
+        cache.calls.clear()
         lost = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
         cache.end(finished and not lost)
         if lost and finished:
@@ -59,31 +56,32 @@ class Attachment:
         """Decoder layer `index` is about to run: predict the next layer's query and let its policy begin."""
         if not cache.looks_ahead:
             return
-        self._learn_donor(index, kwargs)
-        self._calls[index] = kwargs
+        _learn_donor(cache, index, kwargs)
+        cache.calls[index] = kwargs
         target = index + 1
         layer = cache.layers[target] if target < min(len(cache.layers), len(self.layers)) else None
         if not isinstance(layer, HybridLayer) or not layer.past or not layer.policy.looks_ahead(layer):
             return
         hidden = args[0] if args else kwargs.get("hidden_states")
-        if hidden is None or hidden.shape[1] != 1:
+        if hidden is None or hidden.shape[-2] != 1:
             return
-        donor = self.donors.get(target)
-        if donor is None or donor not in self._calls:
+        donor = cache.donors.get(target)
+        if donor is None or donor not in cache.calls:
             return  # not called yet, or the first layer of its kind in this forward: it uses its real query
         layer.drain_ahead()
         place(layer)
-        query = cache.predict_query(target, hidden, args[1:], self._calls[donor])
+        query = cache.predict_query(target, hidden, args[1:], cache.calls[donor])
         step = Step(layer, query_array(query[:, :, 0]), layer.past + 1, layer.scale, layer.softcap)
         layer.policy.before_layer(step)
 
-    def _learn_donor(self, index: int, kwargs: dict[str, Any]) -> None:
-        """Layers with the very same position tensors may lend each other their arguments (Gemma 3 has two kinds)."""
-        for other in reversed(self._calls):
-            if _same_positions(self._calls[other], kwargs):
-                self.donors[index] = other
-                return
-        self.donors.pop(index, None)
+
+def _learn_donor(cache: Any, index: int, kwargs: dict[str, Any]) -> None:
+    """Layers with the very same position tensors may lend each other their arguments (Gemma 3 has two kinds)."""
+    for other in reversed(cache.calls):
+        if _same_positions(cache.calls[other], kwargs):
+            cache.donors[index] = other
+            return
+    cache.donors.pop(index, None)
 
 
 def _same_positions(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -99,12 +97,15 @@ def _same(a: Any, b: Any) -> bool:
 
 def attach(model: PreTrainedModel) -> Attachment:
     """The model's hooks: those that are there, or new ones; they stay as long as somebody holds the result."""
-    stack, _ = find_layers(model)
-    for hook in stack._forward_pre_hooks.values():
-        if isinstance(hook, _BeforeStack):
-            attachment = hook.attachment()
-            if attachment is not None:
-                return attachment
+    stack, layers = find_layers(model)
+    for module in (stack, *layers):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                attachment = hook.attachment() if isinstance(hook, _Hook) else None
+                if attachment is not None and attachment.stack is stack:
+                    return attachment
+                if isinstance(hook, _Hook):  # left by a copy of the model: copies take hooks along
+                    del hooks[key]
     return Attachment(model)
 
 
@@ -115,10 +116,12 @@ def find_layers(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
         ValueError: the model has no list of as many layers as its config says.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) == count and _numbered(child):
-                return module, list(child)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    for root in (decoder, model):  # a vision tower may have as many layers: the decoder's own are looked for first
+        for module in root.modules() if isinstance(root, nn.Module) else ():
+            for child in module.children():
+                if isinstance(child, nn.ModuleList) and len(child) == count and _numbered(child):
+                    return module, list(child)
     raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers; use DynamicCache for this model")
 
 
@@ -142,9 +145,16 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None
 
 
+def _nobody() -> None:
+    """The attachment of a hook that was copied or unpickled with its module."""
+
+
 class _Hook:
-    def __init__(self, attachment: weakref.ref[Attachment], index: int = -1) -> None:
+    def __init__(self, attachment: Callable[[], Attachment | None], index: int = -1) -> None:
         self.attachment, self.index = attachment, index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (_nobody,)  # a copy of the model is another model: its caches hook it themselves
 
     def context(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Attachment, Any] | None:
         """The attachment and the cache of this forward; None where there is nothing to do."""

@@ -101,22 +101,30 @@ def make_adapter(layer: nn.Module) -> Adapter | None:
 
     Whether it is right for a layer is for the caller to find out by comparing it with `capture_query`.
     """
-    attention, norm = getattr(layer, "self_attn", None), getattr(layer, "input_layernorm", None)
-    project = getattr(attention, "q_proj", None)
     rotate = getattr(sys.modules[type(layer).__module__], "apply_rotary_pos_emb", None)
+    attention: Any = getattr(layer, "self_attn", None)
+    norm, project, query_norm = _parts(layer)
     dim = getattr(attention, "head_dim", None)
     if norm is None or project is None or rotate is None or not isinstance(dim, int):
         return None
-    query_norm = getattr(attention, "q_norm", None) or (lambda query: query)
 
     def adapter(hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         query = project(norm(hidden))
-        query = query_norm(query.view(*query.shape[:-1], -1, dim)).transpose(1, 2)
+        query = query.view(*query.shape[:-1], -1, dim)
+        query = (query if query_norm is None else query_norm(query)).transpose(1, 2)
         cos, sin = kwargs["position_embeddings"]
         rotated: torch.Tensor = rotate(query, query[:, :1], cos, sin)[0]
         return rotated
 
     return adapter
+
+
+def _parts(layer: nn.Module) -> tuple[Any, Any, Any]:
+    """Norm, query projection and query norm of a layer of the Llama kind; None for what it has not."""
+    attention = getattr(layer, "self_attn", None)
+    names = ((layer, "input_layernorm"), (attention, "q_proj"), (attention, "q_norm"))
+    norm, project, query_norm = (getattr(owner, name, None) for owner, name in names)
+    return norm, project, query_norm
 
 
 class QueryPredictor:
@@ -128,18 +136,21 @@ class QueryPredictor:
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-        self.adapter = make_adapter(layer)
-        self._proven = False
+        self.adapter: Adapter | None = None
+        self._known: tuple[Any, Any, Any] | None = None
 
     def __call__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The query `[B, Hq, Q, D]` that the layer would compute from `hidden` `[B, Q, hidden]`."""
-        if self.adapter is not None and self._proven:
-            return self.adapter(hidden, kwargs)
+        parts = _parts(self.layer)
+        if self._known is not None and all(a is b for a, b in zip(parts, self._known, strict=True)):
+            if self.adapter is not None:
+                return self.adapter(hidden, kwargs)
+            return capture_query(self.layer, hidden, args, kwargs)
+        # The first time, or the layer has other parts now (an adapter of another kind, LoRA's): prove it again.
         query = capture_query(self.layer, hidden, args, kwargs)
-        if self.adapter is not None:
-            self._proven = self._agrees(hidden, kwargs, query)
-            if not self._proven:
-                self.adapter = None
+        self.adapter, self._known = make_adapter(self.layer), parts
+        if self.adapter is not None and not self._agrees(hidden, kwargs, query):
+            self.adapter = None
         return query
 
     def _agrees(self, hidden: torch.Tensor, kwargs: dict[str, Any], query: torch.Tensor) -> bool:

@@ -153,7 +153,7 @@ class Step:
         known = self.layer.everything
         if known is None or known.blocks.shape != (*shape, self.num_blocks):
             blocks = np.broadcast_to(np.arange(self.num_blocks, dtype=np.int32), (*shape, self.num_blocks))
-            known = Selection(np.ascontiguousarray(blocks), np.full(shape, self.num_blocks, np.int32))
+            known = Selection(blocks.copy(), np.full(shape, self.num_blocks, np.int32))
             self.layer.everything = known
         return known
 

@@ -188,7 +188,7 @@ class SubMeanStore(DigestStore):
         center = total / max(number, 1)
         self.center = center.float()
         self.sigma = (square / max(number, 1) - center.square()).clamp(min=0).sqrt().float().clamp(min=1e-6)
-        self.frozen = True
+        self.frozen = number > 0  # blocks of padding alone teach nothing
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
         means, count = self._means(k, valid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,7 @@ class HybridLayer(CacheLayerMixin):
         self.drain()
         self.is_initialized = False
         self.store: BlockStore | None = None
+        self.revision = self.settings.padding.revision
         self.resident: ResidentSet | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.state: Any = None
@@ -165,6 +166,11 @@ class HybridLayer(CacheLayerMixin):
                 f"{self.store.head_dim}, but {batch}, {heads} and {dim} arrived; call reset() or make a "
                 "new cache for another batch or model"
             )
+        if key_states.dtype != value_states.dtype:
+            raise ValueError(
+                f"layer {self.index} got {key_states.dtype} keys and {value_states.dtype} values (autocast?); load "
+                "the model in the dtype that it should run in"
+            )
         if key_states.dtype != self.dtype or key_states.device != self.device:
             raise ValueError(
                 f"layer {self.index} holds {self.dtype} from {self.device}, but {key_states.dtype} on "
@@ -204,6 +210,23 @@ class HybridLayer(CacheLayerMixin):
         if getattr(self, "resident", None) is not None:
             self.resident.wait()  # type: ignore[union-attr]
 
+    def heed_padding(self) -> None:
+        """If tokens that were there before became valid or invalid: build their digests anew, drop what was begun."""
+        padding = self.settings.padding
+        if self.revision == padding.revision:
+            return
+        self.revision = padding.revision
+        if self.store is not None and self.store.sealed > padding.changed_block:
+            self.store.sealed = padding.changed_block
+            self.store.seal(self.settings.prefill_tile)
+            self.forget_plans()
+
+    def forget_plans(self) -> None:
+        """Let the policy begin anew with this layer."""
+        self.drain_ahead()
+        if self.is_initialized:
+            self.state = self.policy.new_state(self)
+
     def unplace(self) -> None:
         """Bring what only the device holds to the host; what is resident is decided again at the next decode."""
         self.drain()
@@ -212,8 +235,7 @@ class HybridLayer(CacheLayerMixin):
             self.resident.store_blocks(first, self.store.num_blocks, self.store.length)
             self.resident.clear()
         self.unplaced = True
-        if self.is_initialized:
-            self.state = self.policy.new_state(self)
+        self.forget_plans()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens.
@@ -264,11 +286,11 @@ class HybridLayer(CacheLayerMixin):
         """Nothing to do: blocks are fetched by the policy."""
 
     def report(self) -> LayerStats:
-        """The counters, with the memory in use now."""
+        """A copy of the counters, with the memory in use now."""
         if self.store is not None:
             self.stats.host_bytes, self.stats.digest_bytes = self.store.host_bytes, self.store.digest_bytes
             self.stats.resident_bytes = self.resident.nbytes if self.resident is not None else 0
-        return self.stats
+        return replace(self.stats, cpu_ratio_by_step=list(self.stats.cpu_ratio_by_step))
 
 
 def unconsumed(layer: int) -> str:

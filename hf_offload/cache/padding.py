@@ -30,6 +30,10 @@ class Padding:
         self._mask: torch.Tensor | None = None
         self._dense = False
         self._sinks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.revision = getattr(self, "revision", 0) + 1
+        """Rises whenever the validity of tokens that were there before has changed."""
+        self.changed_block = 0
+        """The first block that the last revision touched."""
 
     def sinks(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """The blocks that hold the first `tokens` valid tokens of each row: first block and end, int32 `[B]` each."""
@@ -52,13 +56,16 @@ class Padding:
             return
         self._reserve(batch, total)
         if mask is None:
-            changed = self._dense
-            self.valid[:, 0 if changed else self.seen : total] = 1
+            new = self.valid[:, :total].copy()
+            new[:, 0 if self._dense else self.seen :] = 1
         else:
             new = mask[:, :total].detach().to("cpu", torch.uint8).numpy()
-            changed = not np.array_equal(new[:, : self.seen], self.valid[:, : self.seen])
-            self.valid[:, :total] = new
-        start = 0 if changed else self.seen // self.block_size
+        start = self.seen // self.block_size
+        differs = (new[:, : self.seen] != self.valid[:, : self.seen]).any(0)
+        if differs.any():
+            start = self.changed_block = int(differs.argmax()) // self.block_size
+            self.revision += 1
+        self.valid[:, :total] = new
         self._mark_holes(start, total)
         self.seen, self._mask, self._dense = total, mask, dense
 

@@ -162,4 +162,5 @@ class ResidentSet:
         """Keep the rows of an index, in its order."""
         self.wait()
         self.block_of, self.slot_of, self.worth = self.block_of[rows], self.slot_of[rows], self.worth[rows]
-        self.pool = self.pool[torch.from_numpy(np.asarray(rows, np.int64)).to(self.pool.device)]
+        with torch.inference_mode(False):  # the pool is written outside of inference mode too
+            self.pool = self.pool[torch.from_numpy(np.asarray(rows, np.int64)).to(self.pool.device)]

@@ -79,7 +79,7 @@ class Worker:
     def __init__(self, threads: int = 1, timeout: float = 120.0) -> None:
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise ValueError(f"threads={threads!r} is not a number of threads; use 1 or more")
-        if not isinstance(timeout, (int, float)) or timeout <= 0:
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ValueError(f"timeout={timeout!r} is not a time in seconds; use a positive one")
         self.threads = threads
         self.timeout = timeout

@@ -35,7 +35,7 @@ def load_intervals(path: Path) -> list[int]:
         raise ValueError(
             f'recall={str(path)!r} is neither "adaptive" nor a profile file; write one with `hf-offload profile`'
         ) from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"recall={str(path)!r} is not a profile of `hf-offload profile`: {error}") from error
     return list(intervals)
 

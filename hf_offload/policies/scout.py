@@ -102,11 +102,13 @@ class Scout(Policy):
                 raise ValueError(f"{knob}={getattr(self, knob)!r} is not allowed; use one of {', '.join(values)}")
         if not isinstance(self.threshold, (int, float)) or not 0 < self.threshold < 1:
             raise ValueError(f"threshold={self.threshold!r} is not a share of the budget; use a number between 0 and 1")
+        if not isinstance(self.correction, bool):
+            raise ValueError(f"correction={self.correction!r} is not True or False")
         if not isinstance(self.smoothing, (int, float)) or not 0 <= self.smoothing < 1:
             raise ValueError(f"smoothing={self.smoothing!r} is not a weight; use a number from 0 to below 1")
         if self.synchronous_layers is not None:
             layers = self.synchronous_layers
-            if not isinstance(layers, (tuple, list)) or not all(isinstance(i, int) and i >= 0 for i in layers):
+            if not isinstance(layers, (tuple, list)) or not all(type(i) is int and i >= 0 for i in layers):
                 raise ValueError(f"synchronous_layers={layers!r} are not layer numbers; use a tuple of integers from 0")
             object.__setattr__(self, "synchronous_layers", tuple(layers))
         check_recall(self.recall)

@@ -1,0 +1,217 @@
+"""Cases that drop-ins get wrong: odd masks, one KV head, copies, threads, towers beside the decoder."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from test_exactness import assert_equal, decode_logits
+from test_hybrid_cache import COVERING, TIERS, hooks_on
+from tiny import SIZES, prompt, spread_weights, tiny_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlavaConfig,
+    PreTrainedModel,
+)
+
+from hf_offload import HybridCache
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def stock() -> PreTrainedModel:
+    return tiny_model("llama", "sdpa")
+
+
+def build(attn_implementation: str, **config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    made = LlamaConfig(**(SIZES | config))
+    return spread_weights(AutoModelForCausalLM.from_config(made, attn_implementation=attn_implementation))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("policy", ["full", "scout"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 1, 16), (7, 1, 32), (6, 2, 80)])
+def test_group_sizes(heads: int, kv_heads: int, dim: int, policy: str, tier: str) -> None:
+    sizes = {
+        "hidden_size": 16 * heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+    }
+    theirs, ours = build("sdpa", **sizes), build("hybrid_sparse", **sizes)
+    ids, mask = prompt(1, 61)
+    want = decode_logits(theirs, DynamicCache(config=theirs.config), ids, mask, None, steps=20)
+    knobs = COVERING if policy == "scout" else {"block_size": 16}
+    cache = HybridCache(ours, policy, **knobs, **TIERS[tier])
+    assert_equal(decode_logits(ours, cache, ids, mask, 20, steps=20), want)
+
+
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
+def test_additive_masks_over_tiles(llama: PreTrainedModel, stock: PreTrainedModel, hidden: float) -> None:
+    ids, _ = prompt(2, 80)
+    mask = torch.full((80, 80), hidden).triu(1).expand(2, 1, 80, 80).clone()
+    mask[1, :, 20:, 5:15] = hidden
+    with torch.no_grad():
+        want = stock(ids, attention_mask=mask).logits
+        cache = HybridCache(llama, "full", block_size=16, prefill_tile=32)
+        got = [
+            llama(ids[:, a:b], attention_mask=mask[:, :, a:b, :b], past_key_values=cache).logits
+            for a, b in ((0, 50), (50, 80))
+        ]
+    assert torch.allclose(torch.cat(got, 1), want, atol=5e-5)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dense", [False, True])
+def test_tokens_that_become_visible_are_seen(llama: PreTrainedModel, tier: str, dense: bool) -> None:
+    """A prompt that hides a stretch, then decode steps that do not: digests must not remember the stretch as empty."""
+    ids, mask = prompt(1, 90)
+    mask[:, 10:60] = 0
+    first: torch.Tensor = mask[:, :80]
+    if dense:
+        first = (torch.arange(80) <= torch.arange(80)[:, None])[None, None] & (first[:, None, None] != 0)
+    later = None if dense else torch.ones(1, 90, dtype=torch.long)
+    logits = []
+    for policy, knobs in (("full", {"block_size": 16}), ("scout", COVERING)):
+        cache = HybridCache(llama, policy, **knobs, **TIERS[tier])
+        with torch.no_grad():
+            llama(ids[:, :80], attention_mask=first, past_key_values=cache)
+            rows = [
+                llama(
+                    ids[:, i : i + 1],
+                    attention_mask=None if later is None else later[:, : i + 1],
+                    past_key_values=cache,
+                ).logits
+                for i in range(80, 90)
+            ]
+        logits.append(torch.cat(rows, 1))
+    assert torch.allclose(logits[0], logits[1], atol=5e-5)
+
+
+def test_the_decoder_is_hooked_and_not_a_tower_of_the_same_depth() -> None:
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, image_size=32, patch_size=16
+    )
+    text = LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=159)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="hybrid_sparse")
+    spread_weights(model)
+    cache = HybridCache(model, "scout", lookahead="attend", synchronous_layers=(0,), **COVERING)
+    model.generate(prompt(1, 50)[0], past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert cache.stats().as_dict()["query_cosine"] is not None
+
+
+@pytest.mark.parametrize("lookahead", ["off", "select", "attend"])
+def test_threads_with_a_cache_each(llama: PreTrainedModel, lookahead: str) -> None:
+    knobs: dict[str, Any] = {"tier": "split", "resident": 96, "budget": 64, "sinks": 16, "recent": 0, "block_size": 16}
+    prompts = [prompt(1, 100 + 16 * i, seed=i)[0] for i in range(2)]
+
+    def run(i: int, out: dict[int, Any]) -> None:
+        cache = HybridCache(llama, "scout", lookahead=lookahead, synchronous_layers=(0,), **knobs)
+        mask = torch.ones_like(prompts[i])
+        out[i] = decode_logits(llama, cache, prompts[i], mask, None, steps=25)
+
+    alone: dict[int, Any] = {}
+    together: dict[int, Any] = {}
+    for i in range(2):
+        run(i, alone)
+    threads = [threading.Thread(target=run, args=(i, together)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert torch.equal(together[i][1], alone[i][1])
+
+
+def test_copies_of_a_model_are_models_of_their_own() -> None:
+    model = tiny_model("llama")
+    cache = HybridCache(model, **COVERING)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other = HybridCache(twin, **COVERING)
+        assert other._attachment.stack is twin.model
+        del other
+        gc.collect()
+        assert hooks_on(twin) == 0
+    assert cache._attachment.stack is model.model
+
+
+def test_a_cache_says_that_it_cannot_be_copied(llama: PreTrainedModel) -> None:
+    cache = HybridCache(llama, **COVERING)
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="make a new one"):
+            attempt(cache)
+
+
+def test_a_projection_that_is_wrapped_later_is_the_one_that_predicts(llama: PreTrainedModel) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.inner(hidden).flip(-1)
+
+    model = tiny_model("llama")
+    keeper = HybridCache(model, **COVERING)
+    knobs = {**COVERING, "lookahead": "attend", "synchronous_layers": (0,)}
+    cosines = []
+    for wrap in (False, True):
+        if wrap:
+            for layer in model.model.layers:
+                layer.self_attn.q_proj = Wrapped(layer.self_attn.q_proj)
+        cache = HybridCache(model, "scout", **knobs)
+        model.generate(prompt(1, 60)[0], past_key_values=cache, max_new_tokens=8, do_sample=False)
+        fresh = cache._attachment.predictors[2]
+        assert fresh.adapter is not None
+        cosines.append(cache.stats().as_dict()["query_cosine"])
+    assert cosines[1] > 0.3
+    assert keeper._attachment.predictors[2] is fresh
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_rows_reordered_in_inference_mode(llama: PreTrainedModel, tier: str) -> None:
+    cache = HybridCache(llama, **COVERING, **TIERS[tier])
+    ids, _ = prompt(1, 50)
+    with torch.inference_mode():
+        llama(ids.expand(2, -1), past_key_values=cache)
+        llama(torch.tensor([[5], [6]]), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+    with torch.no_grad():
+        got = llama(torch.tensor([[7], [7]]), past_key_values=cache).logits[:, -1]
+        for row, token in enumerate((6, 5)):
+            whole = torch.cat([ids, torch.tensor([[token, 7]])], 1)
+            assert torch.allclose(got[row], llama(whole).logits[0, -1], atol=5e-5)
+
+
+def test_queries_without_keys_of_their_own_are_refused(llama: PreTrainedModel) -> None:
+    from hf_offload.attention.function import hybrid_sparse_attention
+
+    layer = HybridCache(llama, **COVERING).layers[0]
+    tagged = layer.update(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16))
+    with pytest.raises(ValueError, match="1 queries for 8 new tokens"):
+        hybrid_sparse_attention(llama.model.layers[0].self_attn, torch.zeros(1, 4, 1, 16), *tagged, None)
+
+
+def test_keys_that_changed_on_the_way_are_refused(llama: PreTrainedModel) -> None:
+    from hf_offload.attention.function import hybrid_sparse_attention
+
+    module, keys = llama.model.layers[0].self_attn, torch.zeros(2, 4, 8, 16)
+    with pytest.raises(ValueError, match="changes keys or values after the cache"):
+        hybrid_sparse_attention(module, keys, keys, keys, torch.ones(2, 8, dtype=torch.bool))
