@@ -264,6 +264,8 @@ def check_model(model: PreTrainedModel) -> Any:
     config = getattr(model, "config", None)
     if not isinstance(model, torch.nn.Module) or config is None:
         raise TypeError(f"model must be a Transformers model, not {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("a model compiled by torch.compile does not run a HybridCache; use the model itself")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model, which HybridCache does not serve; use DynamicCache"
