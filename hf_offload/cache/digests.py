@@ -150,20 +150,24 @@ class QuestStore(_VectorStore):
 
 
 class SubMeanStore(DigestStore):
-    """Means of four consecutive keys, standardised per channel, in int4 with a scale a mean.
+    """Means of two consecutive keys (four in blocks of 128), standardised per channel, in int4 with a scale a mean.
 
     log mass = logsumexp over sub-means j of log(tokens in j) + scale·q·μ_j.
     """
 
-    SPAN = 4
     LEVELS = 7
     frozen = False
     codes: torch.Tensor
     scales: torch.Tensor
     bias: torch.Tensor
 
+    @property
+    def span(self) -> int:
+        """Keys a mean: two, unless the block would then have more than the 32 means that the kernel takes."""
+        return max(2, self.block_size // 32)
+
     def _tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        means = self.block_size // self.SPAN
+        means = self.block_size // self.span
         return {
             "codes": ((self.num_kv_heads, means * self.head_dim // 2), torch.uint8),
             "scales": ((self.num_kv_heads, means), torch.float32),
@@ -172,14 +176,14 @@ class SubMeanStore(DigestStore):
 
     def _means(self, k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sub-means `[n, Hkv, S, D]` and their token counts `[n, S]` of keys `[n, Hkv, T, D]`."""
-        count = valid.view(*valid.shape[:-1], -1, self.SPAN).sum(-1)
-        kept = k.float().masked_fill(~valid[:, None, :, None], 0).view(*k.shape[:2], -1, self.SPAN, k.shape[3])
+        count = valid.view(*valid.shape[:-1], -1, self.span).sum(-1)
+        kept = k.float().masked_fill(~valid[:, None, :, None], 0).view(*k.shape[:2], -1, self.span, k.shape[3])
         return kept.sum(3) / count.clamp(min=1)[:, None, :, None], count
 
     def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         total = torch.zeros(self.num_kv_heads, self.head_dim, dtype=torch.float64, device=self.device)
         square, number = total.clone(), 0
-        for k, valid in _whole(tiles, self.SPAN):
+        for k, valid in _whole(tiles, self.span):
             means, count = self._means(k, valid)
             used = (count > 0)[:, None, :, None]
             total += torch.where(used, means, 0).double().sum((0, 2))
@@ -207,7 +211,7 @@ class SubMeanStore(DigestStore):
         )
 
     def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-        means = unpack_codes(self.codes[table], self.block_size // self.SPAN, self.head_dim).float()
+        means = unpack_codes(self.codes[table], self.block_size // self.span, self.head_dim).float()
         means = self.center[:, None] + self.sigma[:, None] * self.scales[table][..., None] * means
         mass = scale * torch.einsum("bhgd,bnhsd->bhgns", self._group(query), means).flatten(1, 2)
         return (mass + self.bias[table][:, None]).logsumexp(-1)

@@ -1,6 +1,6 @@
 """Block scores from sub-means in int4: log of the sum over a block's sub-means of count * exp(score).
 
-Shapes: a block has S = block_size / 4 sub-means a KV head; codes are packed as in `packing.py`. Lanes of a register
+Shapes: a block has S sub-means a KV head; codes are packed as in `packing.py`. Lanes of a register
 are the sub-means of one or more blocks, so that two registers hold 32 / S blocks: a step.
 """
 

@@ -28,7 +28,7 @@ def sealed(name: str, block: int, blocks: int = 12, spread: float = 1.0):  # typ
     return store, k, valid, query, table
 
 
-@pytest.mark.parametrize("block", [8, 32])
+@pytest.mark.parametrize("block", [8, 32, 64, 128])
 @pytest.mark.parametrize("name", DIGESTS)
 def test_launch_equals_torch(name: str, block: int) -> None:
     store, k, _, query, table = sealed(name, block)
