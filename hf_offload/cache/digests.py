@@ -150,9 +150,11 @@ class QuestStore(_VectorStore):
 
 
 class SubMeanStore(DigestStore):
-    """Means of two consecutive keys (four in blocks of 128), standardised per channel, in int4 with a scale a mean.
+    """Means of two consecutive keys (four in blocks of 128), centred and scaled per channel, in int4 with a scale a mean.
 
-    log mass = logsumexp over sub-means j of log(tokens in j) + scale·q·μ_j.
+    log mass = logsumexp over sub-means j of log(tokens in j) + scale·q·μ_j. A channel is divided by the root of its
+    standard deviation: half way between the same relative and the same absolute rounding for all channels, which costs
+    less KL than either.
     """
 
     LEVELS = 7
@@ -191,7 +193,8 @@ class SubMeanStore(DigestStore):
             number += int((count > 0).sum())
         center = total / max(number, 1)
         self.center = center.float()
-        self.sigma = (square / max(number, 1) - center.square()).clamp(min=0).sqrt().float().clamp(min=1e-6)
+        variance = (square / max(number, 1) - center.square()).clamp(min=0)
+        self.sigma = variance.pow(0.25).float().clamp(min=1e-6)
         self.frozen = number > 0  # blocks of padding alone teach nothing
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
