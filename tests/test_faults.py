@@ -48,8 +48,8 @@ def broken_launch(*args: Any, **kwargs: Any) -> Any:
         ({**SPLIT}, steps.cpu_decode, "sparse_decode"),
         ({**SPLIT, "lookahead": "attend"}, steps.cpu_decode, "sparse_decode"),
         ({**SPLIT, "recall": 1}, movers, "copy_records"),
-        ({"budget": 96}, steps.scoring, "join_scores"),
-        ({"budget": 96}, steps.selecting, "select_blocks"),
+        ({"budget": 96}, steps.choosing, "choose_blocks"),
+        ({**SPLIT}, steps.selecting, "select_blocks"),
     ],
 )
 @pytest.mark.parametrize("after", [0, 9])

@@ -10,12 +10,12 @@ import torch
 from hf_offload.attention.ahead import Ahead
 from hf_offload.attention.exchange import recall
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cpu import choose as choosing
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu import pool as movers
-from hf_offload.cpu import scoring
 from hf_offload.cpu import select as selecting
+from hf_offload.cpu.scoring import LogMasses
 from hf_offload.cpu.selections import common_blocks, split_blocks
-from hf_offload.cpu.tail import tail_lse
 from hf_offload.gpu.paged import paged_attention
 from hf_offload.policies.base import Plan, Selection
 
@@ -55,7 +55,7 @@ class Step:
         """A buffer that lives for this step only: the next step of any mode overwrites it."""
         found = self.layer.scratch.get(name)
         if found is None or found.shape[:-1] != shape[:-1] or found.shape[-1] < shape[-1]:
-            found = np.empty((*shape[:-1], max(shape[-1] * 5 // 4, 64)), dtype)
+            found = np.empty((*shape[:-1], (max(shape[-1] * 5 // 4, 64) + 15) // 16 * 16), dtype)
             self.layer.scratch[name] = found
         return found
 
@@ -66,54 +66,62 @@ class Step:
             join: how a group's heads are joined: `"max"`, `"mean"` (of the softmax of each) or `"raw"`.
 
         Returns:
-            `[B, Hkv, N]` fp32, −inf for blocks without valid tokens; good until the next `score` of this layer.
+            `[B, Hkv, N]` fp32, −inf for blocks without valid tokens; good until the next score of this layer.
         """
-        queries = self.query[:, :, None] if self.query.ndim == 3 else self.query
-        total = self._score_one(np.ascontiguousarray(queries[:, :, -1]), join)
-        if queries.shape[2] > 1:
-            total, sealed = total.copy(), self.store.sealed
-            for i in range(queries.shape[2] - 1):
-                score = self._score_one(np.ascontiguousarray(queries[:, :, i]), join)
-                total[:, :, :sealed] += score[:, :, :sealed]
-            total[:, :, :sealed] /= queries.shape[2]
-        return total
+        if self.query.ndim == 3:
+            return self._score(self.query, join)
+        total, sealed = np.zeros(()), self.store.sealed
+        for i in range(self.query.shape[2]):
+            total = total + self._score(np.ascontiguousarray(self.query[:, :, i]), join)[:, :, :sealed]
+        score = self._buffer("score", self.store.batch, self.store.num_kv_heads, sealed)
+        score[:, :, :sealed] = total / self.query.shape[2]
+        return score
 
-    def _score_one(self, query: np.ndarray, join: str) -> np.ndarray:
+    def choose(self, join: str, blocks: int) -> tuple[np.ndarray, Selection]:
+        """`score` and `select` in one: the scores, and the sinks, recent blocks, tail and best others."""
+        recent = -(-self.layer.policy.recent_tokens // self.block_size)
+        selection, bounds = self._room(blocks, recent)
+        select = (*bounds, recent, self.num_blocks, blocks, selection.blocks, selection.counts)
+        return self._score(self.query, join, select), selection
+
+    def _score(self, query: np.ndarray, join: str, select: Any = None) -> np.ndarray:
         store, sealed = self.store, self.store.sealed
         assert store.digests is not None, "a policy without a digest cannot score"
         batch, heads, _ = query.shape
-        mass = self._buffer("mass", batch, heads, sealed)
+        masses = self._buffer("masses", batch, heads, sealed)
         score = self._buffer("score", batch, store.num_kv_heads, sealed)
-        tail = np.full((batch, heads), -np.inf, np.float32) if join == "raw" else self._tail_lse(query)
-        worker = self.layer.settings.worker
-        if not store.digests.frozen or sealed == 0:
-            return score
-        if store.device.type == "cpu":
-            worker.run(store.digests.launch(query, store.table, sealed, self.scale, mass), "scoring")
+        tail, unsealed = np.full((batch, heads), -np.inf, np.float32), None
+        # What is there: a layer ahead, this step's own token is not.
+        if join != "raw" and sealed * self.block_size < store.length:
+            if self.layer.resident is None or self.layer.unplaced:
+                padding = store.padding
+                unsealed = (
+                    store.pool.block_ptr, padding.holes, padding.valid, store.length, self.block_size, store.dtype
+                )  # fmt: skip
+            else:
+                tail = self._resident_tail(query)
+        if not store.digests.frozen:  # nothing but padding is sealed
+            digest: Any = LogMasses(np.full((batch, heads, sealed), -np.inf, np.float32))
+        elif store.device.type == "cpu":
+            digest = store.digests.arrays(query, self.scale)
         else:
             table = torch.from_numpy(store.table[:, :sealed].astype(np.int64)).to(store.device)
             ready = torch.from_numpy(query).to(store.device)
-            mass[:, :, :sealed] = store.digests.score(ready, table, self.scale).cpu().numpy()
-        worker.run(scoring.join_scores(mass, tail, sealed, score, join=join), "scoring")
+            digest = LogMasses(store.digests.score(ready, table, self.scale).cpu().numpy())
+        launch = choosing.choose_blocks(
+            query, digest, store.table, sealed, masses, tail, score, join=join, scale=self.scale, unsealed=unsealed,
+            select=select,
+        )  # fmt: skip
+        self.layer.settings.worker.run(launch, "scoring")
         return score
 
-    def _tail_lse(self, query: np.ndarray) -> np.ndarray:
-        """Log mass of the tokens that have no digest yet."""
-        store, layer = self.store, self.layer
-        lse = np.full(query.shape[:2], -np.inf, np.float32)
-        if store.sealed * self.block_size >= store.length:
-            return lse
-        if layer.resident is None or layer.unplaced:
-            tail_lse(
-                query, store.pool.block_ptr, store.table, store.sealed, store.length, store.padding.holes,
-                store.padding.valid, lse, kv_heads=store.num_kv_heads, kv_dtype=store.dtype, block_size=self.block_size,
-                scale=self.scale,
-                softcap=None,  # digests know no cap either, and the two are compared
-            )()  # fmt: skip
-            return lse
+    def _resident_tail(self, query: np.ndarray) -> np.ndarray:
+        """Log mass `[B, Hq]` of the tokens that have no digest yet and lie on the device."""
+        store = self.store
         tail = np.arange(store.sealed, store.num_blocks, dtype=np.int32)
         blocks = np.broadcast_to(tail, (store.batch, store.num_kv_heads, len(tail))).copy()
         counts = np.full(blocks.shape[:2], len(tail), np.int32)
+        # No softcap: digests know none either, and the two are compared.
         return self.attend_device(Selection(blocks, counts), query, store.length)[1].cpu().numpy()
 
     def select(self, score: np.ndarray, blocks: int) -> Selection:
@@ -126,26 +134,21 @@ class Step:
         score = self._buffer("score", self.store.batch, self.store.num_kv_heads, self.store.sealed)
         return self._select(score, 0, max(blocks - unsealed - sinks, 0))
 
-    def _select(self, score: np.ndarray, blocks: int, recent: int) -> Selection:
-        store = self.store
+    def _room(self, blocks: int, recent: int) -> tuple[Selection, tuple[np.ndarray, np.ndarray]]:
+        """An empty selection for `blocks` blocks or those that are always kept, and the bounds of the sinks."""
         low, high = self.sinks()
-        unsealed = self.num_blocks - store.sealed
-        room = max(blocks, int((high - low).max()) + recent + unsealed)
-        chosen = np.empty((store.batch, store.num_kv_heads, min(room, self.num_blocks)), np.int32)
-        counts = np.empty(chosen.shape[:2], np.int32)
+        always = int((high - low).max()) + recent + self.num_blocks - self.store.sealed
+        shape = (self.store.batch, self.store.num_kv_heads)
+        width = min(max(blocks, always), self.num_blocks)
+        return Selection(np.empty((*shape, width), np.int32), np.empty(shape, np.int32)), (low, high)
+
+    def _select(self, score: np.ndarray, blocks: int, recent: int) -> Selection:
+        selection, bounds = self._room(blocks, recent)
         launch = selecting.select_blocks(
-            score,
-            store.sealed,
-            self.num_blocks,
-            low,
-            high,
-            recent,
-            blocks,
-            chosen,
-            counts,
+            score, self.store.sealed, self.num_blocks, *bounds, recent, blocks, selection.blocks, selection.counts
         )
         self.layer.settings.worker.run(launch, "selection")
-        return Selection(chosen, counts)
+        return selection
 
     def all_blocks(self) -> Selection:
         """Every block."""

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from hf_offload.cpu import scoring
-from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.packing import pack_codes, unpack_codes
-from hf_offload.cpu.submeans import score_submeans
+from hf_offload.cpu.scoring import Digest, vectors
+from hf_offload.cpu.submeans import submeans
 
 NO_TOKENS = float("-inf")
 
@@ -47,20 +46,17 @@ class DigestStore(ABC):
         """
 
     @abstractmethod
-    def launch(self, query: np.ndarray, table: np.ndarray, blocks: int, scale: float, out: np.ndarray) -> Launch:
-        """The CPU launch that writes the log mass of the first `blocks` logical blocks.
+    def arrays(self, query: np.ndarray, scale: float) -> Digest:
+        """What the CPU's kernels score with.
 
         Args:
             query: `[B, Hq, D]` fp32.
-            table: `[B, N]` int32 block table.
-            blocks: sealed blocks to score.
             scale: softmax scale.
-            out: `[B, Hq, N]` fp32.
         """
 
     @abstractmethod
     def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-        """The same with torch operations on the digests' device: query `[B, Hq, D]`, table `[B, n]` → `[B, Hq, n]`."""
+        """Log masses by torch operations on the digests' device: query `[B, Hq, D]`, table `[B, n]` → `[B, Hq, n]`."""
 
     def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Fix the statistics from keys `[B, Hkv, T, D]` with validity `[B, T]`."""
@@ -107,10 +103,9 @@ class _VectorStore(DigestStore):
     def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         return query * scale
 
-    def launch(self, query: np.ndarray, table: np.ndarray, blocks: int, scale: float, out: np.ndarray) -> Launch:
+    def arrays(self, query: np.ndarray, scale: float) -> Digest:
         ready = self._transform(torch.from_numpy(query), scale).numpy()
-        vectors, bias = self._arrays["vectors"], self._arrays["bias"]
-        return scoring.score_vectors(ready, vectors, bias, table, blocks, out, dtype=torch.float32)
+        return vectors(ready, self._arrays["vectors"], self._arrays["bias"], dtype=torch.float32)
 
     def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
         ready = self._group(self._transform(query, scale))
@@ -206,12 +201,9 @@ class SubMeanStore(DigestStore):
         self.codes[ids], self.scales[ids] = pack_codes(codes), scales
         self.bias[ids] = count.float().log()
 
-    def launch(self, query: np.ndarray, table: np.ndarray, blocks: int, scale: float, out: np.ndarray) -> Launch:
-        arrays = self._arrays
-        center, sigma = self.center.numpy(), self.sigma.numpy()
-        return score_submeans(
-            query, arrays["codes"], arrays["scales"], arrays["bias"], center, sigma, table, blocks, out, scale=scale
-        )
+    def arrays(self, query: np.ndarray, scale: float) -> Digest:
+        kept = self._arrays
+        return submeans(kept["codes"], kept["scales"], kept["bias"], self.center.numpy(), self.sigma.numpy())
 
     def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
         means = unpack_codes(self.codes[table], self.block_size // self.span, self.head_dim).float()

@@ -1,4 +1,4 @@
-"""Integer lanes over int4 codes: loads of several blocks' words into one register and dot products with int16 queries.
+"""Integer lanes over int4 codes: loads of several blocks' words into one register and dot products with int8 queries.
 
 The layout is that of `packing.py`. A register of 16 words holds the sub-means of `pieces` blocks (16 / S of them, at
 least 1; a block of 32 sub-means fills two registers), the number coming from the length of a tuple tag.
@@ -16,10 +16,14 @@ from numba.core.extending import models, register_model
 from .vector import (
     BITS16,
     BITS32,
+    FLOAT,
     FLOATS,
     LANES,
-    VECTOR,
+    MASKED,
     WORDS,
+    constant,
+    emit_fma,
+    emit_splat,
     lowered,
     pointer,
     shuffle,
@@ -27,8 +31,8 @@ from .vector import (
     word_constant,
 )
 
-_LONG = ir.IntType(64)
-_SHORTS = ir.VectorType(BITS16, 2 * LANES)
+_LONG, _BYTE = ir.IntType(64), ir.IntType(8)
+_BYTES = ir.VectorType(_BYTE, 4 * LANES)
 
 
 class WordsType(types.Type):
@@ -63,16 +67,6 @@ def _emit_pieces(builder: Any, places: Any, offset: Any, pieces: int) -> Any:
 
 
 @lowered
-def load_pieces(typing: Any, places: Any, offset: Any, pieces: Any) -> Any:
-    """A vector of float32 from several addresses (listed at `places`), `offset` bytes further."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(_emit_pieces(builder, args[0], args[1], pieces.count), FLOATS)
-
-    return VECTOR(types.int64, types.int64, pieces), emit
-
-
-@lowered
 def load_word_pair(typing: Any, left: Any, right: Any, offset: Any, pieces: Any) -> Any:
     """Two registers of words, each from several addresses (listed at `left` and at `right`)."""
     kind = uniform(WORDS_TYPE, 2)
@@ -84,71 +78,118 @@ def load_word_pair(typing: Any, left: Any, right: Any, offset: Any, pieces: Any)
     return kind(types.int64, types.int64, types.int64, pieces), emit
 
 
-def _pair_dots(context: Any, builder: Any, x: Any, y: Any, total: Any) -> Any:
-    """total + x.even * y.even + x.odd * y.odd on pairs of 16-bit lanes."""
+def _octet_dots(context: Any, builder: Any, total: Any, small: Any, signed: Any) -> Any:
+    """total + the products of each lane's four bytes: `small` in 0..15, `signed` in -127..127."""
     triple, _, features = context.codegen().magic_tuple()
-    if triple.startswith("x86_64") and "+avx2" in features:
-        # LLVM rarely finds this instruction in the plain form below, which then costs four times as much.
-        part, result = ir.VectorType(BITS16, LANES), ir.VectorType(BITS32, LANES // 2)
-        kind = ir.FunctionType(result, [part, part])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.wd")
-        halves = [range(LANES), range(LANES, 2 * LANES)]
-        low, high = (builder.call(function, [shuffle(builder, v, v, half) for v in (x, y)]) for half in halves)
-        return builder.add(total, shuffle(builder, low, high, range(LANES)))
-    products = []
-    for first in range(2):
-        picks = range(first, 2 * LANES, 2)
-        a, b = (builder.sext(shuffle(builder, value, value, picks), WORDS) for value in (x, y))
-        products.append(builder.mul(a, b, flags=["nsw"]))
-    return builder.add(total, builder.add(*products))
+    x86 = triple.startswith("x86_64")
+    # LLVM does not find these instructions in the plain form below, which then costs several times as much.
+    if x86 and "+avx512vnni" in features:
+        kind = ir.FunctionType(WORDS, [WORDS] * 3)
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+        return builder.call(function, [total, small, signed])
+    x, y = builder.bitcast(small, _BYTES), builder.bitcast(signed, _BYTES)
+    if x86 and "+avx2" in features:
+        half, pairs, words = ir.VectorType(_BYTE, 32), ir.VectorType(BITS16, LANES), ir.VectorType(BITS32, LANES // 2)
+        multiply = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(pairs, [half, half]), "llvm.x86.avx2.pmadd.ub.sw"
+        )  # two products fit 16 bits: 2 * 15 * 127
+        add = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(words, [pairs, pairs]), "llvm.x86.avx2.pmadd.wd"
+        )
+        one, parts = ir.Constant(pairs, [1] * LANES), []
+        for lanes in (range(32), range(32, 64)):
+            both = [shuffle(builder, v, v, lanes) for v in (x, y)]
+            parts.append(builder.call(add, [builder.call(multiply, both), one]))
+        return builder.add(total, shuffle(builder, parts[0], parts[1], range(LANES)))
+    for i in range(4):
+        picks = range(i, 4 * LANES, 4)
+        a = builder.zext(shuffle(builder, x, x, picks), WORDS)
+        b = builder.sext(shuffle(builder, y, y, picks), WORDS)
+        total = builder.add(total, builder.mul(a, b, flags=["nsw"]))
+    return total
 
 
 @lowered
-def zero_counters(typing: Any, heads: Any) -> Any:
-    """Two registers of integer sums a head, head-major, all 0."""
+def start_counters(typing: Any, address: Any, stride: Any, heads: Any) -> Any:
+    """Two registers of integer sums a head, head-major, filled with the head's int32 at address + head * stride."""
     kind = uniform(WORDS_TYPE, 2 * heads.count)
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return context.make_tuple(builder, kind, [word_constant(0)] * kind.count)
+        vectors = []
+        for head in range(heads.count):
+            place = builder.add(args[0], builder.mul(args[1], ir.Constant(_LONG, head)))
+            vectors += [_emit_word(builder, place)] * 2
+        return context.make_tuple(builder, kind, vectors)
 
-    return kind(heads), emit
+    return kind(types.int64, types.int64, heads), emit
+
+
+def _emit_word(builder: Any, place: Any) -> Any:
+    """The 32 bits at an address in every lane."""
+    word = builder.load(pointer(builder, place, BITS32), align=4)
+    undefined = ir.Constant(WORDS, ir.Undefined)
+    first = builder.insert_element(undefined, word, ir.Constant(BITS32, 0))
+    return shuffle(builder, first, undefined, [0] * LANES)
 
 
 @lowered
 def add_code_dots(typing: Any, sums: Any, words: Any, query: Any, stride: Any, heads: Any) -> Any:
-    """Add the products of 8 dimensions to `sums`; a head's query is 4 registers at `query` + head * stride.
+    """Add the products of 8 dimensions to `sums`; a head's query is 8 int8 at `query` + head * stride.
 
-    Register i holds, 16 times over, the int16 of dimension i and that of dimension i + 4, as a shift by 4 * i aligns
-    their nibbles.
+    The first four of them are the even dimensions, which are the low nibbles, the others the odd ones.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         totals = [builder.extract_value(args[0], i) for i in range(sums.count)]
-        columns = [builder.bitcast(builder.extract_value(args[1], i), _SHORTS) for i in range(2)]
-        for i in range(4):
-            left, right = (ir.Constant(_SHORTS, [bits] * (2 * LANES)) for bits in (12 - 4 * i, 12))
-            codes = [builder.ashr(builder.shl(column, left), right) for column in columns]
+        columns = [builder.extract_value(args[1], i) for i in range(2)]
+        low = word_constant(0x0F0F0F0F)
+        for odd in range(2):
+            codes = [builder.and_(builder.lshr(c, word_constant(4)) if odd else c, low) for c in columns]
             for head in range(heads.count):
                 row = builder.add(args[2], builder.mul(args[3], ir.Constant(_LONG, head)))
-                place = builder.add(row, ir.Constant(_LONG, 64 * i))
-                pairs = builder.load(pointer(builder, place, _SHORTS), align=4)
+                signed = _emit_word(builder, builder.add(row, ir.Constant(_LONG, 4 * odd)))
                 for column in range(2):
                     at = 2 * head + column
-                    totals[at] = _pair_dots(context, builder, codes[column], pairs, totals[at])
+                    totals[at] = _octet_dots(context, builder, totals[at], codes[column], signed)
         return context.make_tuple(builder, sums, totals)
 
     return sums(sums, words, types.int64, types.int64, heads), emit
 
 
 @lowered
-def store_counters(typing: Any, address: Any, sums: Any) -> Any:
-    """Write the integer sums, one register after the other, as float32."""
+def store_scores(
+    typing: Any, sums: Any, places: Any, pieces: Any, facts: Any, target: Any, stride: Any, heads: Any
+) -> Any:
+    """Write the scores that the integer sums stand for, two registers a head, heads `stride` bytes apart.
+
+    score = sum * scale * unit + middle + bias, MASKED where the bias is -inf. The addresses of the scales, then those of
+    the biases, are listed at `places`; a head's unit and middle are float32 at facts + 8 * head.
+    """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        for i in range(sums.count):
-            place = builder.add(args[0], ir.Constant(_LONG, 64 * i))
-            value = builder.sitofp(builder.extract_value(args[1], i), FLOATS)
-            builder.store(value, pointer(builder, place, FLOATS), align=4)
+        def at(address: Any, offset: int) -> Any:
+            return builder.add(address, ir.Constant(_LONG, offset))
+
+        zero, right = ir.Constant(_LONG, 0), 8 * pieces.count
+        scales, biases = (
+            [
+                builder.bitcast(_emit_pieces(builder, at(args[1], i * right), zero, pieces.count), FLOATS)
+                for i in (first, first + 1)
+            ]
+            for first in (0, 2)
+        )
+        empty = [builder.fcmp_ordered("<", bias, constant(-3.4e38)) for bias in biases]
+        for head in range(heads.count):
+            unit, middle = (
+                emit_splat(builder, builder.load(pointer(builder, at(args[3], 8 * head + i), FLOAT), align=4))
+                for i in (0, 4)
+            )
+            row = builder.add(args[4], builder.mul(args[5], ir.Constant(_LONG, head)))
+            for i in range(2):
+                dots = builder.sitofp(builder.extract_value(args[0], 2 * head + i), FLOATS)
+                score = builder.fadd(emit_fma(builder, builder.fmul(dots, scales[i]), unit, middle), biases[i])
+                score = builder.select(empty[i], constant(float(MASKED)), score)
+                builder.store(score, pointer(builder, at(row, 64 * i), FLOATS), align=4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, sums), emit
+    return types.void(sums, types.int64, pieces, types.int64, types.int64, types.int64, heads), emit

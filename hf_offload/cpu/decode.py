@@ -37,7 +37,7 @@ from .launch import (
     require,
     tag_of,
 )
-from .memory import address_of, get, hold, put, take
+from .memory import address_of, count_up, get, hold, put
 from .vector import NOTHING, load_f32, splat, store
 
 _NO_KBAR = np.empty((0, 0, 0), np.float32)
@@ -164,7 +164,7 @@ def decode_kernel(
     state = scores + 8 * stride
     addresses = np.empty(blocks.shape[2] + step + 1, np.int64)
     while True:
-        task = take(ticket)
+        task = count_up(ticket, 0)
         if task >= tasks:
             break
         b, h = task // kv_heads, task % kv_heads

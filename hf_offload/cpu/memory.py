@@ -85,11 +85,11 @@ def copy_bytes(typing: Any, target: Any, source: Any, count: Any) -> Any:
 
 
 @lowered
-def take(typing: Any, ticket: Any) -> Any:
-    """Take the next task number from an int64 [1] counter that several threads share (atomic)."""
+def count_up(typing: Any, counters: Any, index: Any) -> Any:
+    """Add 1 to an entry of an int64 array that several threads share (atomic); returns what it was."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        counter = _data(context, builder, ticket, args[0])
+        counter = builder.gep(_data(context, builder, counters, args[0]), [args[1]])
         return builder.atomic_rmw("add", counter, ir.Constant(_LONG, 1), "seq_cst")
 
-    return types.int64(ticket), emit
+    return types.int64(counters, types.int64), emit

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .launch import BLOCK_SIZES, I32, I64, Array, Launch, jit, new_ticket, require
-from .memory import LINE, copy_bytes, prefetch, take
+from .memory import LINE, copy_bytes, count_up, prefetch
 
 _CHUNK_TOKENS = 256  # tokens of a task: long enough to amortise it, short enough to share a prefill among threads
 _CHUNK_BYTES = 1 << 18
@@ -38,7 +38,7 @@ def move_kernel(
     chunks = (tokens + _CHUNK_TOKENS - 1) // _CHUNK_TOKENS
     half = block_size * row
     while True:
-        task = take(ticket)
+        task = count_up(ticket, 0)
         if task >= tasks:
             break
         b, chunk = task // chunks, task % chunks
@@ -66,7 +66,7 @@ def move_kernel(
 def copy_kernel(ticket: Array, tasks: int, source: Array, target: Array, nbytes: int, chunk: int) -> None:
     """One task = `chunk` records."""
     while True:
-        task = take(ticket)
+        task = count_up(ticket, 0)
         if task >= tasks:
             break
         for i in range(task * chunk, min((task + 1) * chunk, source.shape[0])):
@@ -77,7 +77,7 @@ def copy_kernel(ticket: Array, tasks: int, source: Array, target: Array, nbytes:
 def touch_kernel(ticket: Array, tasks: int, addresses: Array, nbytes: int, chunk: int) -> None:
     """One task = `chunk` records."""
     while True:
-        task = take(ticket)
+        task = count_up(ticket, 0)
         if task >= tasks:
             break
         for i in range(task * chunk, min((task + 1) * chunk, addresses.shape[0])):

@@ -80,21 +80,13 @@ def sparse_decode(
 
 
 def tail_lse(
-    query: Tensor,
-    pool: Tensor,
-    table: Tensor,
-    first_block: int,
-    length: int,
-    valid: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
+    query: Tensor, pool: Tensor, table: Tensor, first_block: int, length: int, valid: Tensor, *, scale: float
 ) -> Tensor:
-    """Return lse [B, Hq], float64, as `tail.tail_lse` defines it."""
+    """Return lse [B, Hq], float64, of the tokens from a block on, as `tail.tail_of_head` defines it."""
     end = max(first_block, -(-length // pool.shape[3]))
     blocks = torch.arange(first_block, end).expand(query.shape[0], pool.shape[1], -1)
     counts = torch.full(blocks.shape[:2], end - first_block)
-    return sparse_decode(query, pool, table, blocks, counts, valid, length, scale=scale, softcap=softcap)[1]
+    return sparse_decode(query, pool, table, blocks, counts, valid, length, scale=scale, softcap=None)[1]
 
 
 def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +98,7 @@ def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[T
 
 
 def score_vectors(query: Tensor, vectors: Tensor, bias: Tensor, table: Tensor, n_blocks: int) -> Tensor:
-    """Return logmass [B, Hq, n_blocks], float64, as `scoring.score_vectors` defines it."""
+    """Return logmass [B, Hq, n_blocks], float64, of `scoring.Vectors`."""
     group = query.shape[1] // vectors.shape[1]
     physical = table[:, :n_blocks].long()
     chosen = vectors[physical].double().repeat_interleave(group, 2)  # [B, n, Hq, W]
@@ -127,18 +119,25 @@ def score_submeans(
     *,
     scale: float,
 ) -> Tensor:
-    """Return logmass [B, Hq, n_blocks], float64, as `submeans.score_submeans` defines it, from codes [P, Hkv, S, D]."""
+    """Return logmass [B, Hq, n_blocks], float64, of `submeans.SubMeans`, from codes [P, Hkv, S, D].
+
+    sigma * query is rounded to 127 steps, as the kernel does it.
+    """
     group = query.shape[1] // codes.shape[1]
-    means = center.double()[:, None] + sigma.double()[:, None] * scales.double()[..., None] * codes.double()
+    weighted = query * sigma.repeat_interleave(group, 0)
+    step = weighted.abs().amax(-1, keepdim=True) / 127
+    weighted = step.double() * (weighted * (1 / step)).round()
+    middle = torch.einsum("bhd,hd->bh", query.double(), center.double().repeat_interleave(group, 0))
+    means = scales.double()[..., None] * codes.double()
     physical = table[:, :n_blocks].long()
     chosen = means[physical].repeat_interleave(group, 2)  # [B, n, Hq, S, D]
     shift = bias[physical][:, None].double()
-    scores = scale * torch.einsum("bhd,bnhjd->bhnj", query.double(), chosen)
+    scores = scale * (torch.einsum("bhd,bnhjd->bhnj", weighted, chosen) + middle[..., None, None])
     return torch.where(shift == -math.inf, -math.inf, scores + shift).logsumexp(-1)
 
 
 def join_scores(logmass: Tensor, tail: Tensor, kv_heads: int, *, join: str) -> Tensor:
-    """Return score [B, Hkv, n], float64, as `scoring.join_scores` defines it, from logmass [B, Hq, n]."""
+    """Return score [B, Hkv, n], float64, as `choose.choose_blocks` defines it, from logmass [B, Hq, n]."""
     batch, query_heads, count = logmass.shape
     masses = logmass.double()
     total = torch.logsumexp(torch.cat((masses, tail.double()[..., None]), -1), -1, keepdim=True)

@@ -1,210 +1,283 @@
-"""Block scores: a digest vector a block, and how the query heads of a group are joined into one score.
+"""Block scores: digests against the query heads of a group, a softmax for each head, one score for the group.
 
-Shapes: logmass [B, Hq, N], per query head and block the log of the attention mass that the digest predicts;
-score [B, Hkv, N]. Sub-mean digests are in `submeans.py`, the exact mass of the unsealed tail in `tail.py`.
+A digest gives every block S scores a query head; the block's mass is the sum of their exponentials. Blocks are scored
+in chunks of 256, each with its own peak; `join_chunks` brings the chunks of a KV head together.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba.extending import overload
 
-from .launch import F32, Array, Launch, check_blocks, group_size, head_tiles, jit, new_ticket, require, tag_of
-from .memory import LINE, address_of, get, hold, prefetch, put, take
+from . import submeans
+from .launch import F32, Array, jit, require, tag_of
+from .memory import LINE, address_of, hold, prefetch, put
+from .submeans import SubMeans
 from .tile import dot_quad, repeat_quad, store_quads
-from .vector import choose_less, exp, lane_max, lane_sum, load_f32, splat, store, vmax
+from .vector import (
+    MASKED,
+    NOTHING,
+    choose_less,
+    exp,
+    lane_max,
+    lane_sum,
+    load_f32,
+    log,
+    run_totals,
+    splat,
+    store,
+    vmax,
+)
 
-_JOINS = {"max": 0, "mean": 1, "raw": 2}
+JOINS = {"max": 0, "mean": 1, "raw": 2}
+CHUNK_BLOCKS = 256
+SPARE_BLOCKS = 32  # a digest may write this many blocks beyond its chunk
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
-_CHUNK_BLOCKS = 1024  # blocks of a task
+_FLOOR = np.float32(-64.0)  # blocks below this, from the best of the chunk, are all alike
 
 
-@jit
-def _score_quad(tag: Any, heads: Any, rows: Any, biases: Any, query: int, width: int, target: int, stride: int) -> None:
-    """logmass of 4 blocks for one register tile of heads."""
-    dots = dot_quad(tag, heads, rows, query, width)
-    low = splat(np.float32(-np.inf))
-    store_quads(target, stride, heads, choose_less(biases, splat(_LOWEST), low, dots + biases))
-
-
-@jit
-def vectors_kernel(
-    ticket: Array,
-    tasks: int,
-    full: Any,
-    rest: Any,
-    query: Array,
-    vectors: Array,
-    bias: Array,
-    table: Array,
-    n_blocks: int,
-    logmass: Array,
-) -> None:
-    """One task = one (row, KV head, up to 1024 blocks)."""
-    kv_heads, width = vectors.shape[1], vectors.shape[2]
-    group = query.shape[1] // kv_heads
-    chunks = (n_blocks + _CHUNK_BLOCKS - 1) // _CHUNK_BLOCKS
-    row, stride = width * vectors.itemsize, 4 * logmass.shape[2]
-    spare = np.empty(4 * group, np.float32)  # the last quad of blocks may reach beyond the end of a row
-    while True:
-        task = take(ticket)
-        if task >= tasks:
-            break
-        b, h, chunk = task // (chunks * kv_heads), task // chunks % kv_heads, task % chunks
-        base = address_of(vectors) + h * row
-        begin = chunk * _CHUNK_BLOCKS
-        end = min(begin + _CHUNK_BLOCKS, n_blocks)
-        queries = address_of(query) + 4 * (b * kv_heads + h) * group * width
-        result = address_of(logmass) + (b * kv_heads + h) * group * stride
-        for n in range(begin, end, 4):
-            p0, p1 = table[b, n], table[b, min(n + 1, end - 1)]
-            p2, p3 = table[b, min(n + 2, end - 1)], table[b, min(n + 3, end - 1)]
-            for later in range(n + 8, min(n + 12, end)):
-                ahead = base + np.int64(table[b, later]) * kv_heads * row
-                for line in range(0, row, LINE):
-                    prefetch(ahead + line, 1)
-            step = kv_heads * row
-            rows = (base + p0 * step, base + p1 * step, base + p2 * step, base + p3 * step)
-            biases = repeat_quad(bias[p0], bias[p1], bias[p2], bias[p3])
-            whole = n + 4 <= end
-            target = result + 4 * n if whole else address_of(spare)
-            gap = stride if whole else 16
-            done = 0
-            while done + len(full) <= group:
-                place = queries + 4 * done * width
-                _score_quad(vectors, full, rows, biases, place, width, target + done * gap, gap)
-                done += len(full)
-            if done < group:
-                place = queries + 4 * done * width
-                _score_quad(vectors, rest, rows, biases, place, width, target + done * gap, gap)
-            if not whole:
-                for head in range(group):
-                    for i in range(end - n):
-                        put(result + head * stride + 4 * (n + i), get(target + 16 * head + 4 * i))
-    hold(spare)
-
-
-def score_vectors(
-    query: Array,
-    vectors: Array,
-    bias: Array,
-    table: Array,
-    n_blocks: int,
-    logmass: Array,
-    *,
-    dtype: torch.dtype,
-) -> Launch:
-    """Prepare logmass[b, h, n] = query[b, h] . vectors[p, h // G] + bias[p] with p = table[b, n].
-
-    This serves block means (W = D) and Quest's minimum and maximum (W = 2 D, the query split into its positive and its
-    negative part; Quest, section 3.3).
+class Vectors(NamedTuple):
+    """Digests of one vector a block: block means (W = D), Quest's minimum and maximum (W = 2 D; Quest, section 3.3).
 
     Args:
-        query: float32 [B, Hq, W], transformed and scaled by the caller; W a multiple of 16.
-        vectors: [P, Hkv, W] in `dtype` (bits for 16-bit floats), by physical block.
+        query: float32 [B, Hq, W], scaled; for Quest split into its positive and its negative part.
+        vectors: [P, Hkv, W], 16-bit floats as bits, by physical block.
         bias: float32 [P]; -inf marks a block without valid tokens, whatever its vectors hold.
-        table: int32 [B, N], physical block of each logical one.
-        n_blocks: blocks 0..n_blocks-1 are scored.
-        logmass: float32 [B, Hq, N], written up to n_blocks.
-        dtype: torch.float32, float16 or bfloat16.
+        runs: one entry: a block has one score.
+    """
+
+    query: Array
+    vectors: Array
+    bias: Array
+    runs: tuple[int] = (0,)
+
+
+class LogMasses(NamedTuple):
+    """Log masses that were computed elsewhere: float32 [B, Hq, N], -inf for blocks without valid tokens."""
+
+    values: Array
+    runs: tuple[int] = (0,)
+
+
+Digest = SubMeans | Vectors | LogMasses
+
+
+def vectors(query: Array, digests: Array, bias: Array, *, dtype: torch.dtype) -> Vectors:
+    """Check and bundle the arrays of a `Vectors`.
 
     Raises:
         ValueError: shapes that contradict each other or a memory layout that the kernel does not cover.
         TypeError: an array of another dtype.
     """
-    batch, query_heads, width = query.shape
-    physical, kv_heads = vectors.shape[:2]
-    full, rest = head_tiles(group_size(query_heads, kv_heads))
+    physical, kv_heads, width = digests.shape
     if width % 16 or not width:
         raise ValueError(f"vectors of width {width} are not a multiple of 16; pad them with zeros")
-    require("query", query, F32, (batch, query_heads, width))
-    require("vectors", vectors, tag_of(dtype).dtype, (physical, kv_heads, width))
+    require("query", query, F32, (*query.shape[:2], width))
+    require("vectors", digests, tag_of(dtype).dtype, (physical, kv_heads, width))
     require("bias", bias, F32, (physical,))
-    check_blocks(table, logmass, batch, query_heads, n_blocks)
-    args = (full, rest, query, vectors, bias, table, int(n_blocks), logmass)
-    tasks = batch * kv_heads * -(-n_blocks // _CHUNK_BLOCKS)
-    return Launch(vectors_kernel, tasks, args, new_ticket(), batch * n_blocks * kv_heads * width * vectors.itemsize)
+    return Vectors(query, digests, bias)
+
+
+def check_digest(digest: Digest, batch: int, query_heads: int, kv_heads: int, n_blocks: int) -> int:
+    """Raise ValueError unless a digest serves these heads; return the bytes that scoring `n_blocks` reads."""
+    if isinstance(digest, LogMasses):
+        fits = digest.values.shape[:2] == (batch, query_heads) and digest.values.shape[2] >= n_blocks
+        record = 4 * query_heads
+    elif isinstance(digest, Vectors):
+        fits = digest.query.shape[:2] == (batch, query_heads) and digest.vectors.shape[1] == kv_heads
+        record = kv_heads * digest.vectors.shape[2] * digest.vectors.itemsize
+    else:
+        fits = digest.scales.shape[1] == kv_heads
+        record = kv_heads * (digest.codes.shape[2] + 4 * digest.scales.shape[2])
+    if not fits:
+        shapes = [x.shape for x in digest if isinstance(x, np.ndarray)]
+        raise ValueError(
+            f"a digest of shapes {shapes} does not serve {batch} rows, {query_heads} query heads, {kv_heads} KV heads "
+            f"and {n_blocks} blocks"
+        )
+    return batch * n_blocks * record
 
 
 @jit
-def join_kernel(ticket: Array, tasks: int, logmass: Array, tail: Array, n_blocks: int, score: Array, mode: int) -> None:
-    """One task = one (row, KV head)."""
-    kv_heads = score.shape[1]
-    group = logmass.shape[1] // kv_heads
-    padded = (n_blocks + 15) & ~15
-    low = splat(np.float32(-np.inf))
-    scratch = np.empty(3 * padded + 16, np.float32)
-    masses = address_of(scratch)
-    best, joined = masses + 4 * padded, masses + 8 * padded  # best: the largest log mass of the group
-    while True:
-        task = take(ticket)
-        if task >= tasks:
-            break
-        b, h = task // kv_heads, task % kv_heads
-        for n in range(0, 4 * padded, 64):
-            store(best + n, low)
-            store(joined + n, splat(np.float32(0.0)))
-        for head in range(h * group, h * group + group):
-            scratch[:n_blocks] = logmass[b, head, :n_blocks]
-            scratch[n_blocks:padded] = -np.inf
-            peak = low
-            for n in range(0, 4 * padded, 64):
-                x = load_f32(masses + n)
-                peak = vmax(peak, x)
-                store(best + n, vmax(load_f32(best + n), x))
-            if mode == 2:
-                share = splat(np.float32(1.0 / group))
-                for n in range(0, 4 * padded, 64):
-                    store(joined + n, load_f32(joined + n) + load_f32(masses + n) * share)
-                continue
-            top = max(lane_max(peak), tail[b, head])
-            if top == -np.inf:
-                continue
-            total = splat(np.float32(0.0))
-            for n in range(0, 4 * padded, 64):
-                x = exp(load_f32(masses + n) - splat(top))
-                total = total + x
-                store(masses + n, x)
-            mass = lane_sum(total) + np.float32(np.exp(tail[b, head] - top))
-            share = splat(np.float32(1.0) / (mass if mode == 0 else mass * np.float32(group)))
-            for n in range(0, 4 * padded, 64):
-                x = load_f32(masses + n) * share
-                old = load_f32(joined + n)
-                store(joined + n, vmax(old, x) if mode == 0 else old + x)
-        for n in range(0, 4 * padded, 64):
-            store(joined + n, choose_less(load_f32(best + n), splat(_LOWEST), low, load_f32(joined + n)))
-        score[b, h, :n_blocks] = scratch[2 * padded : 2 * padded + n_blocks]
-    hold(scratch)
+def _score_quad(tag: Any, heads: Any, rows: Any, biases: Any, query: int, width: int, target: int, stride: int) -> None:
+    """Scores of 4 blocks for one register tile of heads."""
+    dots = dot_quad(tag, heads, rows, query, width)
+    store_quads(target, stride, heads, choose_less(biases, splat(_LOWEST), splat(MASKED), dots + biases))
 
 
-def join_scores(logmass: Array, tail_lse: Array, n_blocks: int, score: Array, *, join: str) -> Launch:
-    """Prepare one score a (row, KV head, block) from the log masses of the group's query heads.
+@jit
+def _score_vectors(
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
+    end: int, out: int, stride: int,
+) -> None:  # fmt: skip
+    kv_heads, width = digest.vectors.shape[1:]
+    row = width * digest.vectors.itemsize
+    base = address_of(digest.vectors) + h * row
+    queries = address_of(digest.query) + 4 * (b * kv_heads + h) * group * width
+    step, bias = kv_heads * row, digest.bias
+    for n in range(begin, end, 4):
+        p0, p1 = table[b, n], table[b, min(n + 1, end - 1)]
+        p2, p3 = table[b, min(n + 2, end - 1)], table[b, min(n + 3, end - 1)]
+        for later in range(n + 8, min(n + 12, end)):
+            ahead = base + np.int64(table[b, later]) * step
+            for line in range(0, row, LINE):
+                prefetch(ahead + line, 1)
+        rows = (base + p0 * step, base + p1 * step, base + p2 * step, base + p3 * step)
+        biases = repeat_quad(bias[p0], bias[p1], bias[p2], bias[p3])
+        target = out + 4 * (n - begin)
+        done = 0
+        while done < group:
+            place = queries + 4 * done * width
+            if done + len(full) <= group:
+                _score_quad(digest.vectors, full, rows, biases, place, width, target + done * stride, stride)
+                done += len(full)
+            else:
+                _score_quad(digest.vectors, rest, rows, biases, place, width, target + done * stride, stride)
+                done += len(rest)
 
-    "max" and "mean": each query head's softmax over its blocks and the tail, then the largest or the mean of the group.
-    "raw": the mean of the log masses. A block whose log masses are all -inf has score -inf, every other one more.
+
+@jit
+def _score_submeans(
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
+    end: int, out: int, stride: int,
+) -> None:  # fmt: skip
+    heads = query[b, h * group : (h + 1) * group]
+    submeans.score_chunk(digest, full, rest, heads, table[b], h, scale, begin, end, out, stride)
+
+
+@jit
+def _copy_masses(
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
+    end: int, out: int, stride: int,
+) -> None:  # fmt: skip
+    for g in range(group):
+        for n in range(begin, end):
+            x = digest.values[b, h * group + g, n]
+            put(out + g * stride + 4 * (n - begin), x if x > _LOWEST else MASKED)
+
+
+def write_scores(
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
+    end: int, out: int, stride: int,
+) -> None:  # fmt: skip
+    """Write the S scores of blocks begin..end-1 of row b for the query heads of KV head h, MASKED where none is valid.
 
     Args:
-        logmass: float32 [B, Hq, N].
-        tail_lse: float32 [B, Hq], natural log of the mass of tokens without a digest; may be -inf.
-        n_blocks: blocks 0..n_blocks-1 are joined.
-        score: float32 [B, Hkv, N], written up to n_blocks.
-        join: "max", "mean" or "raw".
-
-    Raises:
-        ValueError: an unknown join, or shapes that contradict each other.
-        TypeError: an array of another dtype.
+        digest: one of the bundles above.
+        full, rest: tags of `launch.head_tiles`.
+        query: float32 [B, Hq, D]; table: int32 [B, N].
+        out: address of float32 [group, (CHUNK_BLOCKS + SPARE_BLOCKS) * S], rows `stride` bytes apart.
     """
-    if join not in _JOINS:
-        raise ValueError(f"join {join!r} is not one of {tuple(_JOINS)}")
-    batch, query_heads, width = logmass.shape
-    kv_heads = score.shape[1]
-    group_size(query_heads, kv_heads)
-    require("logmass", logmass, F32, (batch, query_heads, width))
-    require("tail_lse", tail_lse, F32, (batch, query_heads))
-    require("score", score, F32, (batch, kv_heads, score.shape[2]))
-    if not 0 <= n_blocks <= min(width, score.shape[2]):
-        raise ValueError(f"n_blocks {n_blocks} exceeds logmass {logmass.shape} or score {score.shape}")
-    args = (logmass, tail_lse, int(n_blocks), score, _JOINS[join])
-    return Launch(join_kernel, batch * kv_heads, args, new_ticket(), 4 * batch * query_heads * n_blocks)
+    raise NotImplementedError("for compiled code")
+
+
+_WRITERS = {SubMeans: _score_submeans, Vectors: _score_vectors, LogMasses: _copy_masses}
+
+
+@overload(write_scores)
+def _write_scores(
+    digest: Any, full: Any, rest: Any, query: Any, group: Any, table: Any, b: Any, h: Any, scale: Any, begin: Any,
+    end: Any, out: Any, stride: Any,
+) -> Any:  # fmt: skip
+    writer = _WRITERS[digest.instance_class]
+
+    def write(
+        digest: Any, full: Any, rest: Any, query: Any, group: Any, table: Any, b: Any, h: Any, scale: Any, begin: Any,
+        end: Any, out: Any, stride: Any,
+    ) -> None:  # fmt: skip
+        writer(digest, full, rest, query, group, table, b, h, scale, begin, end, out, stride)
+
+    return write
+
+
+@jit
+def soften_chunk(runs: Any, scores: int, blocks: int, raw: bool, masses: int) -> Any:
+    """Turn the scores of a chunk's blocks into masses relative to exp(peak), and return the peak, MASKED if none.
+
+    Blocks without valid tokens get mass 0, all others more. With `raw` the masses are absolute logarithms, and -inf.
+
+    Args:
+        runs: as many entries as a block has scores.
+        scores: address of float32 [blocks up to a multiple of 16, S], used up.
+        masses: address of float32, written up to the next multiple of 16 blocks.
+    """
+    end = (4 * blocks * len(runs) + 63) & ~63
+    padded = (blocks + 15) & ~15
+    nothing, masked = splat(NOTHING), splat(MASKED)
+    for i in range(4 * blocks * len(runs), end, 4):
+        put(scores + i, MASKED)
+    for i in range(end, 4 * padded * len(runs), 64):
+        store(scores + i, masked)
+    if raw and len(runs) == 1:
+        for i in range(0, end, 64):
+            x = load_f32(scores + i)
+            store(masses + i, choose_less(x, nothing, splat(np.float32(-np.inf)), x))
+        return MASKED
+    peak = masked
+    for i in range(0, end, 64):
+        peak = vmax(peak, load_f32(scores + i))
+    top = lane_max(peak)
+    for i in range(0, 4 * padded * len(runs), 64):
+        x = load_f32(scores + i)
+        weight = exp(vmax(x - splat(top), splat(_FLOOR)))
+        store(scores + i, choose_less(x, nothing, splat(np.float32(0.0)), weight))
+    for n in range(0, 4 * padded, 64):
+        total = run_totals(scores + n * len(runs), runs)
+        if raw:
+            zero, none = splat(np.float32(0.0)), splat(np.float32(-np.inf))
+            total = choose_less(zero, total, log(total) + splat(top), none)
+        store(masses + n, total)
+    return top
+
+
+@jit
+def join_chunks(masses: Array, peaks: Array, tail: Array, n_blocks: int, mode: int, score: Array) -> None:
+    """Join the masses of a KV head's query heads into one score a block.
+
+    Args:
+        masses: float32 [G, N] from `soften_chunk`, N at least n_blocks up to a multiple of 16.
+        peaks: float32 [G, chunks].
+        tail: float32 [G], log of the mass of tokens that have no digest.
+        mode: of `JOINS`.
+        score: float32 [N], written up to the next multiple of 16 blocks.
+    """
+    group, chunks = peaks.shape
+    padded = 4 * ((n_blocks + 15) & ~15)
+    low, zero = splat(np.float32(-np.inf)), splat(np.float32(0.0))
+    joined = address_of(score)
+    for n in range(0, padded, 64):
+        store(joined + n, zero)
+    best = np.zeros(padded // 4 + 16, np.float32)
+    for g in range(group):
+        mine = address_of(masses[g])
+        if mode == 2:
+            for n in range(0, padded, 64):
+                share = load_f32(mine + n) * splat(np.float32(1.0) / np.float32(group))
+                store(joined + n, load_f32(joined + n) + share)
+            continue
+        top = tail[g]
+        for chunk in range(chunks):
+            top = max(top, peaks[g, chunk])
+        if top < NOTHING:
+            continue
+        total = np.float32(math.exp(tail[g] - top))
+        for chunk in range(chunks):
+            part = zero
+            for n in range(4 * chunk * CHUNK_BLOCKS, min(4 * (chunk + 1) * CHUNK_BLOCKS, padded), 64):
+                part = part + load_f32(mine + n)
+            total += lane_sum(part) * np.float32(math.exp(peaks[g, chunk] - top))
+        for chunk in range(chunks):
+            share = np.float32(math.exp(peaks[g, chunk] - top)) / (total if mode == 0 else total * np.float32(group))
+            for n in range(4 * chunk * CHUNK_BLOCKS, min(4 * (chunk + 1) * CHUNK_BLOCKS, padded), 64):
+                mass = load_f32(mine + n)
+                store(address_of(best) + n, vmax(load_f32(address_of(best) + n), mass))
+                x, old = mass * splat(share), load_f32(joined + n)
+                store(joined + n, vmax(old, x) if mode == 0 else old + x)
+    if mode != 2:
+        for n in range(0, padded, 64):
+            store(joined + n, choose_less(zero, load_f32(address_of(best) + n), load_f32(joined + n), low))
+    hold(best)

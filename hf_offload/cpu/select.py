@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from .launch import F32, I32, Array, Launch, jit, new_ticket, require
-from .memory import take
+from .memory import count_up
 
 _NEVER = np.int32(-(2**31))  # the key of -inf and NaN: below the key of every other float
 
@@ -38,6 +38,51 @@ def _threshold(keys: Array, count: int, want: int) -> int:
 
 
 @jit
+def select_head(
+    score: Array, n_sealed: int, n_blocks: int, sink_lo: int, sink_hi: int, recent: int, k: int, chosen: Array
+) -> int:
+    """Write the chosen blocks of one (row, KV head), score [N], and return their number; see `select_blocks`."""
+    # Always kept: the sinks [low, high) and [late, n_blocks). Candidates lie between: [high, late).
+    low = min(max(sink_lo, 0), n_blocks)
+    high = min(max(sink_hi, low), n_blocks)
+    late = min(n_sealed, max(low, n_sealed - recent))
+    count = 0
+    for n in range(low, min(high, late)):
+        chosen[count] = n
+        count += 1
+    want = k - count - (n_blocks - late)
+    candidates = late - high
+    if want > 0 and candidates > 0:
+        row = score[high:late]
+        bits, keys = row.view(np.int32), np.empty(candidates, np.int32)
+        usable = np.int32(0)
+        for i in range(candidates):
+            x = np.int32(0) if bits[i] == _NEVER else bits[i]  # -0 and +0 tie
+            x = x ^ ((x >> np.int32(31)) & np.int32(0x7FFFFFFF))  # integers in the order of the floats
+            fits = row[i] > -np.inf
+            keys[i] = x if fits else _NEVER
+            usable += np.int32(fits)
+        bound, ties = int(_NEVER) + 1, candidates
+        if usable > want:
+            bound = _threshold(keys, candidates, want)
+            ties = want
+            for i in range(candidates):
+                ties -= int(keys[i] > bound)
+        for i in range(candidates):
+            if keys[i] > bound:
+                chosen[count] = high + i
+                count += 1
+            elif keys[i] == bound and ties > 0:
+                chosen[count] = high + i
+                count += 1
+                ties -= 1
+    for n in range(late, n_blocks):
+        chosen[count] = n
+        count += 1
+    return count
+
+
+@jit
 def select_kernel(
     ticket: Array,
     tasks: int,
@@ -53,50 +98,31 @@ def select_kernel(
 ) -> None:
     """One task = one (row, KV head)."""
     kv_heads = score.shape[1]
-    keys = np.empty(max(n_blocks, 1), np.int32)
     while True:
-        task = take(ticket)
+        task = count_up(ticket, 0)
         if task >= tasks:
             break
         b, h = task // kv_heads, task % kv_heads
-        # Always kept: the sinks [low, high) and [late, n_blocks). Candidates lie between: [high, late).
-        low = min(max(sink_lo[b], 0), n_blocks)
-        high = min(max(sink_hi[b], low), n_blocks)
-        late = min(n_sealed, max(low, n_sealed - recent))
-        count, chosen = 0, blocks[b, h]
-        for n in range(low, min(high, late)):
-            chosen[count] = n
-            count += 1
-        want = k - count - (n_blocks - late)
-        candidates = late - high
-        if want > 0 and candidates > 0:
-            row = score[b, h, high:late]
-            bits = row.view(np.int32)
-            usable = np.int32(0)
-            for i in range(candidates):
-                x = np.int32(0) if bits[i] == _NEVER else bits[i]  # -0 and +0 tie
-                x = x ^ ((x >> np.int32(31)) & np.int32(0x7FFFFFFF))  # integers in the order of the floats
-                fits = row[i] > -np.inf
-                keys[i] = x if fits else _NEVER
-                usable += np.int32(fits)
-            bound, ties = int(_NEVER) + 1, candidates
-            if usable > want:
-                bound = _threshold(keys, candidates, want)
-                ties = want
-                for i in range(candidates):
-                    ties -= int(keys[i] > bound)
-            for i in range(candidates):
-                if keys[i] > bound:
-                    chosen[count] = high + i
-                    count += 1
-                elif keys[i] == bound and ties > 0:
-                    chosen[count] = high + i
-                    count += 1
-                    ties -= 1
-        for n in range(late, n_blocks):
-            chosen[count] = n
-            count += 1
-        counts[b, h] = count
+        counts[b, h] = select_head(score[b, h], n_sealed, n_blocks, sink_lo[b], sink_hi[b], recent, k, blocks[b, h])
+
+
+def check_selection(
+    batch: int, kv_heads: int, n_sealed: int, sink_lo: Array, sink_hi: Array, recent: int, n_blocks: int, k: int,
+    blocks: Array, counts: Array,
+) -> None:  # fmt: skip
+    """Raise unless the arguments of a choice fit together; see `select_blocks`."""
+    require("sink_lo", sink_lo, I32, (batch,))
+    require("sink_hi", sink_hi, I32, (batch,))
+    require("blocks", blocks, I32, (batch, kv_heads, blocks.shape[2]))
+    require("counts", counts, I32, (batch, kv_heads))
+    if not 0 <= n_sealed <= n_blocks:
+        raise ValueError(f"n_sealed {n_sealed} is not within 0..n_blocks ({n_blocks})")
+    if recent < 0 or k < 0:
+        raise ValueError(f"recent {recent} and k {k} must not be negative")
+    sinks = max(0, int((np.minimum(sink_hi, n_blocks) - np.maximum(sink_lo, 0)).max())) if batch else 0
+    always = min(n_blocks, sinks + min(recent, n_sealed) + n_blocks - n_sealed)
+    if blocks.shape[2] < max(always, min(k, n_blocks)):
+        raise ValueError(f"blocks holds {blocks.shape[2]} entries; up to {max(always, min(k, n_blocks))} may be chosen")
 
 
 def select_blocks(
@@ -133,17 +159,8 @@ def select_blocks(
     """
     batch, kv_heads, width = score.shape
     require("score", score, F32, (batch, kv_heads, width))
-    require("sink_lo", sink_lo, I32, (batch,))
-    require("sink_hi", sink_hi, I32, (batch,))
-    require("blocks", blocks, I32, (batch, kv_heads, blocks.shape[2]))
-    require("counts", counts, I32, (batch, kv_heads))
-    if not 0 <= n_sealed <= min(n_blocks, width):
-        raise ValueError(f"n_sealed {n_sealed} must be within 0..n_blocks ({n_blocks}) and the {width} scores of a row")
-    if recent < 0 or k < 0:
-        raise ValueError(f"recent {recent} and k {k} must not be negative")
-    sinks = max(0, int((np.minimum(sink_hi, n_blocks) - np.maximum(sink_lo, 0)).max())) if batch else 0
-    always = min(n_blocks, sinks + min(recent, n_sealed) + n_blocks - n_sealed)
-    if blocks.shape[2] < max(always, min(k, n_blocks)):
-        raise ValueError(f"blocks holds {blocks.shape[2]} entries; up to {max(always, min(k, n_blocks))} may be chosen")
+    check_selection(batch, kv_heads, n_sealed, sink_lo, sink_hi, recent, n_blocks, k, blocks, counts)
+    if n_sealed > width:
+        raise ValueError(f"n_sealed {n_sealed} exceeds the {width} scores of a row")
     args = (score, int(n_sealed), int(n_blocks), sink_lo, sink_hi, int(recent), int(k), blocks, counts)
     return Launch(select_kernel, batch * kv_heads, args, new_ticket(), 4 * batch * kv_heads * n_sealed)

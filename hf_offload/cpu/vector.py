@@ -216,9 +216,9 @@ def log(typing: Any, x: Any) -> Any:
     return VECTOR(VECTOR), lambda c, b, sig, args: _emit_log(b, args[0])
 
 
-def emit_rotations(builder: Any, vector: Any, width: int, join: Callable[[Any, Any, Any], Any]) -> Any:
-    """Join each run of `width` lanes into one value, present in every lane of the run."""
-    for step in (2**i for i in reversed(range(int(math.log2(width))))):
+def emit_rotations(builder: Any, vector: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
+    """Join all lanes into one value, present in every lane."""
+    for step in (2**i for i in reversed(range(int(math.log2(LANES))))):
         turned = shuffle(builder, vector, vector, [lane ^ step for lane in range(LANES)])
         vector = join(builder, vector, turned)
     return vector
@@ -236,27 +236,31 @@ def _first(builder: Any, vector: Any) -> Any:
 @lowered
 def lane_max(typing: Any, x: Any) -> Any:
     """The largest lane, float32."""
-    return types.float32(VECTOR), lambda c, b, sig, args: _first(b, emit_rotations(b, args[0], LANES, _larger))
+    return types.float32(VECTOR), lambda c, b, sig, args: _first(b, emit_rotations(b, args[0], _larger))
 
 
 @lowered
 def lane_sum(typing: Any, x: Any) -> Any:
     """The sum of the lanes, float32."""
-    return types.float32(VECTOR), lambda c, b, sig, args: _first(b, emit_rotations(b, args[0], LANES, emit_add))
+    return types.float32(VECTOR), lambda c, b, sig, args: _first(b, emit_rotations(b, args[0], emit_add))
 
 
 @lowered
-def run_max(typing: Any, x: Any, runs: Any) -> Any:
-    """The largest of each run of lanes, in every lane of the run; the length of the tuple `runs` says how many runs."""
-    width = LANES // runs.count
-    return VECTOR(VECTOR, runs), lambda c, b, sig, args: emit_rotations(b, args[0], width, _larger)
+def run_totals(typing: Any, address: Any, runs: Any) -> Any:
+    """The sums of 16 consecutive runs of float32 at `address`; the length of the tuple `runs` is that of a run."""
 
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        places = [builder.add(args[0], ir.Constant(ir.IntType(64), 64 * i)) for i in range(runs.count)]
+        parts = [emit_widen(context, builder, types.float32, place) for place in places]
+        if runs.count > LANES:
+            parts = [builder.fadd(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        while len(parts) > 1:  # neighbours are added, so that the runs stay in order
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            evens, odds = range(0, 2 * LANES, 2), range(1, 2 * LANES, 2)
+            parts = [builder.fadd(shuffle(builder, a, b, evens), shuffle(builder, a, b, odds)) for a, b in pairs]
+        return parts[0]
 
-@lowered
-def run_sum(typing: Any, x: Any, runs: Any) -> Any:
-    """The sum of each run of lanes, in every lane of the run; the length of the tuple `runs` says how many runs."""
-    width = LANES // runs.count
-    return VECTOR(VECTOR, runs), lambda c, b, sig, args: emit_rotations(b, args[0], width, emit_add)
+    return VECTOR(types.int64, runs), emit
 
 
 def _operator(symbol: Any, instruction: str) -> None:

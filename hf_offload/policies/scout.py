@@ -11,8 +11,6 @@ from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hf_offload.attention.ahead import Ahead
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
@@ -165,7 +163,7 @@ class Scout(Policy):
     def before_layer(self, step: Step) -> None:
         """Algorithm 1, lines 3–7: choose the next layer's blocks by its predicted query and start the CPU part."""
         state: ScoutState = step.state
-        state.predicted = self._select(step, step.score(self.join))
+        state.predicted = step.choose(self.join, self.budget // step.block_size)[1]
         if self.mode(step.layer) == "attend":
             state.ahead = step.attend_early(self._near_and_far(step, state.predicted)[1], correct=self.correction)
         else:
@@ -181,9 +179,8 @@ class Scout(Policy):
         state.predicted = state.ahead = None
         state.steps += 1
         if predicted is None or self.mode(step.layer) == "attend" or self._looks_back(step):
-            score = step.score(self.join)
+            score, selection = step.choose(self.join, self.budget // step.block_size)
             step.learn(score, self.smoothing)
-            selection = self._select(step, score)
             if predicted is not None:
                 step.compare(predicted, selection)
         else:
@@ -206,9 +203,6 @@ class Scout(Policy):
         score = step.score(self.join)
         step.learn(score, 0.0)
         return step.select(score, slots)
-
-    def _select(self, step: Step, score: np.ndarray) -> Selection:
-        return step.select(score, self.budget // step.block_size)
 
     def _near_and_far(self, step: Step, selection: Selection) -> tuple[Selection, Selection]:
         """What waits for the real query, and what may be attended one layer early.

@@ -1,8 +1,7 @@
-"""`decode.sparse_decode` and `tail.tail_lse` against float64."""
+"""`decode.sparse_decode` against float64."""
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import torch
 
 from hf_offload.cpu import reference
 from hf_offload.cpu.decode import sparse_decode
-from hf_offload.cpu.tail import tail_lse
 
 from ._pools import Case, make_case, run
 
@@ -155,28 +153,6 @@ def test_decode_refuses(changes: dict[str, Any], error: type[Exception], text: s
     arguments, names = _decode_arguments(**changes)
     with pytest.raises(error, match=text):
         sparse_decode(*arguments, **names)
-
-
-@pytest.mark.parametrize(("block_size", "softcap"), [(8, None), (32, 5.0), (128, None)])
-def test_tail(block_size: int, softcap: float | None) -> None:
-    torch.manual_seed(4)
-    length = 3 * block_size + 1
-    case = make_case(3, 2, 64, block_size, length, torch.bfloat16, padding=(0, block_size + 2, length))
-    query = torch.randn(3, 6, 64) * 3
-    for first in (0, 2, 3, 4):
-        lse = torch.full((3, 6), 7.0)
-        arrays = (query, case.table, case.holes, case.valid, lse)
-        q, table, holes, valid, result = (x.numpy() for x in arrays)
-        launch = tail_lse(
-            q, case.block_ptr, table, first, length, holes, valid, result,
-            kv_heads=2, kv_dtype=torch.bfloat16, block_size=block_size, scale=0.125, softcap=softcap,
-        )  # fmt: skip
-        run(launch, threads=2)
-        want = reference.tail_lse(
-            query, case.clean, case.table, first, length, case.valid, scale=0.125, softcap=softcap
-        )
-        torch.testing.assert_close(lse.double(), want, rtol=0, atol=1e-5 * (1 + 20))
-        assert (want[2] == -math.inf).all()
 
 
 def test_decode_on_a_plain_cpu() -> None:
