@@ -145,7 +145,7 @@ class QuestStore(_VectorStore):
 
 
 class SubMeanStore(DigestStore):
-    """Means of two consecutive keys (four in blocks of 128), centred and scaled per channel, in int4 with a scale a mean.
+    """Means of two consecutive keys (four in blocks of 128), centred and scaled by channel, in int4, a scale a mean.
 
     log mass = logsumexp over sub-means j of log(tokens in j) + scale·q·μ_j. A channel is divided by the root of its
     standard deviation: half way between the same relative and the same absolute rounding for all channels, which costs

@@ -162,8 +162,8 @@ def store_scores(
 ) -> Any:
     """Write the scores that the integer sums stand for, two registers a head, heads `stride` bytes apart.
 
-    score = sum * scale * unit + middle + bias, MASKED where the bias is -inf. The addresses of the scales, then those of
-    the biases, are listed at `places`; a head's unit and middle are float32 at facts + 8 * head.
+    score = sum * scale * unit + middle + bias, MASKED where the bias is -inf. The addresses of the scales, then those
+    of the biases, are listed at `places`; a head's unit and middle are float32 at facts + 8 * head.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
