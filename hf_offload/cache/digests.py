@@ -7,13 +7,22 @@ valid tokens.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 
-from hf_offload.cpu.packing import pack_codes, unpack_codes
+from hf_offload.cpu.packing import (
+    pack_codes,
+    pack_halves,
+    pack_signs,
+    sign_words,
+    unpack_codes,
+    unpack_halves,
+    unpack_signs,
+)
 from hf_offload.cpu.scoring import Digest, vectors
 from hf_offload.cpu.submeans import submeans
 
@@ -78,7 +87,7 @@ class DigestStore(ABC):
                     grown[: self.capacity] = getattr(self, name)
                 setattr(self, name, grown)
                 if self.device.type == "cpu":
-                    self._arrays[name] = (grown.view(torch.uint16) if dtype is torch.bfloat16 else grown).numpy()
+                    self._arrays[name] = grown.numpy()
         self.capacity = blocks
 
     def _group(self, query: torch.Tensor) -> torch.Tensor:
@@ -145,43 +154,45 @@ class QuestStore(_VectorStore):
 
 
 class SubMeanStore(DigestStore):
-    """Means of two consecutive keys (four in blocks of 128), centred and scaled by channel, in int4, a scale a mean.
+    """Pairs of consecutive keys: their mean in int4 with a scale a pair, their difference in one bit a channel.
 
-    log mass = logsumexp over sub-means j of log(tokens in j) + scale·q·μ_j. A channel is divided by the root of its
-    standard deviation: half way between the same relative and the same absolute rounding for all channels, which costs
-    less KL than either.
+    A pair's keys are μ ± δ, so that log mass = logsumexp over pairs j of log(tokens in j) + scale·q·μ_j +
+    log cosh(scale·q·δ_j). The difference keeps its signs and its mean absolute value. A channel is divided by the root
+    of its standard deviation: half way between the same relative and the same absolute rounding for all channels, which
+    costs less KL than either.
     """
 
     LEVELS = 7
     frozen = False
     codes: torch.Tensor
-    scales: torch.Tensor
+    signs: torch.Tensor
+    sizes: torch.Tensor
     bias: torch.Tensor
 
-    @property
-    def span(self) -> int:
-        """Keys a mean: two, unless the block would then have more than the 32 means that the kernel takes."""
-        return max(2, self.block_size // 32)
-
     def _tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        means = self.block_size // self.span
+        heads, pairs = self.num_kv_heads, self.block_size // 2
         return {
-            "codes": ((self.num_kv_heads, means * self.head_dim // 2), torch.uint8),
-            "scales": ((self.num_kv_heads, means), torch.float32),
-            "bias": ((means,), torch.float32),
+            "codes": ((heads, pairs * self.head_dim // 2), torch.uint8),
+            "signs": ((heads, sign_words(self.head_dim), pairs), torch.int32),
+            "sizes": ((heads, pairs), torch.int32),
+            "bias": ((pairs,), torch.float32),
         }
 
-    def _means(self, k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sub-means `[n, Hkv, S, D]` and their token counts `[n, S]` of keys `[n, Hkv, T, D]`."""
-        count = valid.view(*valid.shape[:-1], -1, self.span).sum(-1)
-        kept = k.float().masked_fill(~valid[:, None, :, None], 0).view(*k.shape[:2], -1, self.span, k.shape[3])
-        return kept.sum(3) / count.clamp(min=1)[:, None, :, None], count
+    def _pairs(self, k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Means and half differences `[n, Hkv, S, D]` and token counts `[n, S]` of key pairs in `[n, Hkv, T, D]`."""
+        both = valid.view(*valid.shape[:-1], -1, 2)
+        count = both.sum(-1)
+        first, second = (
+            k.float().masked_fill(~valid[:, None, :, None], 0).view(*k.shape[:2], -1, 2, k.shape[3]).unbind(3)
+        )
+        half = ((first - second) / 2).masked_fill((count < 2)[:, None, :, None], 0)
+        return (first + second) / count.clamp(min=1)[:, None, :, None], half, count
 
     def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         total = torch.zeros(self.num_kv_heads, self.head_dim, dtype=torch.float64, device=self.device)
         square, number = total.clone(), 0
-        for k, valid in _whole(tiles, self.span):
-            means, count = self._means(k, valid)
+        for k, valid in _even(tiles):
+            means, _, count = self._pairs(k, valid)
             used = (count > 0)[:, None, :, None]
             total += torch.where(used, means, 0).double().sum((0, 2))
             square += torch.where(used, means, 0).double().square().sum((0, 2))
@@ -193,31 +204,33 @@ class SubMeanStore(DigestStore):
         self.frozen = number > 0  # blocks of padding alone teach nothing
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        means, count = self._means(k, valid)
-        standard = (means - self.center[:, None]) / self.sigma[:, None]
-        scales = (standard.abs().amax(-1) / self.LEVELS).clamp(min=1e-12)
+        means, half, count = self._pairs(k, valid)
+        standard, half = (means - self.center[:, None]) / self.sigma[:, None], half / self.sigma[:, None]
+        scales = (standard.abs().amax(-1) / self.LEVELS).clamp(min=1e-12).bfloat16().float()
         codes = (standard / scales[..., None]).round().clamp(-self.LEVELS, self.LEVELS).to(torch.int8)
         ids = ids.to(self.device)
-        self.codes[ids], self.scales[ids] = pack_codes(codes), scales
+        self.codes[ids], self.signs[ids] = pack_codes(codes), pack_signs(half > 0)
+        self.sizes[ids] = pack_halves(scales, half.abs().mean(-1))
         self.bias[ids] = count.float().log()
 
     def arrays(self, query: np.ndarray, scale: float) -> Digest:
-        kept = self._arrays
-        return submeans(kept["codes"], kept["scales"], kept["bias"], self.center.numpy(), self.sigma.numpy())
+        kept, center, sigma = self._arrays, self.center.numpy(), self.sigma.numpy()
+        return submeans(kept["codes"], kept["signs"], kept["sizes"], kept["bias"], center, sigma)
 
     def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-        means = unpack_codes(self.codes[table], self.block_size // self.span, self.head_dim).float()
-        means = self.center[:, None] + self.sigma[:, None] * self.scales[table][..., None] * means
-        mass = scale * torch.einsum("bhgd,bnhsd->bhgns", self._group(query), means).flatten(1, 2)
-        return (mass + self.bias[table][:, None]).logsumexp(-1)
+        grouped, (scales, size) = self._group(query), unpack_halves(self.sizes[table])
+        codes = unpack_codes(self.codes[table], self.block_size // 2, self.head_dim).float()
+        means = self.center[:, None] + self.sigma[:, None] * scales[..., None] * codes
+        halves = self.sigma[:, None] * size[..., None] * unpack_signs(self.signs[table], self.head_dim)
+        mass, swing = (scale * torch.einsum("bhgd,bnhsd->bhgns", grouped, x).flatten(1, 2) for x in (means, halves))
+        swing = torch.logaddexp(swing, -swing) - math.log(2)
+        return (mass + swing + self.bias[table][:, None]).logsumexp(-1)
 
 
-def _whole(
-    tiles: Iterable[tuple[torch.Tensor, torch.Tensor]], span: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tiles cut to a multiple of `span` tokens."""
+def _even(tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tiles cut to an even number of tokens."""
     for k, valid in tiles:
-        keep = k.shape[2] // span * span
+        keep = k.shape[2] // 2 * 2
         yield k[:, :, :keep], valid[:, :keep]
 
 

@@ -118,7 +118,7 @@ def choose_blocks(
 
     "max" and "mean": each query head's softmax over its blocks and the tail, then the largest or the mean of the group.
     "raw": the mean of the log masses. A block without valid tokens has score -inf, every other one more. A log mass is
-    cut off 64 below the best of its 256 neighbours.
+    cut off 40 below the best of its 256 neighbours.
 
     Args:
         query: float32 [B, Hq, D], D a multiple of 16 up to 256.

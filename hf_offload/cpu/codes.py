@@ -1,12 +1,13 @@
-"""Integer lanes over int4 codes: loads of several blocks' words into one register and dot products with int8 queries.
+"""Integer lanes over int4 codes and signs: loads of several blocks' words into one register, dots with int8 queries.
 
 The layout is that of `packing.py`. A register of 16 words holds the sub-means of `pieces` blocks (16 / S of them, at
-least 1; a block of 32 sub-means fills two registers), the number coming from the length of a tuple tag.
+least 1), the number coming from the length of a tuple tag.
 """
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
@@ -138,32 +139,54 @@ def add_code_dots(typing: Any, sums: Any, words: Any, query: Any, stride: Any, h
 
     The first four of them are the even dimensions, which are the low nibbles, the others the odd ones.
     """
+    return sums(sums, words, types.int64, types.int64, heads), _dots(sums.count, heads.count, 0x0F0F0F0F, (0, 4))
+
+
+@lowered
+def add_bit_dots(typing: Any, sums: Any, words: Any, query: Any, stride: Any, heads: Any) -> Any:
+    """Add the query where a bit is set, for 32 dimensions in the order of `add_code_dots`: 4 a place of a bit."""
+    return sums(sums, words, types.int64, types.int64, heads), _dots(sums.count, heads.count, 0x01010101, range(8))
+
+
+def _dots(registers: int, heads: int, mask: int, shifts: Iterable[int]) -> Any:
+    """Code that adds the dots of the bytes under `mask`, after each shift, with the next 4 int8 of every head."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        totals = [builder.extract_value(args[0], i) for i in range(sums.count)]
+        totals = [builder.extract_value(args[0], i) for i in range(registers)]
         columns = [builder.extract_value(args[1], i) for i in range(2)]
-        low = word_constant(0x0F0F0F0F)
-        for odd in range(2):
-            codes = [builder.and_(builder.lshr(c, word_constant(4)) if odd else c, low) for c in columns]
-            for head in range(heads.count):
+        for step, shift in enumerate(shifts):
+            shifted = [builder.lshr(c, word_constant(shift)) if shift else c for c in columns]
+            small = [builder.and_(c, word_constant(mask)) for c in shifted]
+            for head in range(heads):
                 row = builder.add(args[2], builder.mul(args[3], ir.Constant(_LONG, head)))
-                signed = _emit_word(builder, builder.add(row, ir.Constant(_LONG, 4 * odd)))
+                signed = _emit_word(builder, builder.add(row, ir.Constant(_LONG, 4 * step)))
                 for column in range(2):
                     at = 2 * head + column
-                    totals[at] = _octet_dots(context, builder, totals[at], codes[column], signed)
-        return context.make_tuple(builder, sums, totals)
+                    totals[at] = _octet_dots(context, builder, totals[at], small[column], signed)
+        return context.make_tuple(builder, uniform(WORDS_TYPE, registers), totals)
 
-    return sums(sums, words, types.int64, types.int64, heads), emit
+    return emit
+
+
+def _emit_log_cosh(builder: Any, y: Any) -> Any:
+    """log cosh within 0.012: a polynomial up to 4, a straight line beyond."""
+    size = builder.bitcast(builder.and_(builder.bitcast(y, WORDS), word_constant(0x7FFFFFFF)), FLOATS)
+    four = constant(4.0)
+    near = builder.select(builder.fcmp_ordered("<", size, four), size, four)
+    curve = emit_fma(builder, near, constant(0.01279919), constant(-0.1388327))
+    curve = emit_fma(builder, near, curve, constant(0.55793519))
+    return emit_fma(builder, builder.fmul(near, near), curve, builder.fsub(size, near))
 
 
 @lowered
 def store_scores(
-    typing: Any, sums: Any, places: Any, pieces: Any, facts: Any, target: Any, stride: Any, heads: Any
+    typing: Any, sums: Any, turns: Any, places: Any, pieces: Any, facts: Any, target: Any, stride: Any, heads: Any
 ) -> Any:
     """Write the scores that the integer sums stand for, two registers a head, heads `stride` bytes apart.
 
-    score = sum * scale * unit + middle + bias, MASKED where the bias is -inf. The addresses of the scales, then those
-    of the biases, are listed at `places`; a head's unit and middle are float32 at facts + 8 * head.
+    score = sum * scale * unit + middle + bias + log cosh((2 * turn - total) * size * unit), MASKED where the bias is
+    -inf. The addresses of the words that hold scale (high half) and size (low half) as bfloat16, then those of the
+    biases, are listed at `places`; a head's unit, middle and total are float32 at facts + 12 * head.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -171,25 +194,29 @@ def store_scores(
             return builder.add(address, ir.Constant(_LONG, offset))
 
         zero, right = ir.Constant(_LONG, 0), 8 * pieces.count
-        scales, biases = (
-            [
-                builder.bitcast(_emit_pieces(builder, at(args[1], i * right), zero, pieces.count), FLOATS)
-                for i in (first, first + 1)
-            ]
+        words, biases = (
+            [_emit_pieces(builder, at(args[2], i * right), zero, pieces.count) for i in (first, first + 1)]
             for first in (0, 2)
         )
+        scales = [builder.bitcast(builder.and_(word, word_constant(0xFFFF0000)), FLOATS) for word in words]
+        sizes = [builder.bitcast(builder.shl(word, word_constant(16)), FLOATS) for word in words]
+        biases = [builder.bitcast(bias, FLOATS) for bias in biases]
         empty = [builder.fcmp_ordered("<", bias, constant(-3.4e38)) for bias in biases]
         for head in range(heads.count):
-            unit, middle = (
-                emit_splat(builder, builder.load(pointer(builder, at(args[3], 8 * head + i), FLOAT), align=4))
-                for i in (0, 4)
+            unit, middle, total = (
+                emit_splat(builder, builder.load(pointer(builder, at(args[4], 12 * head + i), FLOAT), align=4))
+                for i in (0, 4, 8)
             )
-            row = builder.add(args[4], builder.mul(args[5], ir.Constant(_LONG, head)))
+            row = builder.add(args[5], builder.mul(args[6], ir.Constant(_LONG, head)))
             for i in range(2):
-                dots = builder.sitofp(builder.extract_value(args[0], 2 * head + i), FLOATS)
+                dots, turn = (builder.sitofp(builder.extract_value(x, 2 * head + i), FLOATS) for x in args[:2])
                 score = builder.fadd(emit_fma(builder, builder.fmul(dots, scales[i]), unit, middle), biases[i])
+                swing = builder.fsub(builder.fadd(turn, turn), total)
+                swing = builder.fmul(builder.fmul(swing, sizes[i]), unit)
+                score = builder.fadd(score, _emit_log_cosh(builder, swing))
                 score = builder.select(empty[i], constant(float(MASKED)), score)
                 builder.store(score, pointer(builder, at(row, 64 * i), FLOATS), align=4)
         return context.get_dummy_value()
 
-    return types.void(sums, types.int64, pieces, types.int64, types.int64, types.int64, heads), emit
+    address = types.int64
+    return types.void(sums, turns, address, pieces, address, address, address, heads), emit

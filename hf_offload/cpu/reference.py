@@ -110,7 +110,9 @@ def score_vectors(query: Tensor, vectors: Tensor, bias: Tensor, table: Tensor, n
 def score_submeans(
     query: Tensor,
     codes: Tensor,
+    signs: Tensor,
     scales: Tensor,
+    sizes: Tensor,
     bias: Tensor,
     center: Tensor,
     sigma: Tensor,
@@ -119,7 +121,7 @@ def score_submeans(
     *,
     scale: float,
 ) -> Tensor:
-    """Return logmass [B, Hq, n_blocks], float64, of `submeans.SubMeans`, from codes [P, Hkv, S, D].
+    """Return logmass [B, Hq, n_blocks], float64, of `submeans.SubMeans`, from codes and signs (+-1) [P, Hkv, S, D].
 
     sigma * query is rounded to 127 steps, as the kernel does it.
     """
@@ -128,11 +130,13 @@ def score_submeans(
     step = weighted.abs().amax(-1, keepdim=True) / 127
     weighted = step.double() * (weighted * (1 / step)).round()
     middle = torch.einsum("bhd,hd->bh", query.double(), center.double().repeat_interleave(group, 0))
-    means = scales.double()[..., None] * codes.double()
     physical = table[:, :n_blocks].long()
-    chosen = means[physical].repeat_interleave(group, 2)  # [B, n, Hq, S, D]
+    means, halves = (
+        torch.einsum("bhd,bnhjd->bhnj", weighted, (x[..., None] * y).double()[physical].repeat_interleave(group, 2))
+        for x, y in ((scales, codes), (sizes, signs))
+    )
     shift = bias[physical][:, None].double()
-    scores = scale * (torch.einsum("bhd,bnhjd->bhnj", weighted, chosen) + middle[..., None, None])
+    scores = scale * (means + middle[..., None, None]) + torch.cosh(scale * halves).log()
     return torch.where(shift == -math.inf, -math.inf, scores + shift).logsumexp(-1)
 
 

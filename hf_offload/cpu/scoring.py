@@ -37,7 +37,9 @@ JOINS = {"max": 0, "mean": 1, "raw": 2}
 CHUNK_BLOCKS = 256
 SPARE_BLOCKS = 32  # a digest may write this many blocks beyond its chunk
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
-_FLOOR = np.float32(-64.0)  # blocks below this, from the best of the chunk, are all alike
+# Blocks so far below the best that it cannot matter are all alike: products of what is left are never denormal, which
+# would cost a hundred cycles each.
+_FLOOR, _LEAST = np.float32(-40.0), np.float32(1e-18)
 
 
 class Vectors(NamedTuple):
@@ -91,8 +93,8 @@ def check_digest(digest: Digest, batch: int, query_heads: int, kv_heads: int, n_
         fits = digest.query.shape[:2] == (batch, query_heads) and digest.vectors.shape[1] == kv_heads
         record = kv_heads * digest.vectors.shape[2] * digest.vectors.itemsize
     else:
-        fits = digest.scales.shape[1] == kv_heads
-        record = kv_heads * (digest.codes.shape[2] + 4 * digest.scales.shape[2])
+        fits = digest.sizes.shape[1] == kv_heads
+        record = kv_heads * (digest.codes.shape[2] + 4 * digest.sizes.shape[2] * (digest.signs.shape[2] + 1))
     if not fits:
         shapes = [x.shape for x in digest if isinstance(x, np.ndarray)]
         raise ValueError(
@@ -272,6 +274,7 @@ def join_chunks(masses: Array, peaks: Array, tail: Array, n_blocks: int, mode: i
             total += lane_sum(part) * np.float32(math.exp(peaks[g, chunk] - top))
         for chunk in range(chunks):
             share = np.float32(math.exp(peaks[g, chunk] - top)) / (total if mode == 0 else total * np.float32(group))
+            share = max(share, _LEAST)
             for n in range(4 * chunk * CHUNK_BLOCKS, min(4 * (chunk + 1) * CHUNK_BLOCKS, padded), 64):
                 mass = load_f32(mine + n)
                 store(address_of(best) + n, vmax(load_f32(address_of(best) + n), mass))

@@ -252,7 +252,7 @@ def run_totals(typing: Any, address: Any, runs: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         places = [builder.add(args[0], ir.Constant(ir.IntType(64), 64 * i)) for i in range(runs.count)]
         parts = [emit_widen(context, builder, types.float32, place) for place in places]
-        if runs.count > LANES:
+        while len(parts) > LANES:
             parts = [builder.fadd(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         while len(parts) > 1:  # neighbours are added, so that the runs stay in order
             pairs = zip(parts[::2], parts[1::2], strict=True)

@@ -56,9 +56,8 @@ def test_submeans_estimate_the_log_mass() -> None:
     want = exact_mass(k, valid, query, DIM**-0.5)
     got = store.score(query, torch.from_numpy(table.astype(np.int64)), DIM**-0.5)
     seen = ~want.isneginf()
-    assert (got - want)[seen].max() < 0.1  # by convexity a sub-mean never promises more mass than there is
     correlation = torch.corrcoef(torch.stack([got[seen], want[seen]]))[0, 1]
-    assert correlation > 0.8
+    assert correlation > 0.9
 
 
 def test_quest_bounds_every_token() -> None:
@@ -74,4 +73,4 @@ def test_growing_keeps_what_is_there() -> None:
     before = store.codes.clone()
     store.reserve(100)
     assert torch.equal(store.codes[: len(before)], before)
-    assert store.nbytes == sum(t.nbytes for t in (store.codes, store.scales, store.bias))
+    assert store.nbytes == sum(t.nbytes for t in (store.codes, store.signs, store.sizes, store.bias))
