@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.packing import (
     pack_codes,
     pack_halves,
@@ -82,11 +83,17 @@ class DigestStore(ABC):
             return
         with torch.inference_mode(False):
             for name, (shape, dtype) in self._tensors().items():
-                grown = torch.zeros((blocks, *shape), dtype=dtype, device=self.device)
+                on_host = self.device.type == "cpu"
+                grown = (
+                    host_empty((blocks, *shape), dtype)
+                    if on_host
+                    else torch.empty((blocks, *shape), dtype=dtype, device=self.device)
+                )
                 if self.capacity:
                     grown[: self.capacity] = getattr(self, name)
+                grown[self.capacity :] = 0
                 setattr(self, name, grown)
-                if self.device.type == "cpu":
+                if on_host:
                     self._arrays[name] = grown.numpy()
         self.capacity = blocks
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from hf_offload.cache.memory import host_empty
+
 MIN_SLAB_BLOCKS = 64
 
 
@@ -63,7 +65,7 @@ class HostPool:
 
     def _add_slab(self, blocks: int) -> None:
         with torch.inference_mode(False):
-            slab = torch.empty((blocks, *self.block_shape), dtype=self.dtype, pin_memory=self.pin)
+            slab = host_empty((blocks, *self.block_shape), self.dtype, pin=self.pin)
         first = self.num_blocks
         pointers = slab.data_ptr() + np.arange(blocks, dtype=np.int64) * self.block_bytes
         self.slabs.append(slab)

@@ -3,6 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
+import bench_cpu
 import common
 import cpu_ratio
 import decode
@@ -19,9 +20,23 @@ def test_help(main):
     assert "--threads" in result.output
 
 
+def test_the_kernel_benchmark_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_cpu, "POOL_BYTES", 1 << 26)
+    out = tmp_path / "bench.csv"
+    options = ["--sections", "torch,selection,worker", "--dtypes", "bf16", "--rounds", "2", "--out", str(out)]
+    result = CliRunner().invoke(common.command(bench_cpu.main), options)
+    assert result.exit_code == 0, result.output
+    assert {"read", "sparse_decode", "torch.topk", "submit to done"} <= {
+        line.split(",")[1] for line in out.read_text().splitlines()
+    }
+    assert out.with_suffix(".png").stat().st_size > 0
+
+
 @pytest.mark.parametrize(
     ("main", "option"),
     [
+        (bench_cpu.main, "--sections"),
+        (bench_cpu.main, "--dtypes"),
         (cpu_ratio.main, "--kind"),
         (decode.main, "--rows"),
         (decode.main, "--contexts"),

@@ -1,0 +1,399 @@
+"""The CPU kernels against the speed of the memory and against the best that torch offers, in one run.
+
+    python eval/bench_cpu.py
+    python eval/bench_cpu.py --sections decode,torch --threads 1,2 --rounds 30
+
+Everything lies in pools much larger than the caches, and every call attends blocks that are chosen anew. The rows of a
+section take turns; shown are medians with their 20th and 80th percentile. The limit is what a plain read of memory
+reaches in the same turns: compiled C where a compiler is present, else Numba.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numba
+import numpy as np
+import torch
+import typer
+from tqdm import tqdm
+
+from common import RESULTS, OutOption, command, percentiles, show, write_csv
+from hf_offload.cache.host_pool import HostPool
+from hf_offload.cache.memory import host_empty
+from hf_offload.cpu.choose import choose_blocks
+from hf_offload.cpu.decode import sparse_decode
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.select import select_blocks
+from hf_offload.cpu.submeans import submeans
+from hf_offload.cpu.worker import Worker
+
+POOL_BYTES = 1 << 29  # far beyond the caches
+READ_BYTES = 1 << 24  # of a read for the limit: as short as the calls it is compared with
+SECTIONS = ("decode", "torch", "scoring", "selection", "worker")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+READ_C = """
+#include <stddef.h>
+#include <stdint.h>
+uint64_t read_words(const uint64_t *p, size_t n) {
+    uint64_t sum[8] = {0};
+    for (size_t i = 0; i + 8 <= n; i += 8)
+        for (int k = 0; k < 8; k++) sum[k] ^= p[i + k];
+    return sum[0] ^ sum[1] ^ sum[2] ^ sum[3] ^ sum[4] ^ sum[5] ^ sum[6] ^ sum[7];
+}
+"""
+
+
+@numba.njit(nogil=True)
+def _read_words(words: np.ndarray) -> int:  # type: ignore[type-arg]
+    total = np.uint64(0)
+    for word in words:
+        total ^= word
+    return total
+
+
+def reader() -> tuple[str, Callable[[np.ndarray], Any]]:  # type: ignore[type-arg]
+    """How memory is read for the limit: the name of the way, and the function of an array of uint64."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return "numba", _read_words
+    folder = Path(tempfile.mkdtemp())
+    (folder / "read.c").write_text(READ_C)
+    library = folder / "read.so"
+    subprocess.run([compiler, "-O3", "-march=native", "-shared", "-fPIC", "-o", library, folder / "read.c"], check=True)
+    function = ctypes.CDLL(str(library)).read_words
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_uint64
+    return "C", lambda words: function(words.ctypes.data, words.size)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a section.
+
+    Attributes:
+        name: what is measured.
+        prepare: makes one call, untimed.
+        nbytes: bytes that a call has to read.
+        facts: columns that describe it.
+    """
+
+    name: str
+    prepare: Callable[[], Callable[[], Any]]
+    nbytes: int
+    facts: dict[str, Any]
+
+
+def take_turns(cases: Sequence[Case], rounds: int, label: str) -> list[dict[str, Any]]:
+    """Time the cases in turns; one record a case, microseconds."""
+    times: dict[int, list[float]] = {i: [] for i in range(len(cases))}
+    for case in cases:
+        case.prepare()()  # compiles
+    for _ in tqdm(range(rounds), desc=label, leave=False):
+        for i, case in enumerate(cases):
+            call = case.prepare()
+            start = time.perf_counter()
+            call()
+            times[i].append((time.perf_counter() - start) * 1e6)
+    records = []
+    for i, case in enumerate(cases):
+        spread = percentiles(times[i])
+        speed = case.nbytes / spread["p50"] / 1e3 if case.nbytes else None
+        records.append({"section": label, "case": case.name, **case.facts, **spread, "gb_per_s": speed})
+    return records
+
+
+def on_threads(work: Callable[[], Any], threads: int) -> Callable[[], Any]:
+    """A call that runs `work` on several threads at once."""
+
+    def call() -> None:
+        others = [threading.Thread(target=work) for _ in range(threads - 1)]
+        for other in others:
+            other.start()
+        work()
+        for other in others:
+            other.join()
+
+    return call
+
+
+class Memory:
+    """A pool of blocks far larger than the caches, with random K and V, for one shape."""
+
+    def __init__(self, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
+        self.kv_heads, self.dim, self.block_size, self.dtype = kv_heads, dim, block_size, dtype
+        record = 2 * kv_heads * block_size * dim * dtype.itemsize
+        self.blocks = POOL_BYTES // record
+        pool = HostPool(kv_heads, block_size, dim, dtype)
+        pool.allocate(self.blocks)
+        for slab in pool.slabs:
+            slab.view(torch.uint8).view(-1)[:] = torch.randint(0, 60, (1,), dtype=torch.uint8)  # small finite numbers
+        self.pool = pool
+        self.table = np.arange(self.blocks, dtype=np.int32)[None]
+        self.rng = np.random.default_rng(0)
+
+    def choose(self, batch: int, count: int) -> np.ndarray:  # type: ignore[type-arg]
+        """`[B, Hkv, count]` blocks, ascending, none twice."""
+        picks = [self.rng.choice(self.blocks, count, replace=False) for _ in range(batch * self.kv_heads)]
+        return np.sort(np.stack(picks), -1).reshape(batch, self.kv_heads, count).astype(np.int32)
+
+    def decode(self, group: int, batch: int, budget: int) -> Launch:
+        """One sparse decode over `budget` tokens a row and KV head."""
+        count = budget // self.block_size
+        query = self.rng.standard_normal((batch, group * self.kv_heads, self.dim), dtype=np.float32)
+        blocks = self.choose(batch, count)
+        length = self.blocks * self.block_size
+        return sparse_decode(
+            query, self.pool.block_ptr, np.repeat(self.table, batch, 0), blocks,
+            np.full(blocks.shape[:2], count, np.int32), np.zeros((batch, self.blocks), np.uint8),
+            np.ones((batch, length), np.uint8), length, np.empty_like(query), np.empty(query.shape[:2], np.float32),
+            None, kv_dtype=self.dtype, block_size=self.block_size, scale=self.dim**-0.5, softcap=None,
+        )  # fmt: skip
+
+    def bytes_of(self, batch: int, budget: int) -> int:
+        """Bytes of the K and V that a call attends."""
+        return 2 * batch * budget * self.kv_heads * self.dim * self.dtype.itemsize
+
+
+def decode_cases(name: str, threads: int, read: Case) -> list[list[Case]]:
+    """Sets of cases that take turns: dtypes, head dimensions, groups, batches, block sizes."""
+    dtype = DTYPES[name]
+    worker = Worker(threads=threads - 1) if threads > 1 else None
+
+    def case(memory: Memory, group: int, batch: int, budget: int) -> Case:
+        def prepare() -> Callable[[], Any]:
+            launch = memory.decode(group, batch, budget)
+            if worker is None:
+                return launch
+            return lambda: worker.run(launch)
+
+        facts = {
+            "dtype": name, "dim": memory.dim, "group": group, "batch": batch, "block_size": memory.block_size,
+            "budget": budget, "threads": threads,
+        }  # fmt: skip
+        return Case("sparse_decode", prepare, memory.bytes_of(batch, budget), facts)
+
+    main = Memory(8, 128, 32, dtype)
+    sets = [[read, case(main, 4, 1, 2048), case(main, 3, 1, 2048), case(main, 7, 1, 2048), case(main, 4, 4, 2048)]]
+    del main
+    for dim, block in ((64, 32), (128, 16), (128, 64), (256, 32)):
+        sets.append([read, case(Memory(8, dim, block, dtype), 4, 1, 2048)])
+    return sets
+
+
+def torch_cases(name: str, read: Case) -> list[Case]:
+    """Ours against torch's ways, the gather of the chosen blocks counted."""
+    memory, group, budget = Memory(8, 128, 32, DTYPES[name]), 4, 2048
+    slab = memory.pool.slabs[0]
+    heads = torch.arange(memory.kv_heads)[:, None]
+    count = budget // memory.block_size
+
+    def gathered() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        query = torch.randn(memory.kv_heads, group, memory.dim, dtype=memory.dtype)
+        return query, torch.from_numpy(memory.choose(1, count)[0].astype(np.int64)), heads, slab
+
+    def fetch(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = slab[blocks, heads]  # [Hkv, count, 2, block, D]
+        return both[:, :, 0].flatten(1, 2), both[:, :, 1].flatten(1, 2)
+
+    def sdpa() -> Callable[[], Any]:
+        query, blocks, *_ = gathered()
+
+        def call() -> torch.Tensor:
+            k, v = fetch(blocks)
+            return torch.nn.functional.scaled_dot_product_attention(query[None], k[None], v[None])
+
+        return call
+
+    def matmul() -> Callable[[], Any]:
+        query, blocks, *_ = gathered()
+
+        def call() -> torch.Tensor:
+            k, v = fetch(blocks)
+            return (query @ k.mT * memory.dim**-0.5).float().softmax(-1).to(v.dtype) @ v
+
+        return call
+
+    def enable_gqa() -> Callable[[], Any]:
+        query, blocks, *_ = gathered()
+
+        def call() -> torch.Tensor:
+            k, v = fetch(blocks)
+            rows = query.reshape(1, -1, 1, memory.dim)
+            return torch.nn.functional.scaled_dot_product_attention(rows, k[None], v[None], enable_gqa=True)
+
+        return call
+
+    nbytes, facts = memory.bytes_of(1, budget), {"dtype": name, "dim": 128, "group": group, "threads": 1}
+    return [
+        read,
+        Case("sparse_decode", lambda: memory.decode(group, 1, budget), nbytes, facts),
+        Case("torch: gather, sdpa with the group as rows", sdpa, nbytes, facts),
+        Case("torch: gather, matmul, softmax, matmul", matmul, nbytes, facts),
+        Case("torch: gather, sdpa with enable_gqa", enable_gqa, nbytes, facts),
+    ]
+
+
+def scoring_cases(read: Case) -> list[Case]:
+    """Digest scoring with join and selection, over contexts of 8k, 32k and 128k tokens."""
+    rng = np.random.default_rng(0)
+    kv_heads, group, dim, pairs, count = 8, 4, 128, 16, 64
+
+    def case(blocks: int) -> Case:
+        copies = max(2, POOL_BYTES // 4 // (blocks * kv_heads * pairs * dim // 2))
+        codes = host_empty((copies * blocks, kv_heads, pairs * dim // 2), torch.uint8).numpy()
+        codes[:] = rng.integers(0, 256, codes.shape[-1], dtype=np.uint8)
+        signs = host_empty((copies * blocks, kv_heads, dim // 32, pairs), torch.int32).numpy()
+        signs[:] = rng.integers(-(2**31), 2**31, signs.shape[2:]).astype(np.int32)
+        sizes = np.full((copies * blocks, kv_heads, pairs), 0x3D803D80, np.int32)
+        bias = np.zeros((copies * blocks, pairs), np.float32)
+        center, sigma = (rng.random((kv_heads, dim), dtype=np.float32) for _ in range(2))
+        query = rng.standard_normal((1, kv_heads * group, dim), dtype=np.float32)
+        masses = np.empty((1, kv_heads * group, blocks + 16), np.float32)
+        score, tail = np.empty((1, kv_heads, blocks + 16), np.float32), np.zeros((1, kv_heads * group), np.float32)
+        low = np.zeros(1, np.int32)
+        chosen, counts = np.empty((1, kv_heads, count), np.int32), np.empty((1, kv_heads), np.int32)
+        digest = submeans(codes, signs, sizes, bias, center, sigma)
+        turn = [0]
+
+        def prepare() -> Launch:
+            turn[0] = (turn[0] + 1) % copies
+            table = np.arange(turn[0] * blocks, (turn[0] + 1) * blocks, dtype=np.int32)[None]
+            return choose_blocks(
+                query, digest, table, blocks, masses, tail, score, join="max", scale=dim**-0.5,
+                select=(low, low + 1, 4, blocks, count, chosen, counts),
+            )  # fmt: skip
+
+        nbytes = blocks * kv_heads * (codes.shape[2] + 4 * pairs * (dim // 32 + 1))
+        return Case(
+            "choose_blocks", prepare, nbytes, {"dim": dim, "group": group, "context": 32 * blocks, "threads": 1}
+        )
+
+    return [read, *(case(blocks) for blocks in (256, 1024, 4096))]
+
+
+def selection_cases() -> list[Case]:
+    """The choice alone, against `torch.topk` alone."""
+    rng = np.random.default_rng(0)
+    cases = []
+    for blocks in (256, 1024, 4096):
+        score = rng.random((1, 8, blocks), dtype=np.float32)
+        low, chosen, counts = np.zeros(1, np.int32), np.empty((1, 8, 64), np.int32), np.empty((1, 8), np.int32)
+
+        def ours(score: Any = score, blocks: int = blocks, rest: Any = (low, chosen, counts)) -> Launch:
+            return select_blocks(score, blocks, blocks, rest[0], rest[0], 0, 64, rest[1], rest[2])
+
+        def theirs(score: Any = score) -> Callable[[], Any]:
+            tensor = torch.from_numpy(score)
+            return lambda: torch.topk(tensor, 64, sorted=False)
+
+        facts = {"context": 32 * blocks, "threads": 1}
+        cases += [Case("select_blocks", ours, 0, facts), Case("torch.topk", theirs, 0, facts)]
+    return cases
+
+
+def worker_cases() -> list[Case]:
+    """From handing a job that does nothing to a sleeping worker until its result is there."""
+    worker = Worker()
+
+    def prepare() -> Callable[[], Any]:
+        time.sleep(0.002)  # long enough for the thread to sleep
+        return lambda: worker.submit(lambda: None).result()
+
+    return [Case("submit to done", prepare, 0, {"threads": 1})]
+
+
+def shares(records: list[dict[str, Any]]) -> None:
+    """Add each row's share of the speed at which the same turns read memory."""
+    limit = next((r["gb_per_s"] for r in records if r["case"] == "read"), None)
+    for record in records:
+        speed = record["gb_per_s"]
+        record["of_limit"] = None if limit is None or speed is None else speed / limit
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw the speed of each row that reads memory beside its limit."""
+    import matplotlib.pyplot as plt
+
+    rows = [r for r in records if r.get("of_limit") is not None and r["case"] != "read"]
+    names = [
+        " ".join(str(r[k]) for k in ("case", "dtype", "dim", "group", "batch", "block_size", "context") if r.get(k))
+        + f" ×{r['threads']}"
+        for r in rows
+    ]
+    figure, axes = plt.subplots(figsize=(9, 1 + len(rows) / 4), layout="constrained")
+    axes.barh(names, [r["gb_per_s"] / r["of_limit"] for r in rows], color="lightgray", label="plain read")
+    axes.barh(names, [r["gb_per_s"] for r in rows], label="kernel")
+    axes.set(xlabel="GB/s")
+    axes.invert_yaxis()
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    print(f"wrote {path}")
+
+
+def main(
+    sections: Annotated[str, typer.Option(help=f"Of {', '.join(SECTIONS)}.")] = ",".join(SECTIONS),
+    dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")] = ",".join(DTYPES),
+    threads: Annotated[str, typer.Option(help="Threads of the decode section, comma-separated.")] = "1,2",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every row.")] = 30,
+    out: OutOption = RESULTS / "bench_cpu.csv",
+) -> None:
+    """Measure the CPU kernels."""
+    wanted, names = sections.replace(" ", "").split(","), dtypes.replace(" ", "").split(",")
+    for given, allowed in ((wanted, SECTIONS), (names, tuple(DTYPES))):
+        if unknown := [name for name in given if name not in allowed]:
+            raise typer.BadParameter(f"unknown: {', '.join(unknown)}; choose among {', '.join(allowed)}")
+    counts = [int(n) for n in threads.split(",")]
+    torch.set_num_threads(1)
+    way, read_words = reader()
+    words = host_empty((POOL_BYTES // 8,), torch.int64).fill_(1).numpy().view(np.uint64)
+
+    def read(parts: int = 1) -> Case:
+        size, places = READ_BYTES // 8 // parts, itertools.count()
+
+        def prepare() -> Callable[[], Any]:
+            starts = [next(places) * size % (words.size - size) for _ in range(parts)]
+            return on_threads(lambda: read_words(words[(first := starts.pop()) : first + size]), parts)
+
+        return Case("read", prepare, parts * size * 8, {"way": way, "threads": parts})
+
+    records: list[dict[str, Any]] = []
+
+    def measure(cases: Sequence[Case], label: str) -> None:
+        found = take_turns(cases, rounds, label)
+        shares(found)
+        records.extend(found)
+        write_csv(out, records)
+
+    for name in names:
+        if "decode" in wanted:
+            for count in counts:
+                for cases in decode_cases(name, count, read(count)):
+                    measure(cases, "decode")
+        if "torch" in wanted:
+            measure(torch_cases(name, read()), "torch")
+    if "scoring" in wanted:
+        measure(scoring_cases(read()), "scoring")
+    if "selection" in wanted:
+        measure(selection_cases(), "selection")
+    if "worker" in wanted:
+        measure(worker_cases(), "worker")
+    plot(records, out.with_suffix(".png"))
+    for section in dict.fromkeys(r["section"] for r in records):
+        mine = [r for r in records if r["section"] == section]
+        keys = dict.fromkeys(k for r in mine for k in r if k not in ("section", "way"))
+        show(f"{section}: microseconds", [{k: r.get(k) for k in keys} for r in mine])
+
+
+if __name__ == "__main__":
+    command(main)()
