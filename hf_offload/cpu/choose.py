@@ -80,19 +80,19 @@ def choose_kernel(
                 runs, address_of(scores) + 4 * g * row, end - begin, mode == 2,
                 address_of(masses[b, h * group + g]) + 4 * begin,
             )  # fmt: skip
-        if count_up(finished, b * kv_heads + h) < chunks - 1:
-            continue
-        heads = slice(h * group, (h + 1) * group)
-        if reads_tail:
-            tail_of_head(
-                tag, full, rest, query[b, heads], block_ptr, table[b], h, kv_heads, n_sealed, length, holes[b],
-                valid[b], block_size, scale, tail[b, heads],
-            )  # fmt: skip
-        join_chunks(masses[b, heads], peaks[b, heads], tail[b, heads], n_sealed, mode, score[b, h])
-        if k >= 0:
-            counts[b, h] = select_head(
-                score[b, h], n_sealed, n_blocks, sink_lo[b], sink_hi[b], recent, k, blocks[b, h]
-            )  # fmt: skip
+        if count_up(finished, b * kv_heads + h) == chunks - 1:
+            heads = slice(h * group, (h + 1) * group)
+            if reads_tail:
+                tail_of_head(
+                    tag, full, rest, query[b, heads], block_ptr, table[b], h, kv_heads, n_sealed, length, holes[b],
+                    valid[b], block_size, scale, tail[b, heads],
+                )  # fmt: skip
+            join_chunks(masses[b, heads], peaks[b, heads], tail[b, heads], n_sealed, mode, score[b, h])
+            if k >= 0:
+                counts[b, h] = select_head(
+                    score[b, h], n_sealed, n_blocks, sink_lo[b], sink_hi[b], recent, k, blocks[b, h]
+                )  # fmt: skip
+        count_up(ticket, 1)
     hold(scores)
 
 

@@ -207,6 +207,7 @@ def decode_kernel(
         _finish(sums, dim, group, state + state_step, address_of(out) + task * part)
         if wants_kbar:
             _finish(key_sums, dim, group, state + state_step, address_of(kbar) + task * part)
+        count_up(ticket, 1)
     hold(scratch)
 
 

@@ -40,7 +40,7 @@ class Launch:
         kernel: compiled function `(ticket, tasks, *args)` that takes task numbers from `ticket` until none is left.
         tasks: how many tasks there are.
         args: the remaining arguments of the kernel.
-        ticket: int64 [1], zero: the number of the next task.
+        ticket: int64 [2], zero: the number of the next task, and how many are done.
         cost: bytes that the kernel reads, roughly (an upper bound).
         keep: objects whose memory the kernel reaches only by address, kept alive as long as the launch.
     """
@@ -58,8 +58,8 @@ class Launch:
 
 
 def new_ticket() -> Array:
-    """Return a fresh ticket counter, int64 [1]."""
-    return np.zeros(1, np.int64)
+    """Return a fresh ticket, int64 [2]."""
+    return np.zeros(2, np.int64)
 
 
 def jit(function: Function) -> Function:

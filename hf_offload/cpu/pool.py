@@ -60,6 +60,7 @@ def move_kernel(
                         else:
                             copy_bytes(tensor + i * strides[2], place + i * row, run * row)
             token += count
+        count_up(ticket, 1)
 
 
 @jit
@@ -71,6 +72,7 @@ def copy_kernel(ticket: Array, tasks: int, source: Array, target: Array, nbytes:
             break
         for i in range(task * chunk, min((task + 1) * chunk, source.shape[0])):
             copy_bytes(target[i], source[i], nbytes)
+        count_up(ticket, 1)
 
 
 @jit
@@ -83,6 +85,7 @@ def touch_kernel(ticket: Array, tasks: int, addresses: Array, nbytes: int, chunk
         for i in range(task * chunk, min((task + 1) * chunk, addresses.shape[0])):
             for line in range(0, nbytes, LINE):
                 prefetch(addresses[i] + line, 2)
+        count_up(ticket, 1)
 
 
 def _layout(x: Array | torch.Tensor) -> tuple[int, tuple[int, ...], int]:

@@ -11,24 +11,46 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-INLINE_BYTES = 4 << 20
+from hf_offload.cpu.launch import Array, Launch, jit
+from hf_offload.cpu.memory import breathe, look
+
+SHARE_BYTES = 2 << 20
 """Launches that read less than this are run by the caller alone: waking a thread costs more than it saves."""
+
+_SPINS = 20_000
+"""Turns of a waiting loop: a millisecond or so."""
 
 
 class WorkerError(RuntimeError):
     """A job of the worker failed, was lost with its thread, or did not end within its time."""
 
 
-class Job:
-    """One piece of work in flight; `result` waits for it and raises what it raised."""
+@jit
+def _all_done(ticket: Array, tasks: int) -> bool:
+    """Wait, for a bounded time, until all tasks of a launch are done."""
+    for _ in range(_SPINS):
+        if look(ticket, 1) == tasks:
+            return True
+        breathe()
+    return False
 
-    def __init__(self, worker: Worker, shares: Sequence[Callable[[], Any]], label: str) -> None:
+
+class Job:
+    """One piece of work in flight; `result` waits for it and raises what it raised.
+
+    Args:
+        worker: whose threads run it.
+        shares: how many threads may take part.
+        label: what an error message calls it.
+    """
+
+    def __init__(self, worker: Worker, shares: int, label: str) -> None:
         self.label = label
         self._worker = worker
-        self._left = len(shares)
+        self._waiting, self._running = shares, 0
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._done = threading.Event()
@@ -37,11 +59,25 @@ class Job:
         """Whether the job has ended, well or not."""
         return self._done.is_set()
 
+    def _begin(self) -> bool:
+        with self._lock:
+            wanted = self._waiting > 0
+            self._waiting -= wanted
+            self._running += wanted
+            return wanted
+
     def _finish(self, error: BaseException | None) -> None:
         with self._lock:
-            self._left -= 1
+            self._running -= 1
             self._error = self._error or error
-            if self._left == 0 or error is not None:
+            if self._running + self._waiting == 0 or error is not None:
+                self._done.set()
+
+    def close(self) -> None:
+        """Let nobody begin any more: what is left of the work has been done by others."""
+        with self._lock:
+            self._waiting = 0
+            if self._running == 0:
                 self._done.set()
 
     def result(self, timeout: float | None = None) -> None:
@@ -120,19 +156,23 @@ class Worker:
         """
         self._ensure_threads()
         shares = max(1, min(shares, self.threads))
-        job = Job(self, [work] * shares, label)
+        job = Job(self, shares, label)
         for _ in range(shares):
             self._queue.put((job, work, self.delay, keep))
         return job
 
-    def run(self, launch: Any, label: str = "launch") -> None:
-        """Run a `Launch` now: alone when it is small, together with the threads when it is worth waking them."""
-        if launch.cost < INLINE_BYTES or launch.tasks < 2:
+    def run(self, launch: Launch, label: str = "launch") -> None:
+        """Run a launch now: alone when it is small, together with the threads when it is worth waking them."""
+        if launch.cost < SHARE_BYTES or launch.tasks < 2:
             launch()
             return
-        job = self.submit(launch, label, shares=self.threads)
-        launch()
-        job.result()
+        job = self.submit(launch, label, shares=min(self.threads, launch.tasks - 1))
+        try:
+            launch()
+        finally:
+            job.close()
+        if not _all_done(launch.ticket, launch.tasks):
+            job.result()
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
@@ -144,9 +184,9 @@ def _serve(jobs: queue.SimpleQueue[Any]) -> None:
         try:
             if delay:
                 time.sleep(delay)
-            work()
+            if job._begin():
+                work()
+                job._finish(None)
         except BaseException as error:  # every error, SystemExit too, belongs to the caller of the job
             job._finish(error)
-        else:
-            job._finish(None)
         del item, job, work, keep
