@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,6 +52,19 @@ uint64_t read_words(const uint64_t *p, size_t n) {
         for (int k = 0; k < 8; k++) sum[k] ^= p[i + k];
     return sum[0] ^ sum[1] ^ sum[2] ^ sum[3] ^ sum[4] ^ sum[5] ^ sum[6] ^ sum[7];
 }
+uint64_t read_runs(const uint64_t *const *runs, size_t count, size_t n) {
+    uint64_t total = 0;
+    for (size_t r = 0; r < count; r++) {
+        const uint64_t *p = runs[r], *next = runs[r + 1 < count ? r + 1 : r];
+        uint64_t sum[8] = {0};
+        for (size_t i = 0; i + 8 <= n; i += 8) {
+            __builtin_prefetch(next + i);
+            for (int k = 0; k < 8; k++) sum[k] ^= p[i + k];
+        }
+        for (int k = 0; k < 8; k++) total ^= sum[k];
+    }
+    return total;
+}
 """
 
 
@@ -63,18 +76,32 @@ def _read_words(words: np.ndarray) -> int:  # type: ignore[type-arg]
     return total
 
 
-def reader() -> tuple[str, Callable[[np.ndarray], Any]]:  # type: ignore[type-arg]
-    """How memory is read for the limit: the name of the way, and the function of an array of uint64."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return "numba", _read_words
-    folder = Path(tempfile.mkdtemp())
-    (folder / "read.c").write_text(READ_C)
-    library = folder / "read.so"
-    subprocess.run([compiler, "-O3", "-march=native", "-shared", "-fPIC", "-o", library, folder / "read.c"], check=True)
-    function = ctypes.CDLL(str(library)).read_words
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_uint64
-    return "C", lambda words: function(words.ctypes.data, words.size)
+class Reader:
+    """Plain reads of memory, the limit of every kernel: compiled C where there is a compiler, else Numba."""
+
+    def __init__(self) -> None:
+        compiler = shutil.which("cc")
+        self.way = "numba" if compiler is None else "C"
+        if compiler is not None:
+            folder = Path(tempfile.mkdtemp())
+            (folder / "read.c").write_text(READ_C)
+            library = str(folder / "read.so")
+            options = ["-O3", "-march=native", "-shared", "-fPIC"]
+            subprocess.run([compiler, *options, "-o", library, folder / "read.c"], check=True)
+            self._c = ctypes.CDLL(library)
+            self._c.read_words.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+            self._c.read_runs.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+
+    def words(self, words: np.ndarray) -> None:  # type: ignore[type-arg]
+        """Read an array of uint64 from end to end."""
+        if self.way == "C":
+            self._c.read_words(words.ctypes.data, words.size)
+        else:
+            _read_words(words)
+
+    def runs(self, addresses: np.ndarray, nbytes: int) -> None:  # type: ignore[type-arg]
+        """Read runs of `nbytes` at int64 addresses, the next one prefetched meanwhile; C only."""
+        self._c.read_runs(addresses.ctypes.data, addresses.size, nbytes // 8)
 
 
 @dataclass(frozen=True)
@@ -160,13 +187,19 @@ class Memory:
             None, kv_dtype=self.dtype, block_size=self.block_size, scale=self.dim**-0.5, softcap=None,
         )  # fmt: skip
 
+    def addresses(self, batch: int, budget: int) -> np.ndarray:  # type: ignore[type-arg]
+        """Where the K and V lie that a decode over `budget` tokens might choose: int64, in the kernel's order."""
+        record = 2 * self.block_size * self.dim * self.dtype.itemsize
+        blocks = self.choose(batch, budget // self.block_size)
+        return (self.pool.block_ptr[blocks] + record * np.arange(self.kv_heads)[:, None]).ravel()
+
     def bytes_of(self, batch: int, budget: int) -> int:
         """Bytes of the K and V that a call attends."""
         return 2 * batch * budget * self.kv_heads * self.dim * self.dtype.itemsize
 
 
-def decode_cases(name: str, threads: int, read: Case) -> list[list[Case]]:
-    """Sets of cases that take turns: dtypes, head dimensions, groups, batches, block sizes."""
+def decode_cases(name: str, threads: int, read: Case, reader: Reader) -> Iterator[list[Case]]:
+    """Sets of cases that take turns: head dimensions, groups, batches, block sizes; and their bare reads."""
     dtype = DTYPES[name]
     worker = Worker(threads=threads - 1) if threads > 1 else None
 
@@ -183,12 +216,27 @@ def decode_cases(name: str, threads: int, read: Case) -> list[list[Case]]:
         }  # fmt: skip
         return Case("sparse_decode", prepare, memory.bytes_of(batch, budget), facts)
 
-    main = Memory(8, 128, 32, dtype)
-    sets = [[read, case(main, 4, 1, 2048), case(main, 3, 1, 2048), case(main, 7, 1, 2048), case(main, 4, 4, 2048)]]
-    del main
-    for dim, block in ((64, 32), (128, 16), (128, 64), (256, 32)):
-        sets.append([read, case(Memory(8, dim, block, dtype), 4, 1, 2048)])
-    return sets
+    def bare(memory: Memory) -> list[Case]:
+        if reader.way != "C" or threads > 1:
+            return []
+        record = 2 * memory.block_size * memory.dim * memory.dtype.itemsize
+
+        def prepare() -> Callable[[], Any]:
+            addresses = memory.addresses(1, 2048)
+            return lambda: reader.runs(addresses, record)
+
+        facts = {"dtype": name, "dim": memory.dim, "batch": 1, "block_size": memory.block_size, "threads": 1}
+        return [Case("read of chosen blocks", prepare, memory.bytes_of(1, 2048), facts)]
+
+    def sets() -> Iterator[list[Case]]:
+        memory = Memory(8, 128, 32, dtype)
+        shapes = ((4, 1), (3, 1), (7, 1), (4, 4))
+        yield [read, *bare(memory), *(case(memory, group, batch, 2048) for group, batch in shapes)]
+        for dim, block in ((64, 32), (128, 16), (128, 64), (256, 32)):
+            memory = Memory(8, dim, block, dtype)
+            yield [read, *bare(memory), case(memory, 4, 1, 2048)]
+
+    return sets()
 
 
 def torch_cases(name: str, read: Case) -> list[Case]:
@@ -253,8 +301,8 @@ def scoring_cases(read: Case) -> list[Case]:
         copies = max(2, POOL_BYTES // 4 // (blocks * kv_heads * pairs * dim // 2))
         codes = host_empty((copies * blocks, kv_heads, pairs * dim // 2), torch.uint8).numpy()
         codes[:] = rng.integers(0, 256, codes.shape[-1], dtype=np.uint8)
-        signs = host_empty((copies * blocks, kv_heads, dim // 32, pairs), torch.int32).numpy()
-        signs[:] = rng.integers(-(2**31), 2**31, signs.shape[2:]).astype(np.int32)
+        levels = host_empty((copies * blocks, kv_heads, dim // 16, pairs), torch.int32).numpy()
+        levels[:] = rng.integers(-(2**31), 2**31, levels.shape[2:]).astype(np.int32)
         sizes = np.full((copies * blocks, kv_heads, pairs), 0x3D803D80, np.int32)
         bias = np.zeros((copies * blocks, pairs), np.float32)
         center, sigma = (rng.random((kv_heads, dim), dtype=np.float32) for _ in range(2))
@@ -263,7 +311,7 @@ def scoring_cases(read: Case) -> list[Case]:
         score, tail = np.empty((1, kv_heads, blocks + 16), np.float32), np.zeros((1, kv_heads * group), np.float32)
         low = np.zeros(1, np.int32)
         chosen, counts = np.empty((1, kv_heads, count), np.int32), np.empty((1, kv_heads), np.int32)
-        digest = submeans(codes, signs, sizes, bias, center, sigma)
+        digest = submeans(codes, levels, sizes, bias, center, sigma)
         turn = [0]
 
         def prepare() -> Launch:
@@ -274,7 +322,7 @@ def scoring_cases(read: Case) -> list[Case]:
                 select=(low, low + 1, 4, blocks, count, chosen, counts),
             )  # fmt: skip
 
-        nbytes = blocks * kv_heads * (codes.shape[2] + 4 * pairs * (dim // 32 + 1))
+        nbytes = blocks * kv_heads * (codes.shape[2] + 4 * pairs * (dim // 16 + 1))
         return Case(
             "choose_blocks", prepare, nbytes, {"dim": dim, "group": group, "context": 32 * blocks, "threads": 1}
         )
@@ -355,7 +403,7 @@ def main(
             raise typer.BadParameter(f"unknown: {', '.join(unknown)}; choose among {', '.join(allowed)}")
     counts = [int(n) for n in threads.split(",")]
     torch.set_num_threads(1)
-    way, read_words = reader()
+    reader = Reader()
     words = host_empty((POOL_BYTES // 8,), torch.int64).fill_(1).numpy().view(np.uint64)
 
     def read(parts: int = 1) -> Case:
@@ -363,9 +411,9 @@ def main(
 
         def prepare() -> Callable[[], Any]:
             starts = [next(places) * size % (words.size - size) for _ in range(parts)]
-            return on_threads(lambda: read_words(words[(first := starts.pop()) : first + size]), parts)
+            return on_threads(lambda: reader.words(words[(first := starts.pop()) : first + size]), parts)
 
-        return Case("read", prepare, parts * size * 8, {"way": way, "threads": parts})
+        return Case("read", prepare, parts * size * 8, {"way": reader.way, "threads": parts})
 
     records: list[dict[str, Any]] = []
 
@@ -378,7 +426,7 @@ def main(
     for name in names:
         if "decode" in wanted:
             for count in counts:
-                for cases in decode_cases(name, count, read(count)):
+                for cases in decode_cases(name, count, read(count), reader):
                     measure(cases, "decode")
         if "torch" in wanted:
             measure(torch_cases(name, read()), "torch")

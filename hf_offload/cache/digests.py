@@ -18,11 +18,10 @@ from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.packing import (
     pack_codes,
     pack_halves,
-    pack_signs,
-    sign_words,
+    pack_levels,
     unpack_codes,
     unpack_halves,
-    unpack_signs,
+    unpack_levels,
 )
 from hf_offload.cpu.scoring import Digest, vectors
 from hf_offload.cpu.submeans import submeans
@@ -161,18 +160,19 @@ class QuestStore(_VectorStore):
 
 
 class SubMeanStore(DigestStore):
-    """Pairs of consecutive keys: their mean in int4 with a scale a pair, their difference in one bit a channel.
+    """Pairs of consecutive keys: their mean in int4 with a scale a pair, half their difference in 2 bits a channel.
 
     A pair's keys are μ ± δ, so that log mass = logsumexp over pairs j of log(tokens in j) + scale·q·μ_j +
-    log cosh(scale·q·δ_j). The difference keeps its signs and its mean absolute value. A channel is divided by the root
+    log cosh(scale·q·δ_j). A channel is divided by the root
     of its standard deviation: half way between the same relative and the same absolute rounding for all channels, which
     costs less KL than either.
     """
 
     LEVELS = 7
+    STEP = 0.9957  # of a uniform quantiser with four levels, in standard deviations of a normal variable
     frozen = False
     codes: torch.Tensor
-    signs: torch.Tensor
+    levels: torch.Tensor
     sizes: torch.Tensor
     bias: torch.Tensor
 
@@ -180,7 +180,7 @@ class SubMeanStore(DigestStore):
         heads, pairs = self.num_kv_heads, self.block_size // 2
         return {
             "codes": ((heads, pairs * self.head_dim // 2), torch.uint8),
-            "signs": ((heads, sign_words(self.head_dim), pairs), torch.int32),
+            "levels": ((heads, self.head_dim // 16, pairs), torch.int32),
             "sizes": ((heads, pairs), torch.int32),
             "bias": ((pairs,), torch.float32),
         }
@@ -215,20 +215,22 @@ class SubMeanStore(DigestStore):
         standard, half = (means - self.center[:, None]) / self.sigma[:, None], half / self.sigma[:, None]
         scales = (standard.abs().amax(-1) / self.LEVELS).clamp(min=1e-12).bfloat16().float()
         codes = (standard / scales[..., None]).round().clamp(-self.LEVELS, self.LEVELS).to(torch.int8)
+        sizes = (self.STEP * half.square().mean(-1).sqrt()).bfloat16().float()
+        levels = (half / sizes.clamp(min=1e-12)[..., None]).floor().clamp(-2, 1).to(torch.int8) + 2
         ids = ids.to(self.device)
-        self.codes[ids], self.signs[ids] = pack_codes(codes), pack_signs(half > 0)
-        self.sizes[ids] = pack_halves(scales, half.abs().mean(-1))
+        self.codes[ids], self.levels[ids] = pack_codes(codes), pack_levels(levels)
+        self.sizes[ids] = pack_halves(scales, sizes)
         self.bias[ids] = count.float().log()
 
     def arrays(self, query: np.ndarray, scale: float) -> Digest:
         kept, center, sigma = self._arrays, self.center.numpy(), self.sigma.numpy()
-        return submeans(kept["codes"], kept["signs"], kept["sizes"], kept["bias"], center, sigma)
+        return submeans(kept["codes"], kept["levels"], kept["sizes"], kept["bias"], center, sigma)
 
     def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
         grouped, (scales, size) = self._group(query), unpack_halves(self.sizes[table])
         codes = unpack_codes(self.codes[table], self.block_size // 2, self.head_dim).float()
         means = self.center[:, None] + self.sigma[:, None] * scales[..., None] * codes
-        halves = self.sigma[:, None] * size[..., None] * unpack_signs(self.signs[table], self.head_dim)
+        halves = self.sigma[:, None] * size[..., None] * (unpack_levels(self.levels[table]).float() - 1.5)
         mass, swing = (scale * torch.einsum("bhgd,bnhsd->bhgns", grouped, x).flatten(1, 2) for x in (means, halves))
         swing = torch.logaddexp(swing, -swing) - math.log(2)
         return (mass + swing + self.bias[table][:, None]).logsumexp(-1)

@@ -33,8 +33,8 @@ def score_block(
         first = keys + token * row
         if ahead != 0:
             for line in range(0, 2 * row, LINE):
-                prefetch(ahead + token * row // 2 + line, 1)
-                prefetch(ahead + (block_size + token // 2) * row + line, 1)
+                prefetch(ahead + token * row // 2 + line, 2)
+                prefetch(ahead + (block_size + token // 2) * row + line, 2)
         sums = dot_quad(tag, heads, (first, first + row, first + 2 * row, first + 3 * row), query, dim)
         store_quads(scores + 4 * token, stride, heads, sums)
 
@@ -158,8 +158,8 @@ def add_weighted(
             if ahead != 0:
                 share = ahead + half + (d * block_size + 64 * token) * tag.itemsize // 2
                 for line in range(0, 32 * tag.itemsize, LINE):
-                    prefetch(share + line, 1)
-                    prefetch(share + 2 * half + line, 1)
+                    prefetch(share + line, 2)
+                    prefetch(share + 2 * half + line, 2)
             columns = load_columns(tag, vectors + token * row + d * tag.itemsize, 4)
             tile = outer_fma(tile, columns, spread(weights + 4 * token, stride, heads))
         store_tile(sums + 4 * d, 4 * dim, heads, tile)
@@ -168,8 +168,8 @@ def add_weighted(
         for token in range(begin, end):
             if ahead != 0:
                 share = ahead + half + (d * block_size + 16 * token) * tag.itemsize // 2
-                prefetch(share, 1)
-                prefetch(share + 2 * half, 1)
+                prefetch(share, 2)
+                prefetch(share + 2 * half, 2)
             columns = load_columns(tag, vectors + token * row + d * tag.itemsize, 1)
             tile = outer_fma(tile, columns, spread(weights + 4 * token, stride, heads))
         store_tile(sums + 4 * d, 4 * dim, heads, tile)

@@ -1,4 +1,4 @@
-"""Integer lanes over int4 codes and signs: loads of several blocks' words into one register, dots with int8 queries.
+"""Integer lanes over packed codes: loads of several blocks' words into one register, dots with int8 queries.
 
 The layout is that of `packing.py`. A register of 16 words holds the sub-means of `pieces` blocks (16 / S of them, at
 least 1), the number coming from the length of a tuple tag.
@@ -143,9 +143,9 @@ def add_code_dots(typing: Any, sums: Any, words: Any, query: Any, stride: Any, h
 
 
 @lowered
-def add_bit_dots(typing: Any, sums: Any, words: Any, query: Any, stride: Any, heads: Any) -> Any:
-    """Add the query where a bit is set, for 32 dimensions in the order of `add_code_dots`: 4 a place of a bit."""
-    return sums(sums, words, types.int64, types.int64, heads), _dots(sums.count, heads.count, 0x01010101, range(8))
+def add_level_dots(typing: Any, sums: Any, words: Any, query: Any, stride: Any, heads: Any) -> Any:
+    """Add the products of 16 dimensions with their levels 0..3, in the order of `add_code_dots`."""
+    return sums(sums, words, types.int64, types.int64, heads), _dots(sums.count, heads.count, 0x03030303, (0, 2, 4, 6))
 
 
 def _dots(registers: int, heads: int, mask: int, shifts: Iterable[int]) -> Any:
@@ -180,13 +180,13 @@ def _emit_log_cosh(builder: Any, y: Any) -> Any:
 
 @lowered
 def store_scores(
-    typing: Any, sums: Any, turns: Any, places: Any, pieces: Any, facts: Any, target: Any, stride: Any, heads: Any
+    typing: Any, sums: Any, swings: Any, places: Any, pieces: Any, facts: Any, target: Any, stride: Any, heads: Any
 ) -> Any:
     """Write the scores that the integer sums stand for, two registers a head, heads `stride` bytes apart.
 
-    score = sum * scale * unit + middle + bias + log cosh((2 * turn - total) * size * unit), MASKED where the bias is
+    score = sum * scale * unit + middle + bias + log cosh((swing - rest) * size * unit), MASKED where the bias is
     -inf. The addresses of the words that hold scale (high half) and size (low half) as bfloat16, then those of the
-    biases, are listed at `places`; a head's unit, middle and total are float32 at facts + 12 * head.
+    biases, are listed at `places`; a head's unit, middle and rest are float32 at facts + 12 * head.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -203,20 +203,19 @@ def store_scores(
         biases = [builder.bitcast(bias, FLOATS) for bias in biases]
         empty = [builder.fcmp_ordered("<", bias, constant(-3.4e38)) for bias in biases]
         for head in range(heads.count):
-            unit, middle, total = (
+            unit, middle, rest = (
                 emit_splat(builder, builder.load(pointer(builder, at(args[4], 12 * head + i), FLOAT), align=4))
                 for i in (0, 4, 8)
             )
             row = builder.add(args[5], builder.mul(args[6], ir.Constant(_LONG, head)))
             for i in range(2):
-                dots, turn = (builder.sitofp(builder.extract_value(x, 2 * head + i), FLOATS) for x in args[:2])
+                dots, swing = (builder.sitofp(builder.extract_value(x, 2 * head + i), FLOATS) for x in args[:2])
                 score = builder.fadd(emit_fma(builder, builder.fmul(dots, scales[i]), unit, middle), biases[i])
-                swing = builder.fsub(builder.fadd(turn, turn), total)
-                swing = builder.fmul(builder.fmul(swing, sizes[i]), unit)
+                swing = builder.fmul(builder.fmul(builder.fsub(swing, rest), sizes[i]), unit)
                 score = builder.fadd(score, _emit_log_cosh(builder, swing))
                 score = builder.select(empty[i], constant(float(MASKED)), score)
                 builder.store(score, pointer(builder, at(row, 64 * i), FLOATS), align=4)
         return context.get_dummy_value()
 
     address = types.int64
-    return types.void(sums, turns, address, pieces, address, address, address, heads), emit
+    return types.void(sums, swings, address, pieces, address, address, address, heads), emit

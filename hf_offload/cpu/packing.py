@@ -1,10 +1,11 @@
-"""The layout of sub-means in memory, int4 codes and signs, as torch operations on any device.
+"""The layout of key pairs in memory, means in int4 and half differences in 2 bits, as torch operations on any device.
 
 Codes [S, D] (S sub-means of a block) in -7..7 are stored as nibbles, 8 too large. A little-endian 32-bit word holds 8
 consecutive dimensions of one sub-mean, the lowest in the lowest nibble; words are ordered [D / 8, S], sub-means
 together. A kernel then has sub-means in its lanes and walks over dimensions: every lane meets the same query entry, and
-nothing is ever summed across lanes. A sign is one bit; a word holds 32 dimensions, laid out so that the bits k of its
-four bytes belong to the dimensions of the nibbles k % 2 (of four bytes) of the k // 2-th word of codes.
+nothing is ever summed across lanes. Half differences take two bits: a word holds 16
+dimensions, laid out so that the bits 2k and 2k + 1 of its four bytes belong to the dimensions of the nibbles k % 2 (of
+four bytes) of the k // 2-th word of codes.
 """
 
 from __future__ import annotations
@@ -56,34 +57,31 @@ def unpack_codes(packed: torch.Tensor, S: int, D: int) -> torch.Tensor:
     return (nibbles.to(torch.int8) - OFFSET).reshape(*outer, S, D)
 
 
-def sign_words(dim: int) -> int:
-    """32-bit words that hold one bit a dimension."""
-    return -(-dim // 32)
+def _level_shifts(device: torch.device) -> torch.Tensor:
+    """The lowest bit of each of 16 dimensions in a word, `[2 (group of 8), 4, 2]`."""
+    group, octet, odd = torch.meshgrid(*(torch.arange(n, device=device) for n in (2, 4, 2)), indexing="ij")
+    return 8 * octet + 4 * group + 2 * odd
 
 
-def pack_signs(signs: torch.Tensor) -> torch.Tensor:
-    """Pack signs for `submeans.SubMeans`.
+def pack_levels(levels: torch.Tensor) -> torch.Tensor:
+    """Pack 2-bit levels for `submeans.SubMeans`.
 
     Args:
-        signs: bool [..., S, D], True for +.
+        levels: integers 0..3 (not checked), [..., S, D], D a multiple of 16.
 
     Returns:
-        int32 [..., W, S], W = `sign_words(D)`.
+        int32 [..., D / 16, S].
     """
-    *outer, count, dim = signs.shape
-    words = sign_words(dim)
-    padded = torch.nn.functional.pad(signs.long(), (0, 32 * words - dim))
-    group, octet, odd = torch.meshgrid(*(torch.arange(n, device=signs.device) for n in (4, 4, 2)), indexing="ij")
-    weights = 1 << (8 * octet + 2 * group + odd)
-    packed = (padded.view(*outer, count, words, 4, 4, 2) * weights).sum((-3, -2, -1))
+    *outer, count, dim = levels.shape
+    parts = levels.long().view(*outer, count, dim // 16, 2, 4, 2) << _level_shifts(levels.device)
+    packed = parts.sum((-3, -2, -1))
     return (packed - ((packed >> 31) << 32)).to(torch.int32).transpose(-2, -1).contiguous()
 
 
-def unpack_signs(packed: torch.Tensor, D: int) -> torch.Tensor:
-    """Undo `pack_signs`: int8 [..., S, D], +1 or -1."""
-    group, octet, odd = torch.meshgrid(*(torch.arange(n, device=packed.device) for n in (4, 4, 2)), indexing="ij")
-    bits = packed.transpose(-2, -1)[..., None, None, None].long() >> (8 * octet + 2 * group + odd) & 1
-    return (2 * bits.flatten(-4)[..., :D] - 1).to(torch.int8)
+def unpack_levels(packed: torch.Tensor) -> torch.Tensor:
+    """Undo `pack_levels`: int8 [..., S, D]."""
+    words = packed.transpose(-2, -1)[..., None, None, None].long()
+    return (words >> _level_shifts(packed.device) & 3).flatten(-4).to(torch.int8)
 
 
 def pack_halves(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

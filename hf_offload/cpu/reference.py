@@ -110,7 +110,7 @@ def score_vectors(query: Tensor, vectors: Tensor, bias: Tensor, table: Tensor, n
 def score_submeans(
     query: Tensor,
     codes: Tensor,
-    signs: Tensor,
+    levels: Tensor,
     scales: Tensor,
     sizes: Tensor,
     bias: Tensor,
@@ -121,7 +121,7 @@ def score_submeans(
     *,
     scale: float,
 ) -> Tensor:
-    """Return logmass [B, Hq, n_blocks], float64, of `submeans.SubMeans`, from codes and signs (+-1) [P, Hkv, S, D].
+    """Return logmass [B, Hq, n_blocks], float64, of `submeans.SubMeans`, from codes and levels [P, Hkv, S, D].
 
     sigma * query is rounded to 127 steps, as the kernel does it.
     """
@@ -133,7 +133,7 @@ def score_submeans(
     physical = table[:, :n_blocks].long()
     means, halves = (
         torch.einsum("bhd,bnhjd->bhnj", weighted, (x[..., None] * y).double()[physical].repeat_interleave(group, 2))
-        for x, y in ((scales, codes), (sizes, signs))
+        for x, y in ((scales, codes), (sizes, levels - 1.5))
     )
     shift = bias[physical][:, None].double()
     scores = scale * (means + middle[..., None, None]) + torch.cosh(scale * halves).log()

@@ -94,7 +94,7 @@ def check_digest(digest: Digest, batch: int, query_heads: int, kv_heads: int, n_
         record = kv_heads * digest.vectors.shape[2] * digest.vectors.itemsize
     else:
         fits = digest.sizes.shape[1] == kv_heads
-        record = kv_heads * (digest.codes.shape[2] + 4 * digest.sizes.shape[2] * (digest.signs.shape[2] + 1))
+        record = kv_heads * (digest.codes.shape[2] + 4 * digest.sizes.shape[2] * (digest.levels.shape[2] + 1))
     if not fits:
         shapes = [x.shape for x in digest if isinstance(x, np.ndarray)]
         raise ValueError(

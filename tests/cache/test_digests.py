@@ -73,4 +73,4 @@ def test_growing_keeps_what_is_there() -> None:
     before = store.codes.clone()
     store.reserve(100)
     assert torch.equal(store.codes[: len(before)], before)
-    assert store.nbytes == sum(t.nbytes for t in (store.codes, store.signs, store.sizes, store.bias))
+    assert store.nbytes == sum(t.nbytes for t in (store.codes, store.levels, store.sizes, store.bias))

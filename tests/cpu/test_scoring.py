@@ -14,10 +14,10 @@ from hf_offload.cpu.choose import choose_blocks
 from hf_offload.cpu.packing import (
     pack_codes,
     pack_halves,
-    pack_signs,
+    pack_levels,
     unpack_codes,
     unpack_halves,
-    unpack_signs,
+    unpack_levels,
 )
 from hf_offload.cpu.scoring import Digest, LogMasses, vectors
 from hf_offload.cpu.submeans import submeans
@@ -96,7 +96,7 @@ def test_submeans(count: int, dim: int, group: int, blocks: int, join: str) -> N
     torch.manual_seed(count)
     physical = blocks + 3
     codes = torch.randint(-7, 8, (physical, 2, count, dim), dtype=torch.int8)
-    signs = torch.randint(0, 2, codes.shape, dtype=torch.int8) * 2 - 1
+    levels = torch.randint(0, 4, codes.shape, dtype=torch.int8)
     scales, sizes = ((torch.rand(physical, 2, count) * 0.3).bfloat16().float() for _ in range(2))
     bias = torch.randint(0, 3, (physical, count)).float().log()  # some pairs have no token
     bias[:3] = -math.inf
@@ -104,10 +104,10 @@ def test_submeans(count: int, dim: int, group: int, blocks: int, join: str) -> N
     table = _table(2, physical, blocks)
     query, tail, scale = torch.randn(2, 2 * group, dim), torch.randn(2, 2 * group), dim**-0.5
     logmass = reference.score_submeans(
-        query, codes, signs, scales, sizes, bias, center, sigma, table, blocks, scale=scale
+        query, codes, levels, scales, sizes, bias, center, sigma, table, blocks, scale=scale
     )
     scales[bias[:, None].expand(scales.shape) == -math.inf] = math.nan
-    arrays = (pack_codes(codes), pack_signs(signs > 0), pack_halves(scales, sizes), bias, center, sigma)
+    arrays = (pack_codes(codes), pack_levels(levels), pack_halves(scales, sizes), bias, center, sigma)
     score = _score(query, submeans(*(x.numpy() for x in arrays)), table, 2, blocks, tail, join, scale=scale)
     _check(score, logmass, tail, join, atol=1e-3)  # log cosh is a polynomial
 
@@ -196,8 +196,9 @@ def test_packing() -> None:
         pack_codes(codes[..., :12])
     with pytest.raises(ValueError, match="320"):
         unpack_codes(packed, 4, 80)
-    assert torch.equal(unpack_signs(pack_signs(codes > 0), 80), torch.where(codes > 0, 1, -1).to(torch.int8))
-    assert pack_signs(codes > 0).shape == (5, 3, 3, 8)
+    levels = torch.randint(0, 4, (5, 3, 8, 80), dtype=torch.int8)
+    assert torch.equal(unpack_levels(pack_levels(levels)), levels)
+    assert pack_levels(levels).shape == (5, 3, 5, 8)
     high, low = torch.randn(4, 7), torch.rand(4, 7)
     halves = unpack_halves(pack_halves(high, low))
     assert all(torch.equal(a, b.bfloat16().float()) for a, b in zip(halves, (high, low), strict=True))
