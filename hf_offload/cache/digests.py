@@ -81,13 +81,9 @@ class DigestStore(ABC):
         if blocks <= self.capacity:
             return
         with torch.inference_mode(False):
-            for name, (shape, dtype) in self._tensors().items():
-                on_host = self.device.type == "cpu"
-                grown = (
-                    host_empty((blocks, *shape), dtype)
-                    if on_host
-                    else torch.empty((blocks, *shape), dtype=dtype, device=self.device)
-                )
+            for name, (row, dtype) in self._tensors().items():
+                shape, on_host = (blocks, *row), self.device.type == "cpu"
+                grown = host_empty(shape, dtype) if on_host else torch.empty(shape, dtype=dtype, device=self.device)
                 if self.capacity:
                     grown[: self.capacity] = getattr(self, name)
                 grown[self.capacity :] = 0
@@ -171,6 +167,7 @@ class SubMeanStore(DigestStore):
     LEVELS = 7
     STEP = 0.9957  # of a uniform quantiser with four levels, in standard deviations of a normal variable
     frozen = False
+    _bundle: Digest | None = None  # of the arrays as they are
     codes: torch.Tensor
     levels: torch.Tensor
     sizes: torch.Tensor
@@ -209,6 +206,7 @@ class SubMeanStore(DigestStore):
         variance = (square / max(number, 1) - center.square()).clamp(min=0)
         self.sigma = variance.pow(0.25).float().clamp(min=1e-6)
         self.frozen = number > 0  # blocks of padding alone teach nothing
+        self._bundle = None
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
         means, half, count = self._pairs(k, valid)
@@ -222,9 +220,15 @@ class SubMeanStore(DigestStore):
         self.sizes[ids] = pack_halves(scales, sizes)
         self.bias[ids] = count.float().log()
 
+    def reserve(self, blocks: int) -> None:
+        super().reserve(blocks)
+        self._bundle = None
+
     def arrays(self, query: np.ndarray, scale: float) -> Digest:
-        kept, center, sigma = self._arrays, self.center.numpy(), self.sigma.numpy()
-        return submeans(kept["codes"], kept["levels"], kept["sizes"], kept["bias"], center, sigma)
+        if self._bundle is None:
+            kept, center, sigma = self._arrays, self.center.numpy(), self.sigma.numpy()
+            self._bundle = submeans(kept["codes"], kept["levels"], kept["sizes"], kept["bias"], center, sigma)
+        return self._bundle
 
     def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
         grouped, (scales, size) = self._group(query), unpack_halves(self.sizes[table])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -153,12 +150,3 @@ def test_decode_refuses(changes: dict[str, Any], error: type[Exception], text: s
     arguments, names = _decode_arguments(**changes)
     with pytest.raises(error, match=text):
         sparse_decode(*arguments, **names)
-
-
-def test_decode_on_a_plain_cpu() -> None:
-    """The same code compiles for a CPU with nothing beyond the base instruction set."""
-    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
-    test = f"{__file__}::test_decode[12-64-32-torch.float16]"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert "1 passed" in result.stdout, result.stdout + result.stderr
