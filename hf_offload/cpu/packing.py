@@ -80,8 +80,8 @@ def pack_levels(levels: torch.Tensor) -> torch.Tensor:
 
 def unpack_levels(packed: torch.Tensor) -> torch.Tensor:
     """Undo `pack_levels`: int8 [..., S, D]."""
-    words = packed.transpose(-2, -1)[..., None, None, None].long()
-    return (words >> _level_shifts(packed.device) & 3).flatten(-4).to(torch.int8)
+    words = packed.transpose(-2, -1)[..., None, None, None]
+    return (words >> _level_shifts(packed.device).int() & 3).to(torch.int8).flatten(-4)
 
 
 def pack_halves(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

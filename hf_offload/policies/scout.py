@@ -41,7 +41,7 @@ class ScoutState:
 class Scout(Policy):
     """Attend the best blocks within a budget; resident ones on the device, the rest on the CPU, a layer ahead.
 
-    The method is ScoutAttention (§3, Algorithm 1). Beyond the paper: digests of sub-means with a softmax per head
+    The method is ScoutAttention (§3, Algorithm 1). Beyond the paper: digests of key pairs with a softmax per head
     before a group is joined, a first-order correction of the part that was attended with a predicted query, and
     recall by the running CPU ratio.
 
