@@ -137,7 +137,7 @@ def decode(
     partials = []
     if plan.device is not None and plan.device.total:
         partials.append(step.attend_device(plan.device, query[:, :, 0], store.length, softcap))
-    if plan.host is not None and plan.host.total:
+    if plan.host is not None and (resident is None or plan.host.total):
         partials.append(_to(query.device, step.attend_host(plan.host)))
     if plan.ahead is not None:
         with waiting(layer):
@@ -180,7 +180,7 @@ def _close_block(layer: HybridLayer, step: Step) -> None:
 
 
 def _to(device: torch.device, partial: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return partial[0].to(device), partial[1].to(device)
+    return partial if device.type == "cpu" else (partial[0].to(device), partial[1].to(device))
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> float:

@@ -137,7 +137,7 @@ class Step:
     def _room(self, blocks: int, recent: int) -> tuple[Selection, tuple[np.ndarray, np.ndarray]]:
         """An empty selection for `blocks` blocks or those that are always kept, and the bounds of the sinks."""
         low, high = self.sinks()
-        always = int((high - low).max()) + recent + self.num_blocks - self.store.sealed
+        always = max((high - low).tolist()) + recent + self.num_blocks - self.store.sealed
         shape = (self.store.batch, self.store.num_kv_heads)
         width = min(max(blocks, always), self.num_blocks)
         return Selection(np.empty((*shape, width), np.int32), np.empty(shape, np.int32)), (low, high)
