@@ -318,7 +318,7 @@ def scoring_cases(read: Case) -> list[Case]:
             turn[0] = (turn[0] + 1) % copies
             table = np.arange(turn[0] * blocks, (turn[0] + 1) * blocks, dtype=np.int32)[None]
             return choose_blocks(
-                query, digest, table, blocks, masses, tail, score, join="max", scale=dim**-0.5,
+                query, digest, table, blocks, masses, tail, score, join="max", scale=dim**-0.5, kv_dtype=torch.bfloat16,
                 select=(low, low + 1, 4, blocks, count, chosen, counts),
             )  # fmt: skip
 

@@ -90,29 +90,32 @@ class Step:
         batch, heads, _ = query.shape
         masses = self._buffer("masses", batch, heads, sealed)
         score = self._buffer("score", batch, store.num_kv_heads, sealed)
+        if not store.digests.frozen or sealed == 0:  # no block has a digest, or all are padding
+            score[:, :, :sealed] = -np.inf
+            if select is not None:
+                self._run_select(score, *select)
+            return score
         tail, unsealed = np.full((batch, heads), -np.inf, np.float32), None
         # What is there: a layer ahead, this step's own token is not.
         if join != "raw" and sealed * self.block_size < store.length:
             if self.layer.resident is None or self.layer.unplaced:
                 padding = store.padding
                 unsealed = (
-                    store.pool.block_ptr, padding.holes, padding.valid, store.length, self.block_size, store.dtype
+                    store.pool.block_ptr, padding.holes, padding.valid, store.length, self.block_size
                 )  # fmt: skip
             else:
                 tail = self._resident_tail(query)
-        if not store.digests.frozen:  # nothing but padding is sealed
-            digest: Any = LogMasses(np.full((batch, heads, sealed), -np.inf, np.float32))
-        elif store.device.type == "cpu":
-            digest = store.digests.arrays(query, self.scale)
+        if store.device.type == "cpu":
+            digest: Any = store.digests.arrays(query, self.scale)
         else:
             table = torch.from_numpy(store.table[:, :sealed].astype(np.int64)).to(store.device)
             ready = torch.from_numpy(query).to(store.device)
             digest = LogMasses(store.digests.score(ready, table, self.scale).cpu().numpy())
         launch = choosing.choose_blocks(
-            query, digest, store.table, sealed, masses, tail, score, join=join, scale=self.scale, unsealed=unsealed,
-            select=select,
+            query, digest, store.table, sealed, masses, tail, score, join=join, scale=self.scale, kv_dtype=store.dtype,
+            unsealed=unsealed, select=select,
         )  # fmt: skip
-        self.layer.settings.worker.run(launch, "scoring")
+        self.layer.settings.worker.run(launch, "scoring", keep=store.pool)
         return score
 
     def _resident_tail(self, query: np.ndarray) -> np.ndarray:
@@ -137,18 +140,22 @@ class Step:
     def _room(self, blocks: int, recent: int) -> tuple[Selection, tuple[np.ndarray, np.ndarray]]:
         """An empty selection for `blocks` blocks or those that are always kept, and the bounds of the sinks."""
         low, high = self.sinks()
-        always = max((high - low).tolist()) + recent + self.num_blocks - self.store.sealed
+        always = max((high - low).tolist(), default=0) + recent + self.num_blocks - self.store.sealed
         shape = (self.store.batch, self.store.num_kv_heads)
         width = min(max(blocks, always), self.num_blocks)
         return Selection(np.empty((*shape, width), np.int32), np.empty(shape, np.int32)), (low, high)
 
     def _select(self, score: np.ndarray, blocks: int, recent: int) -> Selection:
         selection, bounds = self._room(blocks, recent)
-        launch = selecting.select_blocks(
-            score, self.store.sealed, self.num_blocks, *bounds, recent, blocks, selection.blocks, selection.counts
-        )
-        self.layer.settings.worker.run(launch, "selection")
+        self._run_select(score, *bounds, recent, self.num_blocks, blocks, selection.blocks, selection.counts)
         return selection
+
+    def _run_select(
+        self, score: np.ndarray, low: np.ndarray, high: np.ndarray, recent: int, n_blocks: int, k: int,
+        blocks: np.ndarray, counts: np.ndarray,
+    ) -> None:  # fmt: skip
+        launch = selecting.select_blocks(score, self.store.sealed, n_blocks, low, high, recent, k, blocks, counts)
+        self.layer.settings.worker.run(launch, "selection")
 
     def all_blocks(self) -> Selection:
         """Every block."""
@@ -228,7 +235,8 @@ class Step:
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend host blocks on the CPU with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32."""
         out, lse = np.empty_like(self.query), np.empty(self.query.shape[:2], np.float32)
-        self.layer.settings.worker.run(self._launch(self.query, host, out, lse, None), self.label("CPU attention"))
+        launch = self._launch(self.query, host, out, lse, None)
+        self.layer.settings.worker.run(launch, self.label("CPU attention"), keep=self.store.pool)
         return torch.from_numpy(out), torch.from_numpy(lse)
 
     def attend_device(

@@ -231,6 +231,11 @@ class SubMeanStore(DigestStore):
         return self._bundle
 
     def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+        # Some blocks at a time: unpacked, a digest is larger than its block.
+        parts = [self._score(query, table[:, i : i + 256], scale) for i in range(0, table.shape[1], 256)]
+        return torch.cat(parts, -1)
+
+    def _score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
         grouped, (scales, size) = self._group(query), unpack_halves(self.sizes[table])
         codes = unpack_codes(self.codes[table], self.block_size // 2, self.head_dim).float()
         means = self.center[:, None] + self.sigma[:, None] * scales[..., None] * codes

@@ -97,7 +97,7 @@ def choose_kernel(
 
 
 _NO_BLOCKS, _NO_COUNTS, _NO_SINKS = (np.empty((0,) * n, np.int32) for n in (3, 2, 1))
-_NOWHERE = (np.empty(0, np.int64), np.empty((0, 0), np.uint8), np.empty((0, 0), np.uint8), 0, 1, torch.float32)
+_NOWHERE = (np.empty(0, np.int64), np.empty((0, 0), np.uint8), np.empty((0, 0), np.uint8), 0, 1)
 
 
 def choose_blocks(
@@ -111,14 +111,16 @@ def choose_blocks(
     *,
     join: str,
     scale: float,
-    unsealed: tuple[Array, Array, Array, int, int, torch.dtype] | None = None,
+    kv_dtype: torch.dtype,
+    unsealed: tuple[Array, Array, Array, int, int] | None = None,
     select: tuple[Array, Array, int, int, int, Array, Array] | None = None,
 ) -> Launch:
     """Prepare one score a (row, KV head, sealed block), and the choice of blocks by it.
 
     "max" and "mean": each query head's softmax over its blocks and the tail, then the largest or the mean of the group.
-    "raw": the mean of the log masses. A block without valid tokens has score -inf, every other one more. A log mass is
-    cut off 40 below the best of its 256 neighbours.
+    "raw": the mean of the log masses. A block without valid tokens has score -inf, every other one more. What is of no
+    consequence is not exact: sub-means are cut off 40 below the best of their 256 blocks, and shares of a softmax below
+    1e-17 have an order only among these.
 
     Args:
         query: float32 [B, Hq, D], D a multiple of 16 up to 256.
@@ -130,8 +132,9 @@ def choose_blocks(
         score: float32 [B, Hkv, N], written up to n_sealed rounded up to a multiple of 16.
         join: "max", "mean" or "raw".
         scale: factor of the scores, usually D ** -0.5.
+        kv_dtype: dtype of the pool, whether it is read or not (there is one compiled kernel for each).
         unsealed: where the tokens without a digest are read, to fill `tail`: block_ptr, holes and valid (as in
-            `decode.sparse_decode`), length in tokens, block size, dtype of the pool.
+            `decode.sparse_decode`), length in tokens, block size.
         select: sink_lo, sink_hi, recent, n_blocks, k, blocks and counts, as in `select.select_blocks`.
 
     Raises:
@@ -149,13 +152,13 @@ def choose_blocks(
     require("masses", masses, F32, (batch, query_heads, masses.shape[-1]))
     require("tail", tail, F32, (batch, query_heads))
     require("score", score, F32, (batch, kv_heads, score.shape[-1]))
-    cost = check_digest(digest, batch, query_heads, kv_heads, n_sealed)
+    cost = check_digest(digest, query.shape, kv_heads, n_sealed)
     if not 0 <= n_sealed <= min(table.shape[1], masses.shape[2] // 16 * 16, score.shape[2] // 16 * 16):
         raise ValueError(
             f"n_sealed {n_sealed} exceeds table {table.shape}, or masses {masses.shape} or score {score.shape} in "
             "multiples of 16"
         )
-    block_ptr, holes, valid, length, block_size, dtype = unsealed or _NOWHERE
+    block_ptr, holes, valid, length, block_size = unsealed or _NOWHERE
     n_blocks = n_sealed
     if unsealed is not None:
         check_tail(block_ptr, holes, valid, table, dim, n_sealed, length, block_size)
@@ -167,7 +170,7 @@ def choose_blocks(
     chunks = max(1, -(-n_sealed // CHUNK_BLOCKS))
     peaks, finished = np.empty((batch, query_heads, chunks), np.float32), np.zeros(batch * kv_heads, np.int64)
     args = (
-        digest, tag_of(dtype), full, rest, query, block_ptr, table, holes, valid, int(n_sealed), int(length),
+        digest, tag_of(kv_dtype), full, rest, query, block_ptr, table, holes, valid, int(n_sealed), int(length),
         int(block_size), float(scale), JOINS[join], masses, peaks, finished, tail, unsealed is not None, score,
         sink_lo, sink_hi, int(recent), int(n_blocks), int(k), blocks, counts,
     )  # fmt: skip

@@ -71,8 +71,13 @@ def pack_levels(levels: torch.Tensor) -> torch.Tensor:
 
     Returns:
         int32 [..., D / 16, S].
+
+    Raises:
+        ValueError: D is not a multiple of 16.
     """
     *outer, count, dim = levels.shape
+    if dim % 16:
+        raise ValueError(f"D {dim} is not a multiple of 16")
     parts = levels.long().view(*outer, count, dim // 16, 2, 4, 2) << _level_shifts(levels.device)
     packed = parts.sum((-3, -2, -1))
     return (packed - ((packed >> 31) << 32)).to(torch.int32).transpose(-2, -1).contiguous()

@@ -84,22 +84,24 @@ def vectors(query: Array, digests: Array, bias: Array, *, dtype: torch.dtype) ->
     return Vectors(query, digests, bias)
 
 
-def check_digest(digest: Digest, batch: int, query_heads: int, kv_heads: int, n_blocks: int) -> int:
-    """Raise ValueError unless a digest serves these heads; return the bytes that scoring `n_blocks` reads."""
+def check_digest(digest: Digest, query_shape: tuple[int, ...], kv_heads: int, n_blocks: int) -> int:
+    """Raise ValueError unless a digest serves queries of this shape; return the bytes that scoring `n_blocks` reads."""
+    batch, query_heads, dim = query_shape
     if isinstance(digest, LogMasses):
+        require("values", digest.values, F32, digest.values.shape)
         fits = digest.values.shape[:2] == (batch, query_heads) and digest.values.shape[2] >= n_blocks
         record = 4 * query_heads
     elif isinstance(digest, Vectors):
         fits = digest.query.shape[:2] == (batch, query_heads) and digest.vectors.shape[1] == kv_heads
         record = kv_heads * digest.vectors.shape[2] * digest.vectors.itemsize
     else:
-        fits = digest.sizes.shape[1] == kv_heads
+        fits = digest.center.shape == (kv_heads, dim)
         record = kv_heads * (digest.codes.shape[2] + 4 * digest.sizes.shape[2] * (digest.levels.shape[2] + 1))
     if not fits:
         shapes = [x.shape for x in digest if isinstance(x, np.ndarray)]
         raise ValueError(
-            f"a digest of shapes {shapes} does not serve {batch} rows, {query_heads} query heads, {kv_heads} KV heads "
-            f"and {n_blocks} blocks"
+            f"a digest of shapes {shapes} does not serve {batch} rows, {query_heads} query heads of {dim}, {kv_heads} "
+            f"KV heads and {n_blocks} blocks"
         )
     return batch * n_blocks * record
 
@@ -172,7 +174,7 @@ def write_scores(
         digest: one of the bundles above.
         full, rest: tags of `launch.head_tiles`.
         query: float32 [B, Hq, D]; table: int32 [B, N].
-        out: address of float32 [group, (CHUNK_BLOCKS + SPARE_BLOCKS) * S], rows `stride` bytes apart.
+        out: address of float32 [group, (end - begin + SPARE_BLOCKS) * S], rows `stride` bytes apart.
     """
     raise NotImplementedError("for compiled code")
 
@@ -200,7 +202,8 @@ def _write_scores(
 def soften_chunk(runs: Any, scores: int, blocks: int, raw: bool, masses: int) -> Any:
     """Turn the scores of a chunk's blocks into masses relative to exp(peak), and return the peak, MASKED if none.
 
-    Blocks without valid tokens get mass 0, all others more. With `raw` the masses are absolute logarithms, and -inf.
+    Blocks without valid tokens get mass 0, all others more. With `raw` the masses are absolute logarithms, and -inf;
+    the peak means nothing then.
 
     Args:
         runs: as many entries as a block has scores.

@@ -120,7 +120,7 @@ def check_selection(
         raise ValueError(f"n_sealed {n_sealed} is not within 0..n_blocks ({n_blocks})")
     if recent < 0 or k < 0:
         raise ValueError(f"recent {recent} and k {k} must not be negative")
-    sinks = max(0, *(sink_hi - sink_lo).tolist())  # for a few rows quicker than NumPy
+    sinks = max([0, *(sink_hi - sink_lo).tolist()])  # for a few rows quicker than NumPy
     always = min(n_blocks, sinks + min(recent, n_sealed) + n_blocks - n_sealed)
     if blocks.shape[2] < max(always, min(k, n_blocks)):
         raise ValueError(f"blocks holds {blocks.shape[2]} entries; up to {max(always, min(k, n_blocks))} may be chosen")

@@ -122,7 +122,7 @@ def score_chunk(
     Args:
         query: float32 [G, D].
         table: int32 [N].
-        out: address of the scores; up to 8 blocks beyond the last may be written.
+        out: address of the scores; up to 7 blocks beyond the last may be written.
     """
     codes, levels, sizes, bias, pieces = digest.codes, digest.levels, digest.sizes, digest.bias, digest.pieces
     _, kv_heads, count = sizes.shape

@@ -161,12 +161,12 @@ class Worker:
             self._queue.put((job, work, self.delay, keep))
         return job
 
-    def run(self, launch: Launch, label: str = "launch") -> None:
+    def run(self, launch: Launch, label: str = "launch", keep: Any = None) -> None:
         """Run a launch now: alone when it is small, together with the threads when it is worth waking them."""
         if launch.cost < SHARE_BYTES or launch.tasks < 2:
             launch()
             return
-        job = self.submit(launch, label, shares=min(self.threads, launch.tasks - 1))
+        job = self.submit(launch, label, shares=min(self.threads, launch.tasks - 1), keep=keep)
         try:
             launch()
         finally:

@@ -36,7 +36,9 @@ def test_launch_equals_torch(name: str, block: int) -> None:
     masses, score = np.full((1, HEADS * GROUP, 16), np.nan, np.float32), np.full((1, HEADS, 16), np.nan, np.float32)
     tail = np.zeros((1, HEADS * GROUP), np.float32)
     arrays = store.arrays(query.numpy(), 0.2)
-    choose_blocks(query.numpy(), arrays, table, k.shape[0], masses, tail, score, join="raw", scale=0.2)()
+    choose_blocks(
+        query.numpy(), arrays, table, k.shape[0], masses, tail, score, join="raw", scale=0.2, kv_dtype=torch.float32
+    )()
     want = store.score(query, torch.from_numpy(table.astype(np.int64)), 0.2).view(HEADS, GROUP, -1).mean(1)
     got = torch.from_numpy(score)[0, :, : k.shape[0]]
     assert torch.equal(got.isneginf(), want.isneginf())

@@ -33,14 +33,14 @@ def _table(batch: int, physical: int, blocks: int) -> torch.Tensor:
 
 def _score(
     query: torch.Tensor, digest: Digest, table: torch.Tensor, kv_heads: int, blocks: int, tail: torch.Tensor, join: str,
-    scale: float = 1.0, **options: Any,
+    scale: float = 1.0, kv_dtype: torch.dtype = torch.float32, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
     width = (blocks + 15) // 16 * 16 + 3
     masses = np.full((*query.shape[:2], width), np.nan, np.float32)
     score = torch.full((len(query), kv_heads, width), 7.0)
     launch = choose_blocks(
         query.numpy(), digest, table.numpy(), blocks, masses, tail.numpy(), score.numpy(), join=join, scale=scale,
-        **options,
+        kv_dtype=kv_dtype, **options,
     )  # fmt: skip
     run(launch, threads=2)
     assert (score[..., (blocks + 15) // 16 * 16 :] == 7).all()
@@ -143,9 +143,18 @@ def test_the_tail_is_read(group: int, block_size: int) -> None:
     for sealed in (0, 2, 3, 4):
         logmass = torch.randn(3, 2 * group, sealed)
         tail = torch.full((3, 2 * group), 7.0)
-        where = (case.block_ptr, case.holes.numpy(), case.valid.numpy(), length, block_size, torch.bfloat16)
+        where = (case.block_ptr, case.holes.numpy(), case.valid.numpy(), length, block_size)
         score = _score(
-            query, LogMasses(logmass.numpy()), case.table, 2, sealed, tail, "max", scale=0.125, unsealed=where
+            query,
+            LogMasses(logmass.numpy()),
+            case.table,
+            2,
+            sealed,
+            tail,
+            "max",
+            scale=0.125,
+            kv_dtype=torch.bfloat16,
+            unsealed=where,
         )
         want = reference.tail_lse(query, case.clean, case.table, sealed, length, case.valid, scale=0.125)
         torch.testing.assert_close(tail.double(), want, rtol=0, atol=1e-5 * (1 + 20))
@@ -180,6 +189,10 @@ def test_refusals() -> None:
         _score(query, digest, table, 1, 6, tail, "max")
     with pytest.raises(ValueError, match="3 query heads"):
         _score(torch.zeros(1, 3, 16), digest, table, 2, 5, torch.zeros(1, 3), "max")
+    pairs = (np.zeros((3, 1, 256), np.uint8), np.zeros((3, 1, 2, 16), np.int32), np.zeros((3, 1, 16), np.int32))
+    other = submeans(*pairs, np.zeros((3, 16), np.float32), *np.zeros((2, 1, 32), np.float32))
+    with pytest.raises(ValueError, match="query heads of 16"):
+        _score(query, other, table, 1, 3, tail, "max")
     with pytest.raises(ValueError, match="width 20"):
         vectors(np.zeros((1, 2, 20), np.float32), np.zeros((3, 1, 20), np.float32), np.zeros(3), dtype=torch.float32)
 
