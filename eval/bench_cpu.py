@@ -212,7 +212,7 @@ def decode_cases(name: str, threads: int, read: Case, reader: Reader) -> Iterato
 
         facts = {
             "dtype": name, "dim": memory.dim, "group": group, "batch": batch, "block_size": memory.block_size,
-            "budget": budget, "threads": threads,
+            "budget": budget, "kernel_threads": threads,
         }  # fmt: skip
         return Case("sparse_decode", prepare, memory.bytes_of(batch, budget), facts)
 
@@ -225,7 +225,7 @@ def decode_cases(name: str, threads: int, read: Case, reader: Reader) -> Iterato
             addresses = memory.addresses(1, 2048)
             return lambda: reader.runs(addresses, record)
 
-        facts = {"dtype": name, "dim": memory.dim, "batch": 1, "block_size": memory.block_size, "threads": 1}
+        facts = {"dtype": name, "dim": memory.dim, "batch": 1, "block_size": memory.block_size, "kernel_threads": 1}
         return [Case("read of chosen blocks", prepare, memory.bytes_of(1, 2048), facts)]
 
     def sets() -> Iterator[list[Case]]:
@@ -282,7 +282,7 @@ def torch_cases(name: str, read: Case) -> list[Case]:
 
         return call
 
-    nbytes, facts = memory.bytes_of(1, budget), {"dtype": name, "dim": 128, "group": group, "threads": 1}
+    nbytes, facts = memory.bytes_of(1, budget), {"dtype": name, "dim": 128, "group": group, "kernel_threads": 1}
     return [
         read,
         Case("sparse_decode", lambda: memory.decode(group, 1, budget), nbytes, facts),
@@ -324,7 +324,7 @@ def scoring_cases(read: Case) -> list[Case]:
 
         nbytes = blocks * kv_heads * (codes.shape[2] + 4 * pairs * (dim // 16 + 1))
         return Case(
-            "choose_blocks", prepare, nbytes, {"dim": dim, "group": group, "context": 32 * blocks, "threads": 1}
+            "choose_blocks", prepare, nbytes, {"dim": dim, "group": group, "context": 32 * blocks, "kernel_threads": 1}
         )
 
     return [read, *(case(blocks) for blocks in (256, 1024, 4096))]
@@ -345,7 +345,7 @@ def selection_cases() -> list[Case]:
             tensor = torch.from_numpy(score)
             return lambda: torch.topk(tensor, 64, sorted=False)
 
-        facts = {"context": 32 * blocks, "threads": 1}
+        facts = {"context": 32 * blocks, "kernel_threads": 1}
         cases += [Case("select_blocks", ours, 0, facts), Case("torch.topk", theirs, 0, facts)]
     return cases
 
@@ -358,7 +358,7 @@ def worker_cases() -> list[Case]:
         time.sleep(0.002)  # long enough for the thread to sleep
         return lambda: worker.submit(lambda: None).result()
 
-    return [Case("submit to done", prepare, 0, {"threads": 1})]
+    return [Case("submit to done", prepare, 0, {"kernel_threads": 1})]
 
 
 def shares(records: list[dict[str, Any]]) -> None:
@@ -376,7 +376,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     rows = [r for r in records if r.get("of_limit") is not None and r["case"] != "read"]
     names = [
         " ".join(str(r[k]) for k in ("case", "dtype", "dim", "group", "batch", "block_size", "context") if r.get(k))
-        + f" ×{r['threads']}"
+        + f" ×{r['kernel_threads']}"
         for r in rows
     ]
     figure, axes = plt.subplots(figsize=(9, 1 + len(rows) / 4), layout="constrained")
@@ -413,7 +413,7 @@ def main(
             starts = [next(places) * size % (words.size - size) for _ in range(parts)]
             return on_threads(lambda: reader.words(words[(first := starts.pop()) : first + size]), parts)
 
-        return Case("read", prepare, parts * size * 8, {"way": reader.way, "threads": parts})
+        return Case("read", prepare, parts * size * 8, {"way": reader.way, "kernel_threads": parts})
 
     records: list[dict[str, Any]] = []
 
