@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import numba
 import numpy as np
 import torch
+from numba.core.caching import FunctionCache
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -62,13 +65,27 @@ def new_ticket() -> Array:
     return np.zeros(2, np.int64)
 
 
-def jit(function: Function) -> Function:
-    """Compile with the options that all kernels share: no GIL, no bounds checks, cached on disk.
+def _source_digest() -> str:
+    """A digest of this folder's sources."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
-    Numba's disk cache looks only at the file of the compiled function: after a change in a module that a kernel
-    imports (vector.py, tile.py, ...), delete the `__pycache__` folder beside it.
-    """
-    return cast(Function, numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function))
+
+_SOURCES = _source_digest()
+
+
+class _KernelCache(FunctionCache):
+    """Numba's disk cache, which looks at the file of the compiled function, made to look at all that it may import."""
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), _SOURCES)
+
+
+def jit(function: Function) -> Function:
+    """Compile with the options that all kernels share: no GIL, no bounds checks, cached on disk."""
+    compiled: Any = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
+    compiled._cache = _KernelCache(function)  # type: ignore[no-untyped-call]
+    return cast(Function, compiled)
 
 
 def require(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:

@@ -1,0 +1,37 @@
+"""The disk cache of compiled kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hf_offload.cpu as cpu
+
+SCRIPT = """
+from kernels.select import select_kernel
+import numpy as np
+i, f = np.zeros(1, np.int32), np.zeros((1, 1, 1), np.float32)
+select_kernel(np.zeros(2, np.int64), 0, f, 1, 1, i, i, 0, 0, np.zeros((1, 1, 1), np.int32), np.zeros((1, 1), np.int32))
+stats = select_kernel.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+
+
+def test_a_change_in_another_file_makes_compiled_code_stale(tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    for file in Path(cpu.__file__).parent.glob("*.py"):
+        if file.name not in ("worker.py", "selections.py"):  # these name the package
+            (folder / file.name).write_text(file.read_text())
+
+    def run() -> str:
+        done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert run() == "0 1"
+    assert run() == "1 0"
+    with (folder / "vector.py").open("a") as file:
+        file.write("\n# changed\n")
+    assert run() == "0 1"
