@@ -78,7 +78,7 @@ class _KernelCache(FunctionCache):
     """Numba's disk cache, which looks at the file of the compiled function, made to look at all that it may import."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), _SOURCES)
+        return (*super()._index_key(sig, codegen), _SOURCES)  # type: ignore[no-untyped-call]
 
 
 def jit(function: Function) -> Function:
