@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from hf_offload.cpu.launch import Array, Launch, jit
@@ -169,8 +170,12 @@ class Worker:
         job = self.submit(launch, label, shares=min(self.threads, launch.tasks - 1), keep=keep)
         try:
             launch()
-        finally:
+        except BaseException:  # an interruption, too: nobody may still write when the caller's buffers are used again
             job.close()
+            with suppress(WorkerError):  # what this thread ran into is told
+                job.result()
+            raise
+        job.close()
         if not _all_done(launch.ticket, launch.tasks):
             job.result()
 

@@ -154,3 +154,19 @@ def test_an_error_in_somebody_elses_share_surfaces() -> None:
 
     with pytest.raises(WorkerError, match="no room"):
         Worker().run(Launch(kernel, 2, (), new_ticket(), SHARE_BYTES), "attention")
+
+
+def test_an_interrupted_caller_waits_for_the_shares_of_others() -> None:
+    main, began, ended = threading.get_ident(), threading.Event(), threading.Event()
+
+    def kernel(ticket: np.ndarray, tasks: int) -> None:  # type: ignore[type-arg]
+        if threading.get_ident() == main:
+            began.wait(5)
+            raise KeyboardInterrupt
+        began.set()
+        time.sleep(0.1)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        Worker().run(Launch(kernel, 2, (), new_ticket(), SHARE_BYTES), "attention")
+    assert ended.is_set()
