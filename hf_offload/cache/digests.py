@@ -159,8 +159,8 @@ class SubMeanStore(DigestStore):
     """Pairs of consecutive keys: their mean in int4 with a scale a pair, half their difference in 2 bits a channel.
 
     A pair's keys are μ ± δ, so that log mass = logsumexp over pairs j of log(tokens in j) + scale·q·μ_j +
-    log cosh(scale·q·δ_j). A channel is divided by the root of its standard deviation: half way between the same relative
-    and the same absolute rounding for all channels.
+    log cosh(scale·q·δ_j). A channel is divided by the root of its standard deviation: half way between the same
+    relative and the same absolute rounding for all channels.
     """
 
     LEVELS = 7
