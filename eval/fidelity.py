@@ -55,10 +55,11 @@ def make_rows(budget: int, memory: dict[str, Any]) -> list[Row]:
 
     return [
         scout("scout-off", lookahead="off"),
-        scout("scout-select", lookahead="select", synchronous_layers=(0,)),
-        scout("scout-attend", lookahead="attend", synchronous_layers=(0,)),
-        scout("scout-attend-sync012", lookahead="attend", synchronous_layers=(0, 1, 2)),
-        scout("scout-attend-uncorrected", lookahead="attend", synchronous_layers=(0,), correction=False),
+        scout("scout-select", lookahead="select"),
+        scout("scout-select-sync0", lookahead="select", synchronous_layers=(0,)),
+        scout("scout-attend", lookahead="attend"),
+        scout("scout-attend-sync0", lookahead="attend", synchronous_layers=(0,)),
+        scout("scout-attend-uncorrected", lookahead="attend", correction=False),
         Row("paper", Scout.paper(budget=budget), memory),
         Row("paper-off", Scout.paper(budget=budget, lookahead="off"), memory),
         Row("window", "window", {"budget": budget} | memory),

@@ -39,7 +39,8 @@ class HybridCache(Cache):
         block_size: tokens a block: 8, 16, 32, 64 or 128.
         resident: tokens that a row and KV head keeps on the device, in two tiers; by default the policy's budget.
         prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time.
-        threads: CPU threads beside the model's; by default all cores but one with a GPU, one thread otherwise.
+        threads: CPU threads for what runs while the model goes on; by default all cores but one with a GPU, one thread
+            otherwise. What the model waits for runs on torch's own threads (`torch.set_num_threads`).
         timeout: seconds after which waiting for a thread is given up with an error.
         knobs: the policy's own, see its class.
 

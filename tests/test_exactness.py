@@ -58,10 +58,10 @@ POLICIES = {
     "full": ("full", {}),
     "window": ("window", {"budget": 256, "sinks": 16}),
     "scout-off": ("scout", {"lookahead": "off"}),
-    "scout-select": ("scout", {"lookahead": "select"}),
+    "scout-select": ("scout", {"lookahead": "select", "synchronous_layers": (0,)}),
     "scout-quest": ("scout", {"lookahead": "off", "digest": "quest", "join": "raw"}),
-    "scout-mean": ("scout", {"lookahead": "select", "digest": "mean", "recall": 3}),
-    "scout-all": ("scout", {"lookahead": "select", "attend_resident": "all"}),
+    "scout-mean": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "digest": "mean", "recall": 3}),
+    "scout-all": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "attend_resident": "all"}),
 }
 
 

@@ -58,6 +58,14 @@ def test_tokens_are_those_of_eager_attention(family: str) -> None:
     for memory in ({"tier": "one"}, {"tier": "split", "resident": 64}):
         for lookahead in ("off", "select"):
             cache = HybridCache(
-                ours, "scout", budget=512, sinks=16, recent=0, block_size=16, lookahead=lookahead, **memory
+                ours,
+                "scout",
+                budget=512,
+                sinks=16,
+                recent=0,
+                block_size=16,
+                lookahead=lookahead,
+                synchronous_layers=(0,),
+                **memory,
             )
             assert torch.equal(ours.generate(ids, past_key_values=cache, **knobs), want)

@@ -295,7 +295,9 @@ def test_the_same_inputs_give_the_same_tokens(llama: PreTrainedModel, lookahead:
     runs = []
     for delay in (0.0, 0.002):
         knobs: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16, "resident": 112, "tier": "split"}
-        cache = HybridCache(llama, "scout", block_size=BLOCK, lookahead=lookahead, recall=2, **knobs)
+        cache = HybridCache(
+            llama, "scout", block_size=BLOCK, lookahead=lookahead, synchronous_layers=(0,), recall=2, **knobs
+        )
         cache.settings.worker.delay = delay
         runs.append(decode_logits(llama, cache, ids, mask, None, steps=40))
         assert cache.stats().as_dict()["recalls"] > 0

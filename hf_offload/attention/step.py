@@ -115,7 +115,7 @@ class Step:
             query, digest, store.table, sealed, masses, tail, score, join=join, scale=self.scale, kv_dtype=store.dtype,
             unsealed=unsealed, select=select,
         )  # fmt: skip
-        self.layer.settings.worker.run(launch, "scoring", keep=store.pool)
+        launch.run(self.label("scoring"))
         return score
 
     def _resident_tail(self, query: np.ndarray) -> np.ndarray:
@@ -155,7 +155,7 @@ class Step:
         blocks: np.ndarray, counts: np.ndarray,
     ) -> None:  # fmt: skip
         launch = selecting.select_blocks(score, self.store.sealed, n_blocks, low, high, recent, k, blocks, counts)
-        self.layer.settings.worker.run(launch, "selection")
+        launch.run(self.label("selection"))
 
     def all_blocks(self) -> Selection:
         """Every block."""
@@ -215,7 +215,7 @@ class Step:
         store = self.store
         launch = self._launch(self.query, host, ahead.out, ahead.lse, ahead.kbar)
         worker = self.layer.settings.worker
-        shares = min(worker.threads, launch.tasks)
+        launch.ticket[2] = shares = min(worker.threads, launch.tasks)
         ahead.job = worker.submit(launch, self.label("early CPU attention"), shares=shares, keep=store.pool)
         self.layer.ahead = ahead
         return ahead
@@ -236,7 +236,7 @@ class Step:
         """Attend host blocks on the CPU with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32."""
         out, lse = np.empty_like(self.query), np.empty(self.query.shape[:2], np.float32)
         launch = self._launch(self.query, host, out, lse, None)
-        self.layer.settings.worker.run(launch, self.label("CPU attention"), keep=self.store.pool)
+        launch.run(self.label("CPU attention"))
         return torch.from_numpy(out), torch.from_numpy(lse)
 
     def attend_device(
@@ -295,5 +295,5 @@ class Step:
 
 def query_array(query: torch.Tensor) -> np.ndarray:
     """A query tensor as contiguous fp32 on the CPU."""
-    array: np.ndarray = query.detach().to("cpu", torch.float32).contiguous().numpy()
+    array: np.ndarray = query.detach().to("cpu", torch.float32, memory_format=torch.contiguous_format).numpy()
     return array

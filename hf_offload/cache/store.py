@@ -89,7 +89,7 @@ class BlockStore:
             if self.pool.refcount[old] > 1:
                 new = self.pool.allocate(1)
                 source, target = self.pool.block_ptr[old : old + 1], self.pool.block_ptr[new]
-                movers.copy_records(source, target, self.pool.block_bytes)()
+                movers.copy_records(source, target, self.pool.block_bytes).run("a copy of shared blocks")
                 self.pool.release(ids[row : row + 1])
                 self.table[row, block] = new[0]
 
@@ -101,7 +101,7 @@ class BlockStore:
             k, v = k.to("cpu"), v.to("cpu")
         if k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.contiguous(), v.contiguous()
-        movers.write_tokens(k, v, self.pool.block_ptr, self.table, self.length, self.block_size)()
+        movers.write_tokens(k, v, self.pool.block_ptr, self.table, self.length, self.block_size).run("an append")
         self.length += new
 
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +109,7 @@ class BlockStore:
         shape = (self.batch, self.num_kv_heads, count, self.head_dim)
         pin = self.device.type == "cuda"
         k, v = (torch.empty(shape, dtype=self.dtype, pin_memory=pin) for _ in range(2))
-        movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)()
+        movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size).run("a gather")
         return k.to(self.device), v.to(self.device)
 
     def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .launch import F32, I32, Array, Launch, group_size, head_tiles, jit, new_ticket, require, tag_of
+from .launch import F32, I32, Array, Launch, group_size, head_tiles, kernel, new_ticket, require, tag_of
 from .memory import address_of, count_up, hold
 from .scoring import (
     CHUNK_BLOCKS,
@@ -27,7 +27,7 @@ from .select import check_selection, select_head
 from .tail import check_tail, tail_of_head
 
 
-@jit
+@kernel
 def choose_kernel(
     ticket: Array,
     tasks: int,
@@ -59,7 +59,7 @@ def choose_kernel(
     blocks: Array,
     counts: Array,
 ) -> None:
-    """One task = one (row, KV head, up to 256 blocks)."""
+    """One task = one (row, KV head, up to 128 blocks)."""
     kv_heads = score.shape[1]
     group = query.shape[1] // kv_heads
     chunks = max(1, (n_sealed + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
@@ -119,7 +119,7 @@ def choose_blocks(
 
     "max" and "mean": each query head's softmax over its blocks and the tail, then the largest or the mean of the group.
     "raw": the mean of the log masses. A block without valid tokens has score -inf, every other one more. What is of no
-    consequence is not exact: sub-means are cut off 40 below the best of their 256 blocks, and shares of a softmax below
+    consequence is not exact: sub-means are cut off 40 below the best of their 128 blocks, and shares of a softmax below
     1e-17 have an order only among these.
 
     Args:

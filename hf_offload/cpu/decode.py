@@ -5,6 +5,7 @@ Shapes: query [B, Hq, D], blocks [B, Hkv, C]; the Hq / Hkv query heads of a KV h
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -33,14 +34,23 @@ from .launch import (
     group_size,
     head_tiles,
     jit,
+    kernel,
     new_ticket,
     require,
+    reserve,
     tag_of,
 )
 from .memory import address_of, count_up, get, hold, put
-from .vector import NOTHING, load_f32, splat, store
+from .vector import NOTHING, fma, load_f32, splat, store
 
 _NO_KBAR = np.empty((0, 0, 0), np.float32)
+_PART_TOKENS, _PARTS = 512, 64  # a head's blocks are cut into parts of at least so many tokens while tasks are few
+
+
+@jit
+def partial_state(group: int, dim: int, wants_kbar: bool) -> int:
+    """Bytes of the sums in a partial result, which come before its peaks, masses and fades."""
+    return 4 * group * dim * (2 if wants_kbar else 1)
 
 
 @jit
@@ -113,17 +123,54 @@ def _attend(
 
 
 @jit
-def _finish(sums: int, dim: int, group: int, masses: int, target: int) -> None:
-    """target[head] = sums[head] / mass[head], 0 where nothing was attended."""
+def _merge(first: int, rows: int, step: int, dim: int, group: int, sums: int, masses: int, target: int) -> None:
+    """target[head] = the mean of the partial sums, by their masses; 0 where nothing was attended.
+
+    Args:
+        first: address of the first of `rows` partial results, `step` bytes apart.
+        sums: offset in bytes of the sums [group, dim] in each.
+        masses: offset of the masses [group], already times what brings the parts to one peak, over the whole mass.
+    """
     for head in range(group):
-        mass = get(masses + 4 * head)
-        share = np.float32(0.0) if mass == np.float32(0.0) else np.float32(1.0) / mass
         for d in range(0, dim, 16):
-            place = 4 * (head * dim + d)
-            store(target + place, load_f32(sums + place) * splat(share))
+            place = sums + 4 * (head * dim + d)
+            total = splat(np.float32(0.0))
+            for row in range(rows):
+                share = splat(get(first + row * step + masses + 4 * head))
+                total = fma(load_f32(first + row * step + place), share, total)
+            store(target + 4 * (head * dim + d), total)
 
 
 @jit
+def _shares(first: int, rows: int, step: int, group: int, state: int, state_step: int, lse: Array) -> None:
+    """Write each head's lse [group], and into each part's fade what its sums count in the whole."""
+    for head in range(group):
+        place = first + state + 4 * head
+        peak, mass = NOTHING, np.float32(0.0)
+        for row in range(rows):
+            peak = max(peak, get(place + row * step))
+        for row in range(rows):
+            fade = np.float32(math.exp(get(place + row * step) - peak))
+            put(place + row * step + 2 * state_step, fade)
+            mass += get(place + row * step + state_step) * fade
+        none = mass == np.float32(0.0)
+        inverse = np.float32(0.0) if none else np.float32(1.0) / mass
+        for row in range(rows):
+            share = place + row * step + 2 * state_step
+            put(share, get(share) * inverse)
+        lse[head] = -np.inf if none else peak + np.log(mass)
+
+
+@jit
+def _part(task: int, parts: int, share: int, counts: Array) -> tuple[int, int]:
+    """Where a task begins among its head's chosen blocks, and how many it has."""
+    head = task // parts
+    count = counts[head // counts.shape[1], head % counts.shape[1]]
+    begin = min(task % parts * share, count)
+    return begin, min(count - begin, share)
+
+
+@kernel
 def decode_kernel(
     ticket: Array,
     tasks: int,
@@ -144,8 +191,11 @@ def decode_kernel(
     block_size: int,
     scale: float,
     cap: float,
+    parts: int,
+    partial: Array,
+    finished: Array,
 ) -> None:
-    """One task = one (row, KV head)."""
+    """One task = one part of the blocks of one (row, KV head); the last to finish a head merges its parts."""
     dim = query.shape[2]
     kv_heads = counts.shape[1]
     group = query.shape[1] // kv_heads
@@ -153,37 +203,50 @@ def decode_kernel(
     step = max(1, STEP_TOKENS // block_size)
     stride = 4 * max(STEP_TOKENS, block_size)
     wants_kbar = kbar.shape[0] > 0
-    # Scratch: scaled query, sum of V and sum of K [group, dim] each; peak, mass, fade [group]; scores and a second
-    # set of weights [4, stride]. Addresses of the chosen blocks, and a copy of the last for the prefetches beyond it.
+    share = (blocks.shape[2] + parts - 1) // parts
+    share = (share + step - 1) // step * step
+    # A partial result: sum of V, sum of K [group, dim] each; peak, mass, fade [group] each.
     part = 4 * group * dim
     state_step = 4 * group
-    scratch = np.empty(16 + (3 * part + 3 * state_step + 8 * stride) // 4, np.float32)
+    state_offset = partial_state(group, dim, wants_kbar)
+    partial_step = 4 * partial.shape[1]
+    # Scratch: the scaled query; scores and a second set of weights [4, stride]. Addresses of the chosen blocks, and of
+    # the next task's first, which are prefetched meanwhile.
+    scratch = np.empty(16 + (part + 8 * stride) // 4, np.float32)
     queries = (address_of(scratch) + 63) & ~63
-    sums, key_sums = queries + part, queries + 2 * part
-    scores = queries + 3 * part
-    state = scores + 8 * stride
-    addresses = np.empty(blocks.shape[2] + step + 1, np.int64)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
-        b, h = task // kv_heads, task % kv_heads
-        source = address_of(query) + task * part
+    scores = queries + part
+    addresses = np.empty(share + step + 1, np.int64)
+    task = count_up(ticket, 0)
+    while task < tasks:
+        head = task // parts
+        b, h = head // kv_heads, head % kv_heads
+        begin, mine = _part(task, parts, share, counts)
+        chosen = blocks[b, h, begin : begin + mine]
+        sums = address_of(partial) + task * partial_step
+        key_sums = sums + part if wants_kbar else 0
+        state = sums + state_offset
+        source = address_of(query) + head * part
         for place in range(0, part, 64):
             store(queries + place, load_f32(source + place) * splat(np.float32(scale)))
+        for place in range(0, state_offset, 64):
             store(sums + place, splat(np.float32(0.0)))
-            store(key_sums + place, splat(np.float32(0.0)))
-        for head in range(group):
-            put(state + 4 * head, NOTHING)
-            put(state + state_step + 4 * head, np.float32(0.0))
-        count = counts[b, h]
-        chosen = blocks[b, h]
-        for i in range(count):
+        for g in range(group):
+            put(state + 4 * g, NOTHING)
+            put(state + state_step + 4 * g, np.float32(0.0))
+        for i in range(mine):
             addresses[i] = block_ptr[table[b, chosen[i]]] + h * record
-        for i in range(count, count + step):
-            addresses[i] = addresses[max(count - 1, 0)]
-        for first in range(0, count, step):
-            last = min(first + step, count)
+        following, ahead = reserve(ticket, tasks), 0
+        if following < tasks:
+            start, ahead = _part(following, parts, share, counts)
+            next_b, next_h = following // parts // kv_heads, following // parts % kv_heads
+            ahead = min(ahead, step)
+            for i in range(ahead):
+                block = blocks[next_b, next_h, start + i]
+                addresses[mine + i] = block_ptr[table[next_b, block]] + next_h * record
+        for i in range(mine + ahead, mine + step):
+            addresses[i] = addresses[max(i - 1, 0)]
+        for first in range(0, mine, step):
+            last = min(first + step, mine)
             done = 0
             while done + len(full) <= group:
                 tile = 4 * done * dim
@@ -200,15 +263,18 @@ def decode_kernel(
                     block_size, cap, scores, stride, state + 4 * done, state_step, sums + tile,
                     key_sums + tile if wants_kbar else 0, done == 0,
                 )  # fmt: skip
-        for head in range(group):
-            mass = get(state + state_step + 4 * head)
-            peak = get(state + 4 * head)
-            lse[b, h * group + head] = -np.inf if mass == np.float32(0.0) else peak + np.log(mass)
-        _finish(sums, dim, group, state + state_step, address_of(out) + task * part)
-        if wants_kbar:
-            _finish(key_sums, dim, group, state + state_step, address_of(kbar) + task * part)
+        if count_up(finished, head) == parts - 1:
+            origin = address_of(partial) + head * parts * partial_step
+            heads = slice(h * group, (h + 1) * group)
+            _shares(origin, parts, partial_step, group, state_offset, state_step, lse[b, heads])
+            shares = state_offset + 2 * state_step
+            _merge(origin, parts, partial_step, dim, group, 0, shares, address_of(out) + head * part)
+            if wants_kbar:
+                _merge(origin, parts, partial_step, dim, group, part, shares, address_of(kbar) + head * part)
         count_up(ticket, 1)
+        task = following if following < tasks else count_up(ticket, 0)
     hold(scratch)
+    hold(partial)
 
 
 def sparse_decode(
@@ -275,9 +341,14 @@ def sparse_decode(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap")
     tag = tag_of(kv_dtype)
-    tasks = batch * kv_heads
+    heads, tokens = batch * kv_heads, capacity * block_size
+    # The cut depends on shapes alone: results are the same on any number of threads.
+    parts = max(1, min(-(-tokens // _PART_TOKENS), _PARTS // heads))
+    group = query_heads // kv_heads
+    width = group * (dim * (1 if kbar is _NO_KBAR else 2) + 3)
+    partial = np.empty((heads * parts, (width + 15) // 16 * 16), np.float32)
     args = (
         tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, int(length), out, lse, kbar,
-        int(block_size), float(scale), float(softcap or 0.0),
+        int(block_size), float(scale), float(softcap or 0.0), parts, partial, np.zeros(heads, np.int64),
     )  # fmt: skip
-    return Launch(decode_kernel, tasks, args, new_ticket(), tasks * capacity * 2 * block_size * dim * tag.itemsize)
+    return Launch(decode_kernel, heads * parts, args, new_ticket(), heads * tokens * 2 * dim * tag.itemsize)

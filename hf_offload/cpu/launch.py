@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,9 @@ import torch
 from numba.core.caching import FunctionCache
 from numpy.typing import NDArray
 
+from .memory import count_up
+from .team import ALONE, share, team
+
 Array = NDArray[Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,6 +26,11 @@ I32 = np.dtype(np.int32)
 I64 = np.dtype(np.int64)
 U8 = np.dtype(np.uint8)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+# Launches that read less are run by the caller alone. A team that sleeps between its works (OMP_WAIT_POLICY=passive)
+# takes 50 us to wake, one that waits for the next takes one or two.
+_PATIENT = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+SHARE_BYTES = 1 << 20 if _PATIENT else 1 << 16
 
 # Kernels read the pool through raw addresses; an empty array tells them (and Numba's specialisation) what lies there.
 # Numba has no 16-bit floats on CPU: signed bits stand for float16, unsigned bits for bfloat16.
@@ -35,15 +44,15 @@ TAGS: dict[torch.dtype, Array] = {
 _HEADS: tuple[tuple[int, ...], ...] = ((), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Launch:
     """One kernel call whose tasks any number of threads may share; it can be run once.
 
     Args:
-        kernel: compiled function `(ticket, tasks, *args)` that takes task numbers from `ticket` until none is left.
+        kernel: made by `kernel`: takes a team, then task numbers from `ticket` until none is left.
         tasks: how many tasks there are.
         args: the remaining arguments of the kernel.
-        ticket: int64 [2], zero: the number of the next task, and how many are done.
+        ticket: from `new_ticket`.
         cost: bytes that the kernel reads, roughly (an upper bound).
         keep: objects whose memory the kernel reaches only by address, kept alive as long as the launch.
     """
@@ -57,12 +66,27 @@ class Launch:
 
     def __call__(self) -> None:
         """Do one participant's share; when every participant has returned, all tasks are done."""
-        self.kernel(self.ticket, self.tasks, *self.args)
+        self.kernel(ALONE, self.ticket, self.tasks, *self.args)
+
+    def run(self, label: str = "a kernel") -> None:
+        """Do all tasks now, together with the threads that torch uses here where that is worth it.
+
+        Raises:
+            MemoryError: a thread of the team could not do its tasks; `label` says of what.
+        """
+        shared = self.cost >= SHARE_BYTES and self.tasks > 1
+        who = team() if shared else ALONE
+        self.ticket[2] = who[1]
+        self.kernel(who, self.ticket, self.tasks, *self.args)
+        if shared and self.ticket[1] != self.tasks:
+            raise MemoryError(f"{label}: only {self.ticket[1]} of {self.tasks} tasks were done; is memory left?")
 
 
 def new_ticket() -> Array:
-    """Return a fresh ticket, int64 [2]."""
-    return np.zeros(2, np.int64)
+    """Return a fresh ticket, int64 [3]: the number of the next task, how many are done, how many threads take part."""
+    ticket = np.zeros(3, np.int64)
+    ticket[2] = 1
+    return ticket
 
 
 def _source_digest() -> str:
@@ -77,15 +101,44 @@ _SOURCES = _source_digest()
 class _KernelCache(FunctionCache):
     """Numba's disk cache, which looks at the file of the compiled function, made to look at all that it may import."""
 
+    _kind = ""
+
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), _SOURCES)  # type: ignore[no-untyped-call]
+        return (*super()._index_key(sig, codegen), _SOURCES, self._kind)  # type: ignore[no-untyped-call]
 
 
 def jit(function: Function) -> Function:
     """Compile with the options that all kernels share: no GIL, no bounds checks, cached on disk."""
+    return cast(Function, _compile(function, function, _KernelCache))
+
+
+def kernel(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile a kernel `(ticket, tasks, *args)` that does one participant's share of the tasks.
+
+    The result takes a team before these arguments (`ALONE`, or what `team()` returned) and lets all of it take part.
+    """
+    body = jit(function)
+
+    def call(team: Any, *args: Any) -> None:
+        share(team, body, args)
+
+    return cast(Callable[..., None], _compile(call, function, _SharedKernelCache))
+
+
+class _SharedKernelCache(_KernelCache):
+    _kind = "shared"
+
+
+def _compile(function: Callable[..., Any], source: Callable[..., Any], cache: type[_KernelCache]) -> Any:
     compiled: Any = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
-    compiled._cache = _KernelCache(function)  # type: ignore[no-untyped-call]
-    return cast(Function, compiled)
+    compiled._cache = cache(source)
+    return compiled
+
+
+@jit
+def reserve(ticket: Array, tasks: int) -> int:
+    """Take another task beside the one in hand, to prepare for it: its number, or `tasks` if few are left."""
+    return int(count_up(ticket, 0) if ticket[0] + ticket[2] < tasks else tasks)
 
 
 def require(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:

@@ -93,27 +93,3 @@ def count_up(typing: Any, counters: Any, index: Any) -> Any:
         return builder.atomic_rmw("add", counter, ir.Constant(_LONG, 1), "seq_cst")
 
     return types.int64(counters, types.int64), emit
-
-
-@lowered
-def look(typing: Any, counters: Any, index: Any) -> Any:
-    """An entry of an int64 array that another thread may change, read from memory every time."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        counter = builder.gep(_data(context, builder, counters, args[0]), [args[1]])
-        return builder.load_atomic(counter, "acquire", 8)
-
-    return types.int64(counters, types.int64), emit
-
-
-@lowered
-def breathe(typing: Any) -> Any:
-    """Tell the CPU that this is a waiting loop, where it knows such an instruction."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if context.codegen().magic_tuple()[0].startswith("x86_64"):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), emit

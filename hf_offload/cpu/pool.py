@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from .launch import BLOCK_SIZES, I32, I64, Array, Launch, jit, new_ticket, require
+from .launch import BLOCK_SIZES, I32, I64, Array, Launch, kernel, new_ticket, require
 from .memory import LINE, copy_bytes, count_up, prefetch
 
 _CHUNK_TOKENS = 256  # tokens of a task: long enough to amortise it, short enough to share a prefill among threads
 _CHUNK_BYTES = 1 << 18
 
 
-@jit
+@kernel
 def move_kernel(
     ticket: Array,
     tasks: int,
@@ -63,7 +63,7 @@ def move_kernel(
         count_up(ticket, 1)
 
 
-@jit
+@kernel
 def copy_kernel(ticket: Array, tasks: int, source: Array, target: Array, nbytes: int, chunk: int) -> None:
     """One task = `chunk` records."""
     while True:
@@ -75,7 +75,7 @@ def copy_kernel(ticket: Array, tasks: int, source: Array, target: Array, nbytes:
         count_up(ticket, 1)
 
 
-@jit
+@kernel
 def touch_kernel(ticket: Array, tasks: int, addresses: Array, nbytes: int, chunk: int) -> None:
     """One task = `chunk` records."""
     while True:

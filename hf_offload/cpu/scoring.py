@@ -1,7 +1,7 @@
 """Block scores: digests against the query heads of a group, a softmax for each head, one score for the group.
 
 A digest gives every block S scores a query head; the block's mass is the sum of their exponentials. Blocks are scored
-in chunks of 256, each with its own peak; `join_chunks` brings the chunks of a KV head together.
+in chunks of 128, each with its own peak; `join_chunks` brings the chunks of a KV head together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .vector import (
 )
 
 JOINS = {"max": 0, "mean": 1, "raw": 2}
-CHUNK_BLOCKS = 256
+CHUNK_BLOCKS = 128
 SPARE_BLOCKS = 32  # a digest may write this many blocks beyond its chunk
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
 # Blocks so far below the best that it cannot matter are all alike: products of what is left are never denormal, which

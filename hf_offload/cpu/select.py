@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .launch import F32, I32, Array, Launch, jit, new_ticket, require
+from .launch import F32, I32, Array, Launch, jit, kernel, new_ticket, require
 from .memory import count_up
 
 _NEVER = np.int32(-(2**31))  # the key of -inf and NaN: below the key of every other float
@@ -82,7 +82,7 @@ def select_head(
     return count
 
 
-@jit
+@kernel
 def select_kernel(
     ticket: Array,
     tasks: int,

@@ -1,4 +1,4 @@
-"""Threads that run launches without the GIL, beside the thread that drives the model.
+"""Threads that run launches without the GIL while the model goes on; what the model waits for runs in its own team.
 
 A job is a callable (or a `Launch`, whose call is one participant's share of its tasks). The threads pull jobs from one
 queue in the order of submission. Everything that goes wrong in a job is raised where its result is asked for.
@@ -12,31 +12,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
-
-from hf_offload.cpu.launch import Array, Launch, jit
-from hf_offload.cpu.memory import breathe, look
-
-SHARE_BYTES = 2 << 20
-"""Launches that read less than this are run by the caller alone: waking a thread costs more than it saves."""
-
-_SPINS = 20_000
-"""Turns of a waiting loop: a millisecond or so."""
 
 
 class WorkerError(RuntimeError):
     """A job of the worker failed, was lost with its thread, or did not end within its time."""
-
-
-@jit
-def _all_done(ticket: Array, tasks: int) -> bool:
-    """Wait, for a bounded time, until all tasks of a launch are done."""
-    for _ in range(_SPINS):
-        if look(ticket, 1) == tasks:
-            return True
-        breathe()
-    return False
 
 
 class Job:
@@ -72,13 +52,6 @@ class Job:
             self._running -= 1
             self._error = self._error or error
             if self._running + self._waiting == 0 or error is not None:
-                self._done.set()
-
-    def close(self) -> None:
-        """Let nobody begin any more: what is left of the work has been done by others."""
-        with self._lock:
-            self._waiting = 0
-            if self._running == 0:
                 self._done.set()
 
     def result(self, timeout: float | None = None) -> None:
@@ -161,23 +134,6 @@ class Worker:
         for _ in range(shares):
             self._queue.put((job, work, self.delay, keep))
         return job
-
-    def run(self, launch: Launch, label: str = "launch", keep: Any = None) -> None:
-        """Run a launch now: alone when it is small, together with the threads when it is worth waking them."""
-        if launch.cost < SHARE_BYTES or launch.tasks < 2:
-            launch()
-            return
-        job = self.submit(launch, label, shares=min(self.threads, launch.tasks - 1), keep=keep)
-        try:
-            launch()
-        except BaseException:  # an interruption, too: nobody may still write when the caller's buffers are used again
-            job.close()
-            with suppress(WorkerError):  # what this thread ran into is told
-                job.result()
-            raise
-        job.close()
-        if not _all_done(launch.ticket, launch.tasks):
-            job.result()
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LOOKAHEADS = ("auto", "attend", "select", "off")
 JOINS = ("max", "mean", "raw")
+SYNCHRONOUS = (0, 1, 2)  # their inputs change much from layer to layer: queries predicted from them are far off
 RESIDUAL_EVERY = 8  # steps between two looks at what the prediction missed, where nothing else needs that look
 
 
@@ -56,7 +57,7 @@ class Scout(Policy):
             blocks are chosen and read ahead one layer early, attended with the real query; `"off"`: neither;
             `"auto"`: `attend` where a device runs beside the CPU, `off` on CPU tensors.
         synchronous_layers: layers that use the real query for everything; by default those whose query is predicted
-            badly: the first three under `attend`, the first otherwise. Layer 0 always does.
+            badly, the first three. Layer 0 always does.
         correction: correct the early CPU part to first order: `lse + scale·(q − q_predicted)·k̄`.
         recall: `"adaptive"`, a number of steps, 0 for never, or a file written by `hf-offload profile`.
         threshold: CPU ratio that adaptive recall tolerates (§3.4: 0.12).
@@ -150,8 +151,7 @@ class Scout(Policy):
         mode = self.lookahead
         if mode == "auto":
             mode = "attend" if layer.has_device else "off"
-        default = (0, 1, 2) if mode == "attend" else (0,)
-        synchronous = default if self.synchronous_layers is None else self.synchronous_layers
+        synchronous = SYNCHRONOUS if self.synchronous_layers is None else self.synchronous_layers
         return "off" if layer.index == 0 or layer.index in synchronous else mode
 
     def new_state(self, layer: HybridLayer) -> ScoutState:

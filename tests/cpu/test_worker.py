@@ -7,12 +7,9 @@ import os
 import threading
 import time
 
-import numpy as np
 import pytest
 
-from hf_offload.cpu.launch import Launch, new_ticket
-from hf_offload.cpu.pool import copy_records
-from hf_offload.cpu.worker import SHARE_BYTES, Worker, WorkerError
+from hf_offload.cpu.worker import Worker, WorkerError
 
 
 def test_result_waits_for_the_work() -> None:
@@ -123,50 +120,3 @@ def test_threads_end_with_the_worker() -> None:
 def test_wrong_knobs_are_named(knobs: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Worker(**knobs)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.3])
-def test_a_large_launch_is_shared_and_nobody_waits_for_who_comes_too_late(delay: float) -> None:
-    worker = Worker(threads=2)
-    worker.delay = delay
-    source, target = np.arange(64 * 4096, dtype=np.int64), np.zeros(64 * 4096, np.int64)
-    addresses = [np.arange(64, dtype=np.int64) * 32768 + x.ctypes.data for x in (source, target)]
-    start = time.monotonic()
-    launch = copy_records(*addresses, 32768)
-    assert launch.cost >= SHARE_BYTES
-    assert launch.tasks > 2
-    worker.run(launch)
-    assert np.array_equal(source, target)
-    assert time.monotonic() - start < 0.3 or not delay
-    with pytest.raises(WorkerError, match="broken"):
-        worker.submit(lambda: (_ for _ in ()).throw(ValueError("broken"))).result()
-
-
-def test_an_error_in_somebody_elses_share_surfaces() -> None:
-    main, began = threading.get_ident(), threading.Event()
-
-    def kernel(ticket: np.ndarray, tasks: int) -> None:  # type: ignore[type-arg]
-        if threading.get_ident() == main:
-            began.wait(5)
-        else:
-            began.set()
-            raise MemoryError("no room")
-
-    with pytest.raises(WorkerError, match="no room"):
-        Worker().run(Launch(kernel, 2, (), new_ticket(), SHARE_BYTES), "attention")
-
-
-def test_an_interrupted_caller_waits_for_the_shares_of_others() -> None:
-    main, began, ended = threading.get_ident(), threading.Event(), threading.Event()
-
-    def kernel(ticket: np.ndarray, tasks: int) -> None:  # type: ignore[type-arg]
-        if threading.get_ident() == main:
-            began.wait(5)
-            raise KeyboardInterrupt
-        began.set()
-        time.sleep(0.1)
-        ended.set()
-
-    with pytest.raises(KeyboardInterrupt):
-        Worker().run(Launch(kernel, 2, (), new_ticket(), SHARE_BYTES), "attention")
-    assert ended.is_set()

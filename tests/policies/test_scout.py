@@ -43,7 +43,7 @@ def test_policies_are_values() -> None:
     [
         ("auto", None, ["off"] * 4),
         ("off", None, ["off"] * 4),
-        ("select", None, ["off", "select", "select", "select"]),
+        ("select", None, ["off", "off", "off", "select"]),
         ("attend", None, ["off", "off", "off", "attend"]),
         ("attend", (2,), ["off", "attend", "off", "attend"]),
     ],
