@@ -16,6 +16,7 @@ from hf_offload.attention import step as steps
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu import pool as movers
+from hf_offload.cpu.launch import Launch, new_ticket
 from hf_offload.cpu.worker import WorkerError
 
 KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16}
@@ -32,13 +33,10 @@ class Broken(Exception):
 
 
 def broken_launch(*args: Any, **kwargs: Any) -> Any:
-    class Launch:
-        tasks, cost = 1, 0
+    def kernel(*args: Any) -> None:
+        raise Broken("the kernel died")
 
-        def __call__(self) -> None:
-            raise Broken("the kernel died")
-
-    return Launch()
+    return Launch(kernel, 1, (), new_ticket(), 0)
 
 
 @pytest.mark.parametrize(
