@@ -38,6 +38,8 @@ class HybridCache(Cache):
             CPU (to try what a GPU would do), `"one"` says that there must be one.
         block_size: tokens a block: 8, 16, 32, 64 or 128.
         resident: tokens that a row and KV head keeps on the device, in two tiers; by default the policy's budget.
+        host_dtype: `"int8"`: the host keeps all but the newest blocks in int8, half the memory, with a scale for each
+            channel of a block's keys and for each token of its values. None: in the model's dtype.
         prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time.
         threads: CPU threads for what runs while the model goes on; by default all cores but one with a GPU, one thread
             otherwise. What the model waits for runs on torch's own threads (`torch.set_num_threads`).
@@ -58,6 +60,7 @@ class HybridCache(Cache):
         tier: str | None = None,
         block_size: int = 32,
         resident: int | None = None,
+        host_dtype: str | None = None,
         prefill_tile: int = 4096,
         threads: int | None = None,
         timeout: float = 120.0,
@@ -73,6 +76,8 @@ class HybridCache(Cache):
             )
         if not isinstance(prefill_tile, int) or prefill_tile < block_size:
             raise ValueError(f"prefill_tile={prefill_tile!r} is less than a block; use at least {block_size} tokens")
+        if host_dtype not in (None, "int8"):
+            raise ValueError(f'host_dtype={host_dtype!r} is not supported; use "int8", or None for the model\'s dtype')
         self.policy.check_blocks(block_size)
         settings = Settings(
             policy=self.policy,
@@ -82,6 +87,7 @@ class HybridCache(Cache):
             prefill_tile=prefill_tile,
             worker=Worker(default_threads(model) if threads is None else threads, timeout),
             padding=Padding(block_size),
+            packs=host_dtype == "int8",
         )
         self.settings = settings
         self._config = config

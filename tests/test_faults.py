@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention import step as steps
-from hf_offload.cache.host_pool import HostPool
+from hf_offload.cache import host_pool
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch, new_ticket
@@ -122,29 +122,35 @@ def test_a_worker_that_hangs_is_given_up_in_time(model: PreTrainedModel) -> None
 
 
 @pytest.mark.parametrize("policy", ["full", "window", "scout"])
+@pytest.mark.parametrize("host_dtype", [None, "int8"])
 @pytest.mark.parametrize("tier", ["one", "split"])
 def test_memory_that_nobody_wrote_is_never_read(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str, policy: str
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str, policy: str, host_dtype: str | None
 ) -> None:
     """Every buffer starts as NaN; ragged rows, chunks and partial blocks leave much of it unwritten."""
-    add_slab, make_set = HostPool._add_slab, ResidentSet.__init__
+    make_slab, make_set = host_pool.host_empty, ResidentSet.__init__
 
-    def poisoned_slab(self: HostPool, blocks: int) -> None:
-        add_slab(self, blocks)
-        self.slabs[-1].fill_(float("nan"))
+    def poisoned_slab(*args: Any, **kwargs: Any) -> torch.Tensor:
+        slab = make_slab(*args, **kwargs)
+        return slab.fill_(float("nan") if slab.is_floating_point() else 255)
 
     def poisoned_set(self: ResidentSet, *args: Any) -> None:
         make_set(self, *args)
         self.pool.fill_(float("nan"))
 
-    ids, mask = prompt(3, 75)
-    knobs: dict[str, Any] = {"block_size": 16, "tier": tier, **({"resident": 64} if tier == "split" else {})}
+    ids, mask = prompt(3, 275)
+    knobs: dict[str, Any] = {
+        "block_size": 16,
+        "tier": tier,
+        "host_dtype": host_dtype,
+        **({"resident": 64} if tier == "split" else {}),
+    }
     if policy != "full":
         knobs |= {"budget": 512, "sinks": 16}
     if policy == "scout":
         knobs |= {"recent": 0, "lookahead": "attend"}
     want = decode_logits(model, HybridCache(model, policy, **knobs), ids, mask, 17, steps=40)
-    monkeypatch.setattr(HostPool, "_add_slab", poisoned_slab)
+    monkeypatch.setattr(host_pool, "host_empty", poisoned_slab)
     monkeypatch.setattr(ResidentSet, "__init__", poisoned_set)
     got = decode_logits(model, HybridCache(model, policy, **knobs), ids, mask, 17, steps=40)
     assert torch.equal(got[0], want[0])

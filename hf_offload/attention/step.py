@@ -203,7 +203,7 @@ class Step:
         return cpu_decode.sparse_decode(
             query, store.pool.block_ptr, store.table, host.blocks, host.counts, store.padding.holes,
             store.padding.valid, self.length, out, lse, kbar, kv_dtype=store.dtype, block_size=self.block_size,
-            scale=self.scale, softcap=self.softcap,
+            scale=self.scale, softcap=self.softcap, packed=store.packs,
         )  # fmt: skip
 
     def attend_early(self, host: Selection | None, *, correct: bool) -> Ahead | None:
@@ -228,8 +228,10 @@ class Step:
         meant = (np.arange(host.blocks.shape[2]) < host.counts[:, :, None]) & (host.blocks < self.store.sealed)
         rows, head, _ = np.nonzero(meant)
         store = self.store
-        addresses = store.pool.block_ptr[store.table[rows, host.blocks[meant]]] + head * store.pool.record_bytes
-        launch = movers.touch_records(addresses, store.pool.record_bytes)
+        addresses = store.pool.addresses(store.table[rows, host.blocks[meant]], head) & ~1
+        launch = movers.touch_records(
+            addresses, store.pool.packed_record_bytes if store.packs else store.pool.record_bytes
+        )
         self.layer.settings.worker.submit(launch, self.label("read-ahead"), keep=store.pool)
 
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,19 +6,54 @@ import numpy as np
 import torch
 
 from hf_offload.cache.memory import host_empty
+from hf_offload.cpu.packed import packed_bytes
 
 MIN_SLAB_BLOCKS = 64
 
 
-class HostPool:
-    """Blocks `[blocks, Hkv, 2 (K, V), block_size, D]` in slabs, pinned when a GPU will read them.
+class _Slabs:
+    """Places of one size in slabs that never move or grow; a larger need adds slabs."""
 
-    A slab is never moved or grown, so a block's address is good for as long as the pool lives; a larger context adds
-    slabs. A physical block is shared by the rows and forks that hold a reference to it.
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> None:
+        self.shape, self.dtype, self.pin = shape, dtype, pin
+        self.tensors: list[torch.Tensor] = []
+        self.places = 0
+        self.free: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one place."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the places that are taken."""
+        return (self.places - len(self.free)) * self.nbytes
+
+    def take(self, count: int) -> np.ndarray:
+        """Addresses of free places, ascending in fresh memory; int64 `[count]`."""
+        missing = count - len(self.free)
+        if missing > 0:
+            blocks = max(missing, MIN_SLAB_BLOCKS, self.places // 4)
+            with torch.inference_mode(False):
+                slab = host_empty((blocks, *self.shape), self.dtype, pin=self.pin)
+            self.tensors.append(slab)
+            self.places += blocks
+            first = slab.data_ptr()
+            self.free.extend(range(first + (blocks - 1) * self.nbytes, first - 1, -self.nbytes))
+        return np.array([self.free.pop() for _ in range(count)], np.int64)
+
+
+class HostPool:
+    """Blocks in slabs, pinned when a GPU will read them.
+
+    A block is `[Hkv, 2 (K, V), block_size, D]` in the model's dtype or, once `pack` has been called for it, Hkv packed
+    records (`cpu/packed.py`); its address in `block_ptr` says which, by the lowest bit. An address is good until the
+    block is packed or released. A physical block is shared by the rows and forks that hold a reference to it.
 
     Args:
         num_kv_heads, block_size, head_dim: the shape of one block.
-        dtype: how K and V are stored.
+        dtype: how K and V are stored in blocks that are not packed.
         pin: whether slabs are page-locked (for copies to and from a GPU that do not wait).
     """
 
@@ -27,13 +62,18 @@ class HostPool:
     ) -> None:
         self.block_shape = (num_kv_heads, 2, block_size, head_dim)
         self.dtype = dtype
-        self.pin = pin
-        self.slabs: list[torch.Tensor] = []
+        self._plain = _Slabs(self.block_shape, dtype, pin)
+        self._packed = _Slabs((num_kv_heads, packed_bytes(head_dim, block_size)), torch.uint8, pin)
         self.block_ptr = np.zeros(0, np.int64)
         self.refcount = np.zeros(0, np.int32)
         self._free: list[int] = []
         self.shared = False
         """Whether any block was ever held twice; until then no writer needs to look."""
+
+    @property
+    def slabs(self) -> list[torch.Tensor]:
+        """The slabs of the blocks that are not packed."""
+        return self._plain.tensors
 
     @property
     def num_blocks(self) -> int:
@@ -42,36 +82,57 @@ class HostPool:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one physical block, all KV heads."""
-        return int(np.prod(self.block_shape)) * self.dtype.itemsize
+        """Bytes of one block that is not packed, all KV heads."""
+        return self._plain.nbytes
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one block of one KV head, K and V."""
+        """Bytes of one block of one KV head, K and V, not packed."""
         return self.block_bytes // self.block_shape[0]
+
+    @property
+    def packed_record_bytes(self) -> int:
+        """Bytes of one packed block of one KV head."""
+        return self._packed.shape[1]
 
     @property
     def used_blocks(self) -> int:
         """Physical blocks that somebody holds."""
         return self.num_blocks - len(self._free)
 
-    def allocate(self, count: int) -> np.ndarray:
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that somebody holds."""
+        return self._plain.used_bytes + self._packed.used_bytes
+
+    def allocate(self, count: int, *, packed: bool = False) -> np.ndarray:
         """Take blocks, each with one reference; int32 `[count]`."""
+        addresses = self._packed.take(count) | 1 if packed else self._plain.take(count)
         if count > len(self._free):
-            self._add_slab(max(count - len(self._free), MIN_SLAB_BLOCKS, self.num_blocks // 4))
+            first, more = self.num_blocks, max(count - len(self._free), MIN_SLAB_BLOCKS, self.num_blocks // 4)
+            self.block_ptr = np.concatenate([self.block_ptr, np.zeros(more, np.int64)])
+            self.refcount = np.concatenate([self.refcount, np.zeros(more, np.int32)])
+            self._free.extend(range(first + more - 1, first - 1, -1))
         ids = np.array([self._free.pop() for _ in range(count)], np.int32)
         self.refcount[ids] = 1
+        self.block_ptr[ids] = addresses
         return ids
 
-    def _add_slab(self, blocks: int) -> None:
-        with torch.inference_mode(False):
-            slab = host_empty((blocks, *self.block_shape), self.dtype, pin=self.pin)
-        first = self.num_blocks
-        pointers = slab.data_ptr() + np.arange(blocks, dtype=np.int64) * self.block_bytes
-        self.slabs.append(slab)
-        self.block_ptr = np.concatenate([self.block_ptr, pointers])
-        self.refcount = np.concatenate([self.refcount, np.zeros(blocks, np.int32)])
-        self._free.extend(range(first + blocks - 1, first - 1, -1))  # popped from the end: ascending addresses
+    def repack(self, ids: np.ndarray) -> np.ndarray:
+        """Give blocks places of the packed kind, to be written by the caller; int64, the addresses that they had."""
+        old: np.ndarray = self.block_ptr[ids]
+        self.block_ptr[ids] = self._packed.take(len(ids)) | 1
+        return old
+
+    def recycle(self, addresses: np.ndarray) -> None:
+        """Take back addresses from `repack`, once they have been read."""
+        self._plain.free.extend(addresses[::-1].tolist())
+
+    def addresses(self, ids: np.ndarray, heads: np.ndarray) -> np.ndarray:
+        """Where the records of blocks lie (two equal arrays), packed ones marked as in `block_ptr`; int64."""
+        blocks = self.block_ptr[ids]
+        found: np.ndarray = blocks + np.where(blocks & 1, self.packed_record_bytes, self.record_bytes) * heads
+        return found
 
     def retain(self, ids: np.ndarray) -> None:
         """Add one reference for every occurrence of a block in `ids`."""
@@ -84,4 +145,8 @@ class HostPool:
         np.subtract.at(self.refcount, ids, 1)
         held = np.unique(ids)
         assert (self.refcount[held] >= 0).all(), "a block was released more often than it was taken"
-        self._free.extend(held[self.refcount[held] == 0][::-1].tolist())
+        unused = held[self.refcount[held] == 0][::-1]
+        self._free.extend(unused.tolist())
+        addresses = self.block_ptr[unused]
+        self._plain.free.extend(addresses[addresses & 1 == 0].tolist())
+        self._packed.free.extend((addresses[addresses & 1 == 1] - 1).tolist())

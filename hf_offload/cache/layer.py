@@ -36,6 +36,7 @@ class Settings:
         prefill_tile: tokens of past KV that a prompt or append reads at a time.
         worker: threads beside the model's.
         padding: validity of the cached tokens.
+        packs: whether the host keeps older blocks in int8.
     """
 
     policy: Policy
@@ -45,6 +46,7 @@ class Settings:
     prefill_tile: int
     worker: Worker
     padding: Padding
+    packs: bool = False
 
 
 class HybridLayer(CacheLayerMixin):
@@ -113,6 +115,7 @@ class HybridLayer(CacheLayerMixin):
             device=self.device,
             digest=DIGESTS[name] if name else None,
             padding=self.settings.padding,
+            packs=self.settings.packs,
         )
         if self.has_slots:
             slots = self.settings.resident // self.settings.block_size

@@ -9,6 +9,7 @@ import torch
 
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu import pool as movers
+from hf_offload.cpu.packed import unpack_records
 from hf_offload.cpu.worker import Job, Worker
 
 FREE = -1
@@ -103,10 +104,18 @@ class ResidentSet:
         self.assign(rows, heads, slots, blocks)
         store, record = self.store, self.store.pool.record_bytes
         pin = store.device.type == "cuda"
-        staging = torch.empty((len(rows), 2, store.block_size, store.head_dim), dtype=store.dtype, pin_memory=pin)
-        source = store.pool.block_ptr[store.table[rows, blocks]] + heads.astype(np.int64) * record
-        target = staging.data_ptr() + np.arange(len(rows), dtype=np.int64) * record
-        launch = movers.copy_records(source, target, record)
+        dtype = torch.float32 if store.packs else store.dtype
+        staging = torch.empty((len(rows), 2, store.block_size, store.head_dim), dtype=dtype, pin_memory=pin)
+        source = store.pool.addresses(store.table[rows, blocks], heads.astype(np.int64))
+        target = staging.data_ptr() + np.arange(len(rows), dtype=np.int64) * (staging[:1].nbytes)
+        if store.packs:
+            none, all_tokens = np.zeros(len(rows), np.int32), np.full(len(rows), store.block_size, np.int32)
+            launch = unpack_records(
+                source, none, all_tokens, target, target + staging[:1].nbytes // 2, kv_dtype=store.dtype,
+                dim=store.head_dim, block_size=store.block_size,
+            )  # fmt: skip
+        else:
+            launch = movers.copy_records(source, target, record)
         self._transfer = Transfer(
             self.worker.submit(launch, label, keep=(staging, store.pool)), rows, heads, slots, staging
         )
@@ -129,7 +138,7 @@ class ResidentSet:
             raise
         flat = (rows.astype(np.int64) * self.block_of.shape[1] + heads) * self.slots + slots
         index = torch.from_numpy(flat).to(self.pool.device)
-        self.pool.flatten(0, 2)[index] = transfer.staging.to(self.pool.device)
+        self.pool.flatten(0, 2)[index] = transfer.staging.to(self.pool.device, self.pool.dtype)
 
     def write_token(self, k: torch.Tensor, v: torch.Tensor, position: int) -> None:
         """Write one token `[B, Hkv, D]` into the slot of its block, which is resident."""

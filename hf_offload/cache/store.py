@@ -11,6 +11,10 @@ from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.padding import Padding
 from hf_offload.cpu import pool as movers
+from hf_offload.cpu.packed import pack_records, unpack_records
+
+KEEP_TOKENS = 128
+"""Newest full blocks of so many tokens are never packed: what `crop` usually drops is as it was."""
 
 
 class BlockStore:
@@ -26,6 +30,7 @@ class BlockStore:
         device: where the model computes (digests live there).
         digest: how blocks are summarised, or None for policies that score nothing.
         padding: validity of the tokens, shared by the layers.
+        packs: whether older full blocks are kept in int8.
     """
 
     def __init__(
@@ -39,10 +44,11 @@ class BlockStore:
         device: torch.device,
         digest: type[DigestStore] | None,
         padding: Padding,
+        packs: bool = False,
     ) -> None:
         self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
         self.dtype, self.block_size, self.device = dtype, block_size, device
-        self.padding = padding
+        self.padding, self.packs = padding, packs
         self.pool = HostPool(num_kv_heads, block_size, head_dim, dtype, pin=device.type == "cuda")
         self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, device)
         self.table = np.zeros((batch, 0), np.int32)
@@ -58,15 +64,20 @@ class BlockStore:
     @property
     def host_bytes(self) -> int:
         """Bytes of the blocks in use."""
-        return self.pool.used_blocks * self.pool.block_bytes
+        return self.pool.used_bytes
 
     @property
     def digest_bytes(self) -> int:
         """Bytes of the digests."""
         return self.digests.nbytes if self.digests is not None else 0
 
-    def reserve(self, length: int) -> None:
-        """Have a physical block of one's own for every token from `self.length` to `length - 1`."""
+    def reserve(self, length: int, packed: range = range(0)) -> None:
+        """Have a physical block of one's own for every token from `self.length` to `length - 1`.
+
+        Args:
+            length: tokens.
+            packed: logical blocks, none of them there yet, that get places of the packed kind.
+        """
         have, need = self.num_blocks, -(-length // self.block_size)
         if self.pool.shared and self.length % self.block_size and self.length < length:
             self._own(have - 1)
@@ -75,8 +86,10 @@ class BlockStore:
             wide[:, : self.table.shape[1]] = self.table
             self.table = wide
         if need > have:
-            ids = self.pool.allocate(self.batch * (need - have))
-            self.table[:, have:need] = ids.reshape(self.batch, need - have)
+            for first, stop in ((have, packed.start), (packed.start, packed.stop), (max(have, packed.stop), need)):
+                count = max(stop - first, 0)
+                ids = self.pool.allocate(self.batch * count, packed=first in packed)
+                self.table[:, first : first + count] = ids.reshape(self.batch, count)
             if self.digests is not None:
                 self.digests.reserve(self.pool.num_blocks)
 
@@ -95,22 +108,83 @@ class BlockStore:
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write K and V `[B, Hkv, T, D]` behind the tokens that are there."""
-        new = k.shape[2]
-        self.reserve(self.length + new)
+        start, stop, size = self.length, self.length + k.shape[2], self.block_size
+        old = range(0)
+        if self.packs:  # what is old as soon as it is there is packed on the way
+            old = range(-(-start // size), max(-(-start // size), stop // size - -(-KEEP_TOKENS // size)))
+        self.reserve(stop, old)
         if self.device.type != "cpu":
             k, v = k.to("cpu"), v.to("cpu")
         if k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.contiguous(), v.contiguous()
-        movers.write_tokens(k, v, self.pool.block_ptr, self.table, self.length, self.block_size).run("an append")
-        self.length += new
+        for first, end in ((start, old.start * size), (old.stop * size, stop)) if old else ((start, stop),):
+            part = slice(first - start, end - start)
+            if end > first:
+                movers.write_tokens(k[:, :, part], v[:, :, part], self.pool.block_ptr, self.table, first, size).run(
+                    "an append"
+                )
+        if old:
+            self._pack_tokens(k, v, old)
+        self.length = stop
+
+    def _pack_tokens(self, k: torch.Tensor, v: torch.Tensor, blocks: range) -> None:
+        """Pack whole blocks of new K and V `[B, Hkv, T, D]`, which begin at token `self.length`."""
+        rows, heads, block = (x.ravel() for x in np.indices((self.batch, self.num_kv_heads, len(blocks))))
+        token = (block + blocks.start) * self.block_size - self.length
+        size = self.dtype.itemsize
+        keys, values = (
+            x.data_ptr() + size * (rows * x.stride(0) + heads * x.stride(1) + token * x.stride(2)) for x in (k, v)
+        )
+        records = self.pool.addresses(self.table[rows, block + blocks.start], heads) - 1
+        pack_records(
+            keys, values, size * k.stride(2), size * v.stride(2), records, kv_dtype=self.dtype, dim=self.head_dim,
+            block_size=self.block_size, keep=(k, v),
+        ).run("packing")  # fmt: skip
+
+    def _pack_old(self) -> None:
+        """Pack the full blocks that have become old; nothing may be reading them."""
+        full = self.length // self.block_size - -(-KEEP_TOKENS // self.block_size)
+        if not self.packs or full <= 0:
+            return
+        ids = np.unique(self.table[:, :full])
+        ids = ids[self.pool.block_ptr[ids] & 1 == 0]
+        if not len(ids):
+            return
+        old = self.pool.repack(ids)
+        record = self.pool.record_bytes
+        keys = (old[:, None] + record * np.arange(self.num_kv_heads)).ravel()
+        every = np.repeat(ids, self.num_kv_heads), np.tile(np.arange(self.num_kv_heads), len(ids))
+        step = self.head_dim * self.dtype.itemsize
+        pack_records(
+            keys, keys + record // 2, step, step, self.pool.addresses(*every) - 1, kv_dtype=self.dtype,
+            dim=self.head_dim, block_size=self.block_size,
+        ).run("packing")  # fmt: skip
+        self.pool.recycle(old)
 
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens `first … first + count - 1` as contiguous `[B, Hkv, count, D]` on the model's device."""
         shape = (self.batch, self.num_kv_heads, count, self.head_dim)
+        if self.packs:
+            return self._unpack(first, count)
         pin = self.device.type == "cuda"
         k, v = (torch.empty(shape, dtype=self.dtype, pin_memory=pin) for _ in range(2))
         movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size).run("a gather")
         return k.to(self.device), v.to(self.device)
+
+    def _unpack(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.block_size
+        blocks = np.arange(first // size, -(-(first + count) // size))
+        rows, heads, block = (x.ravel() for x in np.indices((self.batch, self.num_kv_heads, len(blocks))))
+        begins = np.maximum(blocks * size, first)  # of each block, the tokens that are wanted
+        ends = np.minimum((blocks + 1) * size, first + count)
+        places = 4 * self.head_dim * ((rows * self.num_kv_heads + heads) * count + (begins - first)[block])
+        k, v = (torch.empty(self.batch, self.num_kv_heads, count, self.head_dim) for _ in range(2))
+        unpack_records(
+            self.pool.addresses(self.table[rows, blocks[block]], heads), (begins % size).astype(np.int32)[block],
+            (ends - begins).astype(np.int32)[block], k.data_ptr() + places, v.data_ptr() + places,
+            kv_dtype=self.dtype, dim=self.head_dim, block_size=size,
+        ).run("a gather")  # fmt: skip
+        return k.to(self.device, self.dtype), v.to(self.device, self.dtype)
 
     def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """The first `stop` tokens as pieces of at most `tile` tokens: (first token, K, V)."""
@@ -118,10 +192,11 @@ class BlockStore:
             yield first, *self.gather(first, min(tile, stop - first))
 
     def seal(self, tile: int) -> None:
-        """Build the digests of the blocks that are full and have none, `tile` tokens at a time."""
+        """Build the digests of the blocks that are full and have none, `tile` tokens at a time; pack what is old."""
         full, size = self.length // self.block_size, self.block_size
         if self.digests is None:
             self.sealed = full
+            self._pack_old()
             return
         step = max(tile // size, 1)
         if not self.digests.frozen and full:
@@ -134,6 +209,7 @@ class BlockStore:
             ids = torch.from_numpy(self.table[:, first : first + count].astype(np.int64).ravel())
             self.digests.seal(ids, k.flatten(0, 1), valid.reshape(-1, size).to(self.device))
         self.sealed = full
+        self._pack_old()
 
     def _token_tiles(self, stop: int, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for first, k, _ in self.tiles(stop, tile):
@@ -146,6 +222,17 @@ class BlockStore:
             self.pool.release(self.table[:, keep:have])
         self.length = length
         self.sealed = min(self.sealed, length // self.block_size)
+        last = self.table[:, keep - 1 : keep]
+        if length % self.block_size and (self.pool.block_ptr[last] & 1).any():
+            self._reopen(keep - 1)
+
+    def _reopen(self, block: int) -> None:
+        """Make a packed block, the last one, fit to be appended to."""
+        first, ids = block * self.block_size, self.table[:, block].copy()
+        k, v = (x.to("cpu") for x in self.gather(first, self.length - first))
+        self.table[:, block] = self.pool.allocate(self.batch)
+        self.pool.release(ids)
+        movers.write_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size).run("a crop")
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index `[B']`, in its order and as often as it names them; K and V are not copied."""

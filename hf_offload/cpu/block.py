@@ -16,7 +16,7 @@ from .tile import dot_quad, load_columns, load_tile, outer_fma, spread, store_qu
 from .vector import MASKED, choose_less, exp, fma, lane_max, lane_sum, load_f32, splat, store, vmax
 
 # Scores of this many tokens go through one softmax step: enough to fill vectors when blocks are small.
-STEP_TOKENS = 64
+STEP_TOKENS = 128
 
 
 @jit

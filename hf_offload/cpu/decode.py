@@ -41,6 +41,7 @@ from .launch import (
     tag_of,
 )
 from .memory import address_of, count_up, get, hold, put
+from .packed import add_packed_keys, add_packed_values, is_packed, packed_bytes, score_packed, spare_bytes
 from .vector import NOTHING, fma, load_f32, splat, store
 
 _NO_KBAR = np.empty((0, 0, 0), np.float32)
@@ -75,6 +76,8 @@ def _attend(
     out: int,
     kbar: int,
     leads: bool,
+    packed: Any,
+    spare: int,
 ) -> None:
     """Let one register tile of heads attend to the chosen blocks first..last-1, as one softmax step.
 
@@ -88,9 +91,13 @@ def _attend(
     padded = (tokens + 15) & ~15
     for i in range(first, last):
         place = scores + 4 * (i - first) * block_size
-        score_block(
-            tag, heads, addresses[i], addresses[i + ahead] if leads else 0, query, dim, block_size, place, stride
-        )
+        following = addresses[i + ahead] if leads else 0
+        if packed is None:
+            score_block(tag, heads, addresses[i], following, query, dim, block_size, place, stride)
+        elif is_packed(addresses[i]):
+            score_packed(heads, addresses[i] - 1, following, query, dim, block_size, place, stride, spare)
+        else:
+            score_block(tag, heads, addresses[i], following, query, dim, block_size, place, stride)
     if cap > 0.0:
         soften_scores(count, scores, stride, padded, cap)
     clear_scores(count, scores, stride, tokens, padded)
@@ -114,10 +121,24 @@ def _attend(
         offset, weights, sums = (values, scores, out) if part == 0 else (0, key_weights, kbar)
         for i in range(first, last):
             begin = chosen[i] * block_size
-            masked = begin + block_size > length or holes[chosen[i]] != 0
+            filled = min(block_size, length - begin)
+            masked = filled < block_size or holes[chosen[i]] != 0
+            place = weights + 4 * (i - first) * block_size
+            following = addresses[i + ahead] if leads and part == 0 else 0
+            address = addresses[i]
+            if packed is not None and is_packed(address):
+                if part == 0:
+                    add_packed_values(
+                        heads, address - 1, following, dim, block_size, place, stride, sums, valid, begin, filled,
+                        masked, spare,
+                    )  # fmt: skip
+                else:
+                    add_packed_keys(
+                        heads, address - 1, dim, block_size, place, stride, sums, valid, begin, filled, masked, spare
+                    )
+                continue
             add_block(
-                tag, heads, addresses[i] + offset, addresses[i + ahead] if leads and part == 0 else 0, dim, block_size,
-                weights + 4 * (i - first) * block_size, stride, sums, valid, begin, min(block_size, length - begin),
+                tag, heads, address + offset, following, dim, block_size, place, stride, sums, valid, begin, filled,
                 masked,
             )  # fmt: skip
 
@@ -170,6 +191,14 @@ def _part(task: int, parts: int, share: int, counts: Array) -> tuple[int, int]:
     return begin, min(count - begin, share)
 
 
+@jit
+def _record_of(block: int, h: int, record: int, packed: Any, packed_record: int) -> int:
+    """Address of KV head h's part of a block."""
+    if packed is not None and is_packed(block):
+        return block + h * packed_record
+    return block + h * record
+
+
 @kernel
 def decode_kernel(
     ticket: Array,
@@ -194,6 +223,8 @@ def decode_kernel(
     parts: int,
     partial: Array,
     finished: Array,
+    packed: Any,
+    packed_record: int,
 ) -> None:
     """One task = one part of the blocks of one (row, KV head); the last to finish a head merges its parts."""
     dim = query.shape[2]
@@ -212,9 +243,10 @@ def decode_kernel(
     partial_step = 4 * partial.shape[1]
     # Scratch: the scaled query; scores and a second set of weights [4, stride]. Addresses of the chosen blocks, and of
     # the next task's first, which are prefetched meanwhile.
-    scratch = np.empty(16 + (part + 8 * stride) // 4, np.float32)
+    scratch = np.empty(16 + (part + 8 * stride + spare_bytes(dim, block_size)) // 4, np.float32)
     queries = (address_of(scratch) + 63) & ~63
     scores = queries + part
+    spare = scores + 8 * stride
     addresses = np.empty(share + step + 1, np.int64)
     task = count_up(ticket, 0)
     while task < tasks:
@@ -234,7 +266,7 @@ def decode_kernel(
             put(state + 4 * g, NOTHING)
             put(state + state_step + 4 * g, np.float32(0.0))
         for i in range(mine):
-            addresses[i] = block_ptr[table[b, chosen[i]]] + h * record
+            addresses[i] = _record_of(block_ptr[table[b, chosen[i]]], h, record, packed, packed_record)
         following, ahead = reserve(ticket, tasks), 0
         if following < tasks:
             start, ahead = _part(following, parts, share, counts)
@@ -242,7 +274,7 @@ def decode_kernel(
             ahead = min(ahead, step)
             for i in range(ahead):
                 block = blocks[next_b, next_h, start + i]
-                addresses[mine + i] = block_ptr[table[next_b, block]] + next_h * record
+                addresses[mine + i] = _record_of(block_ptr[table[next_b, block]], next_h, record, packed, packed_record)
         for i in range(mine + ahead, mine + step):
             addresses[i] = addresses[max(i - 1, 0)]
         for first in range(0, mine, step):
@@ -253,7 +285,7 @@ def decode_kernel(
                 _attend(
                     tag, full, addresses, chosen, first, last, valid[b], holes[b], length, queries + tile, dim,
                     block_size, cap, scores, stride, state + 4 * done, state_step, sums + tile,
-                    key_sums + tile if wants_kbar else 0, done == 0,
+                    key_sums + tile if wants_kbar else 0, done == 0, packed, spare,
                 )  # fmt: skip
                 done += len(full)
             if done < group:
@@ -261,7 +293,7 @@ def decode_kernel(
                 _attend(
                     tag, rest, addresses, chosen, first, last, valid[b], holes[b], length, queries + tile, dim,
                     block_size, cap, scores, stride, state + 4 * done, state_step, sums + tile,
-                    key_sums + tile if wants_kbar else 0, done == 0,
+                    key_sums + tile if wants_kbar else 0, done == 0, packed, spare,
                 )  # fmt: skip
         if count_up(finished, head) == parts - 1:
             origin = address_of(partial) + head * parts * partial_step
@@ -294,12 +326,14 @@ def sparse_decode(
     block_size: int,
     scale: float,
     softcap: float | None,
+    packed: bool = False,
 ) -> Launch:
     """Prepare exact softmax attention of one query token a row over chosen blocks.
 
     Args:
         query: float32 [B, Hq, D], D a multiple of 16 up to 256.
-        block_ptr: int64 [P], address in bytes of each physical block, a record [Hkv, 2 (K, V), block_size, D].
+        block_ptr: int64 [P], address of each physical block, [Hkv] records [2 (K, V), block_size, D], or packed
+            ones (see `packed.py`), marked in the lowest bit.
         table: int32 [B, N], physical block of each logical one.
         blocks: int32 [B, Hkv, C], the logical blocks to attend, each at most once; ignored from the count on.
         counts: int32 [B, Hkv], how many.
@@ -314,6 +348,7 @@ def sparse_decode(
         block_size: tokens of a block: 8, 16, 32, 64 or 128.
         scale: factor of the scores, usually D ** -0.5.
         softcap: c in score = c * tanh(score / c), or None.
+        packed: whether any block may be packed.
 
     Raises:
         ValueError: shapes that contradict each other, a memory layout or a size that the kernel does not cover.
@@ -350,5 +385,6 @@ def sparse_decode(
     args = (
         tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, int(length), out, lse, kbar,
         int(block_size), float(scale), float(softcap or 0.0), parts, partial, np.zeros(heads, np.int64),
+        0 if packed else None, packed_bytes(dim, block_size),
     )  # fmt: skip
     return Launch(decode_kernel, heads * parts, args, new_ticket(), heads * tokens * 2 * dim * tag.itemsize)

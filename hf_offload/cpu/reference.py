@@ -89,6 +89,20 @@ def tail_lse(
     return sparse_decode(query, pool, table, blocks, counts, valid, length, scale=scale, softcap=None)[1]
 
 
+def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V [..., block_size, D], float64, as `packed.pack_records` keeps them: codes times scales."""
+
+    def rounded(x: Tensor, axis: int) -> Tensor:
+        x = torch.where(x.abs() < 3e38, x, 0.0).float()
+        part = x.abs().amax(axis, keepdim=True) * (1 / torch.tensor(127.0))
+        bits = part.contiguous().view(torch.int32)
+        scale = (((bits + 0xFFFF) >> 16) << 16).view(torch.float32)  # bfloat16, rounded up
+        inverse = torch.where(scale > 0, 1 / scale, 0.0)
+        return (x * inverse).round().double() * scale.double()
+
+    return rounded(keys, -2), rounded(values, -1)
+
+
 def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, Hkv, tokens, D] in the pool's dtype, as `pool.gather_tokens` defines them."""
     size = pool.shape[3]

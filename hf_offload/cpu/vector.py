@@ -20,7 +20,8 @@ from numba.core.extending import intrinsic, lower_builtin, models, register_mode
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 
 LANES = 16
-FLOAT, HALF, BITS16, BITS32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
+FLOAT, HALF = ir.FloatType(), ir.HalfType()
+BITS8, BITS16, BITS32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(BITS32, LANES)
 
 # A score below any real one, and the running maximum of a row that has seen no token yet. Because the second is the
@@ -98,7 +99,10 @@ def _has_half(context: Any) -> bool:
 
 
 def emit_widen(context: Any, builder: Any, element: Any, address: Any) -> Any:
-    """Load 16 stored elements (float32, or the bits of float16/bfloat16) as float lanes."""
+    """Load 16 stored elements (float32, the bits of float16/bfloat16, or int8) as float lanes."""
+    if element == types.int8:
+        codes = builder.load(pointer(builder, address, ir.VectorType(BITS8, LANES)), align=1)
+        return builder.sitofp(builder.sext(codes, WORDS), FLOATS)
     if element == types.float32:
         return builder.load(pointer(builder, address, FLOATS), align=4)
     if element == types.int16 and _has_half(context):
@@ -138,6 +142,44 @@ def store(typing: Any, address: Any, vector: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, VECTOR), emit
+
+
+@lowered
+def store_codes(typing: Any, address: Any, vector: Any) -> Any:
+    """Write 16 lanes of at most 127, rounded to int8, at `address`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+        words = builder.bitcast(builder.fadd(args[1], constant(12582912.0)), WORDS)
+        codes = builder.trunc(words, ir.VectorType(BITS8, LANES))
+        builder.store(codes, pointer(builder, args[0], codes.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, VECTOR), emit
+
+
+@lowered
+def store_upper(typing: Any, address: Any, vector: Any) -> Any:
+    """Write 16 lanes, none negative, as bfloat16 rounded up."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        words = builder.add(builder.bitcast(args[1], WORDS), word_constant(0xFFFF))
+        halves = builder.trunc(builder.lshr(words, word_constant(16)), ir.VectorType(BITS16, LANES))
+        builder.store(halves, pointer(builder, args[0], halves.type), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, VECTOR), emit
+
+
+@lowered
+def get_upper(typing: Any, address: Any) -> Any:
+    """The bfloat16 at `address`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = builder.zext(builder.load(pointer(builder, args[0], BITS16), align=2), BITS32)
+        return builder.bitcast(builder.shl(bits, ir.Constant(BITS32, 16)), FLOAT)
+
+    return types.float32(types.int64), emit
 
 
 @lowered

@@ -1,0 +1,140 @@
+"""Blocks in int8: packing, reading back, and sparse decode over a mixture, against plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload.cache.host_pool import HostPool
+from hf_offload.cpu import reference
+from hf_offload.cpu.decode import sparse_decode
+from hf_offload.cpu.packed import pack_records, packed_bytes, unpack_records
+
+GEOMETRIES = [(64, 32), (96, 8), (80, 16), (16, 128), (128, 32), (256, 8)]
+
+
+def packed_pool(
+    kv_heads: int, dim: int, block_size: int, blocks: int, dtype: torch.dtype
+) -> tuple[HostPool, torch.Tensor]:
+    """A pool whose odd blocks are packed, and what it holds, float64 [blocks, Hkv, 2, block_size, D]."""
+    pool = HostPool(kv_heads, block_size, dim, dtype)
+    ids = pool.allocate(blocks)
+    content = torch.randn(blocks, *pool.block_shape) * torch.linspace(0.1, 10, dim)  # channels of different sizes
+    slab = pool.slabs[0][:blocks]
+    slab.copy_(content)
+    held = slab.double()
+    odd = ids[1::2]
+    old = pool.repack(odd)
+    heads = np.arange(kv_heads)
+    keys = (old[:, None] + pool.record_bytes * heads).ravel()
+    records = pool.addresses(np.repeat(odd, kv_heads), np.tile(heads, len(odd))) - 1
+    step = dim * dtype.itemsize
+    pack_records(
+        keys, keys + pool.record_bytes // 2, step, step, records, kv_dtype=dtype, dim=dim, block_size=block_size
+    ).run()
+    held[1::2, :, 0], held[1::2, :, 1] = reference.pack_block(held[1::2, :, 0], held[1::2, :, 1])
+    slab[1::2] = float("nan")  # nobody reads these places any more
+    return pool, held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "block_size"), GEOMETRIES)
+def test_what_is_packed_reads_back_as_codes_times_scales(dim: int, block_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    blocks, kv_heads = 5, 2
+    pool, held = packed_pool(kv_heads, dim, block_size, blocks, dtype)
+    rows = blocks * kv_heads
+    tokens = np.arange(rows, dtype=np.int32) % 3
+    counts = np.full(rows, block_size - 4, np.int32)
+    out = torch.full((2, rows, block_size - 4, dim), 7.0)
+    where = pool.addresses(np.repeat(np.arange(blocks), kv_heads), np.tile(np.arange(kv_heads), blocks))
+    place = out.data_ptr() + np.arange(rows) * out[0, 0].nbytes
+    unpack_records(
+        where, tokens, counts, place, place + out[0].nbytes, kv_dtype=dtype, dim=dim, block_size=block_size
+    ).run()
+    for row in range(rows):
+        want = held.flatten(0, 1)[row, :, tokens[row] : tokens[row] + counts[row]]
+        assert torch.equal(out[:, row].double(), want)
+
+
+def test_an_error_of_rounding_is_at_most_half_a_step() -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(3, 2, 32, 64).double() * 5, torch.randn(3, 2, 32, 64).double()
+    k, v = reference.pack_block(keys, values)
+    assert ((k - keys).abs() <= 0.504 * keys.abs().amax(-2, keepdim=True) / 127).all()
+    assert ((v - values).abs() <= 0.504 * values.abs().amax(-1, keepdim=True) / 127).all()
+
+
+def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
+    pool = HostPool(1, 8, 16, torch.float32)
+    ids = pool.allocate(1)
+    content = torch.randn(2, 8, 16)
+    content[0, 3], content[1, 5, 2], content[0, :, 7], content[1, 6] = float("nan"), float("inf"), 0.0, 0.0
+    pool.slabs[0][0, 0] = content
+    old = pool.repack(ids)
+    record = pool.addresses(ids, np.zeros(1, np.int64))
+    pack_records(old, old + 8 * 16 * 4, 64, 64, record - 1, kv_dtype=torch.float32, dim=16, block_size=8).run()
+    out = torch.full((2, 8, 16), 7.0)
+    place, zero = np.array([out.data_ptr()]), np.zeros(1, np.int32)
+    unpack_records(
+        record, zero, zero + 8, place, place + 8 * 16 * 4, kv_dtype=torch.float32, dim=16, block_size=8
+    ).run()
+    want = torch.stack(reference.pack_block(content[0].double(), content[1].double()))
+    assert torch.equal(out.double(), want)
+    assert (out[0, 3] == 0).all()
+    assert out[1, 5, 2] == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "block_size", "dtype", "softcap"),
+    [
+        (3, 64, 32, torch.bfloat16, None),
+        (5, 96, 8, torch.bfloat16, None),
+        (4, 128, 32, torch.float16, 20.0),
+        (1, 16, 128, torch.float32, None),
+        (7, 80, 16, torch.float32, None),
+    ],
+)
+@pytest.mark.parametrize("kbar", [False, True])
+def test_decode_over_packed_and_plain_blocks(
+    group: int, dim: int, block_size: int, dtype: torch.dtype, softcap: float | None, kbar: bool
+) -> None:
+    torch.manual_seed(group)
+    blocks, kv_heads = 7, 2
+    pool, held = packed_pool(kv_heads, dim, block_size, blocks, dtype)
+    length = blocks * block_size - 3
+    table = torch.stack([torch.randperm(blocks) for _ in range(2)]).int()
+    valid = (torch.rand(2, blocks * block_size) < 0.9).to(torch.uint8)
+    holes = (valid.view(2, blocks, block_size) == 0).any(-1).to(torch.uint8)
+    query = torch.randn(2, kv_heads * group, dim) / dim**0.5
+    chosen = torch.stack([torch.randperm(blocks) for _ in range(4)]).view(2, kv_heads, blocks).int()
+    counts = torch.tensor([[blocks, 3], [1, 0]], dtype=torch.int32)
+    out, lse, means = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0), torch.full_like(query, 7)
+    arrays = (table, chosen, counts, holes, valid)
+    tables, picks, many, gaps, seen = (x.numpy() for x in arrays)
+    sparse_decode(
+        query.numpy(), pool.block_ptr, tables, picks, many, gaps, seen, length, out.numpy(), lse.numpy(),
+        means.numpy() if kbar else None, kv_dtype=dtype, block_size=block_size, scale=0.3, softcap=softcap, packed=True,
+    ).run()  # fmt: skip
+    want = reference.sparse_decode(query, held, table, chosen, counts, valid, length, scale=0.3, softcap=softcap)
+    bound = 1e-5 * (1 + want[1][want[1].isfinite()].abs().max().item()) * held.abs().max().item()
+    torch.testing.assert_close(out.double(), want[0], rtol=0, atol=bound)
+    torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=bound)
+    if kbar:
+        torch.testing.assert_close(means.double(), want[2], rtol=0, atol=bound)
+
+
+def test_a_packed_record_is_about_half_as_large() -> None:
+    assert packed_bytes(64, 32) == 4288
+    assert packed_bytes(128, 32) / (2 * 2 * 32 * 128) < 0.54
+
+
+def test_wrong_arguments_are_named() -> None:
+    one, zero = np.zeros(1, np.int64), np.zeros(1, np.int32)
+    with pytest.raises(ValueError, match="block of 8"):
+        unpack_records(one, zero + 4, zero + 5, one, one, kv_dtype=torch.float32, dim=16, block_size=8)
+    with pytest.raises(ValueError, match="keys has shape"):
+        unpack_records(one[:0], zero, zero, one, one, kv_dtype=torch.float32, dim=16, block_size=8)
+    with pytest.raises(TypeError, match="float64"):
+        pack_records(one, one, 64, 64, one, kv_dtype=torch.float64, dim=16, block_size=8)

@@ -1,0 +1,73 @@
+"""`HybridCache(host_dtype="int8")` on models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache
+
+from .test_exactness import decode_logits
+from .test_hybrid_cache import prompt
+from .tiny import tiny_model
+
+KNOBS: dict[str, Any] = {"block_size": 16}
+SCOUT: dict[str, Any] = {**KNOBS, "budget": 640, "sinks": 16, "recent": 16}
+CASES = [
+    ("full", {}),
+    ("full", {"tier": "split", "resident": 64}),
+    ("scout", {}),
+    ("scout", {"tier": "split", "resident": 96, "recall": 1}),
+    ("scout", {"tier": "split", "resident": 96, "recall": 2, "lookahead": "select", "synchronous_layers": (0,)}),
+    ("scout", {"tier": "split", "resident": 96, "lookahead": "attend", "synchronous_layers": (0,)}),
+]
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.mark.parametrize(("policy", "knobs"), CASES)
+@pytest.mark.parametrize("chunk", [None, 100])
+def test_logits_are_near_those_of_exact_blocks(
+    llama: PreTrainedModel, policy: str, knobs: dict[str, Any], chunk: int | None
+) -> None:
+    ids, mask = prompt(2, 400)
+    base = {**(SCOUT if policy == "scout" else KNOBS), **knobs}
+    exact = decode_logits(llama, HybridCache(llama, policy, **base), ids, mask, chunk, steps=40)
+    cache = HybridCache(llama, policy, host_dtype="int8", **base)
+    got = decode_logits(llama, cache, ids, mask, chunk, steps=40)
+    same = (got[0] == exact[0]).long().cumprod(1).bool()  # as long as the tokens are the same, so are the inputs
+    assert same[:, :3].all()
+    difference = (got[1] - exact[1]).abs().amax(-1)[same]
+    assert 0 < difference.max() < 0.05 * exact[1].abs().max()
+
+
+def test_memory_is_reported_as_it_is(llama: PreTrainedModel) -> None:
+    ids, mask = prompt(2, 900)
+    used = []
+    for host_dtype in (None, "int8"):
+        cache = HybridCache(llama, "full", host_dtype=host_dtype, block_size=32)
+        decode_logits(llama, cache, ids, mask, None, steps=3)
+        used.append(cache.stats().as_dict()["host_bytes"])
+    assert used[1] < 0.45 * used[0]  # from float32
+
+
+def test_beams_and_crop(llama: PreTrainedModel) -> None:
+    ids, mask = prompt(2, 400)
+    knobs: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "num_beams": 3}
+    cache = HybridCache(llama, "full", host_dtype="int8", **KNOBS)
+    tokens = llama.generate(ids, past_key_values=cache, **knobs)
+    exact = llama.generate(ids, past_key_values=HybridCache(llama, "full", **KNOBS), **knobs)
+    assert torch.equal(tokens[:, :405], exact[:, :405])
+    cache.crop(-200)
+    assert cache.get_seq_length() == 229
+
+
+def test_another_dtype_is_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="host_dtype='int4'"):
+        HybridCache(llama, "full", host_dtype="int4")
