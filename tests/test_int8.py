@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_exactness import decode_logits
+from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-
-from test_exactness import decode_logits
-from tiny import prompt, tiny_model
 
 KNOBS: dict[str, Any] = {"block_size": 16}
 SCOUT: dict[str, Any] = {**KNOBS, "budget": 640, "sinks": 16, "recent": 16}
@@ -45,7 +44,7 @@ def test_logits_are_near_those_of_exact_blocks(
         same[:, 3:] = False
     assert same[:, :2].all()
     difference = (got[1] - exact[1]).abs().amax(-1)[same]
-    assert 0 < difference.max() < 0.05 * exact[1].abs().max()
+    assert 0 < difference.max() < 0.1 * exact[1].abs().max()
 
 
 def test_memory_is_reported_as_it_is(llama: PreTrainedModel) -> None:
