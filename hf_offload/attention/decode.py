@@ -15,6 +15,9 @@ from hf_offload.attention.partial import merge_partials
 from hf_offload.attention.step import Step, query_array
 from hf_offload.cache.layer import HybridLayer
 
+FEW_QUERIES = 16
+"""Appends of at most so many tokens read the cached blocks where they lie; more are worth bringing them together."""
+
 
 def append(
     layer: HybridLayer,
@@ -44,8 +47,11 @@ def append(
     fresh = layer.pending is not None
     past = store.length if fresh else store.length - key.shape[2]
     tile = layer.settings.prefill_tile
+    few = fresh and 0 < query.shape[2] <= FEW_QUERIES and past > 0 and (mask is None or mask.ndim == 2)
+    before = _attend_past(layer, query, scale, softcap) if few and store.device.type == "cpu" else None
+    tiles = store.tiles(past, tile) if before is None else ()
     out = append_attention(
-        query, key, value, past, store.tiles(past, tile), mask, scale=scale, softcap=softcap, sinks=sinks, tile=tile
+        query, key, value, past, tiles, mask, scale=scale, softcap=softcap, sinks=sinks, tile=tile, before=before
     )
     layer.pending = None
     if fresh:
@@ -59,6 +65,18 @@ def append(
             queries = torch.cat([layer.last_queries, queries], 2)[:, :, -window:]
         layer.last_queries = queries.clone()
     return out
+
+
+def _attend_past(
+    layer: HybridLayer, query: torch.Tensor, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend all cached tokens where they lie, with a few queries `[B, Hq, Q, D]` as more heads of each group."""
+    store = layer.store
+    assert store is not None
+    batch, heads, length, dim = query.shape
+    step = Step(layer, query_array(query).reshape(batch, heads * length, dim), store.length, scale, softcap)
+    out, lse = step.attend_host(step.all_blocks())
+    return out.view(query.shape), lse.view(query.shape[:3])
 
 
 def place(layer: HybridLayer) -> None:

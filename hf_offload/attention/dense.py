@@ -128,6 +128,7 @@ def append_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     tile: int = 4096,
+    before: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens over the cached ones and themselves, exact.
 
@@ -137,6 +138,7 @@ def append_attention(
         mask: see `MaskPieces`.
         scale, softcap, sinks (`[Hq]` extra logits): as the model gives them.
         tile: keys that a masked piece spans at most.
+        before: out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` over cached tokens that `tiles` leave out.
 
     Returns:
         `[B, Q, Hq, D]` in the query's dtype.
@@ -156,6 +158,9 @@ def append_attention(
             done = total[i]
             total[i] = partial if done is None else merge_partials([done, partial])
 
+    if before is not None:
+        for i, q0 in enumerate(range(0, length, step)):
+            total[i] = before[0][:, :, q0 : q0 + step], before[1][:, :, q0 : q0 + step]
     for first, k, v in tiles:
         add(first, k, v)
     span = length if mask is None else tile

@@ -1,0 +1,49 @@
+"""Short appends, which read cached blocks where they lie, and longer ones, which bring them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_families import build
+from tiny import prompt, tiny_model
+from transformers import DynamicCache
+
+from hf_offload import HybridCache
+from hf_offload.attention.decode import FEW_QUERIES
+
+
+def turns(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    """Logits of the tokens behind the first cut, taken in from cut to cut."""
+    found = []
+    with torch.no_grad():
+        for first, stop in zip([0, *cuts], [*cuts, ids.shape[1]], strict=True):
+            positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, first:]
+            given: dict[str, Any] = {"attention_mask": mask[:, :stop], "position_ids": positions}
+            found.append(model(ids[:, first:stop], past_key_values=cache, **given).logits)
+    return torch.cat(found[1:], 1)
+
+
+@pytest.mark.parametrize("memory", [{"tier": "one"}, {"tier": "split", "resident": 96}], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2", "gpt_oss"])
+def test_appends_of_any_length_are_exact(family: str, rows: int, memory: dict[str, Any]) -> None:
+    make = build if family in ("gemma2", "gpt_oss") else tiny_model
+    ids, mask = prompt(rows, 170)
+    cuts = [90, 92, 93, 93 + FEW_QUERIES, 94 + 2 * FEW_QUERIES, 130]
+    eager, ours = make(family, "eager"), make(family, "hybrid_sparse")
+    want = turns(eager, DynamicCache(config=eager.config), ids, mask, [90])
+    cache = HybridCache(ours, "scout", budget=512, sinks=16, recent=0, block_size=16, **memory)
+    got = turns(ours, cache, ids, mask, cuts)
+    assert (got - want).abs().max() < 1e-5 * max(1.0, float(want.abs().max()))
+
+
+def test_a_short_append_reads_packed_blocks() -> None:
+    model = tiny_model("llama")
+    ids, mask = prompt(2, 400)
+    found = []
+    for host_dtype in (None, "int8"):
+        cache = HybridCache(model, "full", block_size=16, host_dtype=host_dtype)
+        found.append(turns(model, cache, ids, mask, [390, 395]))
+    assert 0 < (found[1] - found[0]).abs().max() < 0.05 * found[0].abs().max()
