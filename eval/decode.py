@@ -43,6 +43,7 @@ from common import (
 )
 
 WARM_UP = 2
+ROW_OFFSET = 997  # tokens from where one row of a batch begins in the text to where the next does
 
 
 def make_rows(length: int, tier: str | None) -> list[Row]:
@@ -52,12 +53,14 @@ def make_rows(length: int, tier: str | None) -> list[Row]:
         Row("dynamic", "dynamic"),
         Row("static", "static", {"max_cache_len": length}),
         *(Row(f"scout-{budget}", "scout", {"budget": budget} | memory) for budget in (1024, 2048)),
+        Row("scout-1024-int8", "scout", {"budget": 1024, "host_dtype": "int8"} | memory),
         Row("full", "full", memory),
+        Row("full-int8", "full", {"host_dtype": "int8"} | memory),
     ]
 
 
 def fill(model: PreTrainedModel, row: Row, ids: torch.Tensor) -> Cache:
-    """Make a row's cache and fill it with the context `[1, N]`."""
+    """Make a row's cache and fill it with the contexts `[B, N]`."""
     cache = row.make_cache(model)
     if row.policy not in ("dynamic", "static"):
         prefill(model, cache, ids, chunk=2048)
@@ -66,7 +69,7 @@ def fill(model: PreTrainedModel, row: Row, ids: torch.Tensor) -> Cache:
     model(ids[:, :1], past_key_values=cache)
     for index, layer in enumerate(cache.layers):
         heads, size = layer.keys.shape[1], layer.keys.shape[3]
-        shape = (1, heads, ids.shape[1] - 1, size)
+        shape = (ids.shape[0], heads, ids.shape[1] - 1, size)
         cache.update(
             torch.randn(shape, dtype=model.dtype, device=model.device),
             torch.randn(shape, dtype=model.dtype, device=model.device),
@@ -79,10 +82,10 @@ def time_steps(model: PreTrainedModel, row: Row, cache: Cache, ids: torch.Tensor
     """Decode and time each step after the warm-up; returns milliseconds."""
     row.activate(model)
     times = []
-    for token in ids[0, : WARM_UP + steps]:
+    for token in ids[:, : WARM_UP + steps].unbind(1):
         synchronize()
         start = time.perf_counter()
-        model(token.view(1, 1), past_key_values=cache)
+        model(token[:, None], past_key_values=cache)
         synchronize()
         times.append((time.perf_counter() - start) * 1000)
     return times[WARM_UP:]
@@ -106,9 +109,10 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 def main(
     contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated; k is 1,024.")] = "128,2k,8k,32k",
-    rows: Annotated[str, typer.Option(help="dynamic (always there), static, scout-1024, scout-2048, full.")] = (
+    rows: Annotated[str, typer.Option(help="Of dynamic, static, scout-1024, scout-2048, scout-1024-int8, full, full-int8.")] = (
         "dynamic,static,scout-1024"
     ),
+    batch: Annotated[int, typer.Option(min=1, help="Rows that are decoded at once.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps that count, per round.")] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")] = 3,
     tier: TierOption = None,
@@ -121,7 +125,9 @@ def main(
     lengths, round_steps = sorted(numbers(contexts)), WARM_UP + steps
     choose(make_rows(0, tier), rows)  # a wrong name is reported before anything is loaded
     language_model, tokenizer = load(model, dtype, threads)
-    ids = window(text_of("code"), tokenizer, 0, max(lengths) + round_steps).to(language_model.device)
+    starts = [ROW_OFFSET * row for row in range(batch)]
+    ids = torch.cat([window(text_of("code"), tokenizer, start, max(lengths) + round_steps) for start in starts])
+    ids = ids.to(language_model.device)
     records: list[dict[str, Any]] = []
     bare: float | None = None  # a step without context to speak of, which no cache can beat
     with torch.inference_mode(), tqdm(total=len(lengths) * repeats) as progress:
@@ -143,7 +149,7 @@ def main(
                 summary = percentiles(times[row.name])
                 ratio = None if base is None else base / summary["p50"]
                 beyond = None if bare is None else summary["p50"] - bare
-                size = {"steps": steps * repeats, "dtype": dtype, "tier": tier}
+                size = {"batch": batch, "steps": steps * repeats, "dtype": dtype, "tier": tier}
                 records.append(
                     {"context": length, "row": row.name, **summary, "speedup": ratio, "beyond_bare": beyond, **size}
                 )

@@ -55,6 +55,7 @@ def make_rows(budget: int, memory: dict[str, Any]) -> list[Row]:
 
     return [
         scout("scout-off", lookahead="off"),
+        Row("scout-off-int8", Scout(budget=budget, lookahead="off"), {"host_dtype": "int8"} | memory),
         scout("scout-select", lookahead="select"),
         scout("scout-select-sync0", lookahead="select", synchronous_layers=(0,)),
         scout("scout-attend", lookahead="attend"),
