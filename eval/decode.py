@@ -109,7 +109,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 def main(
     contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated; k is 1,024.")] = "128,2k,8k,32k",
-    rows: Annotated[str, typer.Option(help="Of dynamic, static, scout-1024, scout-2048, scout-1024-int8, full, full-int8.")] = (
+    rows: Annotated[str, typer.Option(help="By name, comma-separated; a wrong one lists them.")] = (
         "dynamic,static,scout-1024"
     ),
     batch: Annotated[int, typer.Option(min=1, help="Rows that are decoded at once.")] = 1,

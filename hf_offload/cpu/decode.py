@@ -5,7 +5,6 @@ Shapes: query [B, Hq, D], blocks [B, Hkv, C]; the Hq / Hkv query heads of a KV h
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -40,18 +39,10 @@ from .launch import (
     reserve,
     tag_of,
 )
-from .memory import address_of, count_up, get, hold, put
+from .memory import address_of, count_up, hold
 from .packed import add_packed_keys, add_packed_values, is_packed, packed_bytes, score_packed, spare_bytes
-from .vector import NOTHING, fma, load_f32, splat, store
-
-_NO_KBAR = np.empty((0, 0, 0), np.float32)
-_PART_TOKENS, _PARTS = 512, 64  # a head's blocks are cut into parts of at least so many tokens while tasks are few
-
-
-@jit
-def partial_state(group: int, dim: int, wants_kbar: bool) -> int:
-    """Bytes of the sums in a partial result, which come before its peaks, masses and fades."""
-    return 4 * group * dim * (2 if wants_kbar else 1)
+from .parts import NO_KBAR, PART_TOKENS, PARTS, clear_part, merge_parts, partial_results, partial_state
+from .vector import load_f32, splat, store
 
 
 @jit
@@ -144,45 +135,6 @@ def _attend(
 
 
 @jit
-def _merge(first: int, rows: int, step: int, dim: int, group: int, sums: int, masses: int, target: int) -> None:
-    """target[head] = the mean of the partial sums, by their masses; 0 where nothing was attended.
-
-    Args:
-        first: address of the first of `rows` partial results, `step` bytes apart.
-        sums: offset in bytes of the sums [group, dim] in each.
-        masses: offset of the masses [group], already times what brings the parts to one peak, over the whole mass.
-    """
-    for head in range(group):
-        for d in range(0, dim, 16):
-            place = sums + 4 * (head * dim + d)
-            total = splat(np.float32(0.0))
-            for row in range(rows):
-                share = splat(get(first + row * step + masses + 4 * head))
-                total = fma(load_f32(first + row * step + place), share, total)
-            store(target + 4 * (head * dim + d), total)
-
-
-@jit
-def _shares(first: int, rows: int, step: int, group: int, state: int, state_step: int, lse: Array) -> None:
-    """Write each head's lse [group], and into each part's fade what its sums count in the whole."""
-    for head in range(group):
-        place = first + state + 4 * head
-        peak, mass = NOTHING, np.float32(0.0)
-        for row in range(rows):
-            peak = max(peak, get(place + row * step))
-        for row in range(rows):
-            fade = np.float32(math.exp(get(place + row * step) - peak))
-            put(place + row * step + 2 * state_step, fade)
-            mass += get(place + row * step + state_step) * fade
-        none = mass == np.float32(0.0)
-        inverse = np.float32(0.0) if none else np.float32(1.0) / mass
-        for row in range(rows):
-            share = place + row * step + 2 * state_step
-            put(share, get(share) * inverse)
-        lse[head] = -np.inf if none else peak + np.log(mass)
-
-
-@jit
 def _part(task: int, parts: int, share: int, counts: Array) -> tuple[int, int]:
     """Where a task begins among its head's chosen blocks, and how many it has."""
     head = task // parts
@@ -260,11 +212,7 @@ def decode_kernel(
         source = address_of(query) + head * part
         for place in range(0, part, 64):
             store(queries + place, load_f32(source + place) * splat(np.float32(scale)))
-        for place in range(0, state_offset, 64):
-            store(sums + place, splat(np.float32(0.0)))
-        for g in range(group):
-            put(state + 4 * g, NOTHING)
-            put(state + state_step + 4 * g, np.float32(0.0))
+        clear_part(sums, dim, group, wants_kbar)
         for i in range(mine):
             addresses[i] = _record_of(block_ptr[table[b, chosen[i]]], h, record, packed, packed_record)
         following, ahead = reserve(ticket, tasks), 0
@@ -297,12 +245,10 @@ def decode_kernel(
                 )  # fmt: skip
         if count_up(finished, head) == parts - 1:
             origin = address_of(partial) + head * parts * partial_step
-            heads = slice(h * group, (h + 1) * group)
-            _shares(origin, parts, partial_step, group, state_offset, state_step, lse[b, heads])
-            shares = state_offset + 2 * state_step
-            _merge(origin, parts, partial_step, dim, group, 0, shares, address_of(out) + head * part)
-            if wants_kbar:
-                _merge(origin, parts, partial_step, dim, group, part, shares, address_of(kbar) + head * part)
+            merge_parts(
+                origin, parts, partial_step, dim, group, wants_kbar, lse[b, h * group : (h + 1) * group],
+                address_of(out) + head * part, address_of(kbar) + head * part,
+            )  # fmt: skip
         count_up(ticket, 1)
         task = following if following < tasks else count_up(ticket, 0)
     hold(scratch)
@@ -368,7 +314,7 @@ def sparse_decode(
     require("out", out, F32, query.shape)
     require("lse", lse, F32, (batch, query_heads))
     if kbar is None:
-        kbar = _NO_KBAR
+        kbar = NO_KBAR
     else:
         require("kbar", kbar, F32, query.shape)
     if min(valid.shape[1], holes.shape[1] * block_size) < length:
@@ -378,10 +324,9 @@ def sparse_decode(
     tag = tag_of(kv_dtype)
     heads, tokens = batch * kv_heads, capacity * block_size
     # The cut depends on shapes alone: results are the same on any number of threads.
-    parts = max(1, min(-(-tokens // _PART_TOKENS), _PARTS // heads))
+    parts = max(1, min(-(-tokens // PART_TOKENS), PARTS // heads))
     group = query_heads // kv_heads
-    width = group * (dim * (1 if kbar is _NO_KBAR else 2) + 3)
-    partial = np.empty((heads * parts, (width + 15) // 16 * 16), np.float32)
+    partial = partial_results(heads * parts, group, dim, kbar is not NO_KBAR)
     args = (
         tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, int(length), out, lse, kbar,
         int(block_size), float(scale), float(softcap or 0.0), parts, partial, np.zeros(heads, np.int64),

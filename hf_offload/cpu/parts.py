@@ -1,0 +1,93 @@
+"""Attention of one head in parts that different threads compute: what a part leaves behind, and how parts are merged.
+
+A partial result is the sum of V [G, D], the sum of K [G, D] if wanted, and peak, mass and fade [G] each, float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .launch import Array, jit
+from .memory import get, put
+from .vector import NOTHING, fma, load_f32, splat, store
+
+PART_TOKENS, PARTS = 512, 64
+"""A head's tokens are cut into parts of at least so many, while there are less than so many tasks."""
+NO_KBAR = np.empty((0, 0, 0), np.float32)
+
+
+def partial_results(count: int, group: int, dim: int, wants_kbar: bool) -> Array:
+    """Room for `count` partial results."""
+    width = group * (dim * (2 if wants_kbar else 1) + 3)
+    return np.empty((count, -(-width // 16) * 16), np.float32)
+
+
+@jit
+def partial_state(group: int, dim: int, wants_kbar: bool) -> int:
+    """Bytes of the sums in a partial result, which come before its peaks, masses and fades."""
+    return 4 * group * dim * (2 if wants_kbar else 1)
+
+
+@jit
+def clear_part(part: int, dim: int, group: int, wants_kbar: bool) -> None:
+    """Make the partial result at an address that of no token."""
+    state = part + partial_state(group, dim, wants_kbar)
+    for place in range(part, state, 64):
+        store(place, splat(np.float32(0.0)))
+    for g in range(group):
+        put(state + 4 * g, NOTHING)
+        put(state + 4 * (group + g), np.float32(0.0))
+
+
+@jit
+def _merge(first: int, rows: int, step: int, dim: int, group: int, sums: int, masses: int, target: int) -> None:
+    """target[head] = the mean of the partial sums, by their masses; 0 where nothing was attended.
+
+    Args:
+        first: address of the first of `rows` partial results, `step` bytes apart.
+        sums: offset in bytes of the sums [group, dim] in each.
+        masses: offset of the masses [group], already times what brings the parts to one peak, over the whole mass.
+    """
+    for head in range(group):
+        for d in range(0, dim, 16):
+            place = sums + 4 * (head * dim + d)
+            total = splat(np.float32(0.0))
+            for row in range(rows):
+                share = splat(get(first + row * step + masses + 4 * head))
+                total = fma(load_f32(first + row * step + place), share, total)
+            store(target + 4 * (head * dim + d), total)
+
+
+@jit
+def _shares(first: int, rows: int, step: int, group: int, state: int, state_step: int, lse: Array) -> None:
+    """Write each head's lse [group], and into each part's fade what its sums count in the whole."""
+    for head in range(group):
+        place = first + state + 4 * head
+        peak, mass = NOTHING, np.float32(0.0)
+        for row in range(rows):
+            peak = max(peak, get(place + row * step))
+        for row in range(rows):
+            fade = np.float32(math.exp(get(place + row * step) - peak))
+            put(place + row * step + 2 * state_step, fade)
+            mass += get(place + row * step + state_step) * fade
+        none = mass == np.float32(0.0)
+        inverse = np.float32(0.0) if none else np.float32(1.0) / mass
+        for row in range(rows):
+            share = place + row * step + 2 * state_step
+            put(share, get(share) * inverse)
+        lse[head] = -np.inf if none else peak + np.log(mass)
+
+
+@jit
+def merge_parts(
+    first: int, rows: int, step: int, dim: int, group: int, wants_kbar: bool, lse: Array, out: int, kbar: int
+) -> None:
+    """Merge `rows` partial results, `step` bytes apart, into lse [G] and, at addresses, out [G, D] and kbar [G, D]."""
+    state, state_step = partial_state(group, dim, wants_kbar), 4 * group
+    _shares(first, rows, step, group, state, state_step, lse)
+    shares = state + 2 * state_step
+    _merge(first, rows, step, dim, group, 0, shares, out)
+    if wants_kbar:
+        _merge(first, rows, step, dim, group, 4 * group * dim, shares, kbar)
