@@ -1,0 +1,64 @@
+"""Which instructions the kernels are compiled for: all that the CPU has, or fewer where the environment says so."""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numba
+from llvmlite import binding
+from numba.core.registry import cpu_target
+
+VARIABLE = "HF_OFFLOAD_ISA"
+_AVX2 = [
+    "sse3",
+    "ssse3",
+    "sse4.1",
+    "sse4.2",
+    "popcnt",
+    "avx",
+    "avx2",
+    "fma",
+    "f16c",
+    "bmi",
+    "bmi2",
+    "lzcnt",
+    "movbe",
+    "cx16",
+]
+# Name of the CPU to compile for and what it must have; no name: all that is there.
+_LEVELS: dict[str, tuple[str, list[str]]] = {
+    "avx512": ("", [*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"]),
+    "avx2": ("haswell", _AVX2),
+    "plain": ("generic", []),
+}
+
+
+def choose_isa() -> None:
+    """Heed the environment variable HF_OFFLOAD_ISA: `avx512`, `avx2` or `plain`; for all Numba code of this process.
+
+    Numba keeps compiled code apart by CPU and features, so nothing cached meets the wrong one.
+
+    Raises:
+        ValueError: another value, or one that this CPU cannot run.
+        RuntimeError: Numba has begun to compile for another CPU.
+    """
+    level = os.environ.get(VARIABLE)
+    if not level:
+        return
+    if level not in _LEVELS:
+        raise ValueError(f"{VARIABLE}={level!r} is not one of {', '.join(_LEVELS)}")
+    name, needed = _LEVELS[level]
+    host = binding.get_host_cpu_features()
+    if missing := [feature for feature in needed if not host.get(feature)]:
+        raise ValueError(f"{VARIABLE}={level!r}, but this CPU has no {', '.join(missing)}; use one that it has")
+    if not name:
+        return
+    settings: Any = numba.config
+    settings.CPU_NAME, settings.CPU_FEATURES = name, ",".join("+" + feature for feature in needed)
+    compiles_for = cpu_target.target_context.codegen().magic_tuple()[1]
+    if compiles_for != name:
+        raise RuntimeError(
+            f"{VARIABLE}={level!r}, but Numba already compiles for {compiles_for}; import hf_offload first"
+        )

@@ -1,0 +1,54 @@
+"""The same source compiles for CPUs with fewer instructions, and computes the same there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_offload.cpu import isa
+
+TESTS = (
+    "test_decode.py::test_decode[12-64-32-torch.float16]",
+    "test_scoring.py::test_submeans[8-80-3-5-max]",
+    "test_packed.py::test_decode_over_packed_and_plain_blocks[True-3-64-32-dtype0-None]",
+    "test_tokens.py::test_lists_of_every_length[3-False-5-80-16-dtype2-30.0]",
+)
+
+
+@pytest.mark.parametrize("level", ["plain", "avx2"])
+def test_kernels(level: str) -> None:
+    if level == "avx2" and platform.machine() != "x86_64":
+        pytest.skip("AVX2 is for x86-64")
+    tests = [str(Path(__file__).parent / test) for test in TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    result = subprocess.run(
+        command, env={**os.environ, isa.VARIABLE: level}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert f"{len(TESTS)} passed" in result.stdout, result.stdout + result.stderr
+
+
+def test_an_unknown_level_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(isa.VARIABLE, "sse9")
+    with pytest.raises(ValueError, match="'sse9' is not one of avx512, avx2, plain"):
+        isa.choose_isa()
+
+
+def test_a_level_that_the_cpu_lacks_is_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(isa.VARIABLE, "avx512")
+    monkeypatch.setattr(isa.binding, "get_host_cpu_features", lambda: {"avx2": True})
+    with pytest.raises(ValueError, match=r"has no sse3.*avx512f"):
+        isa.choose_isa()
+
+
+def test_a_choice_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isa.cpu_target.target_context.codegen().magic_tuple()[1] != "generic"  # from here on it is fixed
+    monkeypatch.setenv(isa.VARIABLE, "plain")
+    for name in ("CPU_NAME", "CPU_FEATURES"):
+        monkeypatch.setattr(isa.numba.config, name, getattr(isa.numba.config, name))
+    with pytest.raises(RuntimeError, match="import hf_offload first"):
+        isa.choose_isa()
