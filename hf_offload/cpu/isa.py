@@ -57,8 +57,7 @@ def choose_isa() -> None:
         return
     settings: Any = numba.config
     settings.CPU_NAME, settings.CPU_FEATURES = name, ",".join("+" + feature for feature in needed)
-    compiles_for = cpu_target.target_context.codegen().magic_tuple()[1]
-    if compiles_for != name:
+    if cpu_target.target_context.codegen().magic_tuple()[2] != settings.CPU_FEATURES:
         raise RuntimeError(
-            f"{VARIABLE}={level!r}, but Numba already compiles for {compiles_for}; import hf_offload first"
+            f"{VARIABLE}={level!r}, but Numba has begun to compile for this CPU; import hf_offload first"
         )
