@@ -33,9 +33,11 @@ from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.choose import choose_blocks
 from hf_offload.cpu.decode import sparse_decode
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.launch import SHARE_BYTES, Launch
+from hf_offload.cpu.pool import touch_records
 from hf_offload.cpu.select import select_blocks
 from hf_offload.cpu.submeans import submeans
+from hf_offload.cpu.tokens import sparse_decode_tokens
 from hf_offload.cpu.worker import Worker
 
 POOL_BYTES = 1 << 29  # far beyond the caches
@@ -156,15 +158,16 @@ def on_threads(work: Callable[[], Any], threads: int) -> Callable[[], Any]:
 
 
 class Memory:
-    """A pool of blocks far larger than the caches, with random K and V, for one shape."""
+    """A pool of blocks far larger than the caches, for one shape; packed: in int8."""
 
-    def __init__(self, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype, *, packed: bool = False) -> None:
         self.kv_heads, self.dim, self.block_size, self.dtype = kv_heads, dim, block_size, dtype
+        self.packed = packed
         record = 2 * kv_heads * block_size * dim * dtype.itemsize
         self.blocks = POOL_BYTES // record
         pool = HostPool(kv_heads, block_size, dim, dtype)
-        pool.allocate(self.blocks)
-        for slab in pool.slabs:
+        pool.allocate(self.blocks, packed=packed)
+        for slab in pool.packed_slabs if packed else pool.slabs:
             slab.view(torch.uint8).fill_(60)  # 0.01 in bf16 and fp32, 1.06 in fp16
         self.pool = pool
         self.table = np.arange(self.blocks, dtype=np.int32)[None]
@@ -175,18 +178,35 @@ class Memory:
         picks = [self.rng.choice(self.blocks, count, replace=False) for _ in range(batch * self.kv_heads)]
         return np.sort(np.stack(picks), -1).reshape(batch, self.kv_heads, count).astype(np.int32)
 
-    def decode(self, group: int, batch: int, budget: int) -> Launch:
-        """One sparse decode over `budget` tokens a row and KV head."""
+    def decode(self, group: int, batch: int, budget: int, *, dense: bool = False, prefetch: bool = True) -> Launch:
+        """One decode over `budget` tokens a row and KV head, scattered or (dense) one behind the other."""
         count = budget // self.block_size
-        query = self.rng.standard_normal((batch, group * self.kv_heads, self.dim), dtype=np.float32)
+        query = self._query(group, batch)
         blocks = self.choose(batch, count)
+        if dense:
+            start = self.rng.integers(self.blocks - count)
+            blocks[:] = np.arange(start, start + count)
         length = self.blocks * self.block_size
         return sparse_decode(
             query, self.pool.block_ptr, np.repeat(self.table, batch, 0), blocks,
             np.full(blocks.shape[:2], count, np.int32), np.zeros((batch, self.blocks), np.uint8),
             np.ones((batch, length), np.uint8), length, np.empty_like(query), np.empty(query.shape[:2], np.float32),
             None, kv_dtype=self.dtype, block_size=self.block_size, scale=self.dim**-0.5, softcap=None,
+            packed=self.packed, prefetch=prefetch,
         )  # fmt: skip
+
+    def tokens(self, group: int, budget: int) -> Launch:
+        """One sparse decode over `budget` single tokens a KV head."""
+        query, length = self._query(group, 1), self.blocks * self.block_size
+        picks = [np.sort(self.rng.choice(length, budget, replace=False)) for _ in range(self.kv_heads)]
+        return sparse_decode_tokens(
+            query, self.pool.block_ptr, self.table, np.concatenate(picks).astype(np.int32),
+            budget * np.arange(self.kv_heads + 1), np.empty_like(query), np.empty(query.shape[:2], np.float32), None,
+            kv_dtype=self.dtype, block_size=self.block_size, scale=self.dim**-0.5, softcap=None,
+        )  # fmt: skip
+
+    def _query(self, group: int, batch: int) -> np.ndarray:  # type: ignore[type-arg]
+        return self.rng.standard_normal((batch, group * self.kv_heads, self.dim), dtype=np.float32)
 
     def addresses(self, batch: int, budget: int) -> np.ndarray:  # type: ignore[type-arg]
         """Where the K and V lie that a decode over `budget` tokens might choose: int64, in the kernel's order."""
@@ -196,26 +216,30 @@ class Memory:
 
     def bytes_of(self, batch: int, budget: int) -> int:
         """Bytes of the K and V that a call attends."""
-        return 2 * batch * budget * self.kv_heads * self.dim * self.dtype.itemsize
+        record = self.pool.packed_record_bytes if self.packed else self.pool.record_bytes
+        return batch * budget // self.block_size * self.kv_heads * record
 
 
 def decode_cases(name: str, threads: int, read: Case, reader: Reader) -> Iterator[list[Case]]:
     """Sets of cases that take turns: head dimensions, groups, batches, block sizes; and their bare reads."""
     dtype = DTYPES[name]
 
-    def case(memory: Memory, group: int, batch: int, budget: int) -> Case:
+    def case(memory: Memory, group: int, batch: int, budget: int, kind: str = "sparse_decode") -> Case:
         def prepare() -> Callable[[], Any]:
-            launch = memory.decode(group, batch, budget)
+            if kind == "single tokens":
+                launch = memory.tokens(group, budget)
+            else:
+                launch = memory.decode(group, batch, budget, dense=kind == "dense", prefetch=kind != "no prefetch")
             if threads == 1:
                 return launch
             _WARM @ _WARM  # in a model, an operator before has the team awake
             return launch.run
 
         facts = {
-            "dtype": name, "dim": memory.dim, "group": group, "batch": batch, "block_size": memory.block_size,
-            "budget": budget, "kernel_threads": threads,
+            "dtype": "int8" if memory.packed else name, "dim": memory.dim, "group": group, "batch": batch,
+            "block_size": memory.block_size, "budget": budget, "kernel_threads": threads,
         }  # fmt: skip
-        return Case("sparse_decode", prepare, memory.bytes_of(batch, budget), facts)
+        return Case(kind, prepare, memory.bytes_of(batch, budget), facts)
 
     def bare(memory: Memory) -> list[Case]:
         if reader.way != "C" or threads > 1:
@@ -232,7 +256,16 @@ def decode_cases(name: str, threads: int, read: Case, reader: Reader) -> Iterato
     def sets() -> Iterator[list[Case]]:
         memory = Memory(8, 128, 32, dtype)
         shapes = ((4, 1), (3, 1), (7, 1), (4, 4))
-        yield [read, *bare(memory), *(case(memory, group, batch, 2048) for group, batch in shapes)]
+        others = [case(memory, 4, 1, 2048, kind) for kind in ("no prefetch", "single tokens")]
+        packed = [case(Memory(8, 128, 32, dtype, packed=True), 4, 1, 2048)] if name == "bf16" else []
+        yield [
+            read,
+            *bare(memory),
+            *(case(memory, group, batch, 2048) for group, batch in shapes),
+            *others,
+            *packed,
+            case(memory, 4, 1, 8192, "dense"),
+        ]
         for dim, block in ((64, 32), (128, 16), (128, 64), (256, 32)):
             memory = Memory(8, dim, block, dtype)
             yield [read, *bare(memory), case(memory, 4, 1, 2048)]
@@ -352,14 +385,26 @@ def selection_cases() -> list[Case]:
 
 
 def worker_cases() -> list[Case]:
-    """From handing a job that does nothing to a sleeping worker until its result is there."""
+    """From handing over work that is nothing until it is done: to a sleeping worker, to the team that torch uses."""
     worker = Worker()
 
     def prepare() -> Callable[[], Any]:
         time.sleep(0.002)  # long enough for the thread to sleep
         return lambda: worker.submit(lambda: None).result()
 
-    return [Case("submit to done", prepare, 0, {"kernel_threads": 1})]
+    nowhere = np.zeros(2, np.int64)
+
+    def nothing() -> Callable[[], Any]:
+        torch.set_num_threads(2)
+        launch = touch_records(nowhere, 0)
+        launch.tasks, launch.cost = 2, SHARE_BYTES
+        _WARM @ _WARM
+        return launch.run
+
+    return [
+        Case("submit to done", prepare, 0, {"kernel_threads": 1}),
+        Case("run on torch's team", nothing, 0, {"kernel_threads": 2}),
+    ]
 
 
 def shares(records: list[dict[str, Any]]) -> None:
@@ -408,7 +453,8 @@ def main(
     words = host_empty((POOL_BYTES // 8,), torch.int64).fill_(1).numpy().view(np.uint64)
 
     def read(parts: int = 1) -> Case:
-        size, places = READ_BYTES // 8 // parts, itertools.count()
+        # Several threads read more, as starting them takes a while.
+        size, places = READ_BYTES // 8 * (1 if parts == 1 else 4), itertools.count()
 
         def prepare() -> Callable[[], Any]:
             starts = [next(places) * size % (words.size - size) for _ in range(parts)]

@@ -76,6 +76,11 @@ class HostPool:
         return self._plain.tensors
 
     @property
+    def packed_slabs(self) -> list[torch.Tensor]:
+        """The slabs of the packed blocks."""
+        return self._packed.tensors
+
+    @property
     def num_blocks(self) -> int:
         """Physical blocks that exist, used or free."""
         return len(self.block_ptr)

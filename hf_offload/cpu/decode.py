@@ -177,6 +177,7 @@ def decode_kernel(
     finished: Array,
     packed: Any,
     packed_record: int,
+    prefetches: bool,
 ) -> None:
     """One task = one part of the blocks of one (row, KV head); the last to finish a head merges its parts."""
     dim = query.shape[2]
@@ -233,7 +234,7 @@ def decode_kernel(
                 _attend(
                     tag, full, addresses, chosen, first, last, valid[b], holes[b], length, queries + tile, dim,
                     block_size, cap, scores, stride, state + 4 * done, state_step, sums + tile,
-                    key_sums + tile if wants_kbar else 0, done == 0, packed, spare,
+                    key_sums + tile if wants_kbar else 0, prefetches and done == 0, packed, spare,
                 )  # fmt: skip
                 done += len(full)
             if done < group:
@@ -241,7 +242,7 @@ def decode_kernel(
                 _attend(
                     tag, rest, addresses, chosen, first, last, valid[b], holes[b], length, queries + tile, dim,
                     block_size, cap, scores, stride, state + 4 * done, state_step, sums + tile,
-                    key_sums + tile if wants_kbar else 0, done == 0, packed, spare,
+                    key_sums + tile if wants_kbar else 0, prefetches and done == 0, packed, spare,
                 )  # fmt: skip
         if count_up(finished, head) == parts - 1:
             origin = address_of(partial) + head * parts * partial_step
@@ -273,6 +274,7 @@ def sparse_decode(
     scale: float,
     softcap: float | None,
     packed: bool = False,
+    prefetch: bool = True,
 ) -> Launch:
     """Prepare exact softmax attention of one query token a row over chosen blocks.
 
@@ -295,6 +297,7 @@ def sparse_decode(
         scale: factor of the scores, usually D ** -0.5.
         softcap: c in score = c * tanh(score / c), or None.
         packed: whether any block may be packed.
+        prefetch: False shows what prefetching is worth.
 
     Raises:
         ValueError: shapes that contradict each other, a memory layout or a size that the kernel does not cover.
@@ -330,6 +333,6 @@ def sparse_decode(
     args = (
         tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, int(length), out, lse, kbar,
         int(block_size), float(scale), float(softcap or 0.0), parts, partial, np.zeros(heads, np.int64),
-        0 if packed else None, packed_bytes(dim, block_size),
+        0 if packed else None, packed_bytes(dim, block_size), bool(prefetch),
     )  # fmt: skip
     return Launch(decode_kernel, heads * parts, args, new_ticket(), heads * tokens * 2 * dim * tag.itemsize)

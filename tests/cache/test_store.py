@@ -64,7 +64,7 @@ def test_old_blocks_take_half_the_memory() -> None:
         fill(store, k, v, [100 * SIZE])
     young = KEEP_TOKENS // SIZE * BATCH * plain.pool.block_bytes
     assert packing.host_bytes - young < 0.6 * (plain.host_bytes - young)
-    held = sum(slab.nbytes for slabs in (packing.pool._plain, packing.pool._packed) for slab in slabs.tensors)
+    held = sum(slab.nbytes for slab in [*packing.pool.slabs, *packing.pool.packed_slabs])
     assert held < 0.85 * plain.host_bytes  # what is allocated shrinks with it
 
 
