@@ -46,9 +46,45 @@ from .vector import load_f32, splat, store
 
 
 @jit
+def _score(
+    tag: Any, heads: Any, address: int, ahead: int, query: int, dim: int, block_size: int, scores: int, stride: int,
+    packed: Any, spare: int,
+) -> None:  # fmt: skip
+    """`score_block` for a block that may be packed."""
+    if packed is not None and is_packed(address):
+        score_packed(heads, address - 1, ahead, query, dim, block_size, scores, stride, spare)
+    else:
+        score_block(tag, heads, address, ahead, query, dim, block_size, scores, stride)
+
+
+@jit
+def _add(
+    tag: Any, heads: Any, address: int, part: int, ahead: int, dim: int, block_size: int, weights: int, stride: int,
+    sums: int, valid: Array, begin: int, filled: int, masked: bool, packed: Any, spare: int,
+) -> None:  # fmt: skip
+    """`add_block` for the values (part 0) or the keys (part 1) of a block that may be packed."""
+    if packed is not None and is_packed(address):
+        if part == 0:
+            add_packed_values(
+                heads, address - 1, ahead, dim, block_size, weights, stride, sums, valid, begin, filled, masked, spare
+            )
+        else:
+            add_packed_keys(
+                heads, address - 1, dim, block_size, weights, stride, sums, valid, begin, filled, masked, spare
+            )
+    else:
+        offset = block_size * dim * tag.itemsize if part == 0 else 0
+        add_block(
+            tag, heads, address + offset, ahead, dim, block_size, weights, stride, sums, valid, begin, filled, masked
+        )
+
+
+@jit
 def _attend(
     tag: Any,
-    heads: Any,
+    full: Any,
+    rest: Any,
+    group: int,
     addresses: Array,
     chosen: Array,
     first: int,
@@ -63,75 +99,76 @@ def _attend(
     scores: int,
     stride: int,
     state: int,
-    state_step: int,
     out: int,
     kbar: int,
-    leads: bool,
+    prefetches: bool,
     packed: Any,
     spare: int,
 ) -> None:
-    """Let one register tile of heads attend to the chosen blocks first..last-1, as one softmax step.
+    """Let all heads attend to the chosen blocks first..last-1, as one softmax step; prefetch those of the next step.
 
-    The tile that `leads` prefetches the blocks of the next step; for the others they are on their way.
+    Register tiles of heads take turns at each block, which stays in the nearest cache meanwhile.
     """
-    count = len(heads)
-    row = dim * tag.itemsize
-    values = block_size * row
     ahead = last - first
     tokens = (last - first) * block_size
     padded = (tokens + 15) & ~15
     for i in range(first, last):
         place = scores + 4 * (i - first) * block_size
-        following = addresses[i + ahead] if leads else 0
-        if packed is None:
-            score_block(tag, heads, addresses[i], following, query, dim, block_size, place, stride)
-        elif is_packed(addresses[i]):
-            score_packed(heads, addresses[i] - 1, following, query, dim, block_size, place, stride, spare)
-        else:
-            score_block(tag, heads, addresses[i], following, query, dim, block_size, place, stride)
+        following = addresses[i + ahead] if prefetches else 0
+        done = 0
+        while done < group:
+            at, to = query + 4 * done * dim, place + done * stride
+            if done + len(full) <= group:
+                _score(tag, full, addresses[i], following, at, dim, block_size, to, stride, packed, spare)
+                done += len(full)
+            else:
+                _score(tag, rest, addresses[i], following, at, dim, block_size, to, stride, packed, spare)
+                done += len(rest)
+            following = 0
     if cap > 0.0:
-        soften_scores(count, scores, stride, padded, cap)
-    clear_scores(count, scores, stride, tokens, padded)
+        soften_scores(group, scores, stride, padded, cap)
+    clear_scores(group, scores, stride, tokens, padded)
     for i in range(first, last):
         begin = chosen[i] * block_size
         if begin + block_size > length or holes[chosen[i]] != 0:
             place = scores + 4 * (i - first) * block_size
-            mask_scores(count, place, stride, valid, begin, length - begin, block_size)
-    bent = scores + count * stride
+            mask_scores(group, place, stride, valid, begin, length - begin, block_size)
+    bent = scores + group * stride
     if cap > 0.0 and kbar != 0:
-        bend_weights(count, scores, bent, stride, padded, cap)
-    softmax_step(count, scores, stride, padded, state, state + state_step, state + 2 * state_step)
-    shrink_sums(count, out, dim, state + 2 * state_step)
+        bend_weights(group, scores, bent, stride, padded, cap)
+    fades = state + 8 * group
+    softmax_step(group, scores, stride, padded, state, state + 4 * group, fades)
+    shrink_sums(group, out, dim, fades)
     key_weights = scores
     if kbar != 0:
-        shrink_sums(count, kbar, dim, state + 2 * state_step)
+        shrink_sums(group, kbar, dim, fades)
         if cap > 0.0:
-            scale_weights(count, bent, scores, stride, padded)
+            scale_weights(group, bent, scores, stride, padded)
             key_weights = bent
     for part in range(2 if kbar != 0 else 1):  # V, then K; one call, as every copy of it costs compile time
-        offset, weights, sums = (values, scores, out) if part == 0 else (0, key_weights, kbar)
+        weights, sums = (scores, out) if part == 0 else (key_weights, kbar)
         for i in range(first, last):
             begin = chosen[i] * block_size
             filled = min(block_size, length - begin)
             masked = filled < block_size or holes[chosen[i]] != 0
             place = weights + 4 * (i - first) * block_size
-            following = addresses[i + ahead] if leads and part == 0 else 0
-            address = addresses[i]
-            if packed is not None and is_packed(address):
-                if part == 0:
-                    add_packed_values(
-                        heads, address - 1, following, dim, block_size, place, stride, sums, valid, begin, filled,
-                        masked, spare,
+            following = addresses[i + ahead] if prefetches and part == 0 else 0
+            done = 0
+            while done < group:
+                at, to = place + done * stride, sums + 4 * done * dim
+                if done + len(full) <= group:
+                    _add(
+                        tag, full, addresses[i], part, following, dim, block_size, at, stride, to, valid, begin,
+                        filled, masked, packed, spare,
                     )  # fmt: skip
+                    done += len(full)
                 else:
-                    add_packed_keys(
-                        heads, address - 1, dim, block_size, place, stride, sums, valid, begin, filled, masked, spare
-                    )
-                continue
-            add_block(
-                tag, heads, address + offset, following, dim, block_size, place, stride, sums, valid, begin, filled,
-                masked,
-            )  # fmt: skip
+                    _add(
+                        tag, rest, addresses[i], part, following, dim, block_size, at, stride, to, valid, begin,
+                        filled, masked, packed, spare,
+                    )  # fmt: skip
+                    done += len(rest)
+                following = 0
 
 
 @jit
@@ -191,15 +228,14 @@ def decode_kernel(
     share = (share + step - 1) // step * step
     # A partial result: sum of V, sum of K [group, dim] each; peak, mass, fade [group] each.
     part = 4 * group * dim
-    state_step = 4 * group
     state_offset = partial_state(group, dim, wants_kbar)
     partial_step = 4 * partial.shape[1]
-    # Scratch: the scaled query; scores and a second set of weights [4, stride]. Addresses of the chosen blocks, and of
+    # Scratch: the scaled query; scores and a second set of weights [G, stride]. Addresses of the chosen blocks, and of
     # the next task's first, which are prefetched meanwhile.
-    scratch = np.empty(16 + (part + 8 * stride + spare_bytes(dim, block_size)) // 4, np.float32)
+    scratch = np.empty(16 + (part + 2 * group * stride + spare_bytes(dim, block_size)) // 4, np.float32)
     queries = (address_of(scratch) + 63) & ~63
     scores = queries + part
-    spare = scores + 8 * stride
+    spare = scores + 2 * group * stride
     addresses = np.empty(share + step + 1, np.int64)
     task = count_up(ticket, 0)
     while task < tasks:
@@ -228,22 +264,10 @@ def decode_kernel(
             addresses[i] = addresses[max(i - 1, 0)]
         for first in range(0, mine, step):
             last = min(first + step, mine)
-            done = 0
-            while done + len(full) <= group:
-                tile = 4 * done * dim
-                _attend(
-                    tag, full, addresses, chosen, first, last, valid[b], holes[b], length, queries + tile, dim,
-                    block_size, cap, scores, stride, state + 4 * done, state_step, sums + tile,
-                    key_sums + tile if wants_kbar else 0, prefetches and done == 0, packed, spare,
-                )  # fmt: skip
-                done += len(full)
-            if done < group:
-                tile = 4 * done * dim
-                _attend(
-                    tag, rest, addresses, chosen, first, last, valid[b], holes[b], length, queries + tile, dim,
-                    block_size, cap, scores, stride, state + 4 * done, state_step, sums + tile,
-                    key_sums + tile if wants_kbar else 0, prefetches and done == 0, packed, spare,
-                )  # fmt: skip
+            _attend(
+                tag, full, rest, group, addresses, chosen, first, last, valid[b], holes[b], length, queries, dim,
+                block_size, cap, scores, stride, state, sums, key_sums, prefetches, packed, spare,
+            )  # fmt: skip
         if count_up(finished, head) == parts - 1:
             origin = address_of(partial) + head * parts * partial_step
             merge_parts(
