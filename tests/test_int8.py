@@ -71,3 +71,20 @@ def test_beams_and_crop(llama: PreTrainedModel) -> None:
 def test_another_dtype_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="host_dtype='int4'"):
         HybridCache(llama, "full", host_dtype="int4")
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_a_forward_that_fails_packs_nothing_that_was_young(llama: PreTrainedModel, tier: str) -> None:
+    ids, _ = prompt(1, 600)
+    cache = HybridCache(llama, "full", host_dtype="int8", tier=tier, block_size=16)
+    with torch.no_grad():
+        llama(ids[:, :100], past_key_values=cache)
+        before = [layer.store.gather(0, 100) for layer in cache.layers]
+        handle = llama.model.layers[2].register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llama(ids[:, 100:], past_key_values=cache)
+        handle.remove()
+    assert cache.get_seq_length() == 100
+    for layer, (k, v) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.store.gather(0, 100)[0], k)
+        assert torch.equal(layer.store.gather(0, 100)[1], v)

@@ -44,6 +44,7 @@ def append(
     store = layer.store
     assert store is not None
     layer.unplace()
+    store.pack_old(layer.past)
     fresh = layer.pending is not None
     past = store.length if fresh else store.length - key.shape[2]
     tile = layer.settings.prefill_tile
@@ -168,6 +169,7 @@ def decode(
     stats.steps += 1
     if resident is not None:
         stats.cpu_ratio_by_step.append(step.cpu_ratio(plan))
+    store.pack_old(store.length - 1)  # before anything reads this layer's blocks again; the new token may be undone
     layer.policy.after_layer(step, plan)
     _close_block(layer, step)
     return out.to(query.dtype).unsqueeze(1)
@@ -179,8 +181,8 @@ def _append_token(layer: HybridLayer, key: torch.Tensor, value: torch.Tensor) ->
     if resident is None:
         store.append(key, value)
         return
-    store.reserve(store.length + 1)
     resident.write_token(key[:, :, 0], value[:, :, 0], store.length)
+    store.reserve(store.length + 1)
     store.length += 1
 
 

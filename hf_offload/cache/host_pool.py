@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -123,15 +125,22 @@ class HostPool:
         self.block_ptr[ids] = addresses
         return ids
 
-    def repack(self, ids: np.ndarray) -> np.ndarray:
-        """Give blocks places of the packed kind, to be written by the caller; int64, the addresses that they had."""
-        old: np.ndarray = self.block_ptr[ids]
-        self.block_ptr[ids] = self._packed.take(len(ids)) | 1
-        return old
+    def repack(self, ids: np.ndarray, pack: Callable[[np.ndarray, np.ndarray], None]) -> None:
+        """Give blocks places of the packed kind; nothing has happened if that fails.
 
-    def recycle(self, addresses: np.ndarray) -> None:
-        """Take back addresses from `repack`, once they have been read."""
-        self._plain.free.extend(addresses[::-1].tolist())
+        Args:
+            ids: physical blocks that are not packed.
+            pack: fills them: called with the addresses that they have and those of the packed places, int64 each.
+        """
+        old, new = self.block_ptr[ids], self._packed.take(len(ids))
+        try:
+            pack(old, new)
+            self.block_ptr[ids] = new | 1
+        except BaseException:
+            self.block_ptr[ids] = old
+            self._packed.free.extend(new[::-1].tolist())
+            raise
+        self._plain.free.extend(old[::-1].tolist())
 
     def addresses(self, ids: np.ndarray, heads: np.ndarray) -> np.ndarray:
         """Where the records of blocks lie (two equal arrays), packed ones marked as in `block_ptr`; int64."""

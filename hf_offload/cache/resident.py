@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_offload.cache.store import BlockStore
+from hf_offload.cache.store import BlockStore, narrow
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.packed import unpack_records
 from hf_offload.cpu.worker import Job, Worker
@@ -138,7 +138,7 @@ class ResidentSet:
             raise
         flat = (rows.astype(np.int64) * self.block_of.shape[1] + heads) * self.slots + slots
         index = torch.from_numpy(flat).to(self.pool.device)
-        self.pool.flatten(0, 2)[index] = transfer.staging.to(self.pool.device, self.pool.dtype)
+        self.pool.flatten(0, 2)[index] = narrow(transfer.staging, self.pool.dtype).to(self.pool.device)
 
     def write_token(self, k: torch.Tensor, v: torch.Tensor, position: int) -> None:
         """Write one token `[B, Hkv, D]` into the slot of its block, which is resident."""

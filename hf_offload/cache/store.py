@@ -17,6 +17,12 @@ KEEP_TOKENS = 128
 """Newest full blocks of so many tokens are never packed: what `crop` usually drops is as it was."""
 
 
+def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Unpacked float32 in the model's dtype; what rounding carried beyond its range stays finite."""
+    most = torch.finfo(dtype).max
+    return x if dtype == torch.float32 else x.clamp(-most, most).to(dtype)
+
+
 class BlockStore:
     """Blocks of one layer for every row, by logical number.
 
@@ -112,7 +118,17 @@ class BlockStore:
         old = range(0)
         if self.packs:  # what is old as soon as it is there is packed on the way
             old = range(-(-start // size), max(-(-start // size), stop // size - -(-KEEP_TOKENS // size)))
+        have = self.num_blocks
         self.reserve(stop, old)
+        try:
+            self._write(k, v, old)
+        except BaseException:
+            self.pool.release(self.table[:, have : -(-stop // size)])
+            raise
+        self.length = stop
+
+    def _write(self, k: torch.Tensor, v: torch.Tensor, old: range) -> None:
+        start, stop, size = self.length, self.length + k.shape[2], self.block_size
         if self.device.type != "cpu":
             k, v = k.to("cpu"), v.to("cpu")
         if k.stride(-1) != 1 or v.stride(-1) != 1:
@@ -125,7 +141,6 @@ class BlockStore:
                 )
         if old:
             self._pack_tokens(k, v, old)
-        self.length = stop
 
     def _pack_tokens(self, k: torch.Tensor, v: torch.Tensor, blocks: range) -> None:
         """Pack whole blocks of new K and V `[B, Hkv, T, D]`, which begin at token `self.length`."""
@@ -141,25 +156,26 @@ class BlockStore:
             block_size=self.block_size, keep=(k, v),
         ).run("packing")  # fmt: skip
 
-    def _pack_old(self) -> None:
-        """Pack the full blocks that have become old; nothing may be reading them."""
-        full = self.length // self.block_size - -(-KEEP_TOKENS // self.block_size)
+    def pack_old(self, length: int) -> None:
+        """Pack the full blocks that are old when the rows have `length` tokens; nothing may be reading them."""
+        full = length // self.block_size - -(-KEEP_TOKENS // self.block_size)
         if not self.packs or full <= 0:
             return
         ids = np.unique(self.table[:, :full])
         ids = ids[self.pool.block_ptr[ids] & 1 == 0]
         if not len(ids):
             return
-        old = self.pool.repack(ids)
-        record = self.pool.record_bytes
-        keys = (old[:, None] + record * np.arange(self.num_kv_heads)).ravel()
-        every = np.repeat(ids, self.num_kv_heads), np.tile(np.arange(self.num_kv_heads), len(ids))
-        step = self.head_dim * self.dtype.itemsize
-        pack_records(
-            keys, keys + record // 2, step, step, self.pool.addresses(*every) - 1, kv_dtype=self.dtype,
-            dim=self.head_dim, block_size=self.block_size,
-        ).run("packing")  # fmt: skip
-        self.pool.recycle(old)
+        heads, step = np.arange(self.num_kv_heads), self.head_dim * self.dtype.itemsize
+
+        def pack(old: np.ndarray, new: np.ndarray) -> None:
+            keys = (old[:, None] + self.pool.record_bytes * heads).ravel()
+            records = (new[:, None] + self.pool.packed_record_bytes * heads).ravel()
+            pack_records(
+                keys, keys + self.pool.record_bytes // 2, step, step, records, kv_dtype=self.dtype, dim=self.head_dim,
+                block_size=self.block_size,
+            ).run("packing")  # fmt: skip
+
+        self.pool.repack(ids, pack)
 
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens `first … first + count - 1` as contiguous `[B, Hkv, count, D]` on the model's device."""
@@ -184,7 +200,7 @@ class BlockStore:
             (ends - begins).astype(np.int32)[block], k.data_ptr() + places, v.data_ptr() + places,
             kv_dtype=self.dtype, dim=self.head_dim, block_size=size,
         ).run("a gather")  # fmt: skip
-        return k.to(self.device, self.dtype), v.to(self.device, self.dtype)
+        return narrow(k, self.dtype).to(self.device), narrow(v, self.dtype).to(self.device)
 
     def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """The first `stop` tokens as pieces of at most `tile` tokens: (first token, K, V)."""
@@ -192,11 +208,10 @@ class BlockStore:
             yield first, *self.gather(first, min(tile, stop - first))
 
     def seal(self, tile: int) -> None:
-        """Build the digests of the blocks that are full and have none, `tile` tokens at a time; pack what is old."""
+        """Build the digests of the blocks that are full and have none, `tile` tokens at a time."""
         full, size = self.length // self.block_size, self.block_size
         if self.digests is None:
             self.sealed = full
-            self._pack_old()
             return
         step = max(tile // size, 1)
         if not self.digests.frozen and full:
@@ -209,7 +224,6 @@ class BlockStore:
             ids = torch.from_numpy(self.table[:, first : first + count].astype(np.int64).ravel())
             self.digests.seal(ids, k.flatten(0, 1), valid.reshape(-1, size).to(self.device))
         self.sealed = full
-        self._pack_old()
 
     def _token_tiles(self, stop: int, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for first, k, _ in self.tiles(stop, tile):

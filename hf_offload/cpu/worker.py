@@ -53,7 +53,9 @@ class Job:
         with self._lock:
             self._running -= 1
             self._error = self._error or error
-            if not self._ended and (self._running + self._waiting == 0 or error is not None):
+            if error is not None:
+                self._waiting = 0
+            if self._running + self._waiting == 0:
                 self._ended = True
                 self._gate.release()
 
@@ -67,14 +69,17 @@ class Job:
             WorkerError: the job raised (its error is the cause), no thread is left to run it, or time is up.
         """
         limit = time.monotonic() + (self._worker.timeout if timeout is None else timeout)
-        while not self._gate.acquire(timeout=min(0.2, max(limit - time.monotonic(), 0.0))):
-            if not self._worker.alive():
+        while not self._ended:
+            if self._gate.acquire(timeout=min(0.2, max(limit - time.monotonic(), 0.0))):
+                self._gate.release()  # for the next who asks
+            elif self._ended:  # the gate was in the hands of another who asks
+                break
+            elif not self._worker.alive():
                 raise WorkerError(f"{self.label}: every worker thread has died before the job ended")
-            if time.monotonic() >= limit:
+            elif time.monotonic() >= limit:
                 raise WorkerError(
                     f"{self.label}: not done in time; raise HybridCache(timeout=...) if the machine is slow"
                 )
-        self._gate.release()  # for the next who asks
         if self._error is not None:
             raise WorkerError(f"{self.label} failed: {self._error!r}") from self._error
 

@@ -32,6 +32,7 @@ def fill(store: BlockStore, k: torch.Tensor, v: torch.Tensor, steps: list[int]) 
     for first, stop in zip([0, *steps], [*steps, k.shape[2]], strict=True):
         store.append(k[:, :, first:stop], v[:, :, first:stop])
         store.seal(64)
+        store.pack_old(store.length)
 
 
 def expected(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,9 +103,46 @@ def test_rows_that_share_blocks_part_where_they_differ() -> None:
     store.append(more, -more)
     store.padding.observe(None, BATCH, store.length)
     store.seal(64)
+    store.pack_old(store.length)
     got = store.gather(0, store.length)[0]
     for row, source in enumerate((1, 1, 0)):
         whole = torch.cat([k[source], more[row]], 1)
         assert (got[row].float() - whole.float()).abs().max() < 0.03
         tail = got[row, :, -KEEP_TOKENS:]
         assert torch.equal(tail, more[row, :, -KEEP_TOKENS:])
+
+
+class Broken(Exception):
+    """Stands for whatever may go wrong."""
+
+
+def broken(*args: object, **kwargs: object) -> None:
+    raise Broken
+
+
+@pytest.mark.parametrize("name", ["pack_records", "movers.write_tokens"])
+def test_what_fails_changes_nothing_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    store, (k, v) = make_store(), tokens(600)
+    fill(store, k[:, :, :139], v[:, :, :139], [])
+    before, used = store.gather(0, 139), store.host_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hf_offload.cache.store.{name}", broken)
+        with pytest.raises(Broken):
+            fill(store, k[:, :, 139:], v[:, :, 139:], [1, 2, 3, 4, 5, 6])
+    store.crop(139)
+    for got, want in zip(store.gather(0, 139), before, strict=True):
+        assert torch.equal(got, want)
+    assert store.host_bytes == used
+    fill(store, k[:, :, 139:], v[:, :, 139:], [])
+    for got, want in zip(store.gather(0, 600), (k, v), strict=True):
+        assert (got.float() - want.float()).abs().max() < 0.05
+    store.crop(0)
+    assert store.host_bytes == 0
+
+
+def test_the_largest_numbers_stay_finite() -> None:
+    store, (k, v) = make_store(torch.float16), tokens(dtype=torch.float16)
+    k[0, 0, 5, 3], v[1, 2, 9, 7] = 65504, -65504
+    fill(store, k, v, [])
+    for got in store.gather(0, LENGTH):
+        assert got.isfinite().all()

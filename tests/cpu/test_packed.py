@@ -25,14 +25,16 @@ def packed_pool(
     slab.copy_(content)
     held = slab.double()
     odd = ids[1::2]
-    old = pool.repack(odd)
-    heads = np.arange(kv_heads)
-    keys = (old[:, None] + pool.record_bytes * heads).ravel()
-    records = pool.addresses(np.repeat(odd, kv_heads), np.tile(heads, len(odd))) - 1
-    step = dim * dtype.itemsize
-    pack_records(
-        keys, keys + pool.record_bytes // 2, step, step, records, kv_dtype=dtype, dim=dim, block_size=block_size
-    ).run()
+    heads, step = np.arange(kv_heads), dim * dtype.itemsize
+
+    def pack(old: np.ndarray, new: np.ndarray) -> None:  # type: ignore[type-arg]
+        keys = (old[:, None] + pool.record_bytes * heads).ravel()
+        records = (new[:, None] + pool.packed_record_bytes * heads).ravel()
+        pack_records(
+            keys, keys + pool.record_bytes // 2, step, step, records, kv_dtype=dtype, dim=dim, block_size=block_size
+        ).run()
+
+    pool.repack(odd, pack)
     held[1::2, :, 0], held[1::2, :, 1] = reference.pack_block(held[1::2, :, 0], held[1::2, :, 1])
     slab[1::2] = float("nan")  # nobody reads these places any more
     return pool, held
@@ -72,9 +74,13 @@ def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
     content = torch.randn(2, 8, 16)
     content[0, 3], content[1, 5, 2], content[0, :, 7], content[1, 6] = float("nan"), float("inf"), 0.0, 0.0
     pool.slabs[0][0, 0] = content
-    old = pool.repack(ids)
+    pool.repack(
+        ids,
+        lambda old, new: pack_records(
+            old, old + 8 * 16 * 4, 64, 64, new, kv_dtype=torch.float32, dim=16, block_size=8
+        ).run(),
+    )
     record = pool.addresses(ids, np.zeros(1, np.int64))
-    pack_records(old, old + 8 * 16 * 4, 64, 64, record - 1, kv_dtype=torch.float32, dim=16, block_size=8).run()
     out = torch.full((2, 8, 16), 7.0)
     place, zero = np.array([out.data_ptr()]), np.zeros(1, np.int32)
     unpack_records(

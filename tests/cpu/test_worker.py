@@ -120,3 +120,42 @@ def test_threads_end_with_the_worker() -> None:
 def test_wrong_knobs_are_named(knobs: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Worker(**knobs)  # type: ignore[arg-type]
+
+
+def test_a_failed_share_ends_the_job_when_the_others_have_ended() -> None:
+    worker, both, ended = Worker(threads=2), threading.Barrier(2), threading.Event()
+    turns = iter((0, 1))
+
+    def work() -> None:
+        mine = next(turns)
+        both.wait(5)
+        if mine == 0:
+            raise ValueError("broken")
+        time.sleep(0.1)
+        ended.set()
+
+    with pytest.raises(WorkerError, match="broken"):
+        worker.submit(work, shares=2).result()
+    assert ended.is_set()
+
+
+def test_many_may_ask_for_a_result_that_is_there() -> None:
+    worker, lost = Worker(), []
+    job = worker.submit(lambda: None)
+    job.result()
+
+    def ask() -> None:
+        for _ in range(2000):
+            try:
+                job.result(timeout=0)
+            except WorkerError as error:
+                lost.append(error)
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert not lost
+    job._gate.acquire()  # as an interruption between asking and handing back leaves it
+    job.result(timeout=0)
