@@ -99,7 +99,6 @@ def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
         (5, 96, 8, torch.bfloat16, None),
         (4, 128, 32, torch.float16, 20.0),
         (1, 16, 128, torch.float32, None),
-        (7, 80, 16, torch.float32, None),
     ],
 )
 @pytest.mark.parametrize("kbar", [False, True])

@@ -20,7 +20,6 @@ from ._pools import make_case, run
         (3, 64, 32, torch.bfloat16, None),
         (1, 16, 8, torch.float32, None),
         (5, 80, 16, torch.float16, 30.0),
-        (7, 128, 64, torch.bfloat16, None),
     ],
 )
 @pytest.mark.parametrize("kbar", [False, True])
