@@ -44,9 +44,9 @@ def append(
     store = layer.store
     assert store is not None
     layer.unplace()
-    store.pack_old(layer.past)
     fresh = layer.pending is not None
     past = store.length if fresh else store.length - key.shape[2]
+    store.pack_old(past)
     tile = layer.settings.prefill_tile
     few = fresh and 0 < query.shape[2] <= FEW_QUERIES and past > 0 and (mask is None or mask.ndim == 2)
     before = _attend_past(layer, query, scale, softcap) if few and store.device.type == "cpu" else None

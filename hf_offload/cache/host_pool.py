@@ -49,7 +49,7 @@ class _Slabs:
 class HostPool:
     """Blocks in slabs, pinned when a GPU will read them.
 
-    A block is `[Hkv, 2 (K, V), block_size, D]` in the model's dtype or, once `pack` has been called for it, Hkv packed
+    A block is `[Hkv, 2 (K, V), block_size, D]` in the model's dtype or, once `repack` was called for it, Hkv packed
     records (`cpu/packed.py`); its address in `block_ptr` says which, by the lowest bit. An address is good until the
     block is packed or released. A physical block is shared by the rows and forks that hold a reference to it.
 

@@ -59,6 +59,7 @@ class BlockStore:
         self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, device)
         self.table = np.zeros((batch, 0), np.int32)
         self.length = 0
+        self._packed = 0  # the blocks before this one are all packed
         self.sealed = 0
         """Blocks that have a digest: all full ones, once `seal` has run."""
 
@@ -159,12 +160,10 @@ class BlockStore:
     def pack_old(self, length: int) -> None:
         """Pack the full blocks that are old when the rows have `length` tokens; nothing may be reading them."""
         full = length // self.block_size - -(-KEEP_TOKENS // self.block_size)
-        if not self.packs or full <= 0:
+        if not self.packs or full <= self._packed:
             return
-        ids = np.unique(self.table[:, :full])
+        ids = np.unique(self.table[:, self._packed : full])
         ids = ids[self.pool.block_ptr[ids] & 1 == 0]
-        if not len(ids):
-            return
         heads, step = np.arange(self.num_kv_heads), self.head_dim * self.dtype.itemsize
 
         def pack(old: np.ndarray, new: np.ndarray) -> None:
@@ -175,7 +174,9 @@ class BlockStore:
                 block_size=self.block_size,
             ).run("packing")  # fmt: skip
 
-        self.pool.repack(ids, pack)
+        if len(ids):
+            self.pool.repack(ids, pack)
+        self._packed = full
 
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens `first … first + count - 1` as contiguous `[B, Hkv, count, D]` on the model's device."""
@@ -236,6 +237,7 @@ class BlockStore:
             self.pool.release(self.table[:, keep:have])
         self.length = length
         self.sealed = min(self.sealed, length // self.block_size)
+        self._packed = min(self._packed, length // self.block_size)
         last = self.table[:, keep - 1 : keep]
         if length % self.block_size and (self.pool.block_ptr[last] & 1).any():
             self._reopen(keep - 1)
