@@ -12,12 +12,10 @@ import torch
 
 from .block import (
     STEP_TOKENS,
-    add_block,
     bend_weights,
     clear_scores,
     mask_scores,
     scale_weights,
-    score_block,
     shrink_sums,
     soften_scores,
     softmax_step,
@@ -40,43 +38,11 @@ from .launch import (
     tag_of,
 )
 from .memory import address_of, count_up, hold
-from .packed import add_packed_keys, add_packed_values, is_packed, packed_bytes, score_packed, spare_bytes
+from .packed import packed_bytes
+from .packed_block import spare_bytes
 from .parts import NO_KBAR, PART_TOKENS, PARTS, clear_part, merge_parts, partial_results, partial_state
+from .record import add_vectors, record_of, score_keys
 from .vector import load_f32, splat, store
-
-
-@jit
-def _score(
-    tag: Any, heads: Any, address: int, ahead: int, query: int, dim: int, block_size: int, scores: int, stride: int,
-    packed: Any, spare: int,
-) -> None:  # fmt: skip
-    """`score_block` for a block that may be packed."""
-    if packed is not None and is_packed(address):
-        score_packed(heads, address - 1, ahead, query, dim, block_size, scores, stride, spare)
-    else:
-        score_block(tag, heads, address, ahead, query, dim, block_size, scores, stride)
-
-
-@jit
-def _add(
-    tag: Any, heads: Any, address: int, part: int, ahead: int, dim: int, block_size: int, weights: int, stride: int,
-    sums: int, valid: Array, begin: int, filled: int, masked: bool, packed: Any, spare: int,
-) -> None:  # fmt: skip
-    """`add_block` for the values (part 0) or the keys (part 1) of a block that may be packed."""
-    if packed is not None and is_packed(address):
-        if part == 0:
-            add_packed_values(
-                heads, address - 1, ahead, dim, block_size, weights, stride, sums, valid, begin, filled, masked, spare
-            )
-        else:
-            add_packed_keys(
-                heads, address - 1, dim, block_size, weights, stride, sums, valid, begin, filled, masked, spare
-            )
-    else:
-        offset = block_size * dim * tag.itemsize if part == 0 else 0
-        add_block(
-            tag, heads, address + offset, ahead, dim, block_size, weights, stride, sums, valid, begin, filled, masked
-        )
 
 
 @jit
@@ -119,10 +85,10 @@ def _attend(
         while done < group:
             at, to = query + 4 * done * dim, place + done * stride
             if done + len(full) <= group:
-                _score(tag, full, addresses[i], following, at, dim, block_size, to, stride, packed, spare)
+                score_keys(tag, full, addresses[i], following, at, dim, block_size, to, stride, packed, spare)
                 done += len(full)
             else:
-                _score(tag, rest, addresses[i], following, at, dim, block_size, to, stride, packed, spare)
+                score_keys(tag, rest, addresses[i], following, at, dim, block_size, to, stride, packed, spare)
                 done += len(rest)
             following = 0
     if cap > 0.0:
@@ -157,13 +123,13 @@ def _attend(
             while done < group:
                 at, to = place + done * stride, sums + 4 * done * dim
                 if done + len(full) <= group:
-                    _add(
+                    add_vectors(
                         tag, full, addresses[i], part, following, dim, block_size, at, stride, to, valid, begin,
                         filled, masked, packed, spare,
                     )  # fmt: skip
                     done += len(full)
                 else:
-                    _add(
+                    add_vectors(
                         tag, rest, addresses[i], part, following, dim, block_size, at, stride, to, valid, begin,
                         filled, masked, packed, spare,
                     )  # fmt: skip
@@ -178,14 +144,6 @@ def _part(task: int, parts: int, share: int, counts: Array) -> tuple[int, int]:
     count = counts[head // counts.shape[1], head % counts.shape[1]]
     begin = min(task % parts * share, count)
     return begin, min(count - begin, share)
-
-
-@jit
-def _record_of(block: int, h: int, record: int, packed: Any, packed_record: int) -> int:
-    """Address of KV head h's part of a block."""
-    if packed is not None and is_packed(block):
-        return block + h * packed_record
-    return block + h * record
 
 
 @kernel
@@ -251,7 +209,7 @@ def decode_kernel(
             store(queries + place, load_f32(source + place) * splat(np.float32(scale)))
         clear_part(sums, dim, group, wants_kbar)
         for i in range(mine):
-            addresses[i] = _record_of(block_ptr[table[b, chosen[i]]], h, record, packed, packed_record)
+            addresses[i] = record_of(block_ptr[table[b, chosen[i]]], h, record, packed, packed_record)
         following, ahead = reserve(ticket, tasks), 0
         if following < tasks:
             start, ahead = _part(following, parts, share, counts)
@@ -259,7 +217,7 @@ def decode_kernel(
             ahead = min(ahead, step)
             for i in range(ahead):
                 block = blocks[next_b, next_h, start + i]
-                addresses[mine + i] = _record_of(block_ptr[table[next_b, block]], next_h, record, packed, packed_record)
+                addresses[mine + i] = record_of(block_ptr[table[next_b, block]], next_h, record, packed, packed_record)
         for i in range(mine + ahead, mine + step):
             addresses[i] = addresses[max(i - 1, 0)]
         for first in range(0, mine, step):

@@ -1,8 +1,9 @@
 """Blocks in int8: codes with a scale a channel for the keys and a scale a token for the values.
 
-A packed record of one (block, KV head) is K codes int8 [block_size, D], V codes int8 [block_size, D], key scales
-bfloat16 [D], value scales bfloat16 [max(block_size, 16)], padded to whole cache lines. Keys have channels that are
-large in every token, values have not: hence the two axes. An address of a packed record carries a 1 in its lowest bit.
+A packed record of one (block, KV head) is K codes int8 [block_size / 4, D / 8, 4, 8] (of 4 tokens in 8 dimensions),
+V codes int8 [block_size / 2, D, 2] (of 2 tokens), key scales bfloat16 [D], value scales bfloat16 [max(block_size, 16)],
+padded to whole cache lines. Keys have channels that are large in every token, values have not: hence the two axes. An
+address of a packed record carries a 1 in its lowest bit.
 """
 
 from __future__ import annotations
@@ -12,25 +13,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from .block import add_block, score_block
 from .launch import I32, I64, Array, Launch, check_geometry, jit, kernel, new_ticket, require, tag_of
-from .memory import LINE, address_of, count_up, get, hold, prefetch, put
+from .memory import LINE, address_of, count_up, get, hold, put
+from .packed_block import SCALES
+from .packed_codes import (
+    key_place,
+    load_key_codes,
+    load_value_codes,
+    store_key_codes,
+    store_value_codes,
+    value_place,
+)
 from .vector import (
     choose_less,
-    fma,
     get_upper,
     lane_max,
     load,
     load_f32,
     splat,
     store,
-    store_codes,
     store_upper,
     vmax,
 )
 
-CODES = np.empty(0, np.int8)  # tags, see `launch.TAGS`
-SCALES = np.empty(0, np.uint16)
 _TOP = np.float32(3e38)
 _CHUNK_BYTES = 1 << 16
 
@@ -45,64 +50,6 @@ def packed_bytes(dim: int, block_size: int) -> int:
 def is_packed(address: int) -> bool:
     """Whether a block's address is that of a packed one."""
     return address & 1 != 0
-
-
-@jit
-def _scale(count: int, source: int, source_step: int, target: int, target_step: int, width: int, scales: int) -> None:
-    """target[row] = source[row] * scales (bfloat16), float32 rows of `width` entries, steps in bytes."""
-    for row in range(count):
-        for i in range(0, width, 16):
-            x = load_f32(source + row * source_step + 4 * i) * load(SCALES, scales + 2 * i)
-            store(target + row * target_step + 4 * i, x)
-
-
-@jit
-def spare_bytes(dim: int, block_size: int) -> int:
-    """Scratch that the functions below want for one register tile of heads."""
-    return 16 * max(dim, block_size, 16) + 64
-
-
-@jit
-def score_packed(
-    heads: Any, record: int, ahead: int, query: int, dim: int, block_size: int, scores: int, stride: int, spare: int
-) -> None:
-    """`block.score_block` for a packed record."""
-    facts = 2 * block_size * dim
-    if ahead != 0:
-        for line in range(facts, facts + 2 * (dim + block_size), LINE):
-            prefetch(ahead + line, 2)
-    _scale(len(heads), query, 4 * dim, spare, 4 * dim, dim, record + facts)
-    score_block(CODES, heads, record, ahead, spare, dim, block_size, scores, stride)
-
-
-@jit
-def add_packed_values(
-    heads: Any, record: int, ahead: int, dim: int, block_size: int, weights: int, stride: int, sums: int, valid: Array,
-    begin: int, filled: int, masked: bool, spare: int,
-) -> None:  # fmt: skip
-    """`block.add_block` for the values of a packed record."""
-    step = 4 * max(block_size, 16)
-    scales = record + 2 * (block_size + 1) * dim
-    _scale(len(heads), weights, stride, spare, step, block_size, scales)
-    add_block(
-        CODES, heads, record + block_size * dim, ahead, dim, block_size, spare, step, sums, valid, begin, filled, masked
-    )
-
-
-@jit
-def add_packed_keys(
-    heads: Any, record: int, dim: int, block_size: int, weights: int, stride: int, sums: int, valid: Array, begin: int,
-    filled: int, masked: bool, spare: int,
-) -> None:  # fmt: skip
-    """`block.add_block` for the keys of a packed record."""
-    for place in range(0, 4 * len(heads) * dim, 64):
-        store(spare + place, splat(np.float32(0.0)))
-    add_block(CODES, heads, record, 0, dim, block_size, weights, stride, spare, valid, begin, filled, masked)
-    for head in range(len(heads)):
-        for d in range(0, dim, 16):
-            place = 4 * (head * dim + d)
-            scales = load(SCALES, record + 2 * block_size * dim + 2 * d)
-            store(sums + place, fma(load_f32(spare + place), scales, load_f32(sums + place)))
 
 
 @jit
@@ -134,7 +81,8 @@ def _pack(
         store_upper(scales + 2 * d, peak * part)
         inverse = _inverse(scales + 2 * d)
         for token in range(block_size):
-            store_codes(record + token * dim + d, _clean(tag, column + token * key_step) * inverse)
+            x = _clean(tag, column + token * key_step) * inverse
+            store_key_codes(record + key_place(token, d, dim), x)
     scales += 2 * dim
     for token in range(block_size):
         peak = zero
@@ -145,11 +93,12 @@ def _pack(
     for token in range(0, block_size, 16):
         store_upper(scales + 2 * token, load_f32(peaks + 4 * token) * part)
         store(peaks + 4 * token, _inverse(scales + 2 * token))
-    for token in range(block_size):
-        inverse = splat(get(peaks + 4 * token))
+    for token in range(0, block_size, 2):
+        even, odd = splat(get(peaks + 4 * token)), splat(get(peaks + 4 * token + 4))
         for d in range(0, dim, 16):
-            x = _clean(tag, values + token * value_step + d * tag.itemsize)
-            store_codes(record + (block_size + token) * dim + d, x * inverse)
+            place = values + token * value_step + d * tag.itemsize
+            x, y = _clean(tag, place) * even, _clean(tag, place + value_step) * odd
+            store_value_codes(record + value_place(token, d, dim, block_size), x, y)
 
 
 @kernel
@@ -193,9 +142,10 @@ def _unpack(tag: Any, address: int, key: int, value: int, token: int, count: int
     for i in range(count):
         share = splat(get_upper(scales + 2 * (dim + token + i)))
         for d in range(0, dim, 16):
-            at = record + (token + i) * dim + d
-            store(key + 4 * (i * dim + d), load(CODES, at) * load(SCALES, scales + 2 * d))
-            store(value + 4 * (i * dim + d), load(CODES, at + block_size * dim) * share)
+            at = 4 * (i * dim + d)
+            codes = load_key_codes(record + key_place(token + i, d, dim))
+            store(key + at, codes * load(SCALES, scales + 2 * d))
+            store(value + at, load_value_codes(record + value_place(token + i, d, dim, block_size)) * share)
 
 
 @kernel

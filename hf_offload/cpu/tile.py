@@ -6,6 +6,7 @@ a tuple tag (see `launch.head_tiles`), the number of columns from a literal; bot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -18,6 +19,7 @@ from .vector import (
     FLOATS,
     VECTOR,
     constant,
+    emit_add,
     emit_fma,
     emit_splat,
     emit_widen,
@@ -38,8 +40,10 @@ def _unpack(builder: Any, value: Any, kind: Any) -> list[Any]:
     return [builder.extract_value(value, i) for i in range(kind.count)]
 
 
-def _offset(builder: Any, address: Any, stride: Any, times: int) -> Any:
-    return builder.add(address, builder.mul(stride, ir.Constant(stride.type, times)))
+def emit_offset(builder: Any, address: Any, stride: Any, times: int, more: int = 0) -> Any:
+    """address + times * stride + more."""
+    place = builder.add(address, builder.mul(stride, ir.Constant(stride.type, times)))
+    return builder.add(place, ir.Constant(stride.type, more))
 
 
 @lowered
@@ -83,7 +87,7 @@ def load_tile(typing: Any, address: Any, stride: Any, heads: Any, columns: Any) 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         vectors = []
         for head in range(heads.count):
-            row = _offset(builder, args[0], args[1], head)
+            row = emit_offset(builder, args[0], args[1], head)
             places = [builder.add(row, ir.Constant(row.type, 64 * i)) for i in range(count)]
             vectors += [emit_widen(context, builder, types.float32, place) for place in places]
         return _pack(context, builder, vectors)
@@ -98,7 +102,7 @@ def store_tile(typing: Any, address: Any, stride: Any, heads: Any, tile: Any) ->
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         for i, vector in enumerate(_unpack(builder, args[3], tile)):
-            row = _offset(builder, args[0], args[1], i // columns)
+            row = emit_offset(builder, args[0], args[1], i // columns)
             place = builder.add(row, ir.Constant(row.type, 64 * (i % columns)))
             builder.store(vector, pointer(builder, place, FLOATS), align=4)
         return context.get_dummy_value()
@@ -111,7 +115,7 @@ def spread(typing: Any, address: Any, stride: Any, heads: Any) -> Any:
     """One float32 a head, `stride` bytes apart, each copied into all lanes."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        places = [_offset(builder, args[0], args[1], head) for head in range(heads.count)]
+        places = [emit_offset(builder, args[0], args[1], head) for head in range(heads.count)]
         scalars = [builder.load(pointer(builder, place, FLOAT), align=4) for place in places]
         return _pack(context, builder, [emit_splat(builder, scalar) for scalar in scalars])
 
@@ -129,10 +133,6 @@ def outer_fma(typing: Any, tile: Any, columns: Any, heads: Any) -> Any:
     return tile(tile, columns, heads), emit
 
 
-def _add_halves(builder: Any, x: Any, y: Any, first: Any, second: Any) -> Any:
-    return builder.fadd(shuffle(builder, x, y, first), shuffle(builder, x, y, second))
-
-
 def _quarters(*picks: int) -> list[int]:
     return [4 * quarter + lane for quarter in picks for lane in range(4)]
 
@@ -141,17 +141,25 @@ def _in_quarters(*picks: int) -> list[int]:
     return [4 * quarter + (pick % 4) + 16 * (pick // 4) for quarter in range(4) for pick in picks]
 
 
+def _add_halves(builder: Any, x: Any, y: Any, first: Any, second: Any, add: Any = emit_add) -> Any:
+    return add(builder, shuffle(builder, x, y, first), shuffle(builder, x, y, second))
+
+
+def emit_quarter_sums(builder: Any, vectors: Any, add: Callable[[Any, Any, Any], Any]) -> Any:
+    """Sum each quarter of four vectors: lane 4 * quarter + vector of the result."""
+    a, b, c, d = vectors
+    ab = _add_halves(builder, a, b, _in_quarters(0, 4, 1, 5), _in_quarters(2, 6, 3, 7), add)
+    cd = _add_halves(builder, c, d, _in_quarters(0, 4, 1, 5), _in_quarters(2, 6, 3, 7), add)
+    return _add_halves(builder, ab, cd, _in_quarters(0, 1, 4, 5), _in_quarters(2, 3, 6, 7), add)
+
+
 @lowered
 def quad_sums(typing: Any, tile: Any) -> Any:
     """Sum each vector of an m x 4 tile over its lanes: lane 4 * head + column of the result (a transposing sum)."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         vectors = _unpack(builder, args[0], tile)
-        folded = []
-        for a, b, c, d in zip(*(vectors[i::4] for i in range(4)), strict=True):
-            ab = _add_halves(builder, a, b, _in_quarters(0, 4, 1, 5), _in_quarters(2, 6, 3, 7))
-            cd = _add_halves(builder, c, d, _in_quarters(0, 4, 1, 5), _in_quarters(2, 6, 3, 7))
-            folded.append(_add_halves(builder, ab, cd, _in_quarters(0, 1, 4, 5), _in_quarters(2, 3, 6, 7)))
+        folded = [emit_quarter_sums(builder, vectors[i : i + 4], emit_add) for i in range(0, tile.count, 4)]
         folded += [constant(0.0)] * (4 - len(folded))
         first = _add_halves(builder, folded[0], folded[1], _quarters(0, 1, 4, 5), _quarters(2, 3, 6, 7))
         second = _add_halves(builder, folded[2], folded[3], _quarters(0, 1, 4, 5), _quarters(2, 3, 6, 7))
@@ -167,7 +175,7 @@ def store_quads(typing: Any, address: Any, stride: Any, heads: Any, vector: Any)
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         for head in range(heads.count):
             quad = shuffle(builder, args[3], args[3], range(4 * head, 4 * head + 4))
-            builder.store(quad, pointer(builder, _offset(builder, args[0], args[1], head), _QUAD), align=4)
+            builder.store(quad, pointer(builder, emit_offset(builder, args[0], args[1], head), _QUAD), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, heads, VECTOR), emit

@@ -61,6 +61,10 @@ def constant(value: float) -> ir.Constant:
     return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
 
 
+# What rounds a float of less than 2^21 when added: it leaves the integer in the low bits and no room for a fraction.
+ROUNDER = constant(1.5 * 2**23)
+
+
 def word_constant(value: int) -> ir.Constant:
     """LLVM constant with `value` in every 32-bit lane."""
     return ir.Constant(WORDS, [value] * LANES)
@@ -99,10 +103,7 @@ def _has_half(context: Any) -> bool:
 
 
 def emit_widen(context: Any, builder: Any, element: Any, address: Any) -> Any:
-    """Load 16 stored elements (float32, the bits of float16/bfloat16, or int8) as float lanes."""
-    if element == types.int8:
-        codes = builder.load(pointer(builder, address, ir.VectorType(BITS8, LANES)), align=1)
-        return builder.sitofp(builder.sext(codes, WORDS), FLOATS)
+    """Load 16 stored elements (float32 or the bits of float16/bfloat16) as float lanes."""
     if element == types.float32:
         return builder.load(pointer(builder, address, FLOATS), align=4)
     if element == types.int16 and _has_half(context):
@@ -139,20 +140,6 @@ def store(typing: Any, address: Any, vector: Any) -> Any:
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.store(args[1], pointer(builder, args[0], FLOATS), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, VECTOR), emit
-
-
-@lowered
-def store_codes(typing: Any, address: Any, vector: Any) -> Any:
-    """Write 16 lanes of at most 127, rounded to int8, at `address`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
-        words = builder.bitcast(builder.fadd(args[1], constant(12582912.0)), WORDS)
-        codes = builder.trunc(words, ir.VectorType(BITS8, LANES))
-        builder.store(codes, pointer(builder, args[0], codes.type), align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, VECTOR), emit
@@ -211,13 +198,13 @@ def choose_less(typing: Any, left: Any, right: Any, yes: Any, no: Any) -> Any:
 
 
 def _emit_exp(builder: Any, x: Any) -> Any:
-    # exp(x) = 2^n exp(r), r = x - n ln 2 in two steps (Cody-Waite), then Cephes' polynomial. Adding 1.5 * 2^23 rounds
-    # to an integer and leaves it in the low bits, with neither a rounding nor a conversion instruction.
+    # exp(x) = 2^n exp(r), r = x - n ln 2 in two steps (Cody-Waite), then Cephes' polynomial. ROUNDER gives n
+    # with neither a rounding nor a conversion instruction.
     low = constant(-87.33)
     too_low = builder.fcmp_ordered("<", x, low)
     x = builder.select(too_low, low, x)
-    shifted = emit_fma(builder, x, constant(1.4426950408889634), constant(12582912.0))
-    n = builder.fsub(shifted, constant(12582912.0))
+    shifted = emit_fma(builder, x, constant(1.4426950408889634), ROUNDER)
+    n = builder.fsub(shifted, ROUNDER)
     r = emit_fma(builder, n, constant(-0.693359375), x)
     r = emit_fma(builder, n, constant(2.12194440e-4), r)
     y = constant(1.9875691500e-4)

@@ -15,12 +15,15 @@ GEOMETRIES = [(64, 32), (96, 8), (80, 16), (16, 128), (128, 32), (256, 8)]
 
 
 def packed_pool(
-    kv_heads: int, dim: int, block_size: int, blocks: int, dtype: torch.dtype
+    kv_heads: int, dim: int, block_size: int, blocks: int, dtype: torch.dtype, large: float = 10.0
 ) -> tuple[HostPool, torch.Tensor]:
-    """A pool whose odd blocks are packed, and what it holds, float64 [blocks, Hkv, 2, block_size, D]."""
+    """A pool whose odd blocks are packed, and what it holds, float64 [blocks, Hkv, 2, block_size, D].
+
+    The channels have different sizes, up to `large`.
+    """
     pool = HostPool(kv_heads, block_size, dim, dtype)
     ids = pool.allocate(blocks)
-    content = torch.randn(blocks, *pool.block_shape) * torch.linspace(0.1, 10, dim)  # channels of different sizes
+    content = torch.randn(blocks, *pool.block_shape) * torch.linspace(0.1, large, dim)
     slab = pool.slabs[0][:blocks]
     slab.copy_(content)
     held = slab.double()
@@ -99,6 +102,8 @@ def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
         (5, 96, 8, torch.bfloat16, None),
         (4, 128, 32, torch.float16, 20.0),
         (1, 16, 128, torch.float32, None),
+        (16, 256, 64, torch.float16, None),
+        (8, 80, 16, torch.float16, None),
     ],
 )
 @pytest.mark.parametrize("kbar", [False, True])
@@ -128,6 +133,65 @@ def test_decode_over_packed_and_plain_blocks(
     torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=bound)
     if kbar:
         torch.testing.assert_close(means.double(), want[2], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(("dim", "block_size"), GEOMETRIES)
+def test_codes_lie_as_described(dim: int, block_size: int) -> None:
+    torch.manual_seed(dim)
+    keys, values = torch.randn(2, block_size, dim)
+    record = torch.empty(packed_bytes(dim, block_size), dtype=torch.int8)
+    places = [np.array([x.data_ptr()]) for x in (keys, values, record)]
+    pack_records(*places[:2], 4 * dim, 4 * dim, places[2], kv_dtype=torch.float32, dim=dim, block_size=block_size).run()
+    size = block_size * dim
+    k, v = record[:size].view(block_size // 4, dim // 8, 4, 8), record[size : 2 * size].view(block_size // 2, dim, 2)
+    scales = record[2 * size : 2 * (size + dim + block_size)].view(torch.bfloat16).double()
+    want_k, want_v = reference.pack_block(keys.double(), values.double())
+    assert torch.equal(k.permute(0, 2, 1, 3).reshape(block_size, dim) * scales[:dim], want_k)
+    assert torch.equal(v.transpose(1, 2).reshape(block_size, dim) * scales[dim:, None], want_v)
+
+
+@pytest.mark.parametrize("outlier", [1, 30])
+def test_rounding_to_int16_is_within_its_bounds(outlier: int) -> None:
+    """Half a unit for every score and every weight, and far below what the codes themselves lost."""
+    torch.manual_seed(outlier)
+    blocks, kv_heads, group, dim, size = 32, 2, 4, 128, 32
+    pool, held = packed_pool(kv_heads, dim, size, blocks, torch.float16, large=outlier)
+    query = 2 * torch.randn(1, kv_heads * group, dim)
+    table = torch.arange(0, blocks)[None].int()
+    chosen = torch.arange(1, blocks, 2).int().expand(1, kv_heads, -1).contiguous()
+    counts = torch.full((1, kv_heads), chosen.shape[2], dtype=torch.int32)
+    valid, holes = torch.ones(1, blocks * size, dtype=torch.uint8), torch.zeros(1, blocks, dtype=torch.uint8)
+    out, lse, scale = torch.empty_like(query), torch.empty(query.shape[:2]), dim**-0.5
+    sparse_decode(
+        query.numpy(), pool.block_ptr, table.numpy(), chosen.numpy(), counts.numpy(), holes.numpy(), valid.numpy(),
+        blocks * size, out.numpy(), lse.numpy(), None, kv_dtype=torch.float16, block_size=size, scale=scale,
+        softcap=None, packed=True,
+    ).run()  # fmt: skip
+    want = reference.sparse_decode(query, held, table, chosen, counts, valid, blocks * size, scale=scale, softcap=None)
+    keys, values = held[1::2, :, 0].repeat_interleave(group, 1), held[1::2, :, 1]  # [n, H, size, D]
+    largest = (query.double() * keys.abs().amax(2)).abs().amax((0, 2))  # product of a channel, a head
+    score = scale * dim / 65534 * largest
+    scores = scale * torch.einsum("hd,nhtd->hnt", query[0].double(), keys)
+    peaks = scores.flatten(1).softmax(1).view_as(scores).amax(2).sum(1)
+    bound = values.abs().max() * (2 * score + size / 65534 * peaks)
+    assert ((lse.double() - want[1]).abs()[0] <= score + 1e-6 * want[1].abs().max()).all()
+    assert ((out.double() - want[0]).abs()[0].amax(1) <= bound + 1e-6).all()
+    assert (out.double() - want[0]).norm() <= 1e-3 * want[0].norm()
+
+
+def test_a_query_that_is_not_finite_does_not_go_unnoticed() -> None:
+    pool, _ = packed_pool(1, 16, 8, 2, torch.float32)
+    query = torch.ones(1, 1, 16)
+    query[0, 0, 5] = float("nan")
+    one = np.ones((1, 1), np.int32)
+    out, lse = np.zeros((1, 1, 16), np.float32), np.zeros((1, 1), np.float32)
+    valid, holes, table = np.ones((1, 16), np.uint8), np.zeros((1, 2), np.uint8), np.array([[0, 1]], np.int32)
+    sparse_decode(
+        query.numpy(), pool.block_ptr, table, one[None], one, holes, valid, 16, out, lse, None,
+        kv_dtype=torch.float32, block_size=8, scale=1.0, softcap=None, packed=True,
+    ).run()  # fmt: skip
+    assert np.isnan(lse).all()
+    assert np.isnan(out).all()
 
 
 def test_a_packed_record_is_about_half_as_large() -> None:

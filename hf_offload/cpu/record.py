@@ -1,0 +1,51 @@
+"""What attention does with the record of one (block, KV head), packed (`packed.py`) or not; its address says which.
+
+`packed` is None where none is: kernels for such pools do not contain the other half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .block import add_block, score_block
+from .launch import Array, jit
+from .packed import is_packed
+from .packed_block import add_packed_keys, add_packed_values, score_packed
+
+
+@jit
+def record_of(block: int, h: int, record: int, packed: Any, packed_record: int) -> int:
+    """Address of KV head h's part of a block."""
+    if packed is not None and is_packed(block):
+        return block + h * packed_record
+    return block + h * record
+
+
+@jit
+def score_keys(
+    tag: Any, heads: Any, address: int, ahead: int, query: int, dim: int, block_size: int, scores: int, stride: int,
+    packed: Any, spare: int,
+) -> None:  # fmt: skip
+    """`block.score_block` for a record."""
+    if packed is not None and is_packed(address):
+        score_packed(heads, address - 1, ahead, query, dim, block_size, scores, stride, spare)
+    else:
+        score_block(tag, heads, address, ahead, query, dim, block_size, scores, stride)
+
+
+@jit
+def add_vectors(
+    tag: Any, heads: Any, address: int, part: int, ahead: int, dim: int, block_size: int, weights: int, stride: int,
+    sums: int, valid: Array, begin: int, filled: int, masked: bool, packed: Any, spare: int,
+) -> None:  # fmt: skip
+    """`block.add_block` for the values (part 0) or the keys (part 1) of a record."""
+    if packed is not None and is_packed(address):
+        if part == 0:
+            add_packed_values(heads, address - 1, ahead, dim, block_size, weights, stride, sums, spare)
+        else:
+            add_packed_keys(heads, address - 1, dim, block_size, weights, stride, sums, spare)
+    else:
+        offset = block_size * dim * tag.itemsize if part == 0 else 0
+        add_block(
+            tag, heads, address + offset, ahead, dim, block_size, weights, stride, sums, valid, begin, filled, masked
+        )
