@@ -41,7 +41,7 @@ from .memory import address_of, count_up, hold
 from .packed import packed_bytes
 from .packed_block import spare_bytes
 from .parts import NO_KBAR, PART_TOKENS, PARTS, clear_part, merge_parts, partial_results, partial_state
-from .record import add_vectors, record_of, score_keys
+from .record import add_vectors, record_of, score_keys, touch
 from .vector import load_f32, splat, store
 
 
@@ -78,6 +78,9 @@ def _attend(
     ahead = last - first
     tokens = (last - first) * block_size
     padded = (tokens + 15) & ~15
+    if prefetches:
+        for i in range(last, last + ahead):
+            touch(tag, addresses[i], dim, block_size, packed)
     for i in range(first, last):
         place = scores + 4 * (i - first) * block_size
         following = addresses[i + ahead] if prefetches else 0

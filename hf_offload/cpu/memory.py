@@ -12,6 +12,7 @@ from .vector import BITS32, FLOAT, lowered, pointer
 
 _BYTE, _LONG = ir.IntType(8), ir.IntType(64)
 LINE = 64  # bytes of a cache line
+PAGE = 4096  # bytes of a page, the smallest there are
 
 
 def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .block import add_block, score_block
 from .launch import Array, jit
+from .memory import PAGE, prefetch
 from .packed import is_packed
 from .packed_block import add_packed_keys, add_packed_values, score_packed
 
@@ -19,6 +20,20 @@ def record_of(block: int, h: int, record: int, packed: Any, packed_record: int) 
     if packed is not None and is_packed(block):
         return block + h * packed_record
     return block + h * record
+
+
+@jit
+def touch(tag: Any, address: int, dim: int, block_size: int, packed: Any) -> None:
+    """Prefetch one line of each page of a record.
+
+    The first access to a page waits for its translation, and whatever comes after it waits, too; those of several
+    records at once wait together. (Of huge pages a virtual machine may see nothing.)
+    """
+    size = 2 * block_size * dim * tag.itemsize
+    if packed is not None and is_packed(address):
+        size = 2 * (block_size * dim + dim + block_size)
+    for page in range(0, size, PAGE):
+        prefetch(address + page, 2)
 
 
 @jit
