@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from hf_offload.attention.function import NAME
 from hf_offload.attention.hooks import attach, hybrid_layers
+from hf_offload.cache.budget import least_blocks, make_budget
 from hf_offload.cache.layer import HybridLayer, Settings
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.stats import Stats
@@ -38,6 +39,9 @@ class HybridCache(Cache):
             CPU (to try what a GPU would do), `"one"` says that there must be one.
         block_size: tokens a block: 8, 16, 32, 64 or 128.
         resident: tokens that a row and KV head keeps on the device, in two tiers; by default the policy's budget.
+        device_budget: in place of `resident`: device memory that the resident blocks of all layers take, in bytes or as
+            a string such as `"2GiB"` or `"512MiB"`. It is divided when the first tokens arrive. Their digests, if the
+            policy has any, come out of it; digests of later tokens come on top.
         host_dtype: `"int8"`: the host keeps all but the newest blocks in int8, half the memory, with a scale for each
             channel of a block's keys and for each token of its values. None: in the model's dtype.
         prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time.
@@ -60,6 +64,7 @@ class HybridCache(Cache):
         tier: str | None = None,
         block_size: int = 32,
         resident: int | None = None,
+        device_budget: int | str | None = None,
         host_dtype: str | None = None,
         prefill_tile: int = 4096,
         threads: int | None = None,
@@ -79,6 +84,10 @@ class HybridCache(Cache):
         if host_dtype not in (None, "int8"):
             raise ValueError(f'host_dtype={host_dtype!r} is not supported; use "int8", or None for the model\'s dtype')
         self.policy.check_blocks(block_size)
+        stock = stock_layers(config)
+        two = tier == "split" or (tier is None and on_device(model))
+        hybrid = sum(type(layer) is DynamicLayer for layer in stock)
+        budget = make_budget(device_budget, resident, hybrid, least_blocks(self.policy, block_size), two_memories=two)
         settings = Settings(
             policy=self.policy,
             tier=tier,
@@ -88,14 +97,12 @@ class HybridCache(Cache):
             worker=Worker(default_threads(model) if threads is None else threads, timeout),
             padding=Padding(block_size),
             packs=host_dtype == "int8",
+            device_budget=budget,
         )
         self.settings = settings
         self._config = config
         super().__init__(
-            layers=[
-                HybridLayer(i, settings) if type(layer) is DynamicLayer else layer
-                for i, layer in enumerate(stock_layers(config))
-            ]
+            layers=[HybridLayer(i, settings) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
         )
         if not hybrid_layers(self):
             raise ValueError(
@@ -298,7 +305,7 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
     Raises:
         ValueError: it is too small for what is always resident.
     """
-    least = (policy.always_blocks(block_size) + 2) * block_size  # a straddling sink block, and room to recall into
+    least = least_blocks(policy, block_size) * block_size
     if resident is None:
         resident = max(policy.budget_tokens or DEFAULT_RESIDENT, least)
     if isinstance(resident, bool) or not isinstance(resident, int) or resident < least:
@@ -308,7 +315,11 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
     return resident // block_size * block_size
 
 
+def on_device(model: PreTrainedModel) -> bool:
+    """Whether the model lies on a device beside the CPU."""
+    return next(model.parameters()).device.type != "cpu"
+
+
 def default_threads(model: PreTrainedModel) -> int:
     """Threads beside the model's: with a GPU all cores but one, otherwise one (torch has the cores already)."""
-    on_device = next(model.parameters()).device.type != "cpu"
-    return max((os.cpu_count() or 2) - 1, 1) if on_device else 1
+    return max((os.cpu_count() or 2) - 1, 1) if on_device(model) else 1

@@ -72,9 +72,14 @@ class DigestStore(ABC):
         raise TypeError(f"{type(self).__name__} has no statistics to fix")
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's summary."""
+        return sum(math.prod(row) * dtype.itemsize for row, dtype in self._tensors().values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the summaries."""
-        return sum(int(getattr(self, name).nbytes) for name in self._tensors())
+        return self.capacity * self.block_bytes
 
     def reserve(self, blocks: int) -> None:
         """Have room for `blocks` physical blocks."""

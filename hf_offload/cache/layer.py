@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_offload.cache.budget import DeviceBudget
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.resident import ResidentSet
@@ -37,6 +38,7 @@ class Settings:
         worker: threads beside the model's.
         padding: validity of the cached tokens.
         packs: whether the host keeps older blocks in int8.
+        device_budget: what decides the size of the resident sets in place of `resident`, or None.
     """
 
     policy: Policy
@@ -47,6 +49,7 @@ class Settings:
     worker: Worker
     padding: Padding
     packs: bool = False
+    device_budget: DeviceBudget | None = None
 
 
 class HybridLayer(CacheLayerMixin):
@@ -118,7 +121,10 @@ class HybridLayer(CacheLayerMixin):
             packs=self.settings.packs,
         )
         if self.has_slots:
+            budget = self.settings.device_budget
             slots = self.settings.resident // self.settings.block_size
+            if budget is not None:
+                slots = budget.slots(self.store, key_states.shape[2])
             self.resident = ResidentSet(self.store, slots, self.settings.worker)
         self.state = self.policy.new_state(self)
         self.is_initialized = True

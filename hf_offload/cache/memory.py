@@ -11,6 +11,12 @@ import torch
 _HUGE = 2 << 20  # bytes of a huge page on x86-64, and on ARM with 4 KiB pages
 
 
+def size_text(nbytes: int) -> str:
+    """Bytes for people to read, such as `1.5 GiB`."""
+    power = 0 if nbytes < 1024 else min((nbytes.bit_length() - 1) // 10, 4)
+    return f"{nbytes} bytes" if power == 0 else f"{nbytes / 1024**power:.1f} {'KMGT'[power - 1]}iB"
+
+
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool = False) -> torch.Tensor:
     """An uninitialised CPU tensor; large ones lie on huge pages, so that reading blocks here and there misses no TLB.
 

@@ -1,0 +1,120 @@
+"""What a budget of device memory buys: resident blocks."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_offload.cache.host_pool import MIN_SLAB_BLOCKS
+from hf_offload.cache.memory import size_text
+from hf_offload.policies.base import Policy
+
+if TYPE_CHECKING:
+    from hf_offload.cache.store import BlockStore
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B", re.IGNORECASE)
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """An amount of memory in bytes.
+
+    Args:
+        name: of the knob, for the error.
+        value: bytes, or a number with a unit: B; KiB, MiB, GiB, TiB (powers of 1024); KB, MB, GB, TB (of 1000).
+
+    Raises:
+        ValueError: it is neither, or not positive.
+    """
+    nbytes = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    elif isinstance(value, str) and (found := _AMOUNT.fullmatch(value.strip())):
+        number, prefix, binary = found.groups()
+        power = 0 if prefix is None else 1 + "KMGT".index(prefix.upper())
+        nbytes = math.floor(float(number) * (1024 if binary else 1000) ** power)
+    if nbytes < 1:
+        raise ValueError(
+            f'{name}={value!r} is not an amount of memory; use bytes (an int) or a string such as "2GiB" or "512MiB" '
+            "(KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB are powers of 1000)"
+        )
+    return nbytes
+
+
+def least_blocks(policy: Policy, block_size: int) -> int:
+    """Blocks that a resident set has at least: those always resident, one for straddling sinks, one to recall into."""
+    return policy.always_blocks(block_size) + 2
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """Device memory that the resident sets of all layers share evenly.
+
+    The digests of the tokens that arrive first lie there too and are taken off; those of later tokens come on top.
+
+    Args:
+        given: the amount as the user wrote it.
+        nbytes: the same in bytes.
+        layers: layers that share it.
+        least: blocks that must be resident for a row and KV head.
+    """
+
+    given: int | str
+    nbytes: int
+    layers: int
+    least: int
+
+    def slots(self, store: BlockStore, tokens: int) -> int:
+        """Blocks that a row and KV head of one layer keeps resident.
+
+        Args:
+            store: the layer's, still empty.
+            tokens: how many arrive first, in every row.
+
+        Raises:
+            ValueError: the budget does not reach for what is always resident.
+        """
+        lines = store.batch * store.num_kv_heads
+        block = lines * store.pool.record_bytes
+        digests = 0
+        if store.digests is not None:
+            blocks = max(store.batch * -(-tokens // store.block_size), MIN_SLAB_BLOCKS)
+            digests = blocks * store.digests.block_bytes
+        slots = (self.nbytes // self.layers - digests) // block
+        if slots < self.least:
+            needed = self.layers * (self.least * block + digests)
+            raise ValueError(
+                f"device_budget={self.given!r} is less than the {size_text(needed)} ({needed} bytes) that "
+                f"{self.layers} layers need: {self.least} resident blocks of {store.block_size} tokens for each of "
+                f"{store.batch} rows and {store.num_kv_heads} KV heads, and {size_text(self.layers * digests)} of "
+                f"digests of {tokens} tokens; raise it, or lower block_size, sinks, recent or the batch"
+            )
+        return slots
+
+
+def make_budget(
+    given: int | str | None, resident: int | None, layers: int, least: int, *, two_memories: bool
+) -> DeviceBudget | None:
+    """The budget that a user gave, or None.
+
+    Args:
+        given: the knob `device_budget`; resident: the knob that says the same in tokens.
+        layers, least: see `DeviceBudget`.
+        two_memories: whether anything is resident.
+
+    Raises:
+        ValueError: the amount is none, both knobs are given, or there is one memory.
+    """
+    if given is None:
+        return None
+    if resident is not None:
+        raise ValueError(
+            f"resident={resident!r} and device_budget={given!r} both say what is resident; use one of them"
+        )
+    if not two_memories:
+        raise ValueError(
+            f"device_budget={given!r}: with one memory nothing is resident; leave it out (or try two memories on the "
+            'CPU with tier="split")'
+        )
+    return DeviceBudget(given, parse_bytes("device_budget", given), layers, least)
