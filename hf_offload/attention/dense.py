@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from hf_offload.attention.partial import merge_partials
+from hf_offload.cache.memory import memory_for
 
 MASKED_QUERIES = 512
 """Queries whose mask or scores are in memory at a time."""
@@ -146,6 +147,7 @@ def append_attention(
     length, pieces = query.shape[2], MaskPieces(mask, past, query.dtype)
     step = length if mask is None else min(MASKED_QUERIES, length)
     total: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * -(-length // step)
+    lower = "a smaller prefill_tile, or the prompt in chunks (generate(prefill_chunk_size=...)), needs less"
 
     def add(first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         stop = first + k.shape[2]
@@ -154,7 +156,8 @@ def append_attention(
             if first > past + q1 - 1 and (mask is None or mask.ndim == 2):
                 continue  # all of these keys come later than all of these queries
             bias, causal = pieces.piece(q0, q1, first, stop, query.device)
-            partial = attend(query[:, :, q0:q1], k, v, bias, causal, scale, softcap)
+            with memory_for(f"attention of {q1 - q0} queries to {stop - first} keys", lower):
+                partial = attend(query[:, :, q0:q1], k, v, bias, causal, scale, softcap)
             done = total[i]
             total[i] = partial if done is None else merge_partials([done, partial])
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from hf_offload.cache.memory import host_empty
+from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cpu.packing import (
     pack_codes,
     pack_halves,
@@ -85,12 +85,16 @@ class DigestStore(ABC):
         """Have room for `blocks` physical blocks."""
         if blocks <= self.capacity:
             return
-        with torch.inference_mode(False):
+        what, lower = "digests", "a larger block_size, fewer rows or a shorter context need less"
+        with torch.inference_mode(False), memory_for(what, lower, blocks * self.block_bytes):
             for name, (row, dtype) in self._tensors().items():
                 shape, on_host = (blocks, *row), self.device.type == "cpu"
-                grown = host_empty(shape, dtype) if on_host else torch.empty(shape, dtype=dtype, device=self.device)
-                if self.capacity:
-                    grown[: self.capacity] = getattr(self, name)
+                if on_host:
+                    grown = host_empty(shape, dtype, what=what, lower=lower)
+                else:
+                    grown = torch.empty(shape, dtype=dtype, device=self.device)
+                if self.capacity:  # a growth that failed half way has left some that are larger
+                    grown[: self.capacity] = getattr(self, name)[: self.capacity]
                 grown[self.capacity :] = 0
                 setattr(self, name, grown)
                 if on_host:
@@ -225,8 +229,8 @@ class SubMeanStore(DigestStore):
         self.bias[ids] = count.float().log()
 
     def reserve(self, blocks: int) -> None:
-        super().reserve(blocks)
         self._bundle = None
+        super().reserve(blocks)
 
     def arrays(self, query: np.ndarray, scale: float) -> Digest:
         if self._bundle is None:

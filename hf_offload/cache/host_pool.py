@@ -114,12 +114,12 @@ class HostPool:
 
     def allocate(self, count: int, *, packed: bool = False) -> np.ndarray:
         """Take blocks, each with one reference; int32 `[count]`."""
-        addresses = self._packed.take(count) | 1 if packed else self._plain.take(count)
         if count > len(self._free):
             first, more = self.num_blocks, max(count - len(self._free), MIN_SLAB_BLOCKS, self.num_blocks // 4)
             self.block_ptr = np.concatenate([self.block_ptr, np.zeros(more, np.int64)])
             self.refcount = np.concatenate([self.refcount, np.zeros(more, np.int32)])
             self._free.extend(range(first + more - 1, first - 1, -1))
+        addresses = self._packed.take(count) | 1 if packed else self._plain.take(count)
         ids = np.array([self._free.pop() for _ in range(count)], np.int32)
         self.refcount[ids] = 1
         self.block_ptr[ids] = addresses

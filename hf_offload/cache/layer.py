@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_offload.cache.budget import DeviceBudget
 from hf_offload.cache.digests import DIGESTS
+from hf_offload.cache.memory import memory_for
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cache.stats import LayerStats
@@ -125,7 +126,9 @@ class HybridLayer(CacheLayerMixin):
             slots = self.settings.resident // self.settings.block_size
             if budget is not None:
                 slots = budget.slots(self.store, key_states.shape[2])
-            self.resident = ResidentSet(self.store, slots, self.settings.worker)
+            nbytes = batch * heads * slots * self.store.pool.record_bytes
+            with memory_for("resident blocks", "a smaller resident or device_budget or fewer rows need less", nbytes):
+                self.resident = ResidentSet(self.store, slots, self.settings.worker)
         self.state = self.policy.new_state(self)
         self.is_initialized = True
 

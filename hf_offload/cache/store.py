@@ -9,12 +9,16 @@ import torch
 
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_pool import HostPool
+from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.padding import Padding
 from hf_offload.cpu import pool as movers
+from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.packed import pack_records, unpack_records
 
 KEEP_TOKENS = 128
 """Newest full blocks of so many tokens are never packed: what `crop` usually drops is as it was."""
+
+TILE, LOWER_TILE = "tiles of cached tokens", "a smaller prefill_tile or fewer rows need less"
 
 
 def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -69,6 +73,11 @@ class BlockStore:
         return -(-self.length // self.block_size)
 
     @property
+    def gather_dtype(self) -> torch.dtype:
+        """What tokens are gathered in: the model's dtype; where blocks may be packed, float32."""
+        return torch.float32 if self.packs else self.dtype
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of the blocks in use."""
         return self.pool.used_bytes
@@ -93,12 +102,17 @@ class BlockStore:
             wide[:, : self.table.shape[1]] = self.table
             self.table = wide
         if need > have:
-            for first, stop in ((have, packed.start), (packed.start, packed.stop), (max(have, packed.stop), need)):
-                count = max(stop - first, 0)
-                ids = self.pool.allocate(self.batch * count, packed=first in packed)
-                self.table[:, first : first + count] = ids.reshape(self.batch, count)
-            if self.digests is not None:
-                self.digests.reserve(self.pool.num_blocks)
+            taken: list[np.ndarray] = []
+            try:
+                for first, stop in ((have, packed.start), (packed.start, packed.stop), (max(have, packed.stop), need)):
+                    count = max(stop - first, 0)
+                    taken.append(self.pool.allocate(self.batch * count, packed=first in packed))
+                    self.table[:, first : first + count] = taken[-1].reshape(self.batch, count)
+                if self.digests is not None:
+                    self.digests.reserve(self.pool.num_blocks)
+            except BaseException:  # no memory: all of them or none
+                self.pool.release(np.concatenate([np.zeros(0, np.int32), *taken]))
+                raise
 
     def _own(self, block: int) -> None:
         ids = self.table[:, block]
@@ -180,28 +194,36 @@ class BlockStore:
 
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens `first … first + count - 1` as contiguous `[B, Hkv, count, D]` on the model's device."""
-        shape = (self.batch, self.num_kv_heads, count, self.head_dim)
-        if self.packs:
-            return self._unpack(first, count)
-        pin = self.device.type == "cuda"
-        k, v = (torch.empty(shape, dtype=self.dtype, pin_memory=pin) for _ in range(2))
-        movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size).run("a gather")
-        return k.to(self.device), v.to(self.device)
+        shape = (2, self.batch, self.num_kv_heads, count, self.head_dim)
+        pin = self.device.type == "cuda" and self.gather_dtype == self.dtype
+        both = host_empty(shape, self.gather_dtype, pin=pin, what=TILE, lower=LOWER_TILE)
+        self.gathering(both[0], both[1], first).run("a gather")
+        if both.dtype != self.dtype:
+            both = narrow(both, self.dtype)
+        with memory_for(TILE, LOWER_TILE, both.nbytes):
+            k, v = both.to(self.device)
+        return k, v
 
-    def _unpack(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self.block_size
+    def gathering(self, k: torch.Tensor, v: torch.Tensor, first: int) -> Launch:
+        """Prepare the copy of tokens from `first` on, as many as fit, into contiguous tensors in host memory.
+
+        Args:
+            k, v: `[B, Hkv, count, D]` of `gather_dtype`, written.
+            first: token.
+        """
+        if not self.packs:
+            return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
+        size, count = self.block_size, k.shape[2]
         blocks = np.arange(first // size, -(-(first + count) // size))
         rows, heads, block = (x.ravel() for x in np.indices((self.batch, self.num_kv_heads, len(blocks))))
         begins = np.maximum(blocks * size, first)  # of each block, the tokens that are wanted
         ends = np.minimum((blocks + 1) * size, first + count)
         places = 4 * self.head_dim * ((rows * self.num_kv_heads + heads) * count + (begins - first)[block])
-        k, v = (torch.empty(self.batch, self.num_kv_heads, count, self.head_dim) for _ in range(2))
-        unpack_records(
+        return unpack_records(
             self.pool.addresses(self.table[rows, blocks[block]], heads), (begins % size).astype(np.int32)[block],
             (ends - begins).astype(np.int32)[block], k.data_ptr() + places, v.data_ptr() + places,
-            kv_dtype=self.dtype, dim=self.head_dim, block_size=size,
-        ).run("a gather")  # fmt: skip
-        return narrow(k, self.dtype).to(self.device), narrow(v, self.dtype).to(self.device)
+            kv_dtype=self.dtype, dim=self.head_dim, block_size=size, keep=(k, v),
+        )  # fmt: skip
 
     def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """The first `stop` tokens as pieces of at most `tile` tokens: (first token, K, V)."""
@@ -231,24 +253,29 @@ class BlockStore:
             yield k, torch.from_numpy(self.padding.valid[:, first : first + k.shape[2]] != 0).to(self.device)
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens."""
+        """Keep the first `length` tokens; nothing has happened if that fails."""
         keep, have = -(-length // self.block_size), self.num_blocks
+        last = self.table[:, keep - 1 : keep]
+        if length % self.block_size and (self.pool.block_ptr[last] & 1).any():
+            self._reopen(keep - 1, length)
         if keep < have:
             self.pool.release(self.table[:, keep:have])
         self.length = length
         self.sealed = min(self.sealed, length // self.block_size)
         self._packed = min(self._packed, length // self.block_size)
-        last = self.table[:, keep - 1 : keep]
-        if length % self.block_size and (self.pool.block_ptr[last] & 1).any():
-            self._reopen(keep - 1)
 
-    def _reopen(self, block: int) -> None:
-        """Make a packed block, the last one, fit to be appended to."""
-        first, ids = block * self.block_size, self.table[:, block].copy()
-        k, v = (x.to("cpu") for x in self.gather(first, self.length - first))
-        self.table[:, block] = self.pool.allocate(self.batch)
-        self.pool.release(ids)
-        movers.write_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size).run("a crop")
+    def _reopen(self, block: int, length: int) -> None:
+        """Make a packed block fit to be appended to: the one that will be the last of `length` tokens."""
+        first, table = block * self.block_size, self.table.copy()
+        k, v = (x.to("cpu") for x in self.gather(first, length - first))
+        table[:, block] = self.pool.allocate(self.batch)
+        try:
+            movers.write_tokens(k, v, self.pool.block_ptr, table, first, self.block_size).run("a crop")
+        except BaseException:
+            self.pool.release(table[:, block])
+            raise
+        self.pool.release(self.table[:, block])
+        self.table = table
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index `[B']`, in its order and as often as it names them; K and V are not copied."""
