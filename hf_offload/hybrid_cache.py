@@ -44,7 +44,8 @@ class HybridCache(Cache):
             policy has any, come out of it; digests of later tokens come on top.
         host_dtype: `"int8"`: the host keeps all but the newest blocks in int8, half the memory, with a scale for each
             channel of a block's keys and for each token of its values. None: in the model's dtype.
-        prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time.
+        prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time; in two tiers the next ones come
+            meanwhile, so that the device holds twice as many.
         threads: CPU threads for what runs while the model goes on; by default all cores but one with a GPU, one thread
             otherwise. What the model waits for runs on torch's own threads (`torch.set_num_threads`).
         timeout: seconds after which waiting for a thread is given up with an error.

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention import dense
-from hf_offload.cache import digests, host_pool, layer, store
+from hf_offload.cache import digests, host_pool, layer, store, tiles
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.store import BlockStore
@@ -50,12 +50,14 @@ def after(calls: int, real: Callable[..., Any], broken: Callable[..., Any]) -> C
     return call
 
 
+TILES = r"no host memory left for tiles of cached.*a smaller prefill_tile"
 HOST = [
     pytest.param(
         host_pool, "host_empty", r'no host memory left for cached tokens \(.*host_dtype="int8", fewer rows', id="slabs"
     ),
     pytest.param(digests, "host_empty", r"no host memory left for digests \(.*a larger block_size", id="digests"),
-    pytest.param(store, "host_empty", r"no host memory left for tiles of cached.*a smaller prefill_tile", id="tiles"),
+    pytest.param(store, "host_empty", TILES, id="gather"),
+    pytest.param(tiles, "host_empty", TILES, id="tiles"),
 ]
 ATTENTION = pytest.param(
     dense, "attend", r"no device memory left for attention of.*in chunks.*CUDA out", id="attention"
@@ -74,6 +76,8 @@ def test_an_append_that_had_no_memory_can_be_repeated(
     calls: int,
     memory: dict[str, Any],
 ) -> None:
+    if module is tiles and not memory:
+        pytest.skip("one memory gathers tile by tile")
     ids, mask = prompt(ROWS, LAST)
     given = [{"attention_mask": mask[:, :stop]} for stop in (FIRST, LAST)]
     with torch.no_grad():

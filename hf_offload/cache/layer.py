@@ -120,6 +120,7 @@ class HybridLayer(CacheLayerMixin):
             digest=DIGESTS[name] if name else None,
             padding=self.settings.padding,
             packs=self.settings.packs,
+            worker=self.settings.worker if self.has_slots else None,
         )
         if self.has_slots:
             budget = self.settings.device_budget

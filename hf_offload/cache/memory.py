@@ -61,6 +61,7 @@ def host_empty(
     dtype: torch.dtype,
     *,
     pin: bool = False,
+    brief: bool = False,
     what: str = "cached tokens",
     lower: str = 'host_dtype="int8", fewer rows or a shorter context need less',
 ) -> torch.Tensor:
@@ -69,6 +70,7 @@ def host_empty(
     Args:
         shape, dtype: of the tensor.
         pin: page-locked memory from CUDA's allocator instead; where that cannot be had, a warning and pageable memory.
+        brief: let go soon: ordinary pages, which the allocator hands out again without the system clearing them anew.
         what, lower: for the error: what the tensor is for, what the user can do to need less.
 
     Raises:
@@ -81,7 +83,7 @@ def host_empty(
             _tell_pageable(str(error).partition("\n")[0])
     size = math.prod(shape) * dtype.itemsize
     with memory_for(what, lower, size):
-        if size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        if brief or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=dtype)
         # One page more than needed, so that there is an aligned start; what is never touched costs nothing.
         region = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

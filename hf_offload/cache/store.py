@@ -11,14 +11,14 @@ from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.tiles import LOWER_TILE, TILE, tiles_ahead
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.packed import pack_records, unpack_records
+from hf_offload.cpu.worker import Worker
 
 KEEP_TOKENS = 128
 """Newest full blocks of so many tokens are never packed: what `crop` usually drops is as it was."""
-
-TILE, LOWER_TILE = "tiles of cached tokens", "a smaller prefill_tile or fewer rows need less"
 
 
 def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -41,6 +41,7 @@ class BlockStore:
         digest: how blocks are summarised, or None for policies that score nothing.
         padding: validity of the tokens, shared by the layers.
         packs: whether older full blocks are kept in int8.
+        worker: brings tiles nearer while others are attended (see `tiles_ahead`), or None: one memory.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class BlockStore:
         digest: type[DigestStore] | None,
         padding: Padding,
         packs: bool = False,
+        worker: Worker | None = None,
     ) -> None:
         self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
         self.dtype, self.block_size, self.device = dtype, block_size, device
-        self.padding, self.packs = padding, packs
+        self.padding, self.packs, self.worker = padding, packs, worker
         self.pool = HostPool(num_kv_heads, block_size, head_dim, dtype, pin=device.type == "cuda")
         self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, device)
         self.table = np.zeros((batch, 0), np.int32)
@@ -194,15 +196,18 @@ class BlockStore:
 
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens `first … first + count - 1` as contiguous `[B, Hkv, count, D]` on the model's device."""
-        shape = (2, self.batch, self.num_kv_heads, count, self.head_dim)
+        shape = (self.batch, self.num_kv_heads, count, self.head_dim)
         pin = self.device.type == "cuda" and self.gather_dtype == self.dtype
-        both = host_empty(shape, self.gather_dtype, pin=pin, what=TILE, lower=LOWER_TILE)
-        self.gathering(both[0], both[1], first).run("a gather")
-        if both.dtype != self.dtype:
-            both = narrow(both, self.dtype)
-        with memory_for(TILE, LOWER_TILE, both.nbytes):
-            k, v = both.to(self.device)
-        return k, v
+        k, v = (
+            host_empty(shape, self.gather_dtype, pin=pin, brief=True, what=TILE, lower=LOWER_TILE) for _ in range(2)
+        )
+        self.gathering(k, v, first).run("a gather")
+        with memory_for(TILE, LOWER_TILE, 2 * k.nbytes):
+            return self.narrowed(k).to(self.device), self.narrowed(v).to(self.device)
+
+    def narrowed(self, gathered: torch.Tensor) -> torch.Tensor:
+        """What was gathered, in the model's dtype."""
+        return gathered if gathered.dtype == self.dtype else narrow(gathered, self.dtype)
 
     def gathering(self, k: torch.Tensor, v: torch.Tensor, first: int) -> Launch:
         """Prepare the copy of tokens from `first` on, as many as fit, into contiguous tensors in host memory.
@@ -226,9 +231,10 @@ class BlockStore:
         )  # fmt: skip
 
     def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """The first `stop` tokens as pieces of at most `tile` tokens: (first token, K, V)."""
-        for first in range(0, stop, tile):
-            yield first, *self.gather(first, min(tile, stop - first))
+        """The first `stop` tokens as pieces of at most `tile` tokens: (first token, K, V), each until the next one."""
+        if self.worker is not None:
+            return tiles_ahead(self, self.worker, stop, tile)
+        return ((first, *self.gather(first, min(tile, stop - first))) for first in range(0, stop, tile))
 
     def seal(self, tile: int) -> None:
         """Build the digests of the blocks that are full and have none, `tile` tokens at a time."""

@@ -12,6 +12,9 @@ from transformers import DynamicCache
 
 from hf_offload import HybridCache
 from hf_offload.attention.decode import FEW_QUERIES
+from hf_offload.cache.store import BlockStore
+from hf_offload.cpu.launch import Launch, new_ticket
+from hf_offload.cpu.worker import WorkerError
 
 
 def turns(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, cuts: list[int]) -> torch.Tensor:
@@ -37,6 +40,43 @@ def test_appends_of_any_length_are_exact(family: str, rows: int, memory: dict[st
     cache = HybridCache(ours, "scout", budget=512, sinks=16, recent=0, block_size=16, **memory)
     got = turns(ours, cache, ids, mask, cuts)
     assert (got - want).abs().max() < 1e-5 * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize("host_dtype", [None, "int8"])
+def test_slow_threads_change_no_logit(host_dtype: str | None) -> None:
+    model = tiny_model("llama")
+    ids, mask = prompt(3, 400)
+    found = []
+    for delay in (0.0, 0.003):
+        knobs: dict[str, Any] = {"block_size": 16, "prefill_tile": 48, "tier": "split", "resident": 96}
+        cache = HybridCache(model, "full", host_dtype=host_dtype, **knobs)
+        cache.settings.worker.delay = delay
+        found.append(turns(model, cache, ids, mask, [150, 270, 271, 272, 330]))
+    assert torch.equal(*found)
+
+
+def test_a_gather_that_fails_in_a_thread_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 300)
+    cache = HybridCache(model, "full", block_size=16, prefill_tile=48, tier="split", resident=96, timeout=5.0)
+    real, calls = BlockStore.gathering, [0]
+
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError("the kernel died")
+
+    def later(*args: Any) -> Launch:
+        calls[0] += 1
+        return real(*args) if calls[0] < 9 else Launch(broken, 1, (), new_ticket(), 0)
+
+    with torch.no_grad():
+        model(ids[:, :200], past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockStore, "gathering", later)
+            with pytest.raises(WorkerError, match=r"gathering tokens \d+ to \d+ failed: .*the kernel died"):
+                model(ids[:, 200:], past_key_values=cache)
+        assert cache.get_seq_length() == 200
+        got = model(ids[:, 200:], past_key_values=cache).logits
+        assert torch.allclose(got, model(ids).logits[:, 200:], atol=5e-5)
 
 
 def test_a_short_append_reads_packed_blocks() -> None:

@@ -94,7 +94,7 @@ def peak_beyond_host(make_cache: Callable[[PreTrainedModel], Any], model: PreTra
 
 
 def test_device_memory_of_a_chunked_prefill_does_not_grow_with_the_prompt() -> None:
-    """It is bounded by chunk + tile + resident set; the same look at DynamicCache sees every token."""
+    """It is bounded by chunk + two tiles + resident set; the same look at DynamicCache sees every token."""
 
     def hybrid(model: PreTrainedModel) -> HybridCache:
         knobs: dict[str, Any] = {"budget": 256, "resident": 256, "recent": 0, "block_size": 16, "prefill_tile": 128}

@@ -35,14 +35,14 @@ def test_small_tensors() -> None:
     assert host_empty((3, 4), torch.float32).stride() == (4, 1)
 
 
-@pytest.mark.parametrize("huge", [True, False])
-def test_what_the_host_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch, huge: bool) -> None:
+@pytest.mark.parametrize(("huge", "brief"), [(True, False), (False, False), (True, True)])
+def test_what_the_host_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch, huge: bool, brief: bool) -> None:
     if not huge:  # a system that knows no huge pages leaves it to torch
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     with pytest.raises(
         MemoryError, match=r"no host memory left for a dream \(1048576\.0 TiB\); sleep less\."
     ) as caught:
-        host_empty((FAR_TOO_MUCH,), torch.uint8, what="a dream", lower="sleep less")
+        host_empty((FAR_TOO_MUCH,), torch.uint8, brief=brief, what="a dream", lower="sleep less")
     assert isinstance(caught.value, RuntimeError)
     assert "Cannot allocate memory" in str(caught.value)
     assert caught.value.__cause__ is not None
