@@ -4,6 +4,8 @@ import os
 
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported, so before that
 
 import pytest
