@@ -1,52 +1,91 @@
-"""Decode attention over resident slots, with torch operations: any device, and the reference of faster kernels."""
+"""Decode attention over blocks that lie in slots, as partials over shares of them."""
 
 from __future__ import annotations
 
 import torch
+
+from .backend import on_triton
+from .listing import check_listing, gather_slots, scores_by_torch, seen_tokens, tile_sizes
+
+_PROGRAMS = 264  # two for each multiprocessor of a large GPU
+_SPLIT_TOKENS = 128  # less than this does not pay for another partial
+_MAX_SPLITS = 64
 
 
 def paged_attention(
     query: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
-    mask: torch.Tensor,
+    blocks: torch.Tensor,
+    counts: torch.Tensor,
+    limits: torch.Tensor,
+    valid: torch.Tensor | None,
     *,
     scale: float,
     softcap: float | None = None,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend one query token to blocks that lie in slots.
+    """Attend one query token to blocks in slots, in S shares that `merge` joins.
+
+    S depends on shapes alone. The shares are disjoint. Together they attend every listed token that is below the
+    length, valid, and within the window.
 
     Args:
-        query: `[B, Hq, D]`.
-        pool: `[B, Hkv, R, 2 (K, V), block_size, D]`.
-        slots: `[B, Hkv, C]` int64, which slots are attended; any valid number where the mask is all False.
-        mask: `[B, Hkv, C, block_size]` bool, True = the token is attended; what lies under False may be anything.
+        query: `[B, Hq, D]`, fp32 or the pool's dtype; rounded to the latter by the kernel.
+        pool: `[B, Hkv, R, 2 (K, V), block_size, D]`, fp32, fp16 or bf16; what is not attended may be anything.
+        slots: `[B, Hkv, C]` int32, where the blocks lie; anything from the count on.
+        blocks: `[B, Hkv, C]` int32, which logical blocks they are; anything from the count on.
+        counts: `[B, Hkv]` int32, how many are listed.
+        limits: `[2]` int32, (length: tokens of every row, this step's included; sealed blocks: unused here).
+        valid: `[B, T]` uint8, 0 = the token is padding, T at least the length; None if there is no padding.
         scale: softmax scale.
         softcap: bound of the scores (`cap·tanh(score / cap)`), or None.
+        window: attend only the last `window` positions, or None for all.
 
     Returns:
-        out `[B, Hq, D]` fp32 and lse `[B, Hq]` fp32 (natural log); 0 and −inf where nothing is attended.
+        out `[B, Hq, S, D]` fp32 and lse `[B, Hq, S]` fp32 (natural log); 0 and −inf where a share attends nothing.
 
     Raises:
-        ValueError: shapes do not fit together.
+        TypeError: a tensor of another dtype.
+        ValueError: shapes, devices or sizes that do not fit together.
     """
-    batch, heads, slots_there, _, size, dim = pool.shape
-    count = slots.shape[2]
-    if query.shape[0] != batch or query.shape[2] != dim or query.shape[1] % heads:
-        raise ValueError(f"query {tuple(query.shape)} does not fit a pool {tuple(pool.shape)}")
-    if slots.shape[:2] != (batch, heads) or mask.shape != (batch, heads, count, size):
-        raise ValueError(
-            f"slots {tuple(slots.shape)} and mask {tuple(mask.shape)} do not fit a pool {tuple(pool.shape)}"
-        )
-    line = torch.arange(batch * heads, device=pool.device).view(batch, heads, 1) * slots_there
-    tokens = pool.flatten(0, 2)[line + slots].float()  # [B, Hkv, C, 2, block_size, D]
-    tokens = tokens.masked_fill(~mask[:, :, :, None, :, None], 0.0)
-    k, v = (tokens[:, :, :, part].reshape(batch, heads, count * size, dim) for part in (0, 1))
-    grouped = query.float().view(batch, heads, -1, dim)
-    scores = grouped @ k.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~mask.view(batch, heads, 1, -1), float("-inf"))
+    batch, heads, _ = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
+    if window is not None and window < 1:
+        raise ValueError(f"window {window} is not positive; pass None to attend all positions")
+    if not on_triton(query):
+        return _by_torch(query, pool, slots, blocks, counts, limits, valid, scale, softcap, window)
+    from . import paged_kernels
+
+    size, dim, width = pool.shape[4], pool.shape[5], slots.shape[2]
+    splits = count_splits(batch * heads, width * size)
+    out = torch.empty(batch, query.shape[1], splits, dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(batch, query.shape[1], splits, dtype=torch.float32, device=query.device)
+    paged_kernels.attend_split[(batch * heads, splits)](
+        query, pool, slots, blocks, counts, limits, valid, out, lse, scale,
+        1.0 if softcap is None else softcap,
+        pool.shape[2], width, 0 if valid is None else valid.shape[1],
+        2**31 - 1 if window is None else window,
+        CAPPED=softcap is not None, **tile_sizes(query, pool), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out, lse
+
+
+def count_splits(lines: int, tokens: int) -> int:
+    """Into how many shares to cut `tokens` tokens of each of `lines` (row, KV head) pairs, so that a GPU is busy."""
+    return max(1, min(-(-_PROGRAMS // lines), tokens // _SPLIT_TOKENS, _MAX_SPLITS))
+
+
+def _by_torch(
+    query: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor,
+    limits: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float | None, window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    position, seen = seen_tokens(blocks, counts, limits, valid, pool.shape[4])
+    if window is not None:
+        seen &= position >= limits[0] - window
+    tokens = gather_slots(pool, slots, seen)
+    k, v = tokens[:, :, :, 0].flatten(2, 3), tokens[:, :, :, 1].flatten(2, 3)
+    scores = scores_by_torch(query, k, seen.flatten(2), scale, softcap)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
-    return (weights @ v).view(batch, -1, dim), lse.view(batch, -1)
+    shape = (query.shape[0], query.shape[1], 1)
+    return (weights @ v).view(*shape, query.shape[2]), lse.view(shape)
