@@ -66,7 +66,7 @@ def make_listing(
     valid[0, : 2 * size + 3] = False  # two blocks of padding and a part of the next
     pool = torch.full((batch, heads, slots_there, 2, size, dim), math.nan)
     seen = torch.zeros(batch, heads, slots_there, size, dtype=torch.bool)
-    garbage = torch.tensor([-1, 10**9], dtype=torch.int32).repeat(width)[:width]
+    garbage = torch.tensor([-1, 10**9, -(10**9)], dtype=torch.int32).repeat(width)[:width]
     slots, blocks = (garbage.repeat(batch, heads, 1) for _ in range(2))
     counts = torch.randint(1, width + 1, (batch, heads), generator=generator, dtype=torch.int32)
     counts[0, -1], counts[0, 0] = width, 0

@@ -1,0 +1,80 @@
+"""Moving average of the attention weights of resident tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from .backend import on_triton
+from .listing import check_listing, gather_slots, scores_by_torch, seen_tokens, tile_sizes
+from .require import require
+
+
+def update_weights(
+    average: torch.Tensor,
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    blocks: torch.Tensor,
+    counts: torch.Tensor,
+    limits: torch.Tensor,
+    valid: torch.Tensor | None,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    alpha: float,
+) -> None:
+    """Move the average of each attended token's weight towards its weight in this step, in place.
+
+    A ← (1 − alpha)·A + alpha·exp(score − lse). Tokens of listed slots that are padding or not there yet get 0. Slots
+    that are not listed stay as they are. Source: HGCA, section 3.2.1, algorithm 1, line 8.
+
+    Args:
+        average: `[B, Hq, R, block_size]` fp32, changed.
+        query, pool, slots, blocks, counts, limits, valid: as in `paged_attention`.
+        lse: `[B, Hq]` fp32 (natural log) over all that the weights are relative to; finite where a token is attended.
+        scale: softmax scale.
+        softcap: bound of the scores (`cap·tanh(score / cap)`), or None.
+        alpha: share of this step in the average, in (0, 1].
+
+    Raises:
+        TypeError: a tensor of another dtype.
+        ValueError: shapes, devices or numbers that do not fit together.
+    """
+    batch, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
+    slots_there, size = pool.shape[2], pool.shape[4]
+    fp32 = (torch.float32,)
+    require("average", average, fp32, (batch, heads * group, slots_there, size), query.device)
+    require("lse", lse, fp32, (batch, heads * group), query.device)
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha {alpha} is not in (0, 1]")
+    if not on_triton(query):
+        _by_torch(average, query, pool, slots, blocks, counts, limits, valid, lse, scale, softcap, alpha)
+        return
+    from . import weights_kernels
+
+    sizes = tile_sizes(query, pool)
+    width = slots.shape[2]
+    weights_kernels.average_tile[(batch * heads, -(-width * size // sizes["TILE"]))](
+        average, query, pool, slots, blocks, counts, limits, valid, lse, scale, 1.0 if softcap is None else softcap,
+        alpha, slots_there, width, 0 if valid is None else valid.shape[1],
+        CAPPED=softcap is not None, **sizes, num_warps=4,
+    )  # fmt: skip
+
+
+def _by_torch(
+    average: torch.Tensor, query: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor,
+    counts: torch.Tensor, limits: torch.Tensor, valid: torch.Tensor | None, lse: torch.Tensor, scale: float,
+    softcap: float | None, alpha: float,
+) -> None:  # fmt: skip
+    batch, heads, slots_there, _, size, _ = pool.shape
+    _, seen = seen_tokens(blocks, counts, limits, valid, size)
+    k = gather_slots(pool, slots, seen)[:, :, :, 0].flatten(2, 3)
+    scores = scores_by_torch(query, k, seen.flatten(2), scale, softcap)
+    weights = (scores - lse.view(batch, heads, -1, 1)).exp().view(batch, heads, -1, slots.shape[2], size)
+    row, head, entry = (torch.arange(slots.shape[2], device=slots.device) < counts.unsqueeze(-1)).nonzero().unbind(1)
+    slot = slots[row, head, entry].long()
+    cells = average.view(batch, heads, -1, slots_there, size)
+    before = cells[row, head, :, slot]
+    moved = before + alpha * (weights[row, head, :, entry] - before)
+    cells[row, head, :, slot] = moved.masked_fill(~seen[row, head, entry].unsqueeze(1), 0.0)
