@@ -1,0 +1,65 @@
+"""Every kernel compiles for real GPUs, without spilled registers and within their shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_offload
+
+FOLDER = Path(__file__).parent
+SUBJECTS = [path.stem.removeprefix("cases_") for path in sorted(FOLDER.glob("cases_*.py"))]
+TARGETS = [80, 90, pytest.param(86, marks=pytest.mark.slow), pytest.param(89, marks=pytest.mark.slow)]
+
+
+def run_apart(folder: str, *arguments: str) -> str:
+    """What another Python prints that has no interpreter of kernels and keeps what it compiles in `folder`."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": f"{Path(hf_offload.__file__).parents[1]}:{FOLDER}"}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@cache
+def compiled(target: int, folder: str) -> list[dict[str, Any]]:
+    """What compiling all cases for a GPU tells, one entry for each case."""
+    return [json.loads(line) for line in run_apart(folder, str(FOLDER / "compiling.py"), str(target)).splitlines()]
+
+
+@pytest.fixture
+def told(target: int, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pytest.importorskip("triton")
+    return compiled(target, str(tmp_path_factory.getbasetemp() / "triton"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_fit(target: int, told: list[dict[str, Any]]) -> None:
+    assert sorted({case["case"].split(":")[0] for case in told}) == SUBJECTS
+    for case in told:
+        assert case["spilled"] == 0, case
+        assert case["shared"] <= case["limit"], case
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_reads_ahead_of_its_arithmetic(target: int, told: list[dict[str, Any]]) -> None:
+    attention = [case for case in told if case["case"].startswith("paged:")]
+    assert attention
+    for case in attention:
+        assert case["buffers"] == [case["stages"] - 1] * 2, case  # for K and for V
+
+
+def test_spilled_registers_are_noticed(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    code = (
+        "import cases_merge, compiling; _, *case, options = cases_merge.cases()[-1]; options['maxnreg'] = 24;"
+        "print(compiling.compile_case(80, *case, options)['spilled'])"
+    )
+    assert int(run_apart(str(tmp_path), "-c", code)) > 0
