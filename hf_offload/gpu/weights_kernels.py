@@ -51,6 +51,7 @@ def average_tile(
     blocks += line * width
     slot, seen = find_tokens(slots, blocks, valid, token, count, length, length, SIZE)
 
+    peak = tl.load(lse + heads, mask=real, other=0.0)
     q = tl.load(query + heads[:, None] * D + dim[None, :], mask=real[:, None] & inside, other=0.0)
     place = slot.to(tl.int64) * (2 * SIZE * D) + (token % SIZE) * D
     home = pool + line.to(tl.int64) * slots_there * (2 * SIZE * D)
@@ -58,7 +59,6 @@ def average_tile(
     score = dot(q.to(k.dtype), tl.trans(k), None) * scale
     if CAPPED:
         score = bend(score, softcap)
-    peak = tl.load(lse + heads, mask=real, other=0.0)
     weight = tl.exp2((score - peak[:, None]) * LOG2E)
 
     cell = heads.to(tl.int64)[:, None] * slots_there * SIZE + (slot * SIZE + token % SIZE)[None, :]
