@@ -6,6 +6,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported, so before that
 
 import pytest

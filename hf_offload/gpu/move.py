@@ -1,0 +1,247 @@
+"""KV on its way between host records and slots.
+
+Shapes: pool [B, Hkv, R, 2 (K, V), block_size, D]; a record of (block, KV head h) lies in host memory at
+block_ptr[table[row, block]] + h * record_bytes, K then V. Kernels reach pinned host memory by its address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from .backend import on_triton
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+_KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TILE_BYTES = 8192  # what one program moves: 64 bytes for each of its 128 threads
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Where things lie in an int8 record; codes of K come first, codes of V follow them.
+
+    Args:
+        record_bytes: bytes of the packed record of one block and KV head.
+        key_scales: offset in bytes of the scales of the keys, bfloat16 [D].
+        value_scales: offset in bytes of the scales of the values, bfloat16 [block_size] or more.
+    """
+
+    record_bytes: int
+    key_scales: int
+    value_scales: int
+
+
+def write_token(
+    pool: torch.Tensor, slot_of: torch.Tensor, k: torch.Tensor, v: torch.Tensor, limits: torch.Tensor
+) -> None:
+    """Write the newest token, position limits[0] - 1, into the slot of its block; nothing where that has no slot.
+
+    Args:
+        pool: `[B, Hkv, R, 2, block_size, D]`, contiguous, written.
+        slot_of: `[B, Hkv, N]` int32, slot of each logical block, -1 = not resident.
+        k: `[B, Hkv, D]` in the pool's dtype; the last dimension contiguous, other strides free.
+        v: the same for the values.
+        limits: `[2]` int32, (tokens of every row, this one included; sealed blocks).
+
+    Raises:
+        ValueError: shapes or strides that do not fit.
+        TypeError: an unexpected dtype.
+    """
+    batch, heads, slots, size, dim = _check_pool(pool)
+    _check("slot_of", slot_of, torch.int32, (batch, heads, slot_of.shape[-1]))
+    _check("limits", limits, torch.int32, (2,))
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != pool.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}; the pool has {pool.dtype}")
+        if x.shape != (batch, heads, dim) or x.stride(2) != 1:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, strides {x.stride()}; needed {(batch, heads, dim)}, stride 1"
+            )
+    if not on_triton(pool):
+        _write_token_by_torch(pool, slot_of, k, v, limits)
+        return
+    from . import move_kernels
+
+    if batch:
+        move_kernels.write_token_kernel[(batch * heads,)](
+            pool, slot_of, k, v, limits, k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads, slots,
+            slot_of.shape[2], SIZE=size, D=dim, WIDTH=_power_of_two(dim), num_warps=1,
+        )  # fmt: skip
+
+
+def _write_token_by_torch(
+    pool: torch.Tensor, slot_of: torch.Tensor, k: torch.Tensor, v: torch.Tensor, limits: torch.Tensor
+) -> None:
+    block, offset = divmod(int(limits[0]) - 1, pool.shape[4])
+    if not 0 <= block < slot_of.shape[2]:
+        return
+    slots = slot_of[:, :, block].long()
+    rows, heads = (slots >= 0).nonzero(as_tuple=True)
+    pool[rows, heads, slots[rows, heads], :, offset] = torch.stack((k, v), 2)[rows, heads]
+
+
+def fetch(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    blocks: torch.Tensor,
+    counts: torch.Tensor,
+    block_ptr: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    packed: PackedLayout | None,
+) -> None:
+    """Copy blocks from host memory into slots.
+
+    Args:
+        pool: `[B, Hkv, R, 2, block_size, D]`, contiguous, written.
+        slots: `[B, Hkv, M]` int32, where each block goes.
+        blocks: `[B, Hkv, M]` int32, logical blocks.
+        counts: `[B, Hkv]` int32, how many of the M moves there are; what stands behind them is not looked at.
+        block_ptr: `[P]` int64, address of each physical block, in memory that is pinned if the pool is on a GPU.
+        table: `[B, N]` int32, physical block of each logical one.
+        packed: how int8 blocks lie; their addresses have a 1 in the lowest bit. None: there are none.
+
+    Raises:
+        ValueError: shapes or strides that do not fit, or a layout that is not aligned.
+        TypeError: an unexpected dtype.
+    """
+    batch, heads, there, size, dim = _check_pool(pool)
+    moves = slots.shape[-1]
+    _check("slots", slots, torch.int32, (batch, heads, moves))
+    _check("blocks", blocks, torch.int32, (batch, heads, moves))
+    _check("counts", counts, torch.int32, (batch, heads))
+    _check_host(block_ptr, table, batch)
+    if packed is not None and (packed.record_bytes % 16 or packed.key_scales % 16 or packed.value_scales % 16):
+        raise ValueError(f"{packed} is not aligned: all of these must be multiples of 16 bytes")
+    if not on_triton(pool):
+        _fetch_by_torch(pool, slots, blocks, counts, block_ptr, table, packed)
+        return
+    from . import move_kernels
+
+    tokens, width = tile(size, dim, pool.dtype.itemsize)
+    if slots.numel():
+        move_kernels.fetch_kernel[(slots.numel(), 2 * size // tokens)](
+            pool, slots, blocks, counts, block_ptr, table, heads, there, moves, table.shape[1],
+            SIZE=size, D=dim, WIDTH=width, TOKENS=tokens, RECORD=_record_bytes(pool),
+            PACKED=packed.record_bytes if packed else 0, KEY_SCALES=packed.key_scales if packed else 0,
+            VALUE_SCALES=packed.value_scales if packed else 0, TOP=torch.finfo(pool.dtype).max, num_warps=4,
+        )  # fmt: skip
+
+
+def _fetch_by_torch(
+    pool: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor, block_ptr: torch.Tensor,
+    table: torch.Tensor, packed: PackedLayout | None,
+) -> None:  # fmt: skip
+    moved = torch.arange(slots.shape[2], device=slots.device) < counts[:, :, None]
+    rows, heads, moves = moved.nonzero(as_tuple=True)
+    chosen = (rows, heads, moves)
+    addresses = block_ptr[table[rows, blocks[chosen].long()].long()]
+    shape = tuple(pool.shape[3:])
+    for row, head, slot, address in zip(rows, heads, slots[chosen].long(), addresses.tolist(), strict=True):
+        if packed is not None and address % 2:
+            pool[row, head, slot] = _unpack(address - 1 + int(head) * packed.record_bytes, packed, shape, pool.dtype)
+        else:
+            pool[row, head, slot] = _view(address + int(head) * _record_bytes(pool), shape, pool.dtype)
+
+
+def store_block(
+    pool: torch.Tensor, slot_of: torch.Tensor, block: int, block_ptr: torch.Tensor, table: torch.Tensor
+) -> None:
+    """Copy one logical block of every row and KV head from its slot into its host record; nothing where it has no slot.
+
+    The host may read the records when it has waited for the stream, or for a `flags.signal` behind this call.
+
+    Args:
+        pool: `[B, Hkv, R, 2, block_size, D]`, contiguous.
+        slot_of: `[B, Hkv, N]` int32, slot of each logical block, -1 = not resident.
+        block: the logical block; its records are not packed.
+        block_ptr, table: as in `fetch`.
+
+    Raises:
+        ValueError: shapes or strides that do not fit, or a block beyond them.
+        TypeError: an unexpected dtype.
+    """
+    batch, heads, slots, size, dim = _check_pool(pool)
+    _check("slot_of", slot_of, torch.int32, (batch, heads, slot_of.shape[-1]))
+    _check_host(block_ptr, table, batch)
+    if not 0 <= block < min(slot_of.shape[2], table.shape[1]):
+        raise ValueError(f"block {block} is beyond slot_of {tuple(slot_of.shape)} or table {tuple(table.shape)}")
+    if not on_triton(pool):
+        _store_block_by_torch(pool, slot_of, block, block_ptr, table)
+        return
+    from . import move_kernels
+
+    tokens, width = tile(size, dim, pool.dtype.itemsize)
+    if batch:
+        move_kernels.store_block_kernel[(batch * heads, 2 * size // tokens)](
+            pool, slot_of, block_ptr, table, block, heads, slots, slot_of.shape[2], table.shape[1],
+            SIZE=size, D=dim, WIDTH=width, TOKENS=tokens, RECORD=_record_bytes(pool), num_warps=4,
+        )  # fmt: skip
+
+
+def _store_block_by_torch(
+    pool: torch.Tensor, slot_of: torch.Tensor, block: int, block_ptr: torch.Tensor, table: torch.Tensor
+) -> None:
+    slots = slot_of[:, :, block]
+    addresses = block_ptr[table[:, block].long()].tolist()
+    for row, head in (slots >= 0).nonzero().tolist():
+        record = _view(addresses[row] + head * _record_bytes(pool), tuple(pool.shape[3:]), pool.dtype)
+        record.copy_(pool[row, head, int(slots[row, head])])
+
+
+def _unpack(address: int, packed: PackedLayout, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    size, dim = shape[1:]
+    codes = _view(address, shape, torch.int8).float()
+    codes[0] *= _view(address + packed.key_scales, (dim,), torch.bfloat16).float()
+    codes[1] *= _view(address + packed.value_scales, (size, 1), torch.bfloat16).float()
+    top = torch.finfo(dtype).max
+    return codes.clamp(-top, top).to(dtype)
+
+
+def _view(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The memory at an address as a tensor; whoever owns it must outlive the tensor."""
+    count = torch.Size(shape).numel()
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def tile(size: int, dim: int, element_bytes: int) -> tuple[int, int]:
+    """Tokens of the tile of a record that one program moves, and the width that it is padded to."""
+    width = _power_of_two(dim)
+    return min(size, _TILE_BYTES // (width * element_bytes)), width
+
+
+def _record_bytes(pool: torch.Tensor) -> int:
+    return 2 * pool.shape[4] * pool.shape[5] * pool.dtype.itemsize
+
+
+def _check_pool(pool: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """Batch, KV heads, slots, block size and head dimension of a pool."""
+    if pool.dim() != 6 or pool.shape[3] != 2 or not pool.is_contiguous():
+        raise ValueError(f"the pool has shape {tuple(pool.shape)}; expected a contiguous [B, Hkv, R, 2, block_size, D]")
+    batch, heads, slots, _, size, dim = pool.shape
+    if size not in BLOCK_SIZES:
+        raise ValueError(f"block_size {size} is not one of {BLOCK_SIZES}")
+    if dim % 16 or not 16 <= dim <= 256:
+        raise ValueError(f"head dimension {dim} is not a multiple of 16 in 16..256")
+    if pool.dtype not in _KV_DTYPES:
+        raise TypeError(f"the pool has dtype {pool.dtype}; expected one of {_KV_DTYPES}")
+    return batch, heads, slots, size, dim
+
+
+def _check_host(block_ptr: torch.Tensor, table: torch.Tensor, batch: int) -> None:
+    _check("block_ptr", block_ptr, torch.int64, (block_ptr.shape[0],))
+    _check("table", table, torch.int32, (batch, table.shape[-1]))
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+    if tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}, contiguous")
