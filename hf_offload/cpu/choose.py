@@ -174,4 +174,4 @@ def choose_blocks(
         int(block_size), float(scale), JOINS[join], masses, peaks, finished, tail, unsealed is not None, score,
         sink_lo, sink_hi, int(recent), int(n_blocks), int(k), blocks, counts,
     )  # fmt: skip
-    return Launch(choose_kernel, batch * kv_heads * chunks, args, new_ticket(), cost)
+    return Launch(choose_kernel, batch * kv_heads * chunks, args, new_ticket(), cost, counters=finished)

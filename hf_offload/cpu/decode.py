@@ -314,10 +314,11 @@ def sparse_decode(
     # The cut depends on shapes alone: results are the same on any number of threads.
     parts = max(1, min(-(-tokens // PART_TOKENS), PARTS // heads))
     group = query_heads // kv_heads
-    partial = partial_results(heads * parts, group, dim, kbar is not NO_KBAR)
+    partial, finished = partial_results(heads * parts, group, dim, kbar is not NO_KBAR), np.zeros(heads, np.int64)
     args = (
         tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, int(length), out, lse, kbar,
-        int(block_size), float(scale), float(softcap or 0.0), parts, partial, np.zeros(heads, np.int64),
+        int(block_size), float(scale), float(softcap or 0.0), parts, partial, finished,
         0 if packed else None, packed_bytes(dim, block_size), bool(prefetch),
     )  # fmt: skip
-    return Launch(decode_kernel, heads * parts, args, new_ticket(), heads * tokens * 2 * dim * tag.itemsize)
+    cost = heads * tokens * 2 * dim * tag.itemsize
+    return Launch(decode_kernel, heads * parts, args, new_ticket(), cost, counters=finished)

@@ -46,7 +46,7 @@ _HEADS: tuple[tuple[int, ...], ...] = ((), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)
 
 @dataclass(slots=True)
 class Launch:
-    """One kernel call whose tasks any number of threads may share; it can be run once.
+    """One kernel call whose tasks any number of threads may share; it runs once, or again and again by a `Doorbell`.
 
     Args:
         kernel: made by `kernel`: takes a team, then task numbers from `ticket` until none is left.
@@ -55,6 +55,7 @@ class Launch:
         ticket: from `new_ticket`.
         cost: bytes that the kernel reads, roughly (an upper bound).
         keep: objects whose memory the kernel reaches only by address, kept alive as long as the launch.
+        counters: int64, what the kernel counts in beside the ticket; 0 when it starts.
     """
 
     kernel: Callable[..., None]
@@ -63,6 +64,7 @@ class Launch:
     ticket: Array
     cost: int
     keep: tuple[Any, ...] = field(default=())
+    counters: Array | None = None
 
     def __call__(self) -> None:
         """Do one participant's share; when every participant has returned, all tasks are done."""

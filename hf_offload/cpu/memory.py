@@ -1,4 +1,4 @@
-"""Raw memory for kernels: addresses, scalars at an address, prefetch, copies and the task counter."""
+"""Raw memory for kernels: addresses, scalars at an address, prefetch, copies, counters and flags between threads."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -94,3 +94,45 @@ def count_up(typing: Any, counters: Any, index: Any) -> Any:
         return builder.atomic_rmw("add", counter, ir.Constant(_LONG, 1), "seq_cst")
 
     return types.int64(counters, types.int64), emit
+
+
+@lowered
+def peek(typing: Any, counters: Any, index: Any) -> Any:
+    """An entry of an int64 array that other threads write; what they wrote before it is visible from here on."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.gep(_data(context, builder, counters, args[0]), [args[1]]), "acquire", 8)
+
+    return types.int64(counters, types.int64), emit
+
+
+@lowered
+def swap_if(typing: Any, counters: Any, index: Any, old: Any, new: Any) -> Any:
+    """Change an entry of a shared int64 array from `old` to `new` (atomic); whether it was `old`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        counter = builder.gep(_data(context, builder, counters, args[0]), [args[1]])
+        return builder.extract_value(builder.cmpxchg(counter, args[2], args[3], "seq_cst", "seq_cst"), 1)
+
+    return types.boolean(counters, types.int64, types.int64, types.int64), emit
+
+
+@lowered
+def load_flag(typing: Any, address: Any) -> Any:
+    """The int32 at `address`; what its writer wrote before it is visible from here on."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load_atomic(pointer(builder, args[0], BITS32), "acquire", 4)
+
+    return types.int32(types.int64), emit
+
+
+@lowered
+def store_flag(typing: Any, address: Any, value: Any) -> Any:
+    """Write one int32 at `address`, visible to others only after all that was written before."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], pointer(builder, args[0], BITS32), "release", 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int32), emit

@@ -246,9 +246,10 @@ def sparse_decode_tokens(
     first_part = np.zeros(heads + 1, np.int64)
     np.cumsum(np.maximum(-(-counts // share), 1), out=first_part[1:])
     tag, parts = tag_of(kv_dtype), int(first_part[-1])
-    partial = partial_results(parts, group, dim, kbar is not NO_KBAR)
+    partial, finished = partial_results(parts, group, dim, kbar is not NO_KBAR), np.zeros(heads, np.int64)
     args = (
         tag, full, rest, query, block_ptr, table, tokens, offsets, first_part, share, out, lse, kbar, int(block_size),
-        float(scale), float(softcap or 0.0), partial, np.zeros(heads, np.int64),
+        float(scale), float(softcap or 0.0), partial, finished,
     )  # fmt: skip
-    return Launch(tokens_kernel, parts, args, new_ticket(), 2 * len(tokens) * dim * tag.itemsize)
+    cost = 2 * len(tokens) * dim * tag.itemsize
+    return Launch(tokens_kernel, parts, args, new_ticket(), cost, counters=finished)

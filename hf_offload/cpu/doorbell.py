@@ -1,0 +1,269 @@
+"""Threads that serve work announced by flags in memory, without Python between the announcement and the answer.
+
+A decode step on a GPU announces each layer's work by writing the step's number into a flag, and waits for another flag.
+The threads here run that work, kernel calls with fixed buffers, in the order of a list and step after step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import serving
+from .bound import Bound, bind
+from .launch import Array, Launch
+from .worker import WorkerError
+
+_TURNS = 2000  # how many turns of waiting are timed
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Work that is announced and answered once an epoch; epochs are int32 numbers that grow by 1 and wrap around.
+
+    Args:
+        ready: address of the int32 in which the announcer stores the epoch, when all that the launch reads is there.
+            It may be the `done` of an earlier item.
+        done: address of the int32 in which the epoch is stored, when all that the launch writes is there.
+        status: address of an int32 that becomes 1, before `done` is stored, if the launch has failed.
+        launch: the work; its buffers stay where they are.
+        label: what an error message calls it.
+        keep: objects that own the flags.
+    """
+
+    ready: int
+    done: int
+    status: int
+    launch: Launch
+    label: str
+    keep: tuple[Any, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name in ("ready", "done", "status"):
+            address = getattr(self, name)
+            if address <= 0 or address % 4:
+                raise ValueError(f"{self.label}: {name}={address:#x} is not the address of an int32")
+
+
+class Doorbell:
+    """A few threads that serve a list of items, epoch after epoch, until they are told to stop.
+
+    An item may start while other threads still finish the one before; what depends on that one names its `done` as its
+    own `ready`. No item's work depends on how many threads there are.
+
+    Args:
+        threads: how many threads serve (at least 1).
+        spin_seconds: how long, roughly, a thread watches a flag without sleeping; after that it naps, for an eighth of
+            the time waited so far, 50 us at least and 1 ms at most.
+        timeout: seconds that `replace` and `stop` wait for work under way.
+
+    Raises:
+        ValueError: `threads`, `spin_seconds` or `timeout` is not such a number.
+    """
+
+    def __init__(self, threads: int = 1, spin_seconds: float = 1e-3, timeout: float = 120.0) -> None:
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise ValueError(f"threads={threads!r} is not a number of threads; use 1 or more")
+        if not 0 <= spin_seconds <= 1:
+            raise ValueError(f"spin_seconds={spin_seconds!r} is not a time of at most a second")
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r} is not a time in seconds; use a positive one")
+        self.threads, self.spin_seconds, self.timeout = threads, float(spin_seconds), float(timeout)
+        self._control = np.zeros(serving.CONTROL_WIDTH, np.int64)
+        self._control[serving.TURNS] = self.spin_seconds / _turn_seconds()
+        self._control[serving.PATIENCE] = self.spin_seconds * 1e6
+        self._crew: _Crew | None = None
+        self._finalizer: Any = None
+
+    @property
+    def delay(self) -> float:
+        """Seconds that each thread sleeps before it enters an item: tests make every hand-over slow with it."""
+        return float(self._control[serving.DELAY]) / 1e6
+
+    @delay.setter
+    def delay(self, seconds: float) -> None:
+        self._control[serving.DELAY] = int(seconds * 1e6)
+
+    def replace(self, items: Sequence[Item], epoch: int = 0) -> None:
+        """Serve these items from now on, beginning with epoch + 1; what was announced of the others is done first.
+
+        Nothing may be announced meanwhile.
+
+        Args:
+            items: in the order of their announcements; at least one.
+            epoch: the last epoch that is over, int32; the flags of all items are set to it.
+
+        Raises:
+            ValueError: no items.
+            TypeError: an item's launch has no compiled kernel.
+            WorkerError: what was announced is not done within the timeout, or has failed.
+        """
+        if not items:
+            raise ValueError("a doorbell needs at least one item")
+        crew = _Crew(items, self.threads, self._control.copy())
+        if self._crew is not None:
+            self._crew.settle(self.timeout)
+            self.stop()
+        self._crew, self._control = crew, crew.control
+        self._finalizer = weakref.finalize(self, crew.end, self.timeout)
+        crew.open(epoch)
+
+    def check(self) -> None:
+        """Raise what a launch has raised since the last call; in a forked child, have threads there again.
+
+        Raises:
+            WorkerError: a launch failed; its error is the cause.
+        """
+        if self._crew is not None:
+            self._crew.start()
+            self._crew.check()
+
+    def stop(self) -> None:
+        """End the threads, after the launches that they are in; `replace` starts anew.
+
+        Raises:
+            WorkerError: a launch does not end within the timeout, or has failed since the last `check`.
+        """
+        if self._crew is None:
+            return
+        if not self._crew.end(self.timeout):
+            raise WorkerError("a launch goes on and on; raise Doorbell(timeout=...) if the machine is slow")
+        self._finalizer.detach()
+        crew, self._crew = self._crew, None
+        crew.check()
+
+
+class _Crew:
+    """The threads that serve one list of items."""
+
+    def __init__(self, items: Sequence[Item], threads: int, control: Array) -> None:
+        self.items, self.control, self.count = tuple(items), control, threads
+        control[serving.STOP] = 0
+        self.errors: list[tuple[Item, BaseException]] = []
+        self._threads: list[threading.Thread] = []
+        self._pid = 0
+        self._tickets = np.zeros((len(items), serving.TICKET_WIDTH), np.int64)
+        self._tickets[:, 2] = threads
+        self._bound = [self._bind(i) for i in range(len(items))]
+        self._rows = np.zeros((len(items), serving.WIDTH), np.int64)
+        for row, item, bound in zip(self._rows, self.items, self._bound, strict=True):
+            counters = item.launch.counters
+            row[: serving.COUNTERS_BYTES + 1] = (
+                item.ready, item.done, item.status, bound.entry, bound.place, item.launch.tasks,
+                0 if counters is None else counters.ctypes.data, 0 if counters is None else counters.nbytes,
+            )  # fmt: skip
+
+    def _bind(self, i: int) -> Bound:
+        return bind(dataclasses.replace(self.items[i].launch, ticket=self._tickets[i]))
+
+    def open(self, epoch: int) -> None:
+        """Begin with the epoch after this one."""
+        self._rows[:, serving.STATE] = serving.state_of(_wrapped(epoch + 1))
+        for item in self.items:
+            _flag(item.ready).value = _flag(item.done).value = epoch
+        self.start()
+
+    def start(self) -> None:
+        """Have threads there, with nobody inside an item: a forked child has none of its parent's."""
+        if self._pid == os.getpid():
+            return
+        self._pid, self._threads = os.getpid(), []
+        self.errors.clear()
+        epochs = (self._rows[:, serving.STATE] >> 32).tolist()
+        self._rows[:, serving.STATE] = [serving.state_of(epoch) for epoch in epochs]
+        self._rows[:, serving.FAILED] = 0
+        self._tickets[:, :2] = 0
+        for item in self.items:
+            if item.launch.counters is not None:
+                item.launch.counters.fill(0)
+        # Items are an epoch apart at most. Whoever starts at the older one walks past what is over.
+        oldest = min(epochs, key=lambda epoch: _wrapped(epoch - epochs[0]))
+        for i in range(self.count):
+            position = np.zeros(serving.POSITION_WIDTH, np.int64)
+            position[serving.EPOCH] = oldest
+            args = (self._rows, self._tickets, self.control, position, self.items, self.errors, self._bound)
+            thread = threading.Thread(target=_serve, args=args, name=f"hf_offload-bell-{i}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def settle(self, timeout: float) -> None:
+        """Wait until all that was announced is done."""
+        if self._pid != os.getpid():
+            return
+        limit = time.monotonic() + timeout
+        for item in self.items:
+            while _wrapped(_flag(item.ready).value - _flag(item.done).value) > 0:
+                if time.monotonic() >= limit:
+                    raise WorkerError(
+                        f"{item.label}: not done in time; raise Doorbell(timeout=...) if the machine is slow"
+                    )
+                time.sleep(1e-4)
+
+    def check(self) -> None:
+        """Raise the first error, once; its siblings go with it."""
+        if self.errors:
+            item, error = self.errors[0]
+            for failed, _ in self.errors:
+                _flag(failed.status).value = 0
+            self.errors.clear()
+            raise WorkerError(f"{item.label} failed: {error!r}") from error
+
+    def end(self, timeout: float) -> bool:
+        """Tell the threads to stop; whether they have, in time."""
+        self.control[serving.STOP] = 1
+        limit = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, limit - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _serve(
+    rows: Array, tickets: Array, control: Array, position: Array, items: tuple[Item, ...],
+    errors: list[tuple[Item, BaseException]], bound: list[Bound],
+) -> None:  # fmt: skip
+    while True:
+        try:
+            serving.serve(rows, tickets, control, position)
+            return
+        except BaseException as error:  # every error, SystemExit too, belongs to the owner
+            if position[serving.INSIDE]:
+                errors.append((items[position[serving.ITEM]], error))
+                serving.give_up(rows, tickets, position)
+
+
+def _flag(address: int) -> ctypes.c_int32:
+    return ctypes.c_int32.from_address(address)
+
+
+def _wrapped(epoch: int) -> int:
+    return ctypes.c_int32(epoch).value
+
+
+@functools.cache
+def _turn_seconds() -> float:
+    """Seconds of one turn of a waiting thread. Also compiles what the threads run, so that none of them has to."""
+    flag, control = np.zeros(1, np.int32), np.zeros(serving.CONTROL_WIDTH, np.int64)
+    rows, tickets = np.zeros((1, serving.WIDTH), np.int64), np.zeros((1, serving.TICKET_WIDTH), np.int64)
+    rows[0, [serving.READY, serving.DONE, serving.STATUS]] = flag.ctypes.data
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        serving.turn(rows, control, _TURNS)
+        times.append(time.perf_counter() - begin)
+    position = np.zeros(serving.POSITION_WIDTH, np.int64)
+    rows[0, serving.STATE] = 1
+    serving.give_up(rows, tickets, position)
+    control[serving.STOP] = 1
+    serving.serve(rows, tickets, control, position)
+    return min(times) / _TURNS

@@ -1,0 +1,178 @@
+"""The loop in which threads serve items announced by flags: all of it compiled, without the GIL.
+
+Items are served in order, epoch after epoch. Several threads walk the same list, each at its own pace, and meet at an
+item by its state word: epoch in the upper half, how many threads are inside in the lower. Who enters takes tasks from
+the item's ticket until none is left. Who leaves and sees all tasks done stores `done`. Who leaves as the last closes
+the item: it resets the ticket while nobody is inside, and opens the next epoch. A thread that comes too late finds it
+closed and walks on: it is never waited for.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from .bound import call_bound
+from .launch import Array, jit
+from .memory import load_flag, peek, put, store_flag, swap_if
+from .vector import BITS32, lowered
+
+# A row of `items` int64 [n, WIDTH]: addresses of the flags, the bound call, the counters to clear; the state far from
+# them, as it is written while the others are read.
+READY, DONE, STATUS, ENTRY, PLACE, TASKS, COUNTERS, COUNTERS_BYTES = range(8)
+STATE, FAILED = 16, 17
+WIDTH = 32
+TICKET_WIDTH = 16  # of a row of `tickets` int64 [n, TICKET_WIDTH], which begins as a ticket does
+
+# Entries of `control` int64, spread like the state above.
+STOP, DELAY, TURNS, PATIENCE = 0, 1, 2, 3
+CONTROL_WIDTH = 16
+
+# Entries of a thread's `position` int64.
+EPOCH, ITEM, INSIDE = 0, 1, 2
+POSITION_WIDTH = 16
+
+_MANY = 0xFFFFFFFF
+_CLOSING = 1 << 31
+_STOPPED, _ENTERED, _OVER = 0, 1, 2
+_SHORTEST_NAP, _LONGEST_NAP = 50, 1000  # microseconds
+
+
+@lowered
+def pause(typing: Any) -> Any:
+    """Tell the core that it waits for another one."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        triple = context.codegen().magic_tuple()[0]
+        name, kinds = "", []
+        if triple.startswith(("x86_64", "i686")):
+            name = "llvm.x86.sse2.pause"
+        elif triple.startswith(("aarch64", "arm64")):
+            name, kinds = "llvm.aarch64.hint", [BITS32]
+        if name:
+            function = ir.FunctionType(ir.VoidType(), kinds)
+            hint = cgutils.get_or_insert_function(builder.module, function, name)
+            builder.call(hint, [ir.Constant(BITS32, 1) for _ in kinds])  # 1: YIELD
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@lowered
+def nap(typing: Any, microseconds: Any) -> Any:
+    """Sleep; below a second."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        function = ir.FunctionType(BITS32, [BITS32])
+        sleep = cgutils.get_or_insert_function(builder.module, function, "usleep")
+        builder.call(sleep, [builder.trunc(args[0], BITS32)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@jit
+def state_of(epoch: int) -> int:
+    """State word of an item that is open for an epoch, with nobody inside."""
+    return epoch << 32
+
+
+@jit
+def _after(epoch: int) -> int:
+    """The epoch that follows, an int32 that wraps around."""
+    return int(np.int64(np.int32(epoch + 1)))
+
+
+@jit
+def _arrive(items: Array, tickets: Array, control: Array, item: int, epoch: int) -> int:
+    """Wait for the epoch's announcement at an item and enter it, unless it is over or all tasks are taken."""
+    at, ticket = item * WIDTH, item * TICKET_WIDTH
+    turns, waited = 0, control[PATIENCE]
+    while peek(control, STOP) == 0:
+        state = peek(items, at + STATE)
+        ahead = np.int32((state >> 32) - epoch)
+        if ahead > 0:
+            return _OVER
+        # While the epoch before is not closed (ahead < 0) this waits like one that has not been announced.
+        if ahead == 0 and np.int32(load_flag(items[item, READY]) - epoch) >= 0:
+            inside = state & _MANY
+            if inside == _CLOSING or (inside > 0 and peek(tickets, ticket) >= items[item, TASKS]):
+                return _OVER
+            if peek(control, DELAY) > 0:
+                nap(peek(control, DELAY))
+            if swap_if(items, at + STATE, state, state + 1):
+                return _ENTERED
+            continue
+        turns += 1
+        if turns < control[TURNS]:
+            pause()
+        else:  # a nap is short beside the wait so far, so it costs little in proportion
+            rest = min(max(waited >> 3, _SHORTEST_NAP), _LONGEST_NAP)
+            nap(rest)
+            waited += rest
+    return _STOPPED
+
+
+@jit
+def _leave(items: Array, tickets: Array, item: int, epoch: int) -> None:
+    """Leave an item, and close it if nobody else is inside."""
+    at, ticket, done = item * WIDTH + STATE, item * TICKET_WIDTH, items[item, DONE]
+    if peek(tickets, ticket + 1) == items[item, TASKS] and load_flag(done) != epoch:
+        store_flag(done, epoch)  # who is still inside has come too late for a task
+    state = peek(items, at)
+    while not swap_if(items, at, state, state - 1):
+        state = peek(items, at)
+    state -= 1
+    if state & _MANY != 0 or not swap_if(items, at, state, state | _CLOSING):
+        return  # who is inside, or has just come in, closes it
+    if items[item, FAILED] != 0:
+        items[item, FAILED] = 0
+        store_flag(items[item, STATUS], 1)
+        store_flag(done, epoch)
+    tickets[item, 0] = tickets[item, 1] = 0
+    for place in range(0, items[item, COUNTERS_BYTES], 4):
+        put(items[item, COUNTERS] + place, np.float32(0.0))
+    swap_if(items, at, state | _CLOSING, state_of(_after(epoch)))
+
+
+@jit
+def _walk(tickets: Array, position: Array) -> None:
+    position[ITEM] += 1
+    if position[ITEM] == tickets.shape[0]:
+        position[ITEM], position[EPOCH] = 0, _after(position[EPOCH])
+
+
+@jit
+def serve(items: Array, tickets: Array, control: Array, position: Array) -> None:
+    """Serve items from a thread's position on until told to stop; a kernel's error is raised from inside its item."""
+    while True:
+        outcome = _arrive(items, tickets, control, position[ITEM], position[EPOCH])
+        if outcome == _STOPPED:
+            return
+        if outcome == _ENTERED:
+            position[INSIDE] = 1
+            call_bound(items[position[ITEM], ENTRY], items[position[ITEM], PLACE])
+            position[INSIDE] = 0
+            _leave(items, tickets, position[ITEM], position[EPOCH])
+        _walk(tickets, position)
+
+
+@jit
+def give_up(items: Array, tickets: Array, position: Array) -> None:
+    """Go on behind an item whose kernel has raised; when it is closed its status says so."""
+    items[position[ITEM], FAILED] = 1
+    position[INSIDE] = 0
+    _leave(items, tickets, position[ITEM], position[EPOCH])
+    _walk(tickets, position)
+
+
+@jit
+def turn(items: Array, control: Array, turns: int) -> None:
+    """Do what a waiting thread does between two looks at a flag, `turns` times: to learn how long it takes."""
+    for _ in range(turns):
+        if peek(control, STOP) == 0 and peek(items, STATE) == 0 and load_flag(items[0, READY]) == 0:
+            pause()
