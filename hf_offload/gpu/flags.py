@@ -1,0 +1,83 @@
+"""Hand-over between a stream and the host by numbers in pinned memory: both sides count epochs, int32 that wrap around.
+
+The step's epoch lies in device memory, so that a captured graph can be replayed with another one.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from .backend import on_triton
+
+_SPIN_SECONDS = 1e-6  # about what one look across the bus takes
+
+
+def signal(flag: torch.Tensor, epoch: torch.Tensor) -> None:
+    """Store the epoch in a flag, when all that the stream has written before is visible to the host.
+
+    Args:
+        flag: `[1]` int32, written; pinned host memory if the epoch is on a GPU.
+        epoch: `[1]` int32.
+
+    Raises:
+        ValueError: another shape, or memory that is not pinned.
+        TypeError: another dtype.
+    """
+    _check(flag, epoch)
+    if not on_triton(epoch):
+        flag.copy_(epoch)
+        return
+    from . import flags_kernels
+
+    flags_kernels.signal_kernel[(1,)](flag, epoch, num_warps=1)
+
+
+def wait(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, *, spins: int) -> None:
+    """Let the stream wait until a flag has reached the epoch; what was written before the flag is visible behind this.
+
+    The wait is bounded. If it was in vain the stream goes on, and whoever synchronises next raises because of `late`.
+
+    Args:
+        flag: `[1]` int32, written by the host; pinned memory if the epoch is on a GPU.
+        epoch: `[1]` int32.
+        late: `[1]` int32, on the device or pinned; becomes 1 if the flag was not there in time, else stays as it is.
+        spins: how often to look again at most; each look takes about a microsecond.
+
+    Raises:
+        ValueError: another shape, memory that is not pinned, or a negative `spins`.
+        TypeError: another dtype.
+    """
+    _check(flag, epoch)
+    if late.dtype != torch.int32:
+        raise TypeError(f"late has dtype {late.dtype}; expected torch.int32")
+    if late.shape != (1,):
+        raise ValueError(f"late has shape {tuple(late.shape)}; expected (1,)")
+    if spins < 0:
+        raise ValueError(f"spins={spins} is not a number of looks")
+    if not on_triton(epoch):
+        _wait_by_torch(flag, epoch, late, spins)
+        return
+    from . import flags_kernels
+
+    flags_kernels.wait_kernel[(1,)](flag, epoch, late, spins, num_warps=1)
+
+
+def _wait_by_torch(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, spins: int) -> None:
+    limit = time.monotonic() + spins * _SPIN_SECONDS
+    while int(flag - epoch) < 0:  # int32, so that it wraps around
+        if time.monotonic() >= limit:
+            late.fill_(1)
+            return
+        time.sleep(0)
+
+
+def _check(flag: torch.Tensor, epoch: torch.Tensor) -> None:
+    for name, tensor in (("flag", flag), ("epoch", epoch)):
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; expected torch.int32")
+        if tensor.shape != (1,):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected (1,)")
+    if epoch.device.type == "cuda" and not (flag.device.type == "cpu" and flag.is_pinned()):
+        raise ValueError(f"the flag lies on {flag.device} and is not pinned; use torch.zeros(..., pin_memory=True)")
