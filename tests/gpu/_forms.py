@@ -1,0 +1,17 @@
+"""The forms of an operation that tests run: torch, the kernel under the interpreter, the kernel on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+every_form = pytest.mark.parametrize("form", ["torch", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def device_of(form: str, request: pytest.FixtureRequest) -> str:
+    """Make operations take this form, and return the device of their tensors."""
+    if form == "interpreted":
+        if torch.cuda.is_available():
+            pytest.skip("with a CUDA device Triton compiles")
+        request.getfixturevalue("interpreted")
+    return "cuda" if form == "cuda" else "cpu"
