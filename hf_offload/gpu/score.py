@@ -1,0 +1,181 @@
+"""Log masses of sealed blocks from their digests, which lie on the device; what digests hold says `cache.digests`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .backend import on_triton
+from .require import require
+
+F32, I32 = (torch.float32,), (torch.int32,)
+AT_ONCE = 256
+"""Blocks whose digests the torch form unpacks at a time: unpacked, a digest is larger than its block."""
+
+
+def score_vectors(
+    ready: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:
+    """Score sealed blocks by one dot product each: log mass = ready · vector + bias.
+
+    Args:
+        ready: fp32 `[B, Hq, W]`, the query as the digest wants it, scaled.
+        vectors: fp32 `[P, Hkv, W]`, by physical block.
+        bias: fp32 `[P]`, -inf for blocks without valid tokens.
+        table: int32 `[B, N]`, physical block of each logical one.
+        limits: int32 `[2]`: tokens of a row, sealed blocks.
+
+    Returns:
+        fp32 `[B, Hq, N]`; -inf for blocks without valid tokens and for those that are not sealed.
+
+    Raises:
+        ValueError: shapes, devices or layouts that do not fit.
+        TypeError: another dtype.
+    """
+    (batch, query_heads, width), (physical, kv_heads, _) = ready.shape, vectors.shape
+    device = ready.device
+    _check_heads(query_heads, kv_heads)
+    require("ready", ready, F32, (batch, query_heads, width), device)
+    require("vectors", vectors, F32, (physical, kv_heads, width), device)
+    require("bias", bias, F32, (physical,), device)
+    require("table", table, I32, (batch, table.shape[-1]), device)
+    require("limits", limits, I32, (2,), device)
+    if not on_triton(ready):
+        return _vectors_by_torch(ready, vectors, bias, table, limits)
+    from . import score_kernels
+
+    masses = torch.empty(batch, query_heads, table.shape[1], dtype=torch.float32, device=device)
+    constants = vector_sizes(query_heads // kv_heads, width)
+    score_kernels.vectors_kernel[(-(-table.shape[1] // constants["TILE"]), kv_heads, batch)](
+        ready, vectors, bias, table, limits, masses, kv_heads, table.shape[1], **constants, num_warps=4, num_stages=3
+    )
+    return masses
+
+
+def vector_sizes(group: int, width: int) -> dict[str, Any]:
+    """Compile-time sizes of `vectors_kernel`."""
+    return {"GROUP": group, "ROWS": _padded(group, 16), "WIDTH": width, "STEP": 32, "TILE": 64}
+
+
+def _vectors_by_torch(
+    ready: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:
+    sealed, grouped = _sealed(table, limits), ready.unflatten(1, (vectors.shape[1], -1))
+    ids = torch.where(sealed, table, 0).long()
+    masses = [torch.einsum("bhgw,bnhw->bhgn", grouped, vectors[some]) for some in ids.split(AT_ONCE, 1)]
+    shift = torch.where(sealed, bias[ids], -torch.inf)[:, None]
+    return torch.where(shift > -torch.inf, torch.cat(masses, -1).flatten(1, 2) + shift, -torch.inf)
+
+
+def score_submeans(
+    query: torch.Tensor,
+    codes: torch.Tensor,
+    levels: torch.Tensor,
+    sizes: torch.Tensor,
+    bias: torch.Tensor,
+    center: torch.Tensor,
+    sigma: torch.Tensor,
+    table: torch.Tensor,
+    limits: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Score sealed blocks by pairs of keys μ ± δ: log mass = logsumexp(bias + scale·q·μ + log cosh(scale·q·δ)).
+
+    μ = center + sigma · code scale · code, δ = sigma · level scale · (level - 1.5). Codes have 4 bits, levels 2.
+
+    Args:
+        query: fp32 `[B, Hq, D]`, D a multiple of 16.
+        codes: uint8 `[P, Hkv, S·D/2]`, by physical block; S pairs, a power of two.
+        levels: int32 `[P, Hkv, D/16, S]`.
+        sizes: int32 `[P, Hkv, S]`, two bfloat16 a word: code scale above level scale.
+        bias: fp32 `[P, S]`, log of the tokens in a pair; -inf for none.
+        center, sigma: fp32 `[Hkv, D]`.
+        table: int32 `[B, N]`, physical block of each logical one.
+        limits: int32 `[2]`: tokens of a row, sealed blocks.
+        scale: softmax scale.
+
+    Returns:
+        fp32 `[B, Hq, N]`; -inf for blocks without valid tokens and for those that are not sealed.
+
+    Raises:
+        ValueError: shapes, devices or layouts that do not fit.
+        TypeError: another dtype.
+    """
+    (batch, query_heads, dim), (physical, kv_heads, pairs) = query.shape, sizes.shape
+    device = query.device
+    _check_heads(query_heads, kv_heads)
+    if dim % 16 or pairs & (pairs - 1) or not 4 <= pairs <= 64:
+        raise ValueError(f"D {dim} must be a multiple of 16, and {pairs} pairs a block a power of two in 4..64")
+    require("query", query, F32, (batch, query_heads, dim), device)
+    require("codes", codes, (torch.uint8,), (physical, kv_heads, pairs * dim // 2), device)
+    require("levels", levels, I32, (physical, kv_heads, dim // 16, pairs), device)
+    require("sizes", sizes, I32, (physical, kv_heads, pairs), device)
+    require("bias", bias, F32, (physical, pairs), device)
+    require("center", center, F32, (kv_heads, dim), device)
+    require("sigma", sigma, F32, (kv_heads, dim), device)
+    require("table", table, I32, (batch, table.shape[-1]), device)
+    require("limits", limits, I32, (2,), device)
+    words = codes.view(torch.int32).view(physical, kv_heads, dim // 8, pairs)
+    if not on_triton(query):
+        return _submeans_by_torch(query, words, levels, sizes, bias, center, sigma, table, limits, scale)
+    from . import score_kernels
+
+    masses = torch.empty(batch, query_heads, table.shape[1], dtype=torch.float32, device=device)
+    constants = submean_sizes(query_heads // kv_heads, pairs, dim)
+    score_kernels.submeans_kernel[(-(-table.shape[1] // constants["TILE"]), kv_heads, batch)](
+        query, words, levels, sizes, bias, center, sigma, table, limits, masses, scale, kv_heads, table.shape[1],
+        **constants, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return masses
+
+
+def submean_sizes(group: int, pairs: int, dim: int) -> dict[str, Any]:
+    """Compile-time sizes of `submeans_kernel`."""
+    padded, tile = 1 << (dim - 1).bit_length(), max(128 // pairs, 1)
+    return {
+        "GROUP": group, "HALF": _padded(group, 8), "PAIRS": pairs, "DIM": dim, "DIM_PAD": padded,
+        "STEP": min(32, padded), "TILE": tile, "COLUMNS": tile * pairs,
+    }  # fmt: skip
+
+
+def _submeans_by_torch(
+    query: torch.Tensor, words: torch.Tensor, levels: torch.Tensor, sizes: torch.Tensor, bias: torch.Tensor,
+    center: torch.Tensor, sigma: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    sealed, grouped = _sealed(table, limits), query.unflatten(1, (center.shape[0], -1))
+    weighted, middle = grouped * sigma[:, None], (grouped * center[:, None]).sum(-1)[..., None, None]
+    d = torch.arange(16, dtype=torch.int32, device=query.device)
+    parts = []
+    for some in torch.where(sealed, table, 0).long().split(AT_ONCE, 1):
+        level_scale, code_scale = sizes[some, :, :, None].view(torch.bfloat16).float().unbind(-1)
+        nibbles = (words[some][..., None] >> (4 * d[:8])) & 15
+        pairs_of_bits = (levels[some][..., None] >> (d % 8 // 2 * 8 + d // 8 * 4 + d % 2 * 2)) & 3
+        # [b, n, h, words, pairs, dimensions of a word] -> [b, h, g, n, pairs]
+        mean, swing = (
+            torch.einsum("bhgwd,bnhwsd->bhgns", weighted.unflatten(-1, (-1, x.shape[-1])), x - offset)
+            * (scale * size.transpose(1, 2)[:, :, None])
+            for x, offset, size in ((nibbles, 8.0, code_scale), (pairs_of_bits, 1.5, level_scale))
+        )
+        swing = torch.logaddexp(swing, -swing) - math.log(2)
+        shift = bias[some][:, None, None]
+        score = torch.where(shift > -torch.inf, mean + scale * middle + swing + shift, -torch.inf)
+        parts.append(score.logsumexp(-1).flatten(1, 2))
+    return torch.where(sealed[:, None], torch.cat(parts, -1), -torch.inf)
+
+
+def _sealed(table: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+    """Which entries of a table are sealed blocks, bool `[B, N]`."""
+    return (torch.arange(table.shape[1], device=table.device) < limits[1]).expand(table.shape)
+
+
+def _padded(group: int, least: int) -> int:
+    """Query heads of a group, padded to a power of two."""
+    return max(least, 1 << (group - 1).bit_length())
+
+
+def _check_heads(query_heads: int, kv_heads: int) -> None:
+    if kv_heads < 1 or query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads")

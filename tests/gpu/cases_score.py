@@ -1,0 +1,26 @@
+"""Compiled variants of the scores: head sizes of real models, each with its usual blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_offload.gpu import score_kernels
+from hf_offload.gpu.score import submean_sizes, vector_sizes
+
+
+def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    integers = dict.fromkeys(("codes_ptr", "levels_ptr", "sizes_ptr", "table_ptr", "limits_ptr"), "*i32")
+    scalars = {"scale": "fp32", "kv_heads": "i32", "blocks": "i32"}
+    options = {"num_warps": 4, "num_stages": 3}
+
+    def signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
+        return {name: (integers | scalars).get(name, "*fp32") for name in kernel.arg_names if name not in constants}
+
+    found = []
+    for group, width in ((4, 128), (7, 160), (2, 512)):
+        kernel, constants = score_kernels.vectors_kernel, vector_sizes(group, width)
+        found.append((f"vectors of {width}", kernel, signature(kernel, constants), constants, options))
+    for group, pairs, dim in ((4, 16, 128), (7, 8, 64), (1, 16, 80), (3, 4, 96), (2, 64, 256), (16, 32, 128)):
+        kernel, constants = score_kernels.submeans_kernel, submean_sizes(group, pairs, dim)
+        found.append((f"{pairs} pairs of {dim}", kernel, signature(kernel, constants), constants, options))
+    return found

@@ -1,0 +1,147 @@
+"""Log masses on the device against float64: the two kinds of digest, ragged and poisoned."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_offload.cache.digests import DIGESTS
+from hf_offload.cpu import reference
+from hf_offload.cpu.packing import pack_codes, pack_halves, pack_levels
+from hf_offload.gpu.score import score_submeans, score_vectors
+
+from ._forms import device_of, every_form
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes under masks too
+
+
+def tables(batch: int, physical: int, blocks: int, sealed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table of `blocks` entries, garbage from `sealed` on, and the limits."""
+    table = torch.stack([torch.randperm(physical)[:blocks] for _ in range(batch)]).int()
+    table[:, sealed:] = torch.tensor([-1, 10**9])[torch.arange(blocks - sealed) % 2]
+    return table, torch.tensor([sealed * 8 + 3, sealed], dtype=torch.int32)
+
+
+def poison(table: torch.Tensor, sealed: int, *digests: torch.Tensor) -> None:
+    """Fill with NaN what belongs to no sealed block."""
+    unused = torch.ones(len(digests[0]), dtype=torch.bool)
+    unused[table[:, :sealed].flatten().long()] = False
+    for digest in digests:
+        digest[unused] = math.nan
+
+
+def check(masses: torch.Tensor, want: torch.Tensor, atol: float) -> None:
+    """Compare, with -inf behind the sealed blocks that `want` has."""
+    got, sealed = masses.cpu(), want.shape[2]
+    assert got.dtype == torch.float32
+    assert (got[:, :, sealed:] == -math.inf).all()
+    assert torch.equal(got[:, :, :sealed] == -math.inf, want == -math.inf)
+    torch.testing.assert_close(got[:, :, :sealed].double(), want, rtol=1e-5, atol=atol)
+
+
+@every_form
+@pytest.mark.parametrize(
+    ("group", "width", "blocks", "sealed"),
+    [(1, 16, 1, 1), (3, 80, 37, 33), (7, 128, 70, 70), (16, 256, 66, 1), (4, 512, 5, 0), (2, 64, 300, 280)],
+)
+def test_vectors(form: str, group: int, width: int, blocks: int, sealed: int, request: pytest.FixtureRequest) -> None:
+    device = device_of(form, request)
+    torch.manual_seed(group)
+    ready, vectors, bias = torch.randn(2, 2 * group, width), torch.randn(2 * blocks, 2, width), torch.randn(2 * blocks)
+    table, limits = tables(2, 2 * blocks, blocks, sealed)
+    poison(table, sealed, vectors, bias)
+    if sealed > 1:
+        dead = int(table[0, 1])
+        bias[dead], vectors[dead] = -math.inf, math.nan
+    want = reference.score_vectors(ready, vectors, bias, table, sealed)
+    masses = score_vectors(*(x.to(device) for x in (ready, vectors, bias, table, limits)))
+    assert masses.shape == (2, 2 * group, blocks)
+    check(masses, want, 1e-5 * width**0.5)
+
+
+def truth(
+    query: torch.Tensor, means: torch.Tensor, swings: torch.Tensor, bias: torch.Tensor, table: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Log masses [B, Hq, n], float64, of pairs means ± swings [P, Hkv, S, D]."""
+    ids = table.long()
+    grouped = query.double().unflatten(1, (means.shape[1], -1))
+    mean, swing = (scale * torch.einsum("bhgd,bnhsd->bhgns", grouped, x[ids]) for x in (means, swings))
+    score = mean + torch.cosh(swing).log() + bias[ids][:, None, None].double()
+    return torch.where(bias[ids][:, None, None] > -math.inf, score, -math.inf).logsumexp(-1).flatten(1, 2)
+
+
+@every_form
+@pytest.mark.parametrize(
+    ("pairs", "dim", "group", "blocks", "sealed"),
+    [
+        (4, 16, 3, 41, 37),
+        (4, 96, 1, 33, 33),
+        (8, 64, 7, 20, 18),
+        (16, 80, 4, 19, 17),
+        (16, 128, 5, 9, 0),
+        (16, 128, 16, 7, 7),
+        (4, 16, 2, 300, 290),
+        (64, 256, 2, 3, 3),
+        (32, 64, 3, 5, 4),
+    ],
+)
+def test_submeans(
+    form: str, pairs: int, dim: int, group: int, blocks: int, sealed: int, request: pytest.FixtureRequest
+) -> None:
+    device = device_of(form, request)
+    torch.manual_seed(pairs + dim)
+    physical = 2 * blocks
+    codes = torch.randint(-7, 8, (physical, 2, pairs, dim), dtype=torch.int8)
+    levels = torch.randint(0, 4, codes.shape, dtype=torch.int8)
+    scales, sizes = ((torch.rand(physical, 2, pairs) * 0.3).bfloat16().float() for _ in range(2))
+    bias = torch.randint(0, 3, (physical, pairs)).float().log()  # some pairs have no token
+    center, sigma = torch.randn(2, dim), torch.rand(2, dim) + 0.5
+    table, limits = tables(2, physical, blocks, sealed)
+    if sealed:
+        bias[table[1, 0].long()] = -math.inf
+    empty = (bias == -math.inf)[:, None].expand(scales.shape)
+    query, scale = torch.randn(2, 2 * group, dim) * 2, dim**-0.5
+    query[0, 0] = 0.0
+    query[1, -1] *= 1e-6
+    means = center[:, None].double() + (sigma[:, None] * codes * scales[..., None]).double()
+    swings = (sigma[:, None].double() * sizes[..., None]) * (levels - 1.5).double()
+    want = truth(query, means, swings, bias, table[:, :sealed], scale)
+    scales[empty], sizes[empty] = math.nan, math.inf
+    poison(table, sealed, scales, sizes, bias)
+    digest = (pack_codes(codes), pack_levels(levels), pack_halves(scales, sizes), bias, center, sigma)
+    masses = score_submeans(*(x.to(device) for x in (query, *digest, table, limits)), scale=scale)
+    assert masses.shape == (2, 2 * group, blocks)
+    check(masses, want, 3e-5)
+
+
+@every_form
+def test_the_digests_of_real_keys(form: str, request: pytest.FixtureRequest) -> None:
+    """The tensors that a digest store keeps are what the operation takes, and mean the same."""
+    device = device_of(form, request)
+    torch.manual_seed(0)
+    keys, valid = torch.randn(11, 2, 32, 64) + torch.randn(64), torch.rand(11, 32) > 0.2
+    store = DIGESTS["submean"](2, 64, 32, torch.device("cpu"))
+    store.reserve(13)
+    store.freeze([(keys.transpose(0, 1).reshape(1, 2, -1, 64), valid.reshape(1, -1))])
+    store.seal(torch.arange(11), keys, valid)
+    query, table = torch.randn(1, 6, 64), torch.randperm(11).int()[None]
+    kept = (store.codes, store.levels, store.sizes, store.bias, store.center, store.sigma)  # type: ignore[attr-defined]
+    limits = torch.tensor([11 * 32, 11], dtype=torch.int32)
+    masses = score_submeans(*(x.to(device) for x in (query, *kept, table, limits)), scale=0.125)
+    torch.testing.assert_close(masses.cpu(), store.score(query, table.long(), 0.125), rtol=1e-5, atol=1e-5)
+
+
+def test_refusals() -> None:
+    zeros, table, limits = torch.zeros(1, 2, 32), torch.zeros(1, 3).int(), torch.zeros(2).int()
+    with pytest.raises(ValueError, match="2 query heads are not a multiple of 3"):
+        score_vectors(zeros, torch.zeros(3, 3, 32), torch.zeros(3), table, limits)
+    with pytest.raises(ValueError, match=r"vectors has shape \(3, 1, 16\)"):
+        score_vectors(zeros, torch.zeros(3, 1, 16), torch.zeros(3), table, limits)
+    with pytest.raises(TypeError, match=r"table has dtype torch\.int64"):
+        score_vectors(zeros, torch.zeros(3, 1, 32), torch.zeros(3), table.long(), limits)
+    rest = (torch.zeros(3, 1, 2, 6).int(), torch.zeros(3, 1, 6).int(), torch.zeros(3, 6), *torch.zeros(2, 1, 32))
+    with pytest.raises(ValueError, match="6 pairs"):
+        score_submeans(zeros, torch.zeros(3, 1, 96).byte(), *rest, table, limits, scale=1.0)
