@@ -62,9 +62,9 @@ def vector_sizes(group: int, width: int) -> dict[str, Any]:
 def _vectors_by_torch(
     ready: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, limits: torch.Tensor
 ) -> torch.Tensor:
-    sealed, grouped = _sealed(table, limits), ready.unflatten(1, (vectors.shape[1], -1))
+    sealed, grouped = _sealed(table, limits), ready.view(len(ready), vectors.shape[1], -1, ready.shape[2])
     ids = torch.where(sealed, table, 0).long()
-    masses = [torch.einsum("bhgw,bnhw->bhgn", grouped, vectors[some]) for some in ids.split(AT_ONCE, 1)]
+    masses = [torch.einsum("bhgw,bnhw->bhgn", grouped, vectors[some]) for some in torch.split(ids, AT_ONCE, 1)]
     shift = torch.where(sealed, bias[ids], -torch.inf)[:, None]
     return torch.where(shift > -torch.inf, torch.cat(masses, -1).flatten(1, 2) + shift, -torch.inf)
 
@@ -145,17 +145,17 @@ def _submeans_by_torch(
     query: torch.Tensor, words: torch.Tensor, levels: torch.Tensor, sizes: torch.Tensor, bias: torch.Tensor,
     center: torch.Tensor, sigma: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    sealed, grouped = _sealed(table, limits), query.unflatten(1, (center.shape[0], -1))
+    sealed, grouped = _sealed(table, limits), query.view(len(query), center.shape[0], -1, query.shape[2])
     weighted, middle = grouped * sigma[:, None], (grouped * center[:, None]).sum(-1)[..., None, None]
     d = torch.arange(16, dtype=torch.int32, device=query.device)
     parts = []
-    for some in torch.where(sealed, table, 0).long().split(AT_ONCE, 1):
+    for some in torch.split(torch.where(sealed, table, 0).long(), AT_ONCE, 1):
         level_scale, code_scale = sizes[some, :, :, None].view(torch.bfloat16).float().unbind(-1)
         nibbles = (words[some][..., None] >> (4 * d[:8])) & 15
         pairs_of_bits = (levels[some][..., None] >> (d % 8 // 2 * 8 + d // 8 * 4 + d % 2 * 2)) & 3
         # [b, n, h, words, pairs, dimensions of a word] -> [b, h, g, n, pairs]
         mean, swing = (
-            torch.einsum("bhgwd,bnhwsd->bhgns", weighted.unflatten(-1, (-1, x.shape[-1])), x - offset)
+            torch.einsum("bhgwd,bnhwsd->bhgns", weighted.view(*weighted.shape[:3], -1, x.shape[-1]), x - offset)
             * (scale * size.transpose(1, 2)[:, :, None])
             for x, offset, size in ((nibbles, 8.0, code_scale), (pairs_of_bits, 1.5, level_scale))
         )

@@ -1,10 +1,11 @@
-"""Compiled variants of the scores: head sizes of real models, each with its usual blocks."""
+"""Compiled variants of the scores and their join: head sizes of real models, each with its usual blocks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hf_offload.gpu import score_kernels
+from hf_offload.gpu import join_kernels, score_kernels
+from hf_offload.gpu.join import join_sizes
 from hf_offload.gpu.score import submean_sizes, vector_sizes
 
 
@@ -23,4 +24,7 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
     for group, pairs, dim in ((4, 16, 128), (7, 8, 64), (1, 16, 80), (3, 4, 96), (2, 64, 256), (16, 32, 128)):
         kernel, constants = score_kernels.submeans_kernel, submean_sizes(group, pairs, dim)
         found.append((f"{pairs} pairs of {dim}", kernel, signature(kernel, constants), constants, options))
+    for group, join in ((1, "raw"), (4, "max"), (7, "mean"), (16, "max")):
+        kernel, constants = join_kernels.join_kernel, {"JOIN": join, **join_sizes(group)}
+        found.append((f"join by {join} of {group}", kernel, signature(kernel, constants), constants, {"num_warps": 4}))
     return found
