@@ -17,7 +17,7 @@ def check_width(blocks: int) -> None:
 def padded_width(blocks: int) -> dict[str, int]:
     """Compile-time sizes and warps of a kernel that holds so many blocks in registers."""
     width = 1 << (blocks - 1).bit_length()
-    warps = min(max(width // 512, 4), 16)
+    warps = min(max(width // 1024, 4), 16)
     return {"WIDTH": width, "CHUNK": min(width, 128 * warps), "num_warps": warps}
 
 

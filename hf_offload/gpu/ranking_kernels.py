@@ -22,15 +22,16 @@ def keys_between(worth_ptr, n, first, end):
 
 
 @triton.jit
-def bound_of_best(keys, want):
-    """The bound of the `want` largest keys of a row: those above it, and the first ones equal to it.
+def bound_of_best(keys, n, want):
+    """Where the `want` largest keys of a row end: see `is_best`. Ties go to the lower n.
 
     Args:
         keys: int32 [N], see `ordered`; NEVER does not count.
+        n: [N], 0, 1, 2, ...
         want: scalar; nothing is wanted below 1.
 
     Returns:
-        The bound, and how many of the keys that equal it are wanted.
+        The bound, and the end of those that equal it.
     """
     usable = tl.sum((keys != NEVER).to(tl.int32), 0)
     # The bound is the largest key that at least `want` keys reach. Ends early where exactly that many do.
@@ -44,21 +45,21 @@ def bound_of_best(keys, want):
         above = tl.where(found > want, above, tl.where(found == want, middle, middle - 1))
     bound = tl.where(usable <= want, NEVER, below.to(tl.int32))
     bound = tl.where(want > 0, bound, 0x7FFFFFFF)  # above the key of every float
-    return bound, want - tl.sum((keys > bound).to(tl.int32), 0)
+    # The end of the ties is the lowest number with enough of them before it.
+    tied = (keys == bound) & (keys != NEVER)
+    room = want - tl.sum((keys > bound).to(tl.int32), 0)
+    ties = tl.sum(tied.to(tl.int32), 0)
+    end = tl.where(ties > 0, tl.max(n, 0) + 1, 0)
+    first = tl.where(ties > room, 0, end)
+    while first < end:
+        half = (first + end) >> 1
+        before = tl.sum((tied & (n < half)).to(tl.int32), 0)
+        first = tl.where(before >= room, first, half + 1)
+        end = tl.where(before >= room, half, end)
+    return bound, end
 
 
 @triton.jit
-def is_best(keys, bound, room, ties):
-    """Which keys of a piece of a row are among the best.
-
-    Args:
-        keys: int32 [n].
-        bound, room: from `bound_of_best`.
-        ties: how many keys before this piece equal the bound.
-
-    Returns:
-        bool [n], and `ties` for the next piece.
-    """
-    tied = ((keys == bound) & (keys != NEVER)).to(tl.int32)
-    chosen = (keys > bound) | ((tied != 0) & (ties + tl.cumsum(tied, 0) <= room))
-    return chosen, ties + tl.sum(tied, 0)
+def is_best(keys, n, bound, end):
+    """Which keys of the entries n are among the best, after `bound_of_best`."""
+    return (keys > bound) | ((keys == bound) & (n < end))

@@ -33,16 +33,14 @@ def select_kernel(
     late = tl.minimum(sealed, tl.maximum(low, sealed - recent))
     sinks_end = tl.minimum(high, late)
     score_ptr += line * width
-    bound, room = bound_of_best(
-        keys_between(score_ptr, tl.arange(0, WIDTH), high, late),
-        k - tl.maximum(sinks_end - low, 0) - (num_blocks - late),
-    )
+    want = k - tl.maximum(sinks_end - low, 0) - (num_blocks - late)
+    every = tl.arange(0, WIDTH)
+    bound, end = bound_of_best(keys_between(score_ptr, every, high, late), every, want)
     # The scores are read once more: to keep them all would take more registers than there are.
     count = 0
-    ties = 0
     for start in range(0, num_blocks, CHUNK):
         n = start + tl.arange(0, CHUNK)
-        chosen, ties = is_best(keys_between(score_ptr, n, high, late), bound, room, ties)
+        chosen = is_best(keys_between(score_ptr, n, high, late), n, bound, end)
         always = ((n >= low) & (n < sinks_end)) | ((n >= late) & (n < num_blocks))
         chosen = (chosen | always).to(tl.int32)
         place = count + tl.cumsum(chosen, 0) - chosen

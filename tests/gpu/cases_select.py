@@ -13,7 +13,7 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
     select = {name: "*i32" if name.endswith("_ptr") else "i32" for name in arguments} | {"score_ptr": "*fp32"}
     split = dict.fromkeys(select_kernels.split_kernel.arg_names, "*i32") | {"capacity": "i32", "width": "i32"}
     found = []
-    for blocks in (64, 4096, 16384):
+    for blocks in (64, 4096, 8192, 16384):
         constants = padded_width(blocks)
         options = {"num_warps": constants.pop("num_warps")}
         found.append((f"of {blocks} blocks", select_kernels.select_kernel, select, constants, options))

@@ -1,0 +1,194 @@
+"""Which resident blocks give way to which others, decided on the device; the semantics of `attention.exchange`."""
+
+from __future__ import annotations
+
+import torch
+
+from .backend import on_triton
+from .ranking import best, check_width, padded_width, together
+from .require import require
+
+F32, I32 = (torch.float32,), (torch.int32,)
+FREE = -1
+MOST_SLOTS = 1024
+"""Slots of a row and KV head that a kernel sorts."""
+
+
+def exchange(
+    worth: torch.Tensor,
+    known: torch.Tensor,
+    block_of: torch.Tensor,
+    slot_of: torch.Tensor,
+    high: torch.Tensor,
+    limits: torch.Tensor,
+    *,
+    recent: int,
+    due: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give the slots that may change hands to the blocks that are wanted most (ScoutAttention §3.4).
+
+    Blocks from the end of the sinks up to the newest `recent` sealed ones may come and go; the others stay. Slots are
+    given up in this order: free ones, those of blocks worth least, those of blocks newer than any score; the most
+    wanted missing block gets the first. Of equal worth the lower block is first, to go and to come. A block that is
+    worth -inf or NaN never comes.
+
+    Args:
+        worth: fp32 `[B, Hkv, N]`, N up to 16384, of the first `known` blocks; the rest may be anything.
+        known: int32 `[1]`.
+        block_of: int32 `[B, Hkv, R]`, R up to 1024, the block in each slot, -1 = free; updated.
+        slot_of: int32 `[B, Hkv, N]`, the slot of each block, -1 = not resident; updated.
+        high: int32 `[B]`, end of each row's sinks.
+        limits: int32 `[2]`: tokens of a row, sealed blocks.
+        recent: newest sealed blocks that stay.
+        due: int32 `[1]`, 0 = nothing moves this time; None = it is time.
+
+    Returns:
+        The moves: slots and blocks int32 `[B, Hkv, R]`, counts int32 `[B, Hkv]`; entries from a count on mean nothing.
+
+    Raises:
+        ValueError: numbers out of range, or shapes, devices or layouts that do not fit.
+        TypeError: another dtype.
+    """
+    _check(worth, known, block_of, slot_of, high, limits, recent)
+    if due is not None:
+        require("due", due, I32, (1,), worth.device)
+    if not on_triton(worth):
+        return _by_torch(worth, known, block_of, slot_of, high, limits, recent, due)
+    from . import exchange_kernels
+
+    (batch, heads, slots), blocks = block_of.shape, slot_of.shape[2]
+    moved_slots, moved_blocks = torch.empty_like(block_of), torch.empty_like(block_of)
+    counts = torch.empty(batch, heads, dtype=torch.int32, device=worth.device)
+    exchange_kernels.exchange_kernel[(batch * heads,)](
+        worth, known, block_of, slot_of, high, limits, due, moved_slots, moved_blocks, counts, heads, blocks, slots,
+        recent, SLOTS=padded_slots(slots), **padded_width(blocks),
+    )  # fmt: skip
+    return moved_slots, moved_blocks, counts
+
+
+def open_block(
+    worth: torch.Tensor,
+    known: torch.Tensor,
+    block_of: torch.Tensor,
+    slot_of: torch.Tensor,
+    high: torch.Tensor,
+    limits: torch.Tensor,
+    *,
+    block_size: int,
+    recent: int,
+) -> None:
+    """Give the block that the next token starts a slot: the one that `exchange` would give up first.
+
+    Nothing happens while a block is unfinished, nor where no slot may change hands.
+
+    Args:
+        worth, known, block_of, slot_of, high, limits, recent: as for `exchange`; N above length / block_size.
+        block_size: tokens a block.
+
+    Raises:
+        ValueError: numbers out of range, or shapes, devices or layouts that do not fit.
+        TypeError: another dtype.
+    """
+    _check(worth, known, block_of, slot_of, high, limits, recent)
+    if block_size < 1:
+        raise ValueError(f"block_size {block_size} must be at least 1")
+    if not on_triton(worth):
+        _open_by_torch(worth, known, block_of, slot_of, high, limits, block_size, recent)
+        return
+    from . import exchange_kernels
+
+    (batch, heads, slots), blocks = block_of.shape, slot_of.shape[2]
+    exchange_kernels.open_kernel[(batch * heads,)](
+        worth, known, block_of, slot_of, high, limits, heads, blocks, slots, block_size, recent,
+        SLOTS=padded_slots(slots), num_warps=4,
+    )  # fmt: skip
+
+
+def padded_slots(slots: int) -> int:
+    """Compile-time size of what is sorted."""
+    return max(1 << (slots - 1).bit_length(), 16)
+
+
+def _check(
+    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, high: torch.Tensor,
+    limits: torch.Tensor, recent: int,
+) -> None:  # fmt: skip
+    batch, heads, blocks = worth.shape
+    slots = block_of.shape[-1]
+    check_width(blocks)
+    if not 1 <= slots <= MOST_SLOTS:
+        raise ValueError(f"{slots} slots a KV head are not within 1..{MOST_SLOTS}")
+    require("worth", worth, F32, (batch, heads, blocks), worth.device)
+    require("known", known, I32, (1,), worth.device)
+    require("block_of", block_of, I32, (batch, heads, slots), worth.device)
+    require("slot_of", slot_of, I32, (batch, heads, blocks), worth.device)
+    require("high", high, I32, (batch,), worth.device)
+    require("limits", limits, I32, (2,), worth.device)
+    if recent < 0:
+        raise ValueError(f"recent {recent} must not be negative")
+
+
+def _by_torch(
+    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, high: torch.Tensor,
+    limits: torch.Tensor, recent: int, due: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    slots, n = block_of.shape[2], torch.arange(worth.shape[2], dtype=torch.int32, device=worth.device)
+    may = _may_change(block_of, high, limits, recent)
+    movable = (n >= high[:, None, None]) & (n < limits[1] - recent) & (n < known)
+    wanted = best(torch.where(movable, worth, -torch.inf), may.sum(-1), slots)
+    gone = wanted & (slot_of < 0)
+    blocks = together(n.expand(worth.shape), gone, slots)
+    place = torch.arange(slots, device=worth.device)
+    value = torch.where(place < gone.sum(-1, keepdim=True), worth.gather(2, blocks.long()), -torch.inf)
+    blocks = blocks.gather(2, value.argsort(dim=-1, descending=True, stable=True))
+
+    kept = (block_of >= 0) & wanted.gather(2, block_of.clamp(min=0).long())
+    order, victims = _order_of_slots(worth, known, block_of), may & ~kept
+    moved = together(order, victims.gather(2, order.long()), slots)
+    counts = gone.sum(-1).minimum(victims.sum(-1)).int()
+    if due is not None:
+        counts = counts * (due != 0)
+    _assign(block_of, slot_of, moved, blocks, place < counts[..., None])
+    return moved, blocks, counts
+
+
+def _open_by_torch(
+    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, high: torch.Tensor,
+    limits: torch.Tensor, block_size: int, recent: int,
+) -> None:  # fmt: skip
+    may = _may_change(block_of, high, limits, recent)
+    order = _order_of_slots(worth, known, block_of)
+    slot = together(order, may.gather(2, order.long()), 1)
+    block = (limits[0] // block_size).expand(slot.shape)
+    _assign(block_of, slot_of, slot, block, may.any(-1, keepdim=True) & (limits[0] % block_size == 0))
+
+
+def _may_change(block_of: torch.Tensor, high: torch.Tensor, limits: torch.Tensor, recent: int) -> torch.Tensor:
+    """Slots that may be given to another block, bool `[B, Hkv, R]`: free ones, and those of blocks that may go."""
+    return (block_of < 0) | ((block_of >= high[:, None, None]) & (block_of < limits[1] - recent))
+
+
+def _order_of_slots(worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor) -> torch.Tensor:
+    """All slots, int32 `[B, Hkv, R]`: free ones, then by rising worth, then by block."""
+    value = worth.gather(2, block_of.clamp(min=0).long())
+    value = torch.where((block_of >= 0) & (value > -torch.inf), value, -torch.inf)
+    value = torch.where(block_of >= known, torch.inf, value)
+    by_block = block_of.argsort(dim=-1, stable=True)
+    return by_block.gather(2, value.gather(2, by_block).argsort(dim=-1, stable=True)).int()
+
+
+def _assign(
+    block_of: torch.Tensor, slot_of: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor, meant: torch.Tensor
+) -> None:
+    """Let slots hold other blocks, `[B, Hkv, n]` both, where that is meant; what they held is resident no more."""
+    old = block_of.gather(2, slots.long())
+    _put(slot_of, old, torch.full_like(old, FREE), meant & (old >= 0))
+    _put(slot_of, blocks, slots, meant)
+    _put(block_of, slots, blocks, meant)
+
+
+def _put(target: torch.Tensor, index: torch.Tensor, entries: torch.Tensor, meant: torch.Tensor) -> None:
+    """Write entries into the last axis of `target`, in place, where they are meant."""
+    width = target.shape[-1]
+    wide = torch.nn.functional.pad(target, (0, 1))  # the last place is for what is not meant
+    target.copy_(wide.scatter_(-1, torch.where(meant, index, width).long(), entries.int())[..., :width])
