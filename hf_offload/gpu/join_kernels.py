@@ -36,7 +36,7 @@ def join_kernel(
     else:
         # Every program sums up all blocks: they lie in the cache, and to share the sums would take another launch.
         peak = tl.load(tail_ptr + line, mask=g < GROUP, other=float("-inf"))
-        total = tl.where(peak > float("-inf"), 1.0, 0.0)
+        total = tl.full((ROWS,), 1.0, tl.float32)  # in units of exp(peak)
         for start in range(0, sealed, CHUNK):
             i = start + tl.arange(0, CHUNK)
             some = tl.load(masses_ptr + i, mask=real & (i < sealed), other=float("-inf"))

@@ -12,7 +12,7 @@ from .require import require
 
 F32, I32 = (torch.float32,), (torch.int32,)
 AT_ONCE = 256
-"""Blocks whose digests the torch form unpacks at a time: unpacked, a digest is larger than its block."""
+"""Blocks of all rows whose digests the torch form reads at a time: unpacked, a digest is larger than its block."""
 
 
 def score_vectors(
@@ -64,7 +64,10 @@ def _vectors_by_torch(
 ) -> torch.Tensor:
     sealed, grouped = _sealed(table, limits), ready.view(len(ready), vectors.shape[1], -1, ready.shape[2])
     ids = torch.where(sealed, table, 0).long()
-    masses = [torch.einsum("bhgw,bnhw->bhgn", grouped, vectors[some]) for some in torch.split(ids, AT_ONCE, 1)]
+    masses = [
+        torch.einsum("bhgw,bnhw->bhgn", grouped, vectors[some])
+        for some in torch.split(ids, max(AT_ONCE // len(ids), 1), 1)
+    ]
     shift = torch.where(sealed, bias[ids], -torch.inf)[:, None]
     return torch.where(shift > -torch.inf, torch.cat(masses, -1).flatten(1, 2) + shift, -torch.inf)
 
@@ -118,16 +121,15 @@ def score_submeans(
     require("sigma", sigma, F32, (kv_heads, dim), device)
     require("table", table, I32, (batch, table.shape[-1]), device)
     require("limits", limits, I32, (2,), device)
-    words = codes.view(torch.int32).view(physical, kv_heads, dim // 8, pairs)
     if not on_triton(query):
-        return _submeans_by_torch(query, words, levels, sizes, bias, center, sigma, table, limits, scale)
+        return _submeans_by_torch(query, codes, levels, sizes, bias, center, sigma, table, limits, scale)
     from . import score_kernels
 
     masses = torch.empty(batch, query_heads, table.shape[1], dtype=torch.float32, device=device)
     constants = submean_sizes(query_heads // kv_heads, pairs, dim)
     score_kernels.submeans_kernel[(-(-table.shape[1] // constants["TILE"]), kv_heads, batch)](
-        query, words, levels, sizes, bias, center, sigma, table, limits, masses, scale, kv_heads, table.shape[1],
-        **constants, num_warps=4, num_stages=3,
+        query, codes.view(torch.int32), levels, sizes, bias, center, sigma, table, limits, masses, scale, kv_heads,
+        table.shape[1], **constants, num_warps=4, num_stages=3,
     )  # fmt: skip
     return masses
 
@@ -142,23 +144,32 @@ def submean_sizes(group: int, pairs: int, dim: int) -> dict[str, Any]:
 
 
 def _submeans_by_torch(
-    query: torch.Tensor, words: torch.Tensor, levels: torch.Tensor, sizes: torch.Tensor, bias: torch.Tensor,
+    query: torch.Tensor, codes: torch.Tensor, levels: torch.Tensor, sizes: torch.Tensor, bias: torch.Tensor,
     center: torch.Tensor, sigma: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    sealed, grouped = _sealed(table, limits), query.view(len(query), center.shape[0], -1, query.shape[2])
+    (batch, _, dim), (physical, kv_heads, pairs) = query.shape, sizes.shape
+    sealed, grouped = _sealed(table, limits), query.view(batch, kv_heads, -1, dim)
     weighted, middle = grouped * sigma[:, None], (grouped * center[:, None]).sum(-1)[..., None, None]
-    d = torch.arange(16, dtype=torch.int32, device=query.device)
+    codes = codes.view(physical, kv_heads, dim // 8, pairs, 4)
+    levels = levels.view(torch.uint8).view(physical, kv_heads, dim // 16, pairs, 4)
+
+    def product(integers: torch.Tensor, offset: float) -> torch.Tensor:
+        """weighted · (integers - offset) [b, h, g, n, s] from integers [b, h, several axes of dimensions, n, s]."""
+        count = integers.shape[-2]
+        flat = integers.reshape(batch, kv_heads, dim, count * pairs).float()
+        return (weighted @ flat - offset * weighted.sum(-1, keepdim=True)).view(batch, kv_heads, -1, count, pairs)
+
     parts = []
-    for some in torch.split(torch.where(sealed, table, 0).long(), AT_ONCE, 1):
-        level_scale, code_scale = sizes[some, :, :, None].view(torch.bfloat16).float().unbind(-1)
-        nibbles = (words[some][..., None] >> (4 * d[:8])) & 15
-        pairs_of_bits = (levels[some][..., None] >> (d % 8 // 2 * 8 + d // 8 * 4 + d % 2 * 2)) & 3
-        # [b, n, h, words, pairs, dimensions of a word] -> [b, h, g, n, pairs]
-        mean, swing = (
-            torch.einsum("bhgwd,bnhwsd->bhgns", weighted.view(*weighted.shape[:3], -1, x.shape[-1]), x - offset)
-            * (scale * size.transpose(1, 2)[:, :, None])
-            for x, offset, size in ((nibbles, 8.0, code_scale), (pairs_of_bits, 1.5, level_scale))
+    for some in torch.split(torch.where(sealed, table, 0).long(), max(AT_ONCE // batch, 1), 1):
+        octets = codes[some]  # [b, n, h, w, s, i]: byte i of a word holds dimensions 8w + 2i + k
+        nibbles = torch.stack((octets & 15, octets >> 4), -1).permute(0, 2, 3, 5, 6, 1, 4)
+        octets = levels[some]  # byte i of a word holds dimensions 16w + 8j + 2i + k
+        bits = torch.stack([octets >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+        bits = bits.view(*octets.shape, 2, 2).permute(0, 2, 3, 6, 5, 7, 1, 4)
+        level_scale, code_scale = (
+            sizes[some].transpose(1, 2)[:, :, None, ..., None].view(torch.bfloat16).float().unbind(-1)
         )
+        mean, swing = scale * code_scale * product(nibbles, 8.0), scale * level_scale * product(bits, 1.5)
         swing = torch.logaddexp(swing, -swing) - math.log(2)
         shift = bias[some][:, None, None]
         score = torch.where(shift > -torch.inf, mean + scale * middle + swing + shift, -torch.inf)
