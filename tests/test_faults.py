@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention import step as steps
+from hf_offload.attention import host_step, tiered_step
 from hf_offload.cache import host_pool
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu import pool as movers
@@ -39,50 +40,67 @@ def broken_launch(*args: Any, **kwargs: Any) -> Any:
     return Launch(kernel, 1, (), new_ticket(), 0)
 
 
+def broken_call(*args: Any, **kwargs: Any) -> Any:
+    raise Broken("the kernel died")
+
+
 @pytest.mark.parametrize(
     ("knobs", "module", "name"),
     [
-        ({}, steps.cpu_decode, "sparse_decode"),
-        ({**SPLIT}, steps.cpu_decode, "sparse_decode"),
-        ({**SPLIT, "lookahead": "attend"}, steps.cpu_decode, "sparse_decode"),
+        ({}, host_step.cpu_decode, "sparse_decode"),
+        ({**SPLIT}, host_step.cpu_decode, "sparse_decode"),
+        # All blocks resident: how an early part is attended would depend on when they were placed.
+        ({**SPLIT, "resident": 512, "lookahead": "attend"}, host_step.cpu_decode, "sparse_decode"),
         ({**SPLIT, "recall": 1}, movers, "copy_records"),
-        ({"budget": 96}, steps.choosing, "choose_blocks"),
-        ({**SPLIT}, steps.selecting, "select_blocks"),
+        ({"budget": 96}, host_step.choosing, "choose_blocks"),
+        ({**SPLIT}, tiered_step, "select_blocks"),
     ],
 )
 @pytest.mark.parametrize("after", [0, 9])
 def test_a_kernel_that_raises_surfaces_and_the_step_can_be_repeated(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], module: Any, name: str, after: int
 ) -> None:
-    ids, mask = prompt(1, 150)
-    want = decode_logits(model, HybridCache(model, "scout", **(KNOBS | knobs)), ids, mask, None, steps=30)
-
     cache = HybridCache(model, "scout", **(KNOBS | knobs))
+    real, calls = getattr(module, name), [0]
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        broken = broken_call if module is tiered_step else broken_launch
+        return (broken if calls[0] > after else real)(*args, **kwargs)
+
+    def repeat(token: torch.Tensor) -> None:
+        for _ in range(4):  # a broken recall surfaces when its blocks are to be used
+            try_out(cache, token)
+
+    def break_it(token: torch.Tensor) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, later)
+            with pytest.raises((Broken, WorkerError), match="the kernel died"):
+                repeat(token)
+        cache.crop(162 - cache.get_seq_length())  # a crop that raised has not cropped
+
+    def try_out(cache: HybridCache, token: torch.Tensor) -> None:
+        model(token, past_key_values=cache)
+        cache.crop(-1)
+
+    whole = HybridCache(model, "scout", **(KNOBS | knobs))
+    want = decode_with_a_break(model, whole, lambda token: try_out(whole, token))
+    assert torch.equal(decode_with_a_break(model, cache, break_it), want)
+
+
+def decode_with_a_break(
+    model: PreTrainedModel, cache: HybridCache, pause: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
+    """30 greedy tokens after a prompt of 150; before the 13th is taken in, `pause` gets it."""
     tokens = []
     with torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits[:, -1]
+        logits = model(prompt(1, 150)[0], past_key_values=cache).logits[:, -1]
         for i in range(30):
-            token = logits.argmax(-1, keepdim=True)
-            tokens.append(token)
+            tokens.append(logits.argmax(-1, keepdim=True))
             if i == 12:
-                real, calls = getattr(module, name), [0]
-
-                def later(*args: Any, real: Any = real, calls: list[int] = calls, **kwargs: Any) -> Any:
-                    calls[0] += 1
-                    return (broken_launch if calls[0] > after else real)(*args, **kwargs)
-
-                def repeat(token: torch.Tensor = token) -> None:
-                    for _ in range(4):  # a broken recall surfaces when its blocks are to be used
-                        model(token, past_key_values=cache)
-                        cache.crop(-1)
-
-                with monkeypatch.context() as patch:
-                    patch.setattr(module, name, later)
-                    with pytest.raises((Broken, WorkerError), match="the kernel died"):
-                        repeat()
-                cache.crop(150 + i - cache.get_seq_length())  # a crop that raised has not cropped
-            logits = model(token, past_key_values=cache).logits[:, -1]
-    assert torch.equal(torch.cat(tokens, 1), want[0])
+                pause(tokens[-1])
+            logits = model(tokens[-1], past_key_values=cache).logits[:, -1]
+    return torch.cat(tokens, 1)
 
 
 def test_a_worker_that_is_killed_is_replaced(model: PreTrainedModel) -> None:

@@ -91,7 +91,7 @@ def test_layers_that_are_not_offloaded(tmp_path: Path) -> None:
     assert found.intervals == [1, 12, 1, 12]
     assert [len(curve) for curve in found.ratio_by_step] == [0, 12, 0, 12]
     found.write(tmp_path / "profile.json")
-    assert RecallClock.of(tmp_path / "profile.json", 0.12, 3).interval == 12
+    assert RecallClock.of(tmp_path / "profile.json", 0.12, 3, torch.device("cpu")).interval == 12
 
 
 def test_a_cache_recalls_at_the_profiled_intervals(tmp_path: Path) -> None:

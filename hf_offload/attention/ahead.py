@@ -36,6 +36,11 @@ class Ahead:
             lse = lse + self.scale * ((query - self.query) * self.kbar).sum(-1)
         return torch.from_numpy(self.out), torch.from_numpy(lse)
 
+    def cosine(self, query: np.ndarray) -> float:
+        """Mean cosine between the predicted query and the real one."""
+        norms = np.linalg.norm(self.query, axis=-1) * np.linalg.norm(query, axis=-1)
+        return float(((self.query * query).sum(-1) / np.maximum(norms, 1e-12)).mean())
+
     def cancel(self) -> None:
         """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change."""
         if self.job is not None:

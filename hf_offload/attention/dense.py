@@ -74,15 +74,39 @@ def attend(
         out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` (natural log), fp32.
     """
     group = query.shape[1] // key.shape[1]
-    if query.device.type == "cpu" and softcap is None:
-        key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
-        if bias is not None:
-            bias = bias.expand(query.shape[0], -1, query.shape[2], key.shape[2])
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
-        )
-        return out.float(), lse.float().view(query.shape[:3])
-    return _attend_by_matmul(query, key, value, bias, causal, scale, softcap)
+    fused = {"cpu": _attend_on_cpu, "cuda": _attend_on_cuda}.get(query.device.type)
+    if softcap is not None or fused is None:
+        return _attend_by_matmul(query, key, value, bias, causal, scale, softcap)
+    key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
+    return fused(query, key, value, bias, causal, scale)
+
+
+def _attend_on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if bias is not None:
+        bias = bias.expand(query.shape[0], -1, query.shape[2], key.shape[2])
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return out.float(), lse.float().view(query.shape[:3])
+
+
+def _attend_on_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Torch's own kernels with their lse: FlashAttention for 16 bits and no mask, else the memory-efficient one."""
+    batch, heads, length = query.shape[:3]
+    if bias is None and query.dtype != torch.float32:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
+        return out.float(), lse[:, :, :length].float()
+    if bias is not None:
+        keys = key.shape[2]  # the kernel wants rows that begin at multiples of 16 entries
+        bias = torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys].expand(batch, heads, length, keys)
+    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, 0.0, causal, scale=scale
+    )[:2]
+    return out.float(), lse[:, :, :length].float()
 
 
 def _attend_by_matmul(

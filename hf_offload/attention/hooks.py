@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_offload.attention.decode import place
+from hf_offload.attention.decode import step_of
 from hf_offload.attention.lookahead import QueryPredictor, capturing
-from hf_offload.attention.step import Step, query_array
+from hf_offload.attention.tiered import place
 from hf_offload.cache.layer import HybridLayer, unconsumed
 
 
@@ -69,10 +70,10 @@ class Attachment:
         if donor is None or donor not in cache.calls:
             return  # not called yet, or the first layer of its kind in this forward: it uses its real query
         layer.drain_ahead()
-        place(layer)
         query = cache.predict_query(target, hidden, args[1:], cache.calls[donor])
-        step = Step(layer, query_array(query[:, :, 0]), layer.past + 1, layer.scale, layer.softcap)
-        layer.policy.before_layer(step)
+        with layer.mirror.current() if layer.has_slots else nullcontext():
+            place(layer)
+            layer.policy.before_layer(step_of(layer, query[:, :, 0], layer.past + 1, layer.scale, layer.softcap))
 
 
 def _learn_donor(cache: Any, index: int, kwargs: dict[str, Any]) -> None:

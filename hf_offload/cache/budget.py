@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hf_offload.cache.host_pool import MIN_SLAB_BLOCKS
 from hf_offload.cache.memory import size_text
+from hf_offload.gpu.exchange import MOST_SLOTS as MOST_SLOTS
 from hf_offload.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class DeviceBudget:
                 f"{store.batch} rows and {store.num_kv_heads} KV heads, and {size_text(self.layers * digests)} of "
                 f"digests of {tokens} tokens; raise it, or lower block_size, sinks, recent or the batch"
             )
-        return slots
+        return min(slots, MOST_SLOTS)
 
 
 def make_budget(

@@ -15,16 +15,10 @@ import numpy as np
 import torch
 
 from hf_offload.cache.memory import host_empty, memory_for
-from hf_offload.cpu.packing import (
-    pack_codes,
-    pack_halves,
-    pack_levels,
-    unpack_codes,
-    unpack_halves,
-    unpack_levels,
-)
+from hf_offload.cpu.packing import pack_codes, pack_halves, pack_levels
 from hf_offload.cpu.scoring import Digest, vectors
 from hf_offload.cpu.submeans import submeans
+from hf_offload.gpu.score import score_submeans, score_vectors
 
 NO_TOKENS = float("-inf")
 
@@ -64,8 +58,18 @@ class DigestStore(ABC):
         """
 
     @abstractmethod
-    def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-        """Log masses by torch operations on the digests' device: query `[B, Hq, D]`, table `[B, n]` → `[B, Hq, n]`."""
+    def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
+        """Log masses on the digests' device.
+
+        Args:
+            query: `[B, Hq, D]` fp32.
+            table: `[B, N]` int32, the physical block of each logical one.
+            limits: int32 `[2]`, (length, sealed): blocks from `sealed` on get −inf.
+            scale: softmax scale.
+
+        Returns:
+            `[B, Hq, N]` fp32.
+        """
 
     def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Fix the statistics from keys `[B, Hkv, T, D]` with validity `[B, T]`."""
@@ -86,24 +90,22 @@ class DigestStore(ABC):
         if blocks <= self.capacity:
             return
         what, lower = "digests", "a larger block_size, fewer rows or a shorter context need less"
+        on_host, wide = self.device.type == "cpu", {}
         with torch.inference_mode(False), memory_for(what, lower, blocks * self.block_bytes):
             for name, (row, dtype) in self._tensors().items():
-                shape, on_host = (blocks, *row), self.device.type == "cpu"
+                shape = (blocks, *row)
                 if on_host:
-                    grown = host_empty(shape, dtype, what=what, lower=lower)
+                    wide[name] = host_empty(shape, dtype, what=what, lower=lower)
                 else:
-                    grown = torch.empty(shape, dtype=dtype, device=self.device)
-                if self.capacity:  # a growth that failed half way has left some that are larger
-                    grown[: self.capacity] = getattr(self, name)[: self.capacity]
-                grown[self.capacity :] = 0
-                setattr(self, name, grown)
-                if on_host:
-                    self._arrays[name] = grown.numpy()
+                    wide[name] = torch.empty(shape, dtype=dtype, device=self.device)
+                if self.capacity:
+                    wide[name][: self.capacity] = getattr(self, name)
+                wide[name][self.capacity :] = 0
+        for name, grown in wide.items():  # all of them or none
+            setattr(self, name, grown)
+            if on_host:
+                self._arrays[name] = grown.numpy()
         self.capacity = blocks
-
-    def _group(self, query: torch.Tensor) -> torch.Tensor:
-        batch, heads, dim = query.shape
-        return query.view(batch, self.num_kv_heads, heads // self.num_kv_heads, dim)
 
 
 class _VectorStore(DigestStore):
@@ -127,11 +129,8 @@ class _VectorStore(DigestStore):
         ready = self._transform(torch.from_numpy(query), scale).numpy()
         return vectors(ready, self._arrays["vectors"], self._arrays["bias"], dtype=torch.float32)
 
-    def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-        ready = self._group(self._transform(query, scale))
-        mass = torch.einsum("bhgw,bnhw->bhgn", ready, self.vectors[table]).flatten(1, 2)
-        bias = self.bias[table][:, None]
-        return torch.where(bias == NO_TOKENS, NO_TOKENS, mass + bias)
+    def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
+        return score_vectors(self._transform(query, scale), self.vectors, self.bias, table, limits)
 
     def _keep(self, ids: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor) -> None:
         ids = ids.to(self.device)
@@ -238,19 +237,10 @@ class SubMeanStore(DigestStore):
             self._bundle = submeans(kept["codes"], kept["levels"], kept["sizes"], kept["bias"], center, sigma)
         return self._bundle
 
-    def score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-        # Some blocks at a time: unpacked, a digest is larger than its block.
-        parts = [self._score(query, table[:, i : i + 256], scale) for i in range(0, table.shape[1], 256)]
-        return torch.cat(parts, -1)
-
-    def _score(self, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-        grouped, (scales, size) = self._group(query), unpack_halves(self.sizes[table])
-        codes = unpack_codes(self.codes[table], self.block_size // 2, self.head_dim).float()
-        means = self.center[:, None] + self.sigma[:, None] * scales[..., None] * codes
-        halves = self.sigma[:, None] * size[..., None] * (unpack_levels(self.levels[table]).float() - 1.5)
-        mass, swing = (scale * torch.einsum("bhgd,bnhsd->bhgns", grouped, x).flatten(1, 2) for x in (means, halves))
-        swing = torch.logaddexp(swing, -swing) - math.log(2)
-        return (mass + swing + self.bias[table][:, None]).logsumexp(-1)
+    def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
+        return score_submeans(
+            query, self.codes, self.levels, self.sizes, self.bias, self.center, self.sigma, table, limits, scale=scale
+        )
 
 
 def _even(tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -18,6 +18,8 @@ class _Slabs:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> None:
         self.shape, self.dtype, self.pin = shape, dtype, pin
+        self.pinned = pin
+        """Whether all slabs are page-locked; the system may have refused."""
         self.tensors: list[torch.Tensor] = []
         self.places = 0
         self.free: list[int] = []
@@ -39,6 +41,7 @@ class _Slabs:
             blocks = max(missing, MIN_SLAB_BLOCKS, self.places // 4)
             with torch.inference_mode(False):
                 slab = host_empty((blocks, *self.shape), self.dtype, pin=self.pin)
+            self.pinned = self.pinned and slab.is_pinned()
             self.tensors.append(slab)
             self.places += blocks
             first = slab.data_ptr()
@@ -69,6 +72,8 @@ class HostPool:
         self.block_ptr = np.zeros(0, np.int64)
         self.refcount = np.zeros(0, np.int32)
         self._free: list[int] = []
+        self.revision = 0
+        """Rises whenever an address in `block_ptr` has changed."""
         self.shared = False
         """Whether any block was ever held twice; until then no writer needs to look."""
 
@@ -81,6 +86,11 @@ class HostPool:
     def packed_slabs(self) -> list[torch.Tensor]:
         """The slabs of the packed blocks."""
         return self._packed.tensors
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a GPU can read and write every block by its address."""
+        return self._plain.pinned and self._packed.pinned
 
     @property
     def num_blocks(self) -> int:
@@ -123,6 +133,7 @@ class HostPool:
         ids = np.array([self._free.pop() for _ in range(count)], np.int32)
         self.refcount[ids] = 1
         self.block_ptr[ids] = addresses
+        self.revision += 1
         return ids
 
     def repack(self, ids: np.ndarray, pack: Callable[[np.ndarray, np.ndarray], None]) -> None:
@@ -136,6 +147,7 @@ class HostPool:
         try:
             pack(old, new)
             self.block_ptr[ids] = new | 1
+            self.revision += 1
         except BaseException:
             self.block_ptr[ids] = old
             self._packed.free.extend(new[::-1].tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_offload.cache.budget import DeviceBudget
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.memory import memory_for
+from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.resident import ResidentSet
-from hf_offload.cache.stats import LayerStats
+from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.worker import Worker
 from hf_offload.policies.base import Policy, Selection
@@ -39,6 +40,7 @@ class Settings:
         worker: threads beside the model's.
         padding: validity of the cached tokens.
         packs: whether the host keeps older blocks in int8.
+        mirrors: what `mirror` has made.
         device_budget: what decides the size of the resident sets in place of `resident`, or None.
     """
 
@@ -51,6 +53,13 @@ class Settings:
     padding: Padding
     packs: bool = False
     device_budget: DeviceBudget | None = None
+    mirrors: dict[torch.device, DeviceMirror] = field(default_factory=dict)
+
+    def mirror(self, device: torch.device) -> DeviceMirror:
+        """Sizes and padding on a device, for all layers there."""
+        if device not in self.mirrors:
+            self.mirrors[device] = DeviceMirror(self.padding, device, self.worker)
+        return self.mirrors[device]
 
 
 class HybridLayer(CacheLayerMixin):
@@ -89,9 +98,12 @@ class HybridLayer(CacheLayerMixin):
         self.everything: Selection | None = None
         """The selection of all blocks, made again when a block is added."""
         self.ahead: Any = None
+        self.host_part: Any = None
+        """The buffers of the CPU's part, with two memories (`attention.host_part.HostPart`)."""
         self.last_queries: torch.Tensor | None = None
         self.unplaced = True
         self.stats = LayerStats(self.index)
+        self.tally = Tally(self.stats)
         self.settings.padding.reset()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -125,11 +137,13 @@ class HybridLayer(CacheLayerMixin):
         if self.has_slots:
             budget = self.settings.device_budget
             slots = self.settings.resident // self.settings.block_size
+            self.mirror = self.settings.mirror(self.device)
+            self.tally.record_bytes = self.store.pool.record_bytes
             if budget is not None:
                 slots = budget.slots(self.store, key_states.shape[2])
             nbytes = batch * heads * slots * self.store.pool.record_bytes
             with memory_for("resident blocks", "a smaller resident or device_budget or fewer rows need less", nbytes):
-                self.resident = ResidentSet(self.store, slots, self.settings.worker)
+                self.resident = ResidentSet(self.store, slots, self.mirror)
         self.state = self.policy.new_state(self)
         self.is_initialized = True
 
@@ -210,8 +224,9 @@ class HybridLayer(CacheLayerMixin):
     def drain_ahead(self) -> None:
         """Drop the CPU part that was started ahead, once it has ended."""
         ahead, self.ahead = getattr(self, "ahead", None), None
-        if ahead is not None:
-            ahead.cancel()
+        for part in (ahead, getattr(self, "host_part", None)):
+            if part is not None:
+                part.cancel()
 
     def drain(self) -> None:
         """Wait for all work in flight: copies, and the CPU part that was started ahead, which is dropped.
@@ -221,7 +236,22 @@ class HybridLayer(CacheLayerMixin):
         """
         self.drain_ahead()
         if getattr(self, "resident", None) is not None:
-            self.resident.wait()  # type: ignore[union-attr]
+            self.resident.synchronize()  # type: ignore[union-attr]
+
+    def count(self, name: str, value: torch.Tensor) -> None:
+        """Remember a tensor for the statistics (`Tally.add`)."""
+        if self.mirror.capture is not None:
+            self.mirror.capture.count(self, name, value)
+        else:
+            self.tally.add(name, value)
+
+    def pack_old(self, length: int) -> None:
+        """Pack what is old with `length` tokens, on the host."""
+        assert self.store is not None
+        if self.store.has_old(length):
+            if self.resident is not None:
+                self.resident.synchronize()  # recalls may be reading
+            self.store.pack_old(length)
 
     def heed_padding(self) -> None:
         """If tokens that were there before became valid or invalid: build their digests anew, drop what was begun."""
@@ -242,10 +272,12 @@ class HybridLayer(CacheLayerMixin):
 
     def unplace(self) -> None:
         """Bring what only the device holds to the host; what is resident is decided again at the next decode."""
-        self.drain()
+        self.drain_ahead()
         if self.resident is not None and self.store is not None and not self.unplaced:
-            first = self.store.length // self.store.block_size
-            self.resident.store_blocks(first, self.store.num_blocks, self.store.length)
+            if self.store.length % self.store.block_size:
+                with self.mirror.current():
+                    self.resident.store_block(self.store.num_blocks - 1, self.store.length)
+            self.resident.synchronize()
             self.resident.clear()
         self.unplaced = True
         self.forget_plans()
@@ -300,6 +332,7 @@ class HybridLayer(CacheLayerMixin):
 
     def report(self) -> LayerStats:
         """A copy of the counters, with the memory in use now."""
+        self.tally.count()
         if self.store is not None:
             self.stats.host_bytes, self.stats.digest_bytes = self.store.host_bytes, self.store.digest_bytes
             self.stats.resident_bytes = self.resident.nbytes if self.resident is not None else 0

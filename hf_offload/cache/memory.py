@@ -78,13 +78,13 @@ def host_empty(
     """
     if pin:
         try:
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as error:
             _tell_pageable(str(error).partition("\n")[0])
     size = math.prod(shape) * dtype.itemsize
     with memory_for(what, lower, size):
         if brief or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         # One page more than needed, so that there is an aligned start; what is never touched costs nothing.
         region = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(region, dtype=torch.uint8)

@@ -32,6 +32,8 @@ class Padding:
         self._sinks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.revision = getattr(self, "revision", 0) + 1
         """Rises whenever the validity of tokens that were there before has changed."""
+        self.version = getattr(self, "version", 0) + 1
+        """Rises whenever anything here has changed."""
         self.changed_block = 0
         """The first block that the last revision touched."""
 
@@ -68,6 +70,7 @@ class Padding:
         self.valid[:, :total] = new
         self._mark_holes(start, total)
         self.seen, self._mask, self._dense = total, mask, dense
+        self.version += 1
 
     def _reserve(self, batch: int, total: int) -> None:
         if len(self.first) == batch and self.valid.shape[1] > total:  # a step ahead of this one looks at the next token
@@ -105,6 +108,7 @@ class Padding:
         if self.seen == 0:
             self.reset()
             return
+        self.version += 1
         self.valid[:, self.seen :] = 0
         self._mark_holes(self.seen // self.block_size, self.seen)
 
@@ -113,3 +117,4 @@ class Padding:
         if len(self.first):
             self.valid, self.holes, self.first = self.valid[rows], self.holes[rows], self.first[rows]
             self._mask, self._sinks = None, {}
+            self.version += 1

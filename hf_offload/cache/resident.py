@@ -2,54 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hf_offload.cache.memory import host_empty
+from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.store import BlockStore, narrow
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.packed import unpack_records
-from hf_offload.cpu.worker import Job, Worker
+from hf_offload.cpu.worker import Job
+from hf_offload.gpu import exchange as exchanging
+from hf_offload.gpu import move
 
 FREE = -1
 
 
+class Moves(NamedTuple):
+    """Blocks that go into slots, for each row and KV head; entries from `counts` on mean nothing.
+
+    Args:
+        slots, blocks: `[B, Hkv, M]` int32.
+        counts: `[B, Hkv]` int32.
+    """
+
+    slots: torch.Tensor
+    blocks: torch.Tensor
+    counts: torch.Tensor
+
+
 @dataclass(slots=True)
 class Transfer:
-    """Blocks on their way to the device: the copy into `staging` (owned by this transfer), and where they go."""
+    """Blocks on their way: the job that copies them (CPU tensors) or the event after the copy (CUDA)."""
 
-    job: Job
-    rows: np.ndarray
-    heads: np.ndarray
-    slots: np.ndarray
-    staging: torch.Tensor
+    moves: Moves
+    job: Job | None = None
+    event: torch.cuda.Event | None = None
 
 
 class ResidentSet:
     """Slots `[B, Hkv, R, 2 (K, V), block_size, D]` on the device and which logical block each of them holds.
 
-    The metadata (`block_of`, `slot_of`) say what is resident from the moment that a move is decided; the data follow
-    asynchronously and are waited for (`wait`) before anything reads a slot.
+    Everything that says what is resident lies on the device and is decided there, so that a step needs no answer from
+    it. The metadata (`block_of`, `slot_of`) change when a move is decided; the data follow asynchronously and are
+    waited for (`wait`) before anything reads a slot.
 
     Args:
         store: the layer's blocks in host memory.
         slots: blocks that are resident for a row and KV head.
-        worker: runs the copies.
+        mirror: of the device.
     """
 
-    def __init__(self, store: BlockStore, slots: int, worker: Worker) -> None:
-        self.store, self.worker, self.slots = store, worker, slots
+    def __init__(self, store: BlockStore, slots: int, mirror: DeviceMirror) -> None:
+        self.store, self.slots, self.mirror = store, slots, mirror
+        self.tables = store.tables
         shape = (store.batch, store.num_kv_heads, slots)
         with torch.inference_mode(False):
             size = (*shape, 2, store.block_size, store.head_dim)
             self.pool = torch.zeros(size, dtype=store.dtype, device=store.device)
-        self.block_of = np.full(shape, FREE, np.int32)
-        self.slot_of = np.full((*shape[:2], 0), FREE, np.int32)
-        self.worth = np.zeros((*shape[:2], 0), np.float32)
-        """How much each block has been wanted lately, as far as `learn` was told; see `known`."""
-        self.known = 0
-        """Blocks that `worth` says something of; later ones are newer than any score."""
+            self.block_of = torch.full(shape, FREE, dtype=torch.int32, device=store.device)
+            self.slot_of = torch.full((*shape[:2], 0), FREE, dtype=torch.int32, device=store.device)
+            self.worth = torch.zeros((*shape[:2], 0), dtype=torch.float32, device=store.device)
+            self.known = torch.zeros(1, dtype=torch.int32, device=store.device)
         self._transfer: Transfer | None = None
 
     @property
@@ -57,72 +74,121 @@ class ResidentSet:
         """Bytes of device memory."""
         return int(self.pool.nbytes)
 
-    def reserve(self, blocks: int) -> None:
-        """Have room in `slot_of` for `blocks` logical blocks."""
-        have = self.slot_of.shape[2]
-        if blocks > have:
-            wide = np.full((*self.slot_of.shape[:2], max(blocks, have * 5 // 4, 64)), FREE, np.int32)
-            wide[:, :, :have] = self.slot_of
-            self.slot_of = wide
+    def reserve(self) -> None:
+        """Have room in the metadata for every block that the table has room for."""
+        have, need = self.slot_of.shape[2], self.store.table.shape[1]
+        if need > have:
+            with torch.inference_mode(False):
+                self.slot_of = _widened(self.slot_of, need, FREE)
+                self.worth = _widened(self.worth, need, 0.0)
 
-    def learn(self, score: np.ndarray, blocks: int, smoothing: float) -> None:
+    def learn(self, score: torch.Tensor, limits: torch.Tensor, smoothing: float) -> None:
         """Take in how much blocks are wanted now: worth ← smoothing·worth + (1 − smoothing)·score.
 
         Args:
-            score: `[B, Hkv, N]` fp32, of the first `blocks` blocks.
-            blocks: how many.
-            smoothing: weight of what was known before, 0 … 1.
+            score: `[B, Hkv, N]` fp32, of the sealed blocks.
+            limits: int32 `[2]`, (length, sealed).
+            smoothing: weight of what was known before, 0 … 1; 0 keeps nothing of it, not even its −inf.
         """
-        if self.worth.shape[2] < blocks:
-            wide = np.zeros((*self.worth.shape[:2], self.slot_of.shape[2]), np.float32)
-            wide[:, :, : self.known] = self.worth[:, :, : self.known]
-            self.worth = wide
-        old = min(self.known, blocks) if smoothing else 0  # no weight on the past: not even on its −inf
-        self.worth[:, :, :old] = smoothing * self.worth[:, :, :old] + (1 - smoothing) * score[:, :, :old]
-        self.worth[:, :, old:blocks] = score[:, :, old:blocks]
-        self.known = blocks
-
-    def assign(self, rows: np.ndarray, heads: np.ndarray, slots: np.ndarray, blocks: np.ndarray) -> None:
-        """Say that from now on a slot holds another block (or none, `FREE`); what it held is resident no more."""
-        old = self.block_of[rows, heads, slots]
-        held = old != FREE
-        self.slot_of[rows[held], heads[held], old[held]] = FREE
-        self.block_of[rows, heads, slots] = blocks
-        taken = blocks != FREE
-        self.slot_of[rows[taken], heads[taken], blocks[taken]] = slots[taken]
+        if smoothing:
+            old = torch.arange(score.shape[2], device=score.device, dtype=torch.int32) < self.known
+            score = torch.where(old, smoothing * self.worth + (1 - smoothing) * score, score)
+        self.worth.copy_(score)
+        self.known.copy_(limits[1:])
 
     def clear(self) -> None:
         """Nothing is resident."""
         self.wait()
-        self.block_of.fill(FREE)
-        self.slot_of.fill(FREE)
-        self.known = 0
+        self.block_of.fill_(FREE)
+        self.slot_of.fill_(FREE)
+        self.known.zero_()
 
-    def fetch(self, rows: np.ndarray, heads: np.ndarray, slots: np.ndarray, blocks: np.ndarray, label: str) -> int:
-        """Make blocks resident: metadata now, data by the next `wait`. Returns the bytes on their way."""
+    def load(self, blocks: torch.Tensor, counts: torch.Tensor, label: str) -> None:
+        """Hold these blocks and no others, in slots from 0 on: `[B, Hkv, M]` and `[B, Hkv]` int32. Waits for them."""
         self.wait()
-        self.assign(rows, heads, slots, blocks)
-        store, record = self.store, self.store.pool.record_bytes
-        pin = store.device.type == "cuda"
-        dtype = torch.float32 if store.packs else store.dtype
-        staging = torch.empty((len(rows), 2, store.block_size, store.head_dim), dtype=dtype, pin_memory=pin)
-        source = store.pool.addresses(store.table[rows, blocks], heads.astype(np.int64))
-        target = staging.data_ptr() + np.arange(len(rows), dtype=np.int64) * (staging[:1].nbytes)
-        if store.packs:
-            none, all_tokens = np.zeros(len(rows), np.int32), np.full(len(rows), store.block_size, np.int32)
-            launch = unpack_records(
-                source, none, all_tokens, target, target + staging[:1].nbytes // 2, kv_dtype=store.dtype,
-                dim=store.head_dim, block_size=store.block_size,
-            )  # fmt: skip
-        else:
-            launch = movers.copy_records(source, target, record)
-        self._transfer = Transfer(
-            self.worker.submit(launch, label, keep=(staging, store.pool)), rows, heads, slots, staging
+        slots = torch.arange(blocks.shape[2], device=blocks.device, dtype=torch.int32)
+        meant = slots < counts[..., None]
+        self.block_of.fill_(FREE)
+        self.block_of[:, :, : blocks.shape[2]] = torch.where(meant, blocks, FREE)
+        beyond = self.slot_of.shape[2]
+        wide = torch.full((*self.slot_of.shape[:2], beyond + 1), FREE, dtype=torch.int32, device=blocks.device)
+        wide.scatter_(2, torch.where(meant, blocks, beyond).long(), slots.expand_as(blocks))
+        self.slot_of.copy_(wide[:, :, :beyond])
+        self.fetch(Moves(slots.expand_as(blocks).contiguous(), blocks, counts), label)
+        self.wait()
+
+    def exchange(self, limits: torch.Tensor, sink_end: torch.Tensor, recent: int, due: torch.Tensor | None) -> Moves:
+        """Decide which of the most wanted blocks take the slots of the least wanted ones; `fetch` brings them.
+
+        Args:
+            limits: int32 `[2]`, (length, sealed).
+            sink_end: `[B]` int32, the end of each row's sinks; blocks before it stay.
+            recent: so many of the newest sealed blocks stay too.
+            due: int32 `[1]`, 0: nothing moves; None: it is due.
+        """
+        return Moves(
+            *exchanging.exchange(
+                self.worth, self.known, self.block_of, self.slot_of, sink_end, limits, recent=recent, due=due
+            )
         )
-        return len(rows) * record
+
+    def open_block(self, limits: torch.Tensor, sink_end: torch.Tensor, recent: int) -> None:
+        """Give the block that the next token starts a slot, in place of the least wanted block; as in `exchange`."""
+        self.wait()
+        exchanging.open_block(
+            self.worth, self.known, self.block_of, self.slot_of, sink_end, limits,
+            block_size=self.store.block_size, recent=recent,
+        )  # fmt: skip
+
+    def fetch(self, moves: Moves, label: str) -> None:
+        """Bring the data of blocks whose metadata have changed; they are there after the next `wait`."""
+        self.wait()
+        stream = self.mirror.stream
+        if stream is not None and not self.store.pool.pinned:
+            self._copies(moves)()
+            return
+        if stream is None and self.mirror.capture is None:
+            job = self.mirror.worker.submit(self._copies(moves), label, keep=self.store.pool)
+            self._transfer = Transfer(moves, job=job)
+            return
+        tables = self.tables.block_ptr(), self.tables.table()
+        with self.mirror.beside():
+            move.fetch(self.pool, *moves, *tables, packed=self.store.packed)
+        if self.mirror.capture is not None:
+            self.mirror.capture.keep(moves, stream)
+        elif stream is not None:
+            for tensor in moves:
+                tensor.record_stream(stream)
+            self._transfer = Transfer(moves, event=stream.record_event())
+
+    def _copies(self, moves: Moves) -> Callable[[], None]:
+        """The copies into slots by the CPU, as work for a thread."""
+        slots, blocks, counts = (part.cpu().numpy() for part in moves)
+        rows, heads, column = np.nonzero(np.arange(slots.shape[2]) < counts[..., None])
+        slot, block = slots[rows, heads, column], blocks[rows, heads, column]
+        store, record = self.store, self.store.pool.record_bytes
+        source = store.pool.addresses(store.table[rows, block], heads)
+        index = (rows * self.block_of.shape[1] + heads) * self.slots + slot
+        if store.device.type == "cpu" and not store.packs:
+            return movers.copy_records(source, self.pool.data_ptr() + index * record, record)
+        dtype = torch.float32 if store.packs else store.dtype
+        staging = host_empty((len(rows), 2, store.block_size, store.head_dim), dtype, brief=True, what="a recall")
+        target = staging.data_ptr() + np.arange(len(rows), dtype=np.int64) * (staging[:1].nbytes)
+        first, tokens = np.zeros(len(rows), np.int32), np.full(len(rows), store.block_size, np.int32)
+        launch = movers.copy_records(source, target, record) if not store.packs else unpack_records(
+            source, first, tokens, target, target + staging[:1].nbytes // 2, kv_dtype=store.dtype,
+            dim=store.head_dim, block_size=store.block_size,
+        )  # fmt: skip
+
+        def copy() -> None:
+            launch()
+            ready = narrow(staging, store.dtype) if store.packs else staging
+            self.pool.flatten(0, 2)[torch.from_numpy(index).to(store.device)] = ready.to(store.device)
+
+        return copy
 
     def wait(self) -> None:
-        """Everything that was asked for has arrived.
+        """Everything that was asked for has arrived, for whatever follows in the stream.
 
         Raises:
             WorkerError: a copy failed; the blocks that it carried count as not resident again, nothing is lost.
@@ -130,46 +196,62 @@ class ResidentSet:
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return
-        rows, heads, slots = transfer.rows, transfer.heads, transfer.slots
+        if transfer.event is not None:
+            torch.cuda.current_stream(self.pool.device).wait_event(transfer.event)
+        if transfer.job is None:
+            return
         try:
             transfer.job.result()
         except BaseException:
-            self.assign(rows, heads, slots, np.full(len(rows), FREE, np.int32))
+            self._forget(transfer.moves)
             raise
-        flat = (rows.astype(np.int64) * self.block_of.shape[1] + heads) * self.slots + slots
-        index = torch.from_numpy(flat).to(self.pool.device)
-        self.pool.flatten(0, 2)[index] = narrow(transfer.staging, self.pool.dtype).to(self.pool.device)
 
-    def write_token(self, k: torch.Tensor, v: torch.Tensor, position: int) -> None:
-        """Write one token `[B, Hkv, D]` into the slot of its block, which is resident."""
-        block, offset = divmod(position, self.store.block_size)
-        slots = torch.from_numpy(self.slot_of[:, :, block].astype(np.int64)).to(self.pool.device)
-        assert (self.slot_of[:, :, block] != FREE).all(), f"the block of token {position} has no slot"
-        at = self.pool.flatten(0, 1)
-        line = torch.arange(at.shape[0], device=self.pool.device)
-        at[line, slots.flatten(), 0, offset] = k.flatten(0, 1)
-        at[line, slots.flatten(), 1, offset] = v.flatten(0, 1)
+    def _forget(self, moves: Moves) -> None:
+        meant = torch.arange(moves.slots.shape[2]) < moves.counts[..., None]
+        rows, heads, column = meant.nonzero(as_tuple=True)
+        self.block_of[rows, heads, moves.slots[rows, heads, column].long()] = FREE
+        self.slot_of[rows, heads, moves.blocks[rows, heads, column].long()] = FREE
 
-    def store_blocks(self, first: int, stop: int, tokens: int) -> None:
-        """Copy resident blocks `first … stop - 1` to the host, up to token `tokens`."""
+    def write_token(self, k: torch.Tensor, v: torch.Tensor, limits: torch.Tensor) -> None:
+        """Write the newest token `[B, Hkv, D]`, number limits[0] - 1, into the slot of its block, which is resident."""
+        move.write_token(self.pool, self.slot_of, k, v, limits)
+
+    def keys(self, block: int) -> torch.Tensor:
+        """The keys `[B, Hkv, block_size, D]` of a resident block."""
+        return self._slot(block)[:, :, 0]
+
+    def _slot(self, block: int) -> torch.Tensor:
+        index = self.slot_of[:, :, block].long()[:, :, None, None, None, None].expand(-1, -1, 1, *self.pool.shape[3:])
+        return self.pool.gather(2, index)[:, :, 0]
+
+    def store_block(self, block: int, tokens: int) -> None:
+        """Copy a resident block to the host, as far as it is filled when the rows have `tokens` tokens."""
         self.wait()
-        for block in range(first, stop):
-            slots = torch.from_numpy(self.slot_of[:, :, block].astype(np.int64)).to(self.pool.device)
-            index = slots[:, :, None, None, None, None].expand(-1, -1, 1, *self.pool.shape[3:])
-            data = self.pool.gather(2, index)[:, :, 0, :, : tokens - block * self.store.block_size].to("cpu")
-            k, v = data[:, :, 0], data[:, :, 1]
-            movers.write_tokens(
-                k,
-                v,
-                self.store.pool.block_ptr,
-                self.store.table,
-                block * self.store.block_size,
-                self.store.block_size,
-            )()
+        if self.store.pool.pinned:
+            move.store_block(self.pool, self.slot_of, block, self.tables.block_ptr(), self.tables.table())
+            self.store.written()
+            return
+        first = block * self.store.block_size
+        k, v = self._slot(block)[:, :, :, : tokens - first].cpu().unbind(2)
+        movers.write_tokens(k, v, self.store.pool.block_ptr, self.store.table, first, self.store.block_size)()
+
+    def synchronize(self) -> None:
+        """Wait on the host for all copies between host and device, both ways: the host's blocks may change after it."""
+        self.wait()
+        if self.mirror.stream is not None:
+            torch.cuda.current_stream(self.pool.device).synchronize()
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index, in its order."""
         self.wait()
-        self.block_of, self.slot_of, self.worth = self.block_of[rows], self.slot_of[rows], self.worth[rows]
-        with torch.inference_mode(False):  # the pool is written outside of inference mode too
-            self.pool = self.pool[torch.from_numpy(np.asarray(rows, np.int64)).to(self.pool.device)]
+        index = torch.from_numpy(np.asarray(rows, np.int64)).to(self.pool.device)
+        with torch.inference_mode(False):  # they are written outside of inference mode too
+            self.pool, self.block_of, self.slot_of, self.worth = (
+                part[index] for part in (self.pool, self.block_of, self.slot_of, self.worth)
+            )
+
+
+def _widened(tensor: torch.Tensor, width: int, value: float) -> torch.Tensor:
+    wide = tensor.new_full((*tensor.shape[:2], width), value)
+    wide[:, :, : tensor.shape[2]] = tensor
+    return wide

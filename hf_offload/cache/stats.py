@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -42,6 +46,15 @@ class LayerStats:
     host_bytes: int = 0
     digest_bytes: int = 0
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as time that the model's thread waited."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+
     def as_dict(self) -> dict[str, Any]:
         """The counters with means in place of sums (None where nothing was counted)."""
         row = asdict(self)
@@ -50,6 +63,38 @@ class LayerStats:
         row["selection_overlap"] = _mean(self.selection_overlap, row.pop("selections"))
         row["recall_interval"] = _mean(self.steps, self.recalls)
         return row
+
+
+class Tally:
+    """Small tensors on the device that will be counted when somebody asks: reading them at once would stop the step."""
+
+    KEEP = 1024  # tensors of a name, before they are read all the same
+
+    def __init__(self, stats: LayerStats) -> None:
+        self.stats, self.record_bytes = stats, 0
+        self._pending: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        """Remember the sum of a tensor: `"cpu_ratio"`, `"cosine"`, `"overlap"`, or `"moves"` (blocks recalled)."""
+        pending = self._pending.setdefault(name, [])
+        pending.append(value)
+        if len(pending) >= self.KEEP:
+            self.count()
+
+    def count(self) -> None:
+        """Add what was remembered to the counters."""
+        pending, self._pending = self._pending, {}
+        stats = self.stats
+        sums = {name: torch.stack([value.sum().float() for value in kept]).tolist() for name, kept in pending.items()}
+        stats.cpu_ratio_by_step += sums.get("cpu_ratio", [])
+        stats.query_cosine += sum(sums.get("cosine", []))
+        stats.queries += len(sums.get("cosine", []))
+        stats.selection_overlap += sum(sums.get("overlap", []))
+        stats.selections += len(sums.get("overlap", []))
+        moves = [int(blocks) for blocks in sums.get("moves", []) if blocks]
+        stats.recalls += len(moves)
+        stats.recall_blocks += sum(moves)
+        stats.recall_bytes += sum(moves) * self.record_bytes
 
 
 def _mean(total: float, count: int) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty, memory_for
+from hf_offload.cache.mirror import TableMirror
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.tiles import LOWER_TILE, TILE, tiles_ahead
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.packed import pack_records, unpack_records
 from hf_offload.cpu.worker import Worker
+from hf_offload.gpu.move import PackedLayout, store_tokens
 
 KEEP_TOKENS = 128
 """Newest full blocks of so many tokens are never packed: what `crop` usually drops is as it was."""
@@ -64,10 +67,28 @@ class BlockStore:
         self.pool = HostPool(num_kv_heads, block_size, head_dim, dtype, pin=device.type == "cuda")
         self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, device)
         self.table = np.zeros((batch, 0), np.int32)
+        self.tables = TableMirror(self)
+        self.revision = 0
+        """Rises whenever the table has changed."""
         self.length = 0
+        self.reserved = 0
+        """Logical blocks that have a physical one; those behind the last token are empty."""
         self._packed = 0  # the blocks before this one are all packed
         self.sealed = 0
         """Blocks that have a digest: all full ones, once `seal` has run."""
+        self._written: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._written = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            # Slabs that are let go may have a new owner at once.
+            weakref.finalize(self.pool, self._written.synchronize).atexit = False
+
+    @property
+    def packed(self) -> PackedLayout | None:
+        """How packed records lie, for kernels that read them on the device; None if there are none."""
+        if not self.packs:
+            return None
+        codes = 2 * self.block_size * self.head_dim
+        return PackedLayout(self.pool.packed_record_bytes, codes, codes + 2 * self.head_dim)
 
     @property
     def num_blocks(self) -> int:
@@ -96,13 +117,10 @@ class BlockStore:
             length: tokens.
             packed: logical blocks, none of them there yet, that get places of the packed kind.
         """
-        have, need = self.num_blocks, -(-length // self.block_size)
+        have, need = self.reserved, -(-length // self.block_size)
         if self.pool.shared and self.length % self.block_size and self.length < length:
-            self._own(have - 1)
-        if need > self.table.shape[1]:
-            wide = np.zeros((self.batch, max(need, self.table.shape[1] * 5 // 4, 64)), np.int32)
-            wide[:, : self.table.shape[1]] = self.table
-            self.table = wide
+            self._own(self.num_blocks - 1)
+        self.reserve_table(need)
         if need > have:
             taken: list[np.ndarray] = []
             try:
@@ -115,11 +133,32 @@ class BlockStore:
             except BaseException:  # no memory: all of them or none
                 self.pool.release(np.concatenate([np.zeros(0, np.int32), *taken]))
                 raise
+            self.reserved = need
+            self.revision += 1
+
+    def reserve_table(self, blocks: int) -> None:
+        """Have room in the table for `blocks` logical blocks."""
+        if blocks > self.table.shape[1]:
+            wide = np.zeros((self.batch, max(blocks, self.table.shape[1] * 5 // 4, 64)), np.int32)
+            wide[:, : self.table.shape[1]] = self.table
+            self.table = wide
+            self.revision += 1
+
+    def written(self) -> None:
+        """Note that the model's stream has been given work that writes into blocks."""
+        assert self._written is not None
+        self._written.record(torch.cuda.current_stream(self.device))
+
+    def settle(self) -> None:
+        """Wait for what a stream writes into blocks; the host reads them only after that, or behind that stream."""
+        if self._written is not None:
+            self._written.synchronize()
 
     def _own(self, block: int) -> None:
         ids = self.table[:, block]
         if (self.pool.refcount[ids] == 1).all():
             return
+        self.settle()
         for row in range(self.batch):
             old = ids[row]
             if self.pool.refcount[old] > 1:
@@ -128,6 +167,7 @@ class BlockStore:
                 movers.copy_records(source, target, self.pool.block_bytes).run("a copy of shared blocks")
                 self.pool.release(ids[row : row + 1])
                 self.table[row, block] = new[0]
+                self.revision += 1
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write K and V `[B, Hkv, T, D]` behind the tokens that are there."""
@@ -135,21 +175,27 @@ class BlockStore:
         old = range(0)
         if self.packs:  # what is old as soon as it is there is packed on the way
             old = range(-(-start // size), max(-(-start // size), stop // size - -(-KEEP_TOKENS // size)))
-        have = self.num_blocks
+        self._release(self.num_blocks)
         self.reserve(stop, old)
         try:
             self._write(k, v, old)
         except BaseException:
-            self.pool.release(self.table[:, have : -(-stop // size)])
+            self._release(self.num_blocks)
             raise
         self.length = stop
 
     def _write(self, k: torch.Tensor, v: torch.Tensor, old: range) -> None:
         start, stop, size = self.length, self.length + k.shape[2], self.block_size
-        if self.device.type != "cpu":
+        by_device = self.device.type == "cuda" and self.pool.pinned and not old
+        if self.device.type != "cpu" and not by_device:
             k, v = k.to("cpu"), v.to("cpu")
         if k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.contiguous(), v.contiguous()
+        if by_device:
+            with torch.cuda.device(self.device):
+                store_tokens(k, v, self.tables.block_ptr(), self.tables.table(), start, size)
+            self.written()
+            return
         for first, end in ((start, old.start * size), (old.stop * size, stop)) if old else ((start, stop),):
             part = slice(first - start, end - start)
             if end > first:
@@ -173,11 +219,19 @@ class BlockStore:
             block_size=self.block_size, keep=(k, v),
         ).run("packing")  # fmt: skip
 
+    def has_old(self, length: int) -> bool:
+        """Whether `pack_old` would find blocks that it has not looked at."""
+        return self.packs and self._old(length) > self._packed
+
+    def _old(self, length: int) -> int:
+        return length // self.block_size - -(-KEEP_TOKENS // self.block_size)
+
     def pack_old(self, length: int) -> None:
         """Pack the full blocks that are old when the rows have `length` tokens; nothing may be reading them."""
-        full = length // self.block_size - -(-KEEP_TOKENS // self.block_size)
-        if not self.packs or full <= self._packed:
+        if not self.has_old(length):
             return
+        self.settle()
+        full = self._old(length)
         ids = np.unique(self.table[:, self._packed : full])
         ids = ids[self.pool.block_ptr[ids] & 1 == 0]
         heads, step = np.arange(self.num_kv_heads), self.head_dim * self.dtype.itemsize
@@ -216,6 +270,7 @@ class BlockStore:
             k, v: `[B, Hkv, count, D]` of `gather_dtype`, written.
             first: token.
         """
+        self.settle()
         if not self.packs:
             return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
         size, count = self.block_size, k.shape[2]
@@ -254,21 +309,38 @@ class BlockStore:
             self.digests.seal(ids, k.flatten(0, 1), valid.reshape(-1, size).to(self.device))
         self.sealed = full
 
+    def seal_block(self, k: torch.Tensor) -> None:
+        """Build the digest of the next block, which is full, from its keys `[B, Hkv, block_size, D]`."""
+        size = self.block_size
+        if self.digests is not None and not self.digests.frozen:
+            self.seal(size)
+            return
+        if self.digests is not None:
+            valid = torch.from_numpy(self.padding.valid[:, self.sealed * size : (self.sealed + 1) * size] != 0)
+            ids = torch.from_numpy(self.table[:, self.sealed].astype(np.int64))
+            self.digests.seal(ids, k, valid.to(self.device))
+        self.sealed += 1
+
     def _token_tiles(self, stop: int, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for first, k, _ in self.tiles(stop, tile):
             yield k, torch.from_numpy(self.padding.valid[:, first : first + k.shape[2]] != 0).to(self.device)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens; nothing has happened if that fails."""
-        keep, have = -(-length // self.block_size), self.num_blocks
+        keep = -(-length // self.block_size)
         last = self.table[:, keep - 1 : keep]
         if length % self.block_size and (self.pool.block_ptr[last] & 1).any():
             self._reopen(keep - 1, length)
-        if keep < have:
-            self.pool.release(self.table[:, keep:have])
+        self._release(keep)
         self.length = length
         self.sealed = min(self.sealed, length // self.block_size)
         self._packed = min(self._packed, length // self.block_size)
+
+    def _release(self, keep: int) -> None:
+        """Give back the physical blocks behind the first `keep` logical ones."""
+        if keep < self.reserved:
+            self.pool.release(self.table[:, keep : self.reserved])
+            self.reserved = keep
 
     def _reopen(self, block: int, length: int) -> None:
         """Make a packed block fit to be appended to: the one that will be the last of `length` tokens."""
@@ -282,12 +354,14 @@ class BlockStore:
             raise
         self.pool.release(self.table[:, block])
         self.table = table
+        self.revision += 1
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index `[B']`, in its order and as often as it names them; K and V are not copied."""
-        used = self.num_blocks
+        used = self.reserved
         kept = self.table[rows]
         self.pool.retain(kept[:, :used])
         self.pool.release(self.table[:, :used])
         self.table = np.ascontiguousarray(kept)
+        self.revision += 1
         self.batch = len(rows)

@@ -14,6 +14,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+DELAY = "HF_OFFLOAD_DELAY_MS"
+"""Environment variable for tests: milliseconds by which every hand-over between CPU and device is late."""
+
 
 class WorkerError(RuntimeError):
     """A job of the worker failed, was lost with its thread, or did not end within its time."""
@@ -102,7 +105,7 @@ class Worker:
             raise ValueError(f"timeout={timeout!r} is not a time in seconds; use a positive one")
         self.threads = threads
         self.timeout = timeout
-        self.delay = 0.0
+        self.delay = float(os.environ.get(DELAY, "0")) / 1000
         """Seconds that each job sleeps before it starts: tests make every hand-over slow with it."""
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._pool: list[threading.Thread] = []

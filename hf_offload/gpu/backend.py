@@ -1,4 +1,4 @@
-"""Whether an operation runs as a Triton kernel: on CUDA tensors always, on CPU tensors only where a test asks for it."""
+"""Whether an operation runs as a Triton kernel: always on CUDA tensors, on CPU tensors only where a test asks."""
 
 from __future__ import annotations
 

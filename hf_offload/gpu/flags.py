@@ -10,6 +10,7 @@ import time
 import torch
 
 from .backend import on_triton
+from .require import require
 
 _SPIN_SECONDS = 1e-6  # about what one look across the bus takes
 
@@ -50,10 +51,7 @@ def wait(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, *, spins: 
         TypeError: another dtype.
     """
     _check(flag, epoch)
-    if late.dtype != torch.int32:
-        raise TypeError(f"late has dtype {late.dtype}; expected torch.int32")
-    if late.shape != (1,):
-        raise ValueError(f"late has shape {tuple(late.shape)}; expected (1,)")
+    require("late", late, (torch.int32,), (1,), late.device)
     if spins < 0:
         raise ValueError(f"spins={spins} is not a number of looks")
     if not on_triton(epoch):
@@ -74,10 +72,9 @@ def _wait_by_torch(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, 
 
 
 def _check(flag: torch.Tensor, epoch: torch.Tensor) -> None:
-    for name, tensor in (("flag", flag), ("epoch", epoch)):
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; expected torch.int32")
-        if tensor.shape != (1,):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected (1,)")
-    if epoch.device.type == "cuda" and not (flag.device.type == "cpu" and flag.is_pinned()):
+    require("flag", flag, (torch.int32,), (1,), flag.device)
+    require("epoch", epoch, (torch.int32,), (1,), epoch.device)
+    capturing = epoch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    # A capture allows few questions; there the flags are the business of whoever captures.
+    if epoch.device.type == "cuda" and not capturing and not (flag.device.type == "cpu" and flag.is_pinned()):
         raise ValueError(f"the flag lies on {flag.device} and is not pinned; use torch.zeros(..., pin_memory=True)")

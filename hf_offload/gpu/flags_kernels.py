@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Triton kernels for flags in host memory; see `flags.py`."""
 
 # mypy: ignore-errors

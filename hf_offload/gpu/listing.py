@@ -30,8 +30,6 @@ def check_listing(
     if query.ndim != 3 or query.shape[0] != batch or query.shape[2] != dim or query.shape[1] % heads:
         raise ValueError(f"query {tuple(query.shape)} does not fit a pool {tuple(pool.shape)}")
     group = query.shape[1] // heads
-    if not 1 <= group <= 16:
-        raise ValueError(f"{group} query heads for each KV head; expected 1 to 16")
     if size < 8 or size & (size - 1):
         raise ValueError(f"block_size {size} is not a power of two of at least 8")
     require("pool", pool, FLOATS, pool.shape, query.device)

@@ -12,15 +12,18 @@ from dataclasses import dataclass
 import torch
 
 from .backend import on_triton
+from .require import FLOATS, require
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-_KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TILE_BYTES = 8192  # what one program moves: 64 bytes for each of its 128 threads
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where things lie in an int8 record; codes of K come first, codes of V follow them.
+    """Where things lie in an int8 record, behind its codes.
+
+    Codes of K come first, `[block_size / 4, D / 8, 4, 8]` (of 4 tokens in 8 dimensions), then those of V,
+    `[block_size / 2, D, 2]` (of 2 tokens).
 
     Args:
         record_bytes: bytes of the packed record of one block and KV head.
@@ -50,8 +53,8 @@ def write_token(
         TypeError: an unexpected dtype.
     """
     batch, heads, slots, size, dim = _check_pool(pool)
-    _check("slot_of", slot_of, torch.int32, (batch, heads, slot_of.shape[-1]))
-    _check("limits", limits, torch.int32, (2,))
+    require("slot_of", slot_of, (torch.int32,), (batch, heads, slot_of.shape[-1]), pool.device)
+    require("limits", limits, (torch.int32,), (2,), pool.device)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != pool.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}; the pool has {pool.dtype}")
@@ -109,9 +112,9 @@ def fetch(
     """
     batch, heads, there, size, dim = _check_pool(pool)
     moves = slots.shape[-1]
-    _check("slots", slots, torch.int32, (batch, heads, moves))
-    _check("blocks", blocks, torch.int32, (batch, heads, moves))
-    _check("counts", counts, torch.int32, (batch, heads))
+    require("slots", slots, (torch.int32,), (batch, heads, moves), pool.device)
+    require("blocks", blocks, (torch.int32,), (batch, heads, moves), pool.device)
+    require("counts", counts, (torch.int32,), (batch, heads), pool.device)
     _check_host(block_ptr, table, batch)
     if packed is not None and (packed.record_bytes % 16 or packed.key_scales % 16 or packed.value_scales % 16):
         raise ValueError(f"{packed} is not aligned: all of these must be multiples of 16 bytes")
@@ -164,7 +167,7 @@ def store_block(
         TypeError: an unexpected dtype.
     """
     batch, heads, slots, size, dim = _check_pool(pool)
-    _check("slot_of", slot_of, torch.int32, (batch, heads, slot_of.shape[-1]))
+    require("slot_of", slot_of, (torch.int32,), (batch, heads, slot_of.shape[-1]), pool.device)
     _check_host(block_ptr, table, batch)
     if not 0 <= block < min(slot_of.shape[2], table.shape[1]):
         raise ValueError(f"block {block} is beyond slot_of {tuple(slot_of.shape)} or table {tuple(table.shape)}")
@@ -191,13 +194,79 @@ def _store_block_by_torch(
         record.copy_(pool[row, head, int(slots[row, head])])
 
 
+def store_tokens(
+    k: torch.Tensor, v: torch.Tensor, block_ptr: torch.Tensor, table: torch.Tensor, first: int, block_size: int
+) -> None:
+    """Write new tokens first … first + T - 1 of every row into their host records.
+
+    The host may read the records when it has waited for the stream.
+
+    Args:
+        k: `[B, Hkv, T, D]` in the records' dtype; the last dimension contiguous, other strides free.
+        v: the same for the values.
+        block_ptr, table: as in `fetch`, on the device of `k`; the blocks of these tokens are not packed.
+        first: position of the first token, the same in every row; may lie inside a block.
+        block_size: tokens of a block.
+
+    Raises:
+        ValueError: shapes or strides that do not fit, or tokens beyond the table.
+        TypeError: an unexpected dtype.
+    """
+    if k.dim() != 4 or k.stride(3) != 1:
+        raise ValueError(f"k has shape {tuple(k.shape)}, strides {k.stride()}; expected [B, Hkv, T, D], last stride 1")
+    batch, heads, tokens, dim = k.shape
+    _check_geometry(block_size, dim)
+    if k.dtype not in FLOATS:
+        raise TypeError(f"k has dtype {k.dtype}; expected one of {FLOATS}")
+    if v.dtype != k.dtype:
+        raise TypeError(f"v has dtype {v.dtype}; k has {k.dtype}")
+    if v.shape != k.shape or v.stride(3) != 1 or v.device != k.device:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)}, strides {v.stride()} on {v.device}; k has {tuple(k.shape)} on {k.device}, "
+            "and the last stride must be 1"
+        )
+    require("block_ptr", block_ptr, (torch.int64,), (block_ptr.shape[0],), k.device)
+    require("table", table, (torch.int32,), (batch, table.shape[-1]), k.device)
+    if first < 0 or first + tokens > table.shape[1] * block_size:
+        raise ValueError(f"tokens {first}..{first + tokens} exceed the table's {table.shape[1] * block_size}")
+    if not on_triton(k):
+        _store_tokens_by_torch(k, v, block_ptr, table, first, block_size)
+        return
+    from . import move_kernels
+
+    in_tile, width = tile(block_size, dim, k.dtype.itemsize)
+    blocks = -(-(first + tokens) // block_size) - first // block_size
+    if k.numel():
+        move_kernels.store_tokens_kernel[(blocks * batch * heads, block_size // in_tile)](
+            k, v, block_ptr, table, first, first + tokens, *k.stride()[:3], *v.stride()[:3], batch * heads, heads,
+            table.shape[1], SIZE=block_size, D=dim, WIDTH=width, TOKENS=in_tile,
+            RECORD=2 * block_size * dim * k.dtype.itemsize, num_warps=4,
+        )  # fmt: skip
+
+
+def _store_tokens_by_torch(
+    k: torch.Tensor, v: torch.Tensor, block_ptr: torch.Tensor, table: torch.Tensor, first: int, block_size: int
+) -> None:
+    _, heads, tokens, dim = k.shape
+    begin = first
+    while begin < first + tokens:
+        block, offset = divmod(begin, block_size)
+        end = min((block + 1) * block_size, first + tokens)
+        for row, address in enumerate(block_ptr[table[:, block].long()].tolist()):
+            records = _view(address, (heads, 2, block_size, dim), k.dtype)
+            for part, x in enumerate((k, v)):
+                records[:, part, offset : offset + end - begin] = x[row, :, begin - first : end - first]
+        begin = end
+
+
 def _unpack(address: int, packed: PackedLayout, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     size, dim = shape[1:]
-    codes = _view(address, shape, torch.int8).float()
-    codes[0] *= _view(address + packed.key_scales, (dim,), torch.bfloat16).float()
-    codes[1] *= _view(address + packed.value_scales, (size, 1), torch.bfloat16).float()
+    keys = _view(address, (size // 4, dim // 8, 4, 8), torch.int8).transpose(1, 2).reshape(size, dim)
+    values = _view(address + size * dim, (size // 2, dim, 2), torch.int8).transpose(1, 2).reshape(size, dim)
+    key_scales = _view(address + packed.key_scales, (dim,), torch.bfloat16).float()
+    value_scales = _view(address + packed.value_scales, (size, 1), torch.bfloat16).float()
     top = torch.finfo(dtype).max
-    return codes.clamp(-top, top).to(dtype)
+    return torch.stack((keys * key_scales, values * value_scales)).clamp(-top, top).to(dtype)
 
 
 def _view(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -226,22 +295,19 @@ def _check_pool(pool: torch.Tensor) -> tuple[int, int, int, int, int]:
     if pool.dim() != 6 or pool.shape[3] != 2 or not pool.is_contiguous():
         raise ValueError(f"the pool has shape {tuple(pool.shape)}; expected a contiguous [B, Hkv, R, 2, block_size, D]")
     batch, heads, slots, _, size, dim = pool.shape
+    _check_geometry(size, dim)
+    if pool.dtype not in FLOATS:
+        raise TypeError(f"the pool has dtype {pool.dtype}; expected one of {FLOATS}")
+    return batch, heads, slots, size, dim
+
+
+def _check_geometry(size: int, dim: int) -> None:
     if size not in BLOCK_SIZES:
         raise ValueError(f"block_size {size} is not one of {BLOCK_SIZES}")
     if dim % 16 or not 16 <= dim <= 256:
         raise ValueError(f"head dimension {dim} is not a multiple of 16 in 16..256")
-    if pool.dtype not in _KV_DTYPES:
-        raise TypeError(f"the pool has dtype {pool.dtype}; expected one of {_KV_DTYPES}")
-    return batch, heads, slots, size, dim
 
 
 def _check_host(block_ptr: torch.Tensor, table: torch.Tensor, batch: int) -> None:
-    _check("block_ptr", block_ptr, torch.int64, (block_ptr.shape[0],))
-    _check("table", table, torch.int32, (batch, table.shape[-1]))
-
-
-def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
-    if tensor.shape != shape or not tensor.is_contiguous():
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}, contiguous")
+    require("block_ptr", block_ptr, (torch.int64,), (block_ptr.shape[0],), block_ptr.device)
+    require("table", table, (torch.int32,), (batch, table.shape[-1]), table.device)

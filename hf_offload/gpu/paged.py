@@ -7,6 +7,7 @@ import torch
 from .backend import on_triton
 from .listing import check_listing, gather_slots, scores_by_torch, seen_tokens, tile_sizes
 
+_GROUP = 16  # query heads of a KV head in one launch
 _PROGRAMS = 264  # two for each multiprocessor of a large GPU
 _SPLIT_TOKENS = 128  # less than this does not pay for another partial
 _MAX_SPLITS = 64
@@ -49,14 +50,28 @@ def paged_attention(
         TypeError: a tensor of another dtype.
         ValueError: shapes, devices or sizes that do not fit together.
     """
-    batch, heads, _ = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
+    batch, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
     if window is not None and window < 1:
         raise ValueError(f"window {window} is not positive; pass None to attend all positions")
     if not on_triton(query):
         return _by_torch(query, pool, slots, blocks, counts, limits, valid, scale, softcap, window)
+    listing = (pool, slots, blocks, counts, limits, valid, scale, softcap, window)
+    if group <= _GROUP:
+        return _launch(query, *listing)
+    grouped = query.view(batch, heads, group, -1)
+    outs, lses = zip(*(_launch(part.flatten(1, 2), *listing) for part in torch.split(grouped, _GROUP, 2)), strict=True)
+    out, lse = (torch.cat([x.unflatten(1, (heads, -1)) for x in parts], 2).flatten(1, 2) for parts in (outs, lses))
+    return out, lse
+
+
+def _launch(
+    query: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor,
+    limits: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float | None, window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     from . import paged_kernels
 
-    size, dim, width = pool.shape[4], pool.shape[5], slots.shape[2]
+    batch, heads, _, _, size, dim = pool.shape
+    width = slots.shape[2]
     splits = count_splits(batch * heads, width * size)
     out = torch.empty(batch, query.shape[1], splits, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch, query.shape[1], splits, dtype=torch.float32, device=query.device)

@@ -42,6 +42,8 @@ def update_weights(
         ValueError: shapes, devices or numbers that do not fit together.
     """
     batch, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
+    if group > 16:
+        raise ValueError(f"{group} query heads for each KV head; expected at most 16")
     slots_there, size = pool.shape[2], pool.shape[4]
     fp32 = (torch.float32,)
     require("average", average, fp32, (batch, heads * group, slots_there, size), query.device)

@@ -6,10 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 if TYPE_CHECKING:
-    from hf_offload.attention.ahead import Ahead
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 
@@ -19,12 +16,15 @@ class Selection:
     """Logical blocks for each row and KV head.
 
     Args:
-        blocks: `[B, Hkv, C]` int32, ascending; entries from `counts` on mean nothing.
+        blocks: `[B, Hkv, C]` int32, ascending; entries from `counts` on mean nothing. Arrays with one memory, tensors
+            on the device with two.
         counts: `[B, Hkv]` int32.
+        slots: `[B, Hkv, C]` int32, where resident blocks lie.
     """
 
-    blocks: np.ndarray
-    counts: np.ndarray
+    blocks: Any
+    counts: Any
+    slots: Any = None
 
     @property
     def total(self) -> int:
@@ -44,7 +44,7 @@ class Plan:
 
     device: Selection | None = None
     host: Selection | None = None
-    ahead: Ahead | None = None
+    ahead: Any = None
 
 
 def check_tokens(name: str, value: Any, *, least: int = 1) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ADAPTIVE = "adaptive"
 
 
@@ -47,43 +49,47 @@ class RecallClock:
     Args:
         interval: steps between recalls; 0 = never, None = whenever the running CPU ratio passes the threshold.
         threshold: the CPU ratio that is tolerated.
-        since: steps since the last recall.
-        ratio: the running CPU ratio since then, half of it the last step's.
+        since: fp32 `[]`, steps since the last recall.
+        ratio: fp32 `[]`, the running CPU ratio since then, half of it the last step's; NaN before the first step.
     """
 
     interval: int | None
     threshold: float
-    since: int = 0
-    ratio: float | None = None
+    since: torch.Tensor
+    ratio: torch.Tensor
 
     @classmethod
-    def of(cls, recall: int | str | Path, threshold: float, layer: int) -> RecallClock:
+    def of(cls, recall: int | str | Path, threshold: float, layer: int, device: torch.device) -> RecallClock:
         """The clock of one layer.
 
         Raises:
             ValueError: a profile file has no interval for this layer.
         """
-        if recall == ADAPTIVE:
-            return cls(None, threshold)
-        if isinstance(recall, int):
-            return cls(recall, threshold)
-        intervals = load_intervals(Path(recall))
-        if layer >= len(intervals):
-            raise ValueError(
-                f"recall={str(recall)!r} has {len(intervals)} layers, but the model has more: profile it again"
-            )
-        return cls(intervals[layer], threshold)
+        interval = None if recall == ADAPTIVE else recall
+        if interval is not None and not isinstance(interval, int):
+            intervals = load_intervals(Path(interval))
+            if layer >= len(intervals):
+                raise ValueError(
+                    f"recall={str(recall)!r} has {len(intervals)} layers, but the model has more: profile it again"
+                )
+            interval = intervals[layer]
+        with torch.inference_mode(False):
+            return cls(interval, threshold, torch.zeros((), device=device), torch.full((), torch.nan, device=device))
 
-    def due(self, cpu_ratio: float) -> bool:
-        """Count one step; whether the layer recalls after it.
+    def due(self, cpu_ratio: torch.Tensor) -> torch.Tensor | None:
+        """Count one step; whether the layer recalls after it: int32 `[1]`, 0 or 1, or None if it never does.
+
+        The answer stays on the device: nobody waits for it.
 
         Args:
-            cpu_ratio: tokens that the CPU attended in this step, as a share of the budget.
+            cpu_ratio: fp32 `[]`, tokens that the CPU attended in this step, as a share of the budget.
         """
-        self.since += 1
+        if self.interval == 0:
+            return None
+        since = self.since + 1
         # One odd token should not start a recall: the next one often wants the old blocks again.
-        self.ratio = cpu_ratio if self.ratio is None else (self.ratio + cpu_ratio) / 2
-        wanted = self.ratio > self.threshold if self.interval is None else 0 < self.interval <= self.since
-        if wanted:
-            self.since, self.ratio = 0, None
-        return wanted
+        ratio = torch.where(self.ratio.isnan(), cpu_ratio, (self.ratio + cpu_ratio) / 2)
+        due = ratio > self.threshold if self.interval is None else since >= self.interval
+        self.since.copy_(torch.where(due, 0.0, since))
+        self.ratio.copy_(torch.where(due, torch.nan, ratio))
+        return due.to(torch.int32).view(1)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
-    from hf_offload.attention.ahead import Ahead
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 
@@ -34,7 +33,7 @@ class ScoutState:
 
     clock: RecallClock
     predicted: Selection | None = None
-    ahead: Ahead | None = None
+    ahead: Any = None
     steps: int = 0
 
 
@@ -155,7 +154,7 @@ class Scout(Policy):
         return "off" if layer.index == 0 or layer.index in synchronous else mode
 
     def new_state(self, layer: HybridLayer) -> ScoutState:
-        return ScoutState(RecallClock.of(self.recall, self.threshold, layer.index))
+        return ScoutState(RecallClock.of(self.recall, self.threshold, layer.index, layer.device))
 
     def looks_ahead(self, layer: HybridLayer) -> bool:
         return self.mode(layer) != "off"
@@ -165,7 +164,7 @@ class Scout(Policy):
         state: ScoutState = step.state
         state.predicted = step.choose(self.join, self.budget // step.block_size)[1]
         if self.mode(step.layer) == "attend":
-            state.ahead = step.attend_early(self._near_and_far(step, state.predicted)[1], correct=self.correction)
+            state.ahead = step.attend_early(step.split_early(state.predicted)[1], correct=self.correction)
         else:
             step.read_ahead(step.split(state.predicted)[1])
 
@@ -185,36 +184,22 @@ class Scout(Policy):
                 step.compare(predicted, selection)
         else:
             selection = predicted
-        resident = step.resident_blocks() if self.attend_resident == "all" and step.layer.has_slots else None
+        resident = step.resident_blocks() if self.attend_resident == "all" else None
         if predicted is not None and self.mode(step.layer) == "attend":
-            near = resident or self._near_and_far(step, selection)[0]
+            near = resident or step.split_early(selection)[0]
             return Plan(device=near, ahead=ahead) if step.layer.has_slots else Plan(host=near, ahead=ahead)
         device, host = step.split(predicted or selection)
         return Plan(device=resident or device, host=host)
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """§3.4: recall what the real query wanted, off the critical path."""
-        state: ScoutState = step.state
-        if step.layer.has_slots and state.clock.due(step.cpu_ratio(plan)):
-            step.recall()
+        step.recall(plan, step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:
         """The blocks that the prompt's last queries want."""
         score = step.score(self.join)
         step.learn(score, 0.0)
         return step.select(score, slots)
-
-    def _near_and_far(self, step: Step, selection: Selection) -> tuple[Selection, Selection]:
-        """What waits for the real query, and what may be attended one layer early.
-
-        In two tiers the resident blocks are near; with one memory those are that are always attended.
-        """
-        if not step.layer.has_slots:
-            return step.split_always(selection)
-        near, far = step.split(selection)
-        assert near is not None
-        assert far is not None
-        return near, far
 
     def _looks_back(self, step: Step) -> bool:
         """Whether a step with a selection made ahead scores the real query too: for recall and for the statistics."""

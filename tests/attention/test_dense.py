@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.dense import append_attention
+from hf_offload.attention.dense import append_attention, attend
 
 
 def dense(
@@ -52,6 +52,31 @@ def test_equals_dense_attention(past: int, new: int, tile: int, kind: str, softc
     rows = seen.any(-1)[:, 0]  # queries that are padding themselves see nothing, and nobody reads them
     assert torch.isfinite(got).all()
     assert torch.allclose(got[rows].double(), want[rows], atol=2e-6 * (1 + want[rows].abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(37, 37, True), (5, 203, False), (130, 64, False)])
+def test_fused_attention_of_a_gpu(
+    queries: int, keys: int, causal: bool, dtype: torch.dtype, tolerance: float, masked: bool
+) -> None:
+    if causal and masked:
+        pytest.skip("a mask says all of causality itself")
+    generator = torch.Generator().manual_seed(queries)
+    q = torch.randn(2, 6, queries, 64, generator=generator).to("cuda", dtype)
+    k, v = (torch.randn(2, 2, keys, 64, generator=generator).to("cuda", dtype) for _ in range(2))
+    seen = torch.ones(2, 1, queries, keys, dtype=torch.bool, device="cuda")
+    bias = None
+    if causal:
+        seen = seen.tril()
+    if masked:
+        seen[1, ..., : keys // 3] = False
+        bias = torch.zeros(seen.shape, dtype=dtype, device="cuda").masked_fill(~seen, torch.finfo(dtype).min / 2)
+    out, lse = attend(q, k, v, bias, causal, 0.2, None)
+    assert torch.allclose(out.double(), dense(q, k, v, seen, 0.2, None).transpose(1, 2), atol=tolerance)
+    scores = (q.double() @ k.repeat_interleave(3, 1).double().transpose(2, 3) * 0.2).masked_fill(~seen, float("-inf"))
+    assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=tolerance)
 
 
 class LiveBytes(TorchDispatchMode):

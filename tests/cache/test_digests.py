@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.cache.digests import DIGESTS
+from hf_offload.cache.digests import DIGESTS, DigestStore
 from hf_offload.cpu.choose import choose_blocks
 
 HEADS, GROUP, DIM = 2, 3, 32
@@ -29,6 +29,11 @@ def sealed(name: str, block: int, blocks: int = 12, spread: float = 1.0):  # typ
     return store, k, valid, query, table
 
 
+def log_masses(store: DigestStore, query: torch.Tensor, table: np.ndarray, scale: float) -> torch.Tensor:
+    limits = torch.tensor([0, table.shape[1]], dtype=torch.int32)
+    return store.score(query, torch.from_numpy(table), limits, scale)
+
+
 @pytest.mark.parametrize("block", [8, 32, 64, 128])
 @pytest.mark.parametrize("name", DIGESTS)
 def test_launch_equals_torch(name: str, block: int) -> None:
@@ -39,7 +44,7 @@ def test_launch_equals_torch(name: str, block: int) -> None:
     choose_blocks(
         query.numpy(), arrays, table, k.shape[0], masses, tail, score, join="raw", scale=0.2, kv_dtype=torch.float32
     )()
-    want = store.score(query, torch.from_numpy(table.astype(np.int64)), 0.2).view(HEADS, GROUP, -1).mean(1)
+    want = log_masses(store, query, table, 0.2).view(HEADS, GROUP, -1).mean(1)
     got = torch.from_numpy(score)[0, :, : k.shape[0]]
     assert torch.equal(got.isneginf(), want.isneginf())
     assert want.isneginf()[:, 4].all()
@@ -56,7 +61,7 @@ def exact_mass(k: torch.Tensor, valid: torch.Tensor, query: torch.Tensor, scale:
 def test_submeans_estimate_the_log_mass() -> None:
     store, k, valid, query, table = sealed("submean", 32)
     want = exact_mass(k, valid, query, DIM**-0.5)
-    got = store.score(query, torch.from_numpy(table.astype(np.int64)), DIM**-0.5)
+    got = log_masses(store, query, table, DIM**-0.5)
     seen = ~want.isneginf()
     correlation = torch.corrcoef(torch.stack([got[seen], want[seen]]))[0, 1]
     assert correlation > 0.9
@@ -64,7 +69,7 @@ def test_submeans_estimate_the_log_mass() -> None:
 
 def test_quest_bounds_every_token() -> None:
     store, k, valid, query, table = sealed("quest", 32)
-    bound = store.score(query, torch.from_numpy(table.astype(np.int64)), 1.0)
+    bound = log_masses(store, query, table, 1.0)
     grouped = query.view(1, HEADS, GROUP, DIM)
     scores = torch.einsum("bhgd,nhtd->bhgnt", grouped, k).masked_fill(~valid, float("-inf"))
     assert (bound >= scores.amax(-1).flatten(1, 2) - 1e-3).all()

@@ -16,6 +16,10 @@ _WRITE = {
     "slot_of": "*i32", "limits": "*i32", "k_row": "i32", "k_head": "i32", "v_row": "i32", "v_head": "i32", **_INTS,
     "blocks": "i32",
 }  # fmt: skip
+_STORE = {
+    "block_ptr": "*i64", "table": "*i32", "first": "i32", "stop": "i32", "k_row": "i32", "k_head": "i32",
+    "k_token": "i32", "v_row": "i32", "v_head": "i32", "v_token": "i32", "lines": "i32", "heads": "i32", "width": "i32",
+}  # fmt: skip
 _KINDS = {"bf16": (2, 3.3895313892515355e38), "fp16": (2, 65504.0), "fp32": (4, 3.4028234663852886e38)}
 
 
@@ -34,6 +38,8 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         store = {**pool, "slot_of": "*i32", "block_ptr": "*i64", "table": "*i32", "block": "i32", **_INTS}
         store |= {"blocks": "i32", "width": "i32"}
         found.append((f"store_block {name}", move_kernels.store_block_kernel, store, record, four))
+        tokens_of = {**_STORE, "k": f"*{kind}", "v": f"*{kind}"}
+        found.append((f"store_tokens {name}", move_kernels.store_tokens_kernel, tokens_of, record, four))
         for packed in (0, packed_bytes(dim, size)):
             layout = {"PACKED": packed, "KEY_SCALES": 2 * size * dim, "VALUE_SCALES": 2 * (size + 1) * dim, "TOP": top}
             found.append(

@@ -1,18 +1,15 @@
-"""The device's exchange of resident blocks against the CPU's: the same moves, in the same order."""
+"""The exchange of resident blocks against loops: the same moves, in the same order."""
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hf_offload.attention import decode
-from hf_offload.attention.exchange import recall
-from hf_offload.cache.resident import ResidentSet
 from hf_offload.gpu.exchange import exchange, open_block
 
 from ._forms import device_of, every_form
@@ -42,28 +39,45 @@ def state(
     )
 
 
-def step_of(at: SimpleNamespace, recent: int, length: int) -> tuple[Any, list[np.ndarray]]:
-    """What the CPU's code sees of a step, and the list of moves that it will fill."""
-    moves: list[np.ndarray] = []
+def may_move(at: SimpleNamespace, recent: int, b: int, blocks: np.ndarray) -> np.ndarray:
+    """Neither sinks nor among the newest sealed blocks nor unsealed."""
+    found: np.ndarray = (blocks >= at.high[b]) & (blocks < at.sealed - recent)
+    return found
 
-    def fetch(rows: np.ndarray, heads: np.ndarray, slots: np.ndarray, blocks: np.ndarray, label: str) -> int:
-        moves.append(np.stack([rows, heads, slots, blocks]))
-        ResidentSet.assign(resident, rows, heads, slots, blocks)
-        return 0
 
-    resident: Any = SimpleNamespace(
-        worth=at.worth, known=at.known, block_of=at.block_of.copy(), slot_of=at.slot_of.copy(), fetch=fetch,
-        reserve=lambda blocks: None,
-    )  # fmt: skip
-    resident.assign = lambda *moved: ResidentSet.assign(resident, *moved)
-    stats = SimpleNamespace(recall_bytes=0, recall_blocks=0, recalls=0)
-    store = SimpleNamespace(sealed=at.sealed, length=length, block_size=SIZE, batch=len(at.high), num_kv_heads=2)
-    layer = SimpleNamespace(
-        resident=resident, stats=stats, policy=SimpleNamespace(recent_tokens=recent * SIZE), store=store
-    )
-    return SimpleNamespace(
-        layer=layer, store=store, block_size=SIZE, sinks=lambda: (None, at.high), label=str
-    ), moves  # fmt: skip
+def given_up(at: SimpleNamespace, recent: int, b: int, h: int) -> np.ndarray:
+    """Slots that may change hands in the order in which they are given up: free ones, then by rising worth."""
+    held = at.block_of[b, h]
+    slots = np.flatnonzero((held < 0) | may_move(at, recent, b, held))
+    held = held[slots]
+    known = (held >= 0) & (held < at.known)
+    worth = np.where(held < 0, -np.inf, np.inf)
+    worth[known] = at.worth[b, h, held[known]]
+    return slots[np.lexsort((held, worth))]
+
+
+def assign(at: SimpleNamespace, b: int, h: int, slot: int, block: int) -> None:
+    old = at.block_of[b, h, slot]
+    if old >= 0:
+        at.slot_of[b, h, old] = -1
+    at.block_of[b, h, slot], at.slot_of[b, h, block] = block, slot
+
+
+def exchanged(at: SimpleNamespace, recent: int) -> tuple[list[tuple[int, ...]], SimpleNamespace]:
+    """The moves (row, head, slot, block) and what is resident after them, by loops."""
+    after = copy.deepcopy(at)
+    moves = []
+    for b, h in np.ndindex(at.block_of.shape[:2]):
+        slots = given_up(at, recent, b, h)
+        worth = at.worth[b, h, : at.known]
+        ranked = np.argsort(-worth, kind="stable")
+        ranked = ranked[(worth[ranked] > -np.inf) & may_move(at, recent, b, ranked)][: len(slots)]
+        missing = ranked[at.slot_of[b, h, ranked] < 0]
+        victims = slots[~np.isin(at.block_of[b, h, slots], ranked)]
+        for slot, block in zip(victims, missing, strict=False):
+            assign(after, b, h, int(slot), int(block))
+            moves.append((b, h, int(slot), int(block)))
+    return moves, after
 
 
 def tensors(at: SimpleNamespace, device: str, length: int) -> list[torch.Tensor]:
@@ -75,9 +89,7 @@ def tensors(at: SimpleNamespace, device: str, length: int) -> list[torch.Tensor]
 
 def check_exchange(at: SimpleNamespace, recent: int, device: str, due: int | None = None) -> int:
     """Compare the moves and what is resident then; returns the number of moves."""
-    step, moves = step_of(at, recent, at.sealed * SIZE)
-    recall(step)
-    want = np.concatenate([np.zeros((4, 0), np.int64), *moves], 1)
+    want, after = exchanged(at, recent)
     given = tensors(at, device, at.sealed * SIZE + 3)
     flag = None if due is None else torch.tensor([due], dtype=torch.int32, device=device)
     slots, blocks, counts = (x.cpu() for x in exchange(*given, recent=recent, due=flag))
@@ -87,9 +99,9 @@ def check_exchange(at: SimpleNamespace, recent: int, device: str, due: int | Non
         for b, h in np.ndindex(*counts.shape)
         for i in range(int(counts[b, h]))
     ]
-    assert found == [tuple(move) for move in want.T.tolist()]
-    assert np.array_equal(given[2].cpu().numpy(), step.layer.resident.block_of)
-    assert np.array_equal(given[3].cpu().numpy(), step.layer.resident.slot_of)
+    assert found == want
+    assert np.array_equal(given[2].cpu().numpy(), after.block_of)
+    assert np.array_equal(given[3].cpu().numpy(), after.slot_of)
     return len(found)
 
 
@@ -153,12 +165,13 @@ def test_open_block(form: str, seed: int, request: pytest.FixtureRequest) -> Non
     at = state(
         seed, slots, sealed + 3, known=known, sealed=sealed, high=high, free=0.15 * (seed % 3), ties=seed % 2 == 0
     )
-    step, _ = step_of(at, recent, sealed * SIZE)
-    decode._open_block(step.layer, step)
+    after = copy.deepcopy(at)
+    for b, h in np.ndindex(at.block_of.shape[:2]):
+        assign(after, b, h, int(given_up(at, recent, b, h)[0]), sealed)
     given = tensors(at, device, sealed * SIZE)
     open_block(*given, block_size=SIZE, recent=recent)
-    assert np.array_equal(given[2].cpu().numpy(), step.layer.resident.block_of)
-    assert np.array_equal(given[3].cpu().numpy(), step.layer.resident.slot_of)
+    assert np.array_equal(given[2].cpu().numpy(), after.block_of)
+    assert np.array_equal(given[3].cpu().numpy(), after.slot_of)
     assert (given[3][:, :, sealed] >= 0).all()
 
 

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from hf_offload.cpu.packed import pack_records, packed_bytes
 from hf_offload.cpu.reference import pack_block
-from hf_offload.gpu.move import PackedLayout, fetch, store_block, write_token
+from hf_offload.gpu.move import PackedLayout, fetch, store_block, store_tokens, write_token
 
 GARBAGE = 10**8
 KINDS = [
@@ -177,18 +178,73 @@ def test_store_block(batch: int, heads: int, size: int, dim: int, dtype: torch.d
     assert torch.equal(as_bits(records.plain), as_bits(want))
 
 
+def laid_out(how: str, batch: int, heads: int, count: int, dim: int, **kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[B, Hkv, T, D]` as models leave them: contiguous, turned around, or pieces of a fused projection."""
+    if how == "contiguous":
+        k, v = torch.randn(2, batch, heads, count, dim).to(**kind)
+    elif how == "turned":
+        k, v = torch.randn(2, batch, count, heads, dim).to(**kind).transpose(2, 3)
+    else:  # values begin where 16 bytes do not, and tokens do not lie at multiples of them
+        both = torch.randn(batch, count, 2 * heads * dim + 3).to(**kind)
+        k = both[..., : heads * dim].unflatten(-1, (heads, dim)).transpose(1, 2)
+        v = both[..., heads * dim + 1 : -2].unflatten(-1, (heads, dim)).transpose(1, 2)
+    return k, v
+
+
+@pytest.mark.parametrize(("how", "dtype"), KINDS)
+@pytest.mark.parametrize(
+    ("batch", "heads", "size", "dim", "layout", "first", "count"),
+    [
+        (2, 3, 32, 64, "turned", 0, 97),
+        (2, 3, 32, 64, "contiguous", 5, 7),  # within one block
+        (3, 2, 16, 96, "fused", 31, 34),
+        (1, 1, 8, 80, "contiguous", 13, 27),
+        (1, 2, 128, 16, "turned", 127, 2),
+        (2, 1, 8, 256, "fused", 8, 16),
+        (1, 2, 64, 128, "turned", 70, 155),
+    ],
+)
+def test_store_tokens(
+    batch: int, heads: int, size: int, dim: int, layout: str, first: int, count: int, dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(dim)
+    blocks = -(-(first + count) // size) + 1
+    records = Records(torch.full((batch * blocks, heads, 2, size, dim), math.nan, dtype=dtype), device)
+    table = tables(batch, blocks)
+    k, v = laid_out(layout, batch, heads, count, dim, device=device, dtype=dtype)
+    want = records.plain.clone()
+    for b in range(batch):
+        for t in range(first, first + count):
+            want[table[b, t // size], :, 0, t % size] = k[b, :, t - first].cpu()
+            want[table[b, t // size], :, 1, t % size] = v[b, :, t - first].cpu()
+    store_tokens(k, v, records.block_ptr, table.to(device), first, size)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(as_bits(records.plain), as_bits(want))
+
+
+@pytest.mark.parametrize(("how", "dtype"), KINDS)
+def test_no_new_token_writes_nothing(dtype: torch.dtype, device: str) -> None:
+    none = torch.zeros(1, 2, 0, 16, dtype=dtype, device=device)
+    nowhere = torch.full((3,), GARBAGE, dtype=torch.int64, device=device)
+    store_tokens(none, none, nowhere, torch.zeros(1, 3, dtype=torch.int32, device=device), 9, 8)
+
+
 def test_host_memory_is_read_and_written_16_bytes_at_a_time() -> None:
     pytest.importorskip("triton")
     script = Path(__file__).with_name("ptx.py")
     done = subprocess.run(
-        [sys.executable, script, "cases_move", "fetch bf16 D80 block 16 int8", "store_block bf16 D80 block 16"],
+        [sys.executable, script, "cases_move", "fetch bf16 D80 block 16 int8", "store_block bf16 D80 block 16",
+         "store_tokens bf16 D80 block 16"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    fetching, storing = done.stdout.split("\f")
+    fetching, storing, sending = done.stdout.split("\f")
     assert "ld.global.v4.b32" in fetching
     assert "ld.global.b8" not in fetching
     assert "st.global.v4.b32" in storing
+    assert "st.global.v4.b32" in sending
+    assert "st.global.b16" not in sending
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -206,6 +262,15 @@ def test_wrong_arguments_are_named() -> None:
         write_token(pool, some, token.half(), token, limits)
     with pytest.raises(ValueError, match=r"v has shape \(1, 2, 8\)"):
         write_token(pool, some, token, token[..., :8], limits)
+    many = torch.zeros(1, 2, 9, 16)
+    with pytest.raises(ValueError, match=r"tokens 24\.\.33 exceed the table's 32"):
+        store_tokens(many, many, ptr, table, 24, 8)
+    with pytest.raises(TypeError, match=r"v has dtype torch\.float16"):
+        store_tokens(many, many.half(), ptr, table, 0, 8)
+    with pytest.raises(ValueError, match=r"v has shape \(1, 2, 8, 16\)"):
+        store_tokens(many, many[:, :, 1:], ptr, table, 0, 8)
+    with pytest.raises(ValueError, match=r"k has shape \(1, 2, 16, 9\), strides \(288, 144, 1, 16\)"):
+        store_tokens(many.transpose(2, 3), many, ptr, table, 0, 8)
     with pytest.raises(TypeError, match=r"counts has dtype torch\.int64"):
         fetch(pool, some, some, some[:, :, 0].long(), ptr, table, packed=None)
     with pytest.raises(ValueError, match=r"blocks has shape \(1, 2, 3\)"):

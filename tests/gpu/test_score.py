@@ -9,7 +9,7 @@ import torch
 
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cpu import reference
-from hf_offload.cpu.packing import pack_codes, pack_halves, pack_levels
+from hf_offload.cpu.packing import pack_codes, pack_halves, pack_levels, unpack_codes, unpack_halves, unpack_levels
 from hf_offload.gpu.score import score_submeans, score_vectors
 
 from ._forms import device_of, every_form
@@ -131,7 +131,16 @@ def test_the_digests_of_real_keys(form: str, request: pytest.FixtureRequest) -> 
     kept = (store.codes, store.levels, store.sizes, store.bias, store.center, store.sigma)  # type: ignore[attr-defined]
     limits = torch.tensor([11 * 32, 11], dtype=torch.int32)
     masses = score_submeans(*(x.to(device) for x in (query, *kept, table, limits)), scale=0.125)
-    torch.testing.assert_close(masses.cpu(), store.score(query, table.long(), 0.125), rtol=1e-5, atol=1e-5)
+    scales, sizes = (x.double()[table[0]] for x in unpack_halves(kept[2]))
+    codes, levels = unpack_codes(kept[0], 16, 64)[table[0]].double(), unpack_levels(kept[1])[table[0]].double() - 1.5
+    center, sigma = (x.double()[:, None] for x in kept[4:])
+    grouped = query.double().view(2, 3, 64)
+    middle, swing = (
+        0.125 * torch.einsum("hgd,nhsd->hgns", grouped, x)
+        for x in (center + sigma * scales[..., None] * codes, sigma * sizes[..., None] * levels)
+    )
+    want = (middle + swing.cosh().log() + kept[3].double()[table[0]]).logsumexp(-1).flatten(0, 1)[None]
+    torch.testing.assert_close(masses.cpu().double(), want, rtol=1e-5, atol=1e-4)
 
 
 def test_refusals() -> None:

@@ -6,25 +6,29 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_offload.policies.recall import RecallClock, check_recall, load_intervals
 
+CPU = torch.device("cpu")
+
 
 def steps_of(clock: RecallClock, ratios: list[float]) -> list[int]:
-    return [step for step, ratio in enumerate(ratios) if clock.due(ratio)]
+    answers = [clock.due(torch.tensor(ratio)) for ratio in ratios]
+    return [step for step, due in enumerate(answers) if due is not None and due.item()]
 
 
 def test_an_interval_counts_steps() -> None:
-    assert steps_of(RecallClock.of(3, 0.12, 0), [0.0] * 9) == [2, 5, 8]
+    assert steps_of(RecallClock.of(3, 0.12, 0, CPU), [0.0] * 9) == [2, 5, 8]
 
 
 def test_zero_is_never() -> None:
-    assert steps_of(RecallClock.of(0, 0.12, 0), [1.0] * 9) == []
+    assert steps_of(RecallClock.of(0, 0.12, 0, CPU), [1.0] * 9) == []
 
 
 def test_adaptive_follows_the_running_ratio() -> None:
     """One odd step is forgiven after quiet ones, a rise is not, and a recall starts anew."""
-    clock = RecallClock.of("adaptive", 0.12, 0)
+    clock = RecallClock.of("adaptive", 0.12, 0, CPU)
     assert steps_of(clock, [0.05, 0.05, 0.15, 0.05, 0.12, 0.16, 0.16, 0.02, 0.05]) == [5, 6]
 
 
@@ -32,9 +36,9 @@ def test_a_profile_gives_each_layer_its_interval(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"intervals": [1, 4]}))
     check_recall(str(file))
-    assert steps_of(RecallClock.of(file, 0.12, 1), [0.0] * 8) == [3, 7]
+    assert steps_of(RecallClock.of(file, 0.12, 1, CPU), [0.0] * 8) == [3, 7]
     with pytest.raises(ValueError, match="has 2 layers"):
-        RecallClock.of(file, 0.12, 2)
+        RecallClock.of(file, 0.12, 2, CPU)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"intervals": [0]}', '{"intervals": 3}', '{"steps": [1]}'])

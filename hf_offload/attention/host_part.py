@@ -1,0 +1,152 @@
+"""The CPU's part of a layer with two memories: what goes to the host, the job there, and what comes back."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hf_offload.cache.memory import host_empty
+from hf_offload.cpu import decode as cpu_decode
+from hf_offload.cpu import pool as movers
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.worker import Job, WorkerError
+from hf_offload.gpu.merge import HostPartial
+from hf_offload.policies.base import Selection
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
+
+
+class HostPart:
+    """Buffers of one layer that both sides reach, and the job that works on them; one job at a time.
+
+    The query, the blocks and their counts come to (pinned) host memory in the order of the device's stream; the job
+    waits for that, not the model's thread. The device reads the result where it lies. The next job fills it only after
+    its own query has arrived, which the device computes after it has read this result.
+
+    Args:
+        layer: the layer.
+        query: `[B, Hq, D]` fp32, tells the sizes.
+        capacity: blocks that a row and KV head may attend here.
+    """
+
+    def __init__(self, layer: HybridLayer, query: torch.Tensor, capacity: int) -> None:
+        store = layer.store
+        assert store is not None
+        self.layer, self.shape, self.capacity = layer, query.shape, capacity
+        heads = (store.batch, store.num_kv_heads)
+        pin = store.device.type == "cuda"
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            with torch.inference_mode(False):
+                return host_empty(shape, dtype, pin=pin, brief=True, what="the CPU's part of a step")
+
+        self.query = buffer(*query.shape)
+        self.blocks, self.counts = buffer(*heads, capacity, dtype=torch.int32), buffer(*heads, dtype=torch.int32)
+        self.out, self.lse, self.kbar = buffer(*query.shape), buffer(*query.shape[:2]), buffer(*query.shape)
+        # Asked once: a capture allows few questions.
+        self._reachable = not pin or all(tensor.is_pinned() for tensor in (self.out, self.lse, self.kbar))
+        self.host: Selection | None = None
+        self.predicted: torch.Tensor | None = None
+        """The query on the device that the running job attends with."""
+        self._correct = False
+        self._job: Job | None = None
+
+    def fits(self, query: torch.Tensor, capacity: int) -> bool:
+        """Whether the buffers have the sizes for such a step."""
+        return self.shape == query.shape and self.capacity == capacity
+
+    def start(self, step: Step, host: Selection, *, correct: bool, label: str) -> HostPart:
+        """Start to attend host blocks with the step's query.
+
+        Args:
+            step: its query is the one to attend with.
+            host: sealed blocks.
+            correct: whether to return k̄ for the first-order correction.
+            label: what an error message calls it.
+        """
+        self.host, self.predicted, self._correct = host, step.query, correct
+        arrived = self._send(step.query, host)
+        if self.layer.mirror.capture is not None:
+            self.layer.mirror.capture.announce(
+                self, functools.partial(self.launch, step.scale, step.softcap), step.label(label)
+            )
+            return self
+        launch = self.launch(step.scale, step.softcap)
+        worker = self.layer.settings.worker
+        launch.ticket[2] = shares = min(worker.threads, launch.tasks)
+
+        def attend() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            launch()
+
+        self._job = worker.submit(attend, step.label(label), shares=shares, keep=(step.store.pool, self))
+        return self
+
+    def _send(self, query: torch.Tensor, host: Selection) -> torch.cuda.Event | None:
+        self.cancel()
+        self.layer.mirror.pause()
+        self.query.copy_(query, non_blocking=True)
+        self.blocks.copy_(host.blocks, non_blocking=True)
+        self.counts.copy_(host.counts, non_blocking=True)
+        if not query.is_cuda or self.layer.mirror.capture is not None:
+            return None
+        event: torch.cuda.Event = torch.cuda.current_stream(query.device).record_event()
+        return event
+
+    def launch(self, scale: float, softcap: float | None) -> Launch:
+        """The kernel call that attends what the buffers hold when it runs."""
+        store = self.layer.store
+        assert store is not None
+        # Blocks on the host are full, so that the rows' length says nothing more.
+        return cpu_decode.sparse_decode(
+            self.query.numpy(), store.pool.block_ptr, store.table, self.blocks.numpy(), self.counts.numpy(),
+            store.padding.holes, store.padding.valid, store.padding.valid.shape[1], self.out.numpy(),
+            self.lse.numpy(), self.kbar.numpy() if self._correct else None, kv_dtype=store.dtype,
+            block_size=store.block_size, scale=scale, softcap=softcap, packed=store.packs,
+        )  # fmt: skip
+
+    def read(self, step: Step, host: Selection) -> None:
+        """Bring host blocks into the CPU's caches, off the critical path."""
+        arrived, store = self._send(step.query, host), step.store
+        blocks, counts = self.blocks.numpy(), self.counts.numpy()
+        size = store.pool.packed_record_bytes if store.packs else store.pool.record_bytes
+
+        def read() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            rows, heads, column = np.nonzero(np.arange(blocks.shape[2]) < counts[..., None])
+            addresses = store.pool.addresses(store.table[rows, blocks[rows, heads, column]], heads) & ~1
+            movers.touch_records(addresses, size)()
+
+        self._job = self.layer.settings.worker.submit(read, step.label("read-ahead"), keep=(store.pool, self))
+
+    def partial(self) -> HostPartial:
+        """Wait for the job; what the merge needs.
+
+        Raises:
+            WorkerError: the job failed.
+        """
+        if self.layer.mirror.capture is not None:
+            self.layer.mirror.capture.wait(self)
+        else:
+            assert self._job is not None
+            job, self._job = self._job, None
+            job.result()
+        out, lse, kbar = self.out, self.lse, self.kbar
+        if not self._reachable:  # kernels cannot read memory that is not pinned
+            out, lse, kbar = (tensor.to(self.layer.device) for tensor in (out, lse, kbar))
+        return HostPartial(out, lse, kbar, self.predicted) if self._correct else HostPartial(out, lse)
+
+    def cancel(self) -> None:
+        """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change."""
+        job, self._job = self._job, None
+        if job is not None:
+            with suppress(WorkerError):  # nobody asks for this result any more
+                job.result()

@@ -1,0 +1,110 @@
+"""Decoding with two memories: what is resident, the two sides of a step, and the block that fills up meanwhile."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_offload.attention.host_part import HostPart
+from hf_offload.attention.tiered_step import TieredStep
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.gpu.merge import merge
+
+
+def place(layer: HybridLayer) -> None:
+    """Decide and load what is resident, at the first decode after a prompt or append; otherwise nothing."""
+    store, resident = layer.store, layer.resident
+    if resident is None or not layer.unplaced:
+        return
+    assert store is not None
+    resident.clear()
+    store.reserve_table(store.num_blocks + 2)  # there is always room for the block that comes next
+    resident.reserve()
+    starts_block = store.length % store.block_size == 0
+    slots = resident.slots - starts_block
+    queries = layer.last_queries
+    if queries is None:
+        queries = torch.empty(store.batch, 0, 0, store.head_dim, device=store.device)
+    step = TieredStep(layer, queries, store.length, layer.scale, layer.softcap)
+    chosen = layer.policy.place(step, slots)
+    # Ascending order ends with the tail, which must have a slot: what does not fit is left out from the front.
+    counts = chosen.counts.clamp(max=slots)
+    skipped = (chosen.counts - counts)[..., None]
+    width = min(slots, chosen.blocks.shape[2])
+    kept = (skipped + torch.arange(width, device=store.device)).clamp(max=chosen.blocks.shape[2] - 1)
+    resident.load(chosen.blocks.gather(2, kept.long()), counts, step.label("placement"))
+    layer.stats.placement_bytes += int(counts.sum()) * store.pool.record_bytes
+    layer.stats.placements += 1
+    layer.unplaced = False
+    if starts_block:
+        _open_block(layer)
+
+
+def _open_block(layer: HybridLayer) -> None:
+    """Give the block that the next token starts a slot, in place of the least wanted block."""
+    store, resident, policy = layer.store, layer.resident, layer.policy
+    assert store is not None
+    assert resident is not None
+    store.reserve(store.length + 1)
+    store.reserve_table(store.num_blocks + 2)
+    resident.reserve()
+    limits = layer.mirror.limits("opened", store.length, store.sealed)
+    recent = -(-policy.recent_tokens // store.block_size)
+    resident.open_block(limits, layer.mirror.sinks(policy.sink_tokens)[1], recent)
+
+
+def decode(
+    layer: HybridLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend with one token on both sides; arguments as in `attention.decode.decode`."""
+    store, resident, stats = layer.store, layer.resident, layer.stats
+    assert store is not None
+    assert resident is not None
+    fresh, layer.pending = layer.pending is not None, None
+    place(layer)
+    with stats.waiting():
+        resident.wait()  # what the last step recalled is visible from here on
+    if fresh:
+        store.reserve(store.length + 1)
+        store.length += 1
+    step = TieredStep(layer, query[:, :, 0], store.length, scale, softcap)
+    if fresh:
+        resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
+    plan = layer.policy.plan(step)
+    part: HostPart | None = plan.ahead if plan.host is None else step.attend_host(plan.host)
+    assert plan.device is not None, "with two memories the newest block is attended by the device"
+    out, lse = step.attend_device(plan.device)
+    host = None
+    if part is not None:
+        with stats.waiting():
+            host = part.partial()
+    layer.ahead = None
+    logits = None if sinks is None else sinks.float()
+    merged, _ = merge(out, lse, host, step.query, logits, scale=scale, dtype=query.dtype)
+    stats.steps += 1
+    layer.count("cpu_ratio", step.cpu_ratio(plan))
+    if plan.ahead is not None and layer.mirror.capture is None:
+        layer.count("cosine", torch.cosine_similarity(plan.ahead.predicted, step.query, dim=-1).mean())
+    layer.policy.after_layer(step, plan)
+    if layer.mirror.capture is None:
+        close_step(layer)
+    return merged.unsqueeze(1)
+
+
+def close_step(layer: HybridLayer) -> None:
+    """What the host does after a step: old blocks are packed; a block that is full is stored there and sealed."""
+    store, resident = layer.store, layer.resident
+    assert store is not None
+    assert resident is not None
+    layer.pack_old(store.length - 1)  # the new token may be undone
+    if store.length % store.block_size or store.sealed == store.num_blocks:
+        return
+    resident.store_block(store.sealed, store.length)
+    store.seal_block(resident.keys(store.sealed))
+    _open_block(layer)

@@ -1,0 +1,51 @@
+"""What kernels read of the host's books: brought up to date in place, so that a captured step sees it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hf_offload.cache.mirror import DeviceMirror
+from hf_offload.cache.padding import Padding
+from hf_offload.cpu.worker import Worker
+
+CPU = torch.device("cpu")
+
+
+def test_sizes_change_in_place() -> None:
+    mirror = DeviceMirror(Padding(8), CPU, Worker())
+    first = mirror.limits("step", 20, 2)
+    assert first.tolist() == [20, 2]
+    assert mirror.limits("ahead", 19, 2) is not first
+    assert mirror.limits("step", 21, 2) is first
+    assert first.tolist() == [21, 2]
+
+
+def test_padding_is_there_once_it_is_needed() -> None:
+    padding = Padding(8)
+    mirror = DeviceMirror(padding, CPU, Worker())
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    padding.observe(mask, 2, 20)
+    assert mirror.valid() is None
+    mask = torch.ones(2, 21, dtype=torch.bool)
+    mask[1, :9] = False
+    padding.observe(mask, 2, 21)
+    valid = mirror.valid()
+    assert valid is not None
+    assert torch.equal(valid[:, :21] != 0, mask)
+    assert [bound.tolist() for bound in mirror.sinks(4)] == [[0, 1], [1, 2]]
+
+
+def test_rows_that_change_place_are_seen() -> None:
+    """Arrays that follow each other may lie at the same address: only a count of changes tells them apart."""
+    padding = Padding(8)
+    mirror = DeviceMirror(padding, CPU, Worker())
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[1, :9] = False
+    padding.observe(mask, 2, 16)
+    for _ in range(5):
+        mask = mask.flip(0)
+        padding.select_rows(np.array([1, 0]))
+        valid = mirror.valid()
+        assert valid is not None
+        assert torch.equal(valid[:, :16] != 0, mask)

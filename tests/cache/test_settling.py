@@ -1,0 +1,146 @@
+"""Blocks that a stream writes: nobody on the host reads them, or gets their memory, before they are there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload.cache import host_pool, memory, mirror, store, tiles
+from hf_offload.cache.host_pool import HostPool
+from hf_offload.cache.padding import Padding
+from hf_offload.cache.store import KEEP_TOKENS, BlockStore
+from hf_offload.cpu.worker import Worker
+from hf_offload.gpu.move import store_tokens
+
+from ._streams import Device, Event
+
+ROWS, HEADS, DIM, SIZE, LENGTH = 2, 3, 32, 16, 12 * 16 + 5
+
+
+def make_store(device: str, **kwargs: Any) -> BlockStore:
+    padding = Padding(SIZE)
+    padding.observe(None, ROWS, LENGTH)
+    return BlockStore(
+        ROWS, HEADS, DIM, torch.bfloat16, block_size=SIZE, device=torch.device(device), digest=None, padding=padding,
+        **kwargs,
+    )  # fmt: skip
+
+
+def tokens(count: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(count)
+    k, v = torch.randn(2, ROWS, count, HEADS, DIM, dtype=torch.bfloat16, device=device).transpose(2, 3)
+    return k, v
+
+
+def host_tokens(blocks: BlockStore, first: int, count: int) -> list[torch.Tensor]:
+    """K and V as the host reads them."""
+    shape = (ROWS, HEADS, count, DIM)
+    both = [torch.full(shape, 7.0, dtype=blocks.gather_dtype) for _ in range(2)]
+    blocks.gathering(*both, first)()
+    return [blocks.narrowed(x) for x in both]
+
+
+def assert_same(got: list[torch.Tensor], want: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> None:
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y.cpu())
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A stand-in for a CUDA device, whose stream writes new tokens when somebody waits for it and no earlier."""
+    device, awaited = Device(0.0, 0.0), threading.Event()
+    device.install(monkeypatch)
+
+    class Awaited(Event):
+        def synchronize(self) -> None:
+            if self.reached is not None:
+                awaited.set()
+            super().synchronize()
+
+    def later(*args: Any) -> None:
+        awaited.clear()
+        device.model.enqueue(lambda: awaited.wait(20) and store_tokens(*args))
+
+    def pageable(shape: Any, dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
+        return memory.host_empty(shape, dtype).zero_()
+
+    monkeypatch.setattr(torch.cuda, "Event", Awaited)
+
+    monkeypatch.setattr(store, "store_tokens", later)
+    for module in (host_pool, tiles):
+        monkeypatch.setattr(module, "host_empty", pageable)
+    monkeypatch.setattr(mirror, "sent", lambda array, where, old=None: torch.from_numpy(array.copy()))
+    monkeypatch.setattr(HostPool, "pinned", True)
+    monkeypatch.setattr(torch.cuda, "device", lambda where: contextlib.nullcontext())
+    return device
+
+
+def test_an_append_does_not_wait_and_a_reader_does(device: Device) -> None:
+    blocks, (k, v) = make_store("cuda"), tokens(LENGTH)
+    cuts = [0, 37, 38, LENGTH]
+    for first, stop in pairwise(cuts):
+        blocks.append(k[:, :, first:stop], v[:, :, first:stop])
+        records = blocks.pool.slabs[0]
+        assert int((records != 0).sum()) <= 2 * first * ROWS * HEADS * DIM
+        assert_same(host_tokens(blocks, 0, stop), [k[:, :, :stop], v[:, :, :stop]])
+
+
+def test_tiles_that_threads_gather_are_there(device: Device) -> None:
+    blocks, (k, v) = make_store("cuda", worker=Worker(2)), tokens(LENGTH)
+    blocks.append(k, v)
+    with device:
+        found = [(a.clone(), b.clone()) for _, a, b in blocks.tiles(LENGTH, 64) if not device.synchronize()]
+    assert_same([torch.cat(parts, 2) for parts in zip(*found, strict=True)], (k, v))
+
+
+def test_a_shared_block_is_copied_when_it_is_there(device: Device) -> None:
+    blocks, (k, v), (more, _) = make_store("cuda"), tokens(LENGTH), tokens(3)
+    blocks.append(k, v)
+    blocks.select_rows(np.array([1, 1]))
+    blocks.append(more, more)
+    want = [torch.cat([x[[1, 1]], more], 2) for x in (k, v)]
+    assert_same(host_tokens(blocks, 0, LENGTH + 3), want)
+
+
+def test_blocks_are_packed_when_they_are_there(device: Device) -> None:
+    (k, v), found = tokens(KEEP_TOKENS + 32), []
+    for kind in ("cuda", "cpu"):
+        blocks = make_store(kind, packs=True)
+        for part in (slice(0, KEEP_TOKENS), slice(KEEP_TOKENS, KEEP_TOKENS + 7), slice(KEEP_TOKENS + 7, None)):
+            blocks.append(k[:, :, part], v[:, :, part])
+            blocks.pack_old(blocks.length)
+        found.append(host_tokens(blocks, 0, blocks.length))
+    assert_same(*found)
+
+
+def test_memory_is_given_back_when_nobody_writes_into_it(device: Device) -> None:
+    blocks, (k, v) = make_store("cuda"), tokens(LENGTH)
+    blocks.append(k, v)
+    slabs = list(blocks.pool.slabs)
+    assert not slabs[0].any()
+    del blocks
+    assert slabs[0].any()  # or whoever had it next would find these tokens in it
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_gpu_that_is_behind_holds_nobody_up_until_its_blocks_are_read(packs: bool) -> None:
+    blocks, (k, v) = make_store("cuda", packs=packs, worker=Worker(2)), tokens(KEEP_TOKENS, "cuda")
+    blocks.reserve(KEEP_TOKENS)
+    torch.cuda.synchronize()
+    for count in (37, 1, 90):
+        first = blocks.length
+        torch.cuda._sleep(200_000_000)
+        blocks.append(k[:, :, first : first + count], v[:, :, first : first + count])
+        assert not torch.cuda.current_stream().query()
+        assert_same(host_tokens(blocks, 0, blocks.length), [x[:, :, : blocks.length] for x in (k, v)])
+    torch.cuda._sleep(200_000_000)
+    blocks.append(k, v)
+    parts = [(a.clone(), b.clone()) for _, a, b in blocks.tiles(blocks.length, 64)]
+    assert_same([torch.cat(part, 2) for part in zip(*parts, strict=True)], [torch.cat([x, x], 2) for x in (k, v)])
