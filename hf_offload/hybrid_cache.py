@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from contextlib import suppress
@@ -12,8 +13,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from hf_offload.attention.function import NAME
+from hf_offload.attention.graph import StepGraph
+from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, hybrid_layers
-from hf_offload.cache.budget import least_blocks, make_budget
+from hf_offload.cache.budget import MOST_SLOTS, least_blocks, make_budget
 from hf_offload.cache.layer import HybridLayer, Settings
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.stats import Stats
@@ -46,6 +49,9 @@ class HybridCache(Cache):
             channel of a block's keys and for each token of its values. None: in the model's dtype.
         prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time; in two tiers the next ones come
             meanwhile, so that the device holds twice as many.
+        cuda_graph: whether steps with one token are captured as a CUDA graph and replayed, from the second one after a
+            prompt on; `generate()` needs nothing else. For models on one CUDA device all of whose layers are full
+            attention; a step that is not of the plain kind (embeddings as input, say) runs as without it.
         threads: CPU threads for what runs while the model goes on; by default all cores but one with a GPU, one thread
             otherwise. What the model waits for runs on torch's own threads (`torch.set_num_threads`).
         timeout: seconds after which waiting for a thread is given up with an error.
@@ -68,6 +74,7 @@ class HybridCache(Cache):
         device_budget: int | str | None = None,
         host_dtype: str | None = None,
         prefill_tile: int = 4096,
+        cuda_graph: bool = False,
         threads: int | None = None,
         timeout: float = 120.0,
         **knobs: Any,
@@ -84,6 +91,8 @@ class HybridCache(Cache):
             raise ValueError(f"prefill_tile={prefill_tile!r} is less than a block; use at least {block_size} tokens")
         if host_dtype not in (None, "int8"):
             raise ValueError(f'host_dtype={host_dtype!r} is not supported; use "int8", or None for the model\'s dtype')
+        if cuda_graph:
+            check_graph(model, config)
         self.policy.check_blocks(block_size)
         stock = stock_layers(config)
         two = tier == "split" or (tier is None and on_device(model))
@@ -118,6 +127,8 @@ class HybridCache(Cache):
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
         self._undo_to: int | None = None
         """Tokens before the forward that is running; None between forwards."""
+        self.graph = StepGraph(self) if cuda_graph else None
+        self._graphed = graphed(model) if cuda_graph else None
         owned = weakref.WeakSet(model.modules())
         for layer in hybrid_layers(self):
             layer.modules = owned.__contains__
@@ -249,6 +260,8 @@ class HybridCache(Cache):
     def reset(self) -> None:
         """Drop all tokens and statistics; another batch may follow."""
         self.drain(quiet=True)
+        if self.graph is not None:
+            self.graph.close()
         self._looks_ahead = self._undo_to = None
         for i, fresh in enumerate(stock_layers(self._config)):
             layer = self.layers[i]
@@ -300,18 +313,41 @@ def check_model(model: PreTrainedModel) -> Any:
     return decoder
 
 
+def check_graph(model: PreTrainedModel, config: Any) -> None:
+    """Raise ValueError if decode steps of this model cannot be captured as a CUDA graph, with the reason."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        where = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"cuda_graph=True needs a model on one CUDA device, but this one is on {where}; leave it out")
+    if any(type(layer) is not DynamicLayer for layer in stock_layers(config)):
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} has layers with sliding windows or without attention, whose "
+            "stock caches cannot be captured; leave it out"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} takes no position_ids, so that its positions cannot change from "
+            "step to step; leave it out"
+        )
+
+
 def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> int:
     """The resident set in tokens, a whole number of blocks.
 
     Raises:
-        ValueError: it is too small for what is always resident.
+        ValueError: it is too small for what is always resident, or larger than can be managed.
     """
-    least = least_blocks(policy, block_size) * block_size
+    least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
     if resident is None:
-        resident = max(policy.budget_tokens or DEFAULT_RESIDENT, least)
+        resident = min(max(policy.budget_tokens or DEFAULT_RESIDENT, least), most)
     if isinstance(resident, bool) or not isinstance(resident, int) or resident < least:
         raise ValueError(
             f"resident={resident!r} tokens leave no room beside sinks, recent tokens and the tail; use at least {least}"
+        )
+    if resident > most:
+        raise ValueError(
+            f"resident={resident} tokens are more than {MOST_SLOTS} blocks of {block_size} for each row and KV head; "
+            f"use at most {most}, or a larger block_size"
         )
     return resident // block_size * block_size
 

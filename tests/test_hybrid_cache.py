@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_exactness import decode_logits
-from tiny import FAMILIES, prompt, tiny_model
+from tiny import DEVICE, FAMILIES, prompt, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, RoFormerConfig, T5Config
 
 from hf_offload import HybridCache, Scout
@@ -91,6 +91,7 @@ def test_without_a_hybrid_cache_it_is_sdpa_bit_for_bit(family: str) -> None:
         ("scout", {"block_size": 33}, "block_size=33"),
         ("scout", {"tier": "three"}, "tier='three'"),
         ("scout", {"resident": 32}, "resident=32"),
+        ("scout", {"resident": 65536}, "resident=65536 .* use at most 32768, or a larger block_size"),
         ("scout", {"prefill_tile": 4}, "prefill_tile=4"),
         ("scout", {"threads": 0}, "threads=0"),
         ("window", {"sinks": -1}, "sinks=-1"),
@@ -132,7 +133,7 @@ def test_a_family_that_ignores_the_setting_is_refused_or_noticed() -> None:
     )
 
     def use() -> None:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse").eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse").eval().to(DEVICE)
         with torch.no_grad():
             model(prompt(1, 20)[0], past_key_values=HybridCache(model, **COVERING))
 
@@ -257,7 +258,7 @@ def test_a_second_turn(llama: PreTrainedModel, stock: PreTrainedModel, batch: in
         for turn in range(3):
             out = model.generate(out, attention_mask=seen, past_key_values=cache, max_new_tokens=9, do_sample=False)
             more = prompt(batch, 7, seed=turn + 5)[0].clamp(min=3)
-            seen = torch.cat([seen, torch.ones(batch, out.shape[1] - seen.shape[1] + 7, dtype=seen.dtype)], 1)
+            seen = torch.cat([seen, seen.new_ones(batch, out.shape[1] - seen.shape[1] + 7)], 1)
             out = torch.cat([out, more], 1)
         turns.append(out)
     assert torch.equal(*turns)
@@ -337,19 +338,19 @@ def test_rows_share_host_blocks_until_they_part(llama: PreTrainedModel, tier: st
     with torch.no_grad():
         cache = HybridCache(llama, **COVERING, **TIERS[tier])
         llama(ids, past_key_values=cache)
-        token = torch.tensor([[7]])
+        token = torch.tensor([[7]], device=DEVICE)
         llama(token, past_key_values=cache)
         store = cache.layers[0].store
         before = store.pool.used_blocks
         cache.batch_repeat_interleave(3)
         assert store.pool.used_blocks == before
-        tokens = torch.tensor([[5], [6], [7]])
+        tokens = torch.tensor([[5], [6], [7]], device=DEVICE)
         got = llama(tokens, past_key_values=cache).logits
         assert store.pool.used_blocks <= before + 2  # two rows got a tail of their own
         cache.batch_select_indices(torch.tensor([2, 0]))
         got = torch.cat([got[[2, 0]], llama(tokens[:2], past_key_values=cache).logits], 1)
         for row, path in enumerate(([7, 5], [5, 6])):
-            whole = torch.cat([ids, token, torch.tensor([path])], 1)
+            whole = torch.cat([ids, token, torch.tensor([path], device=DEVICE)], 1)
             want = llama(whole).logits[0, -2:]
             assert torch.allclose(got[row], want, atol=5e-5)
 
@@ -379,8 +380,8 @@ def test_sink_and_softcap_follow_the_model(llama: PreTrainedModel) -> None:
     layer = cache.layers[0]
     module = llama.model.layers[0].self_attn
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 50, 16, generator=generator) * 2 for heads in (4, 2, 2))
-    extra = torch.randn(4, generator=generator)
+    q, k, v = ((torch.randn(2, heads, 50, 16, generator=generator) * 2).to(DEVICE) for heads in (4, 2, 2))
+    extra = torch.randn(4, generator=generator).to(DEVICE)
     got = []
     for start, stop in ((0, 30), (30, 44), *((i, i + 1) for i in range(44, 50))):
         tagged = layer.update(k[:, :, start:stop], v[:, :, start:stop])
@@ -389,7 +390,9 @@ def test_sink_and_softcap_follow_the_model(llama: PreTrainedModel) -> None:
         )[0]
         got.append(out)
     scores = torch.einsum("bhgqd,bhkd->bhgqk", q.view(2, 2, 2, 50, 16), k).reshape(2, 4, 50, 50) * 0.3
-    scores = (torch.tanh(scores / 3.0) * 3.0).masked_fill(~torch.ones(50, 50).tril().bool(), float("-inf"))
+    scores = (torch.tanh(scores / 3.0) * 3.0).masked_fill(
+        ~torch.ones(50, 50, device=DEVICE).tril().bool(), float("-inf")
+    )
     scores = torch.cat([scores, extra.view(1, 4, 1, 1).expand(2, -1, 50, 1)], -1).softmax(-1)[..., :-1]
     want = (scores.view(2, 2, 2, 50, 50) @ v[:, :, None]).view(2, 4, 50, 16).transpose(1, 2)
     assert torch.allclose(torch.cat(got, 1), want, atol=1e-5)
@@ -448,10 +451,11 @@ def test_sliding_layers_that_cannot_undo_a_failure_say_so(monkeypatch: pytest.Mo
 
 def test_dense_masks_of_single_tokens(llama: PreTrainedModel, stock: PreTrainedModel) -> None:
     ids, _ = prompt(2, 33)
-    step = torch.ones(2, 1, 1, 31, dtype=torch.bool)
+    step = torch.ones(2, 1, 1, 31, dtype=torch.bool, device=DEVICE)
     step[0, ..., 4:9] = False
     step[1, ..., 20] = False
-    additive = torch.zeros(2, 1, 1, 32).masked_fill_(torch.rand(2, 1, 1, 32) > 0.7, torch.finfo(torch.float32).min)
+    hidden = torch.rand(2, 1, 1, 32) > 0.7
+    additive = torch.zeros(2, 1, 1, 32).masked_fill_(hidden, torch.finfo(torch.float32).min).to(DEVICE)
     logits = []
     for model, cache in ((stock, DynamicCache()), (llama, HybridCache(llama, **COVERING))):
         with torch.no_grad():
@@ -465,7 +469,9 @@ def test_dense_masks_of_single_tokens(llama: PreTrainedModel, stock: PreTrainedM
             )
             if model is llama:
                 with pytest.raises(ValueError, match="bool mask"):
-                    model(ids[:, :1], attention_mask=torch.full((2, 1, 1, 34), -1.0), past_key_values=cache)
+                    model(
+                        ids[:, :1], attention_mask=torch.full((2, 1, 1, 34), -1.0, device=DEVICE), past_key_values=cache
+                    )
                 assert cache.get_seq_length() == 33
     assert all(torch.allclose(a, b, atol=5e-5) for a, b in zip(*logits, strict=True))
 
@@ -474,7 +480,7 @@ def test_dense_masks_of_single_tokens(llama: PreTrainedModel, stock: PreTrainedM
 def test_a_mask_that_says_nothing_of_some_keys(llama: PreTrainedModel, stock: PreTrainedModel, tier: str) -> None:
     """Transformers masks what a short mask does not cover; so does the cache."""
     ids, _ = prompt(2, 40)
-    short = torch.ones(2, 35, dtype=torch.long)
+    short = torch.ones(2, 35, dtype=torch.long, device=DEVICE)
     for model, cache in ((stock, DynamicCache()), (llama, HybridCache(llama, **COVERING, **TIERS[tier]))):
         with torch.no_grad():
             logits = model(ids, attention_mask=short, past_key_values=cache).logits[:, :35]

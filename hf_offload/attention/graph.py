@@ -1,0 +1,299 @@
+"""One decode step of a whole model as a CUDA graph: captured once, replayed for every token.
+
+A captured step runs no Python. What changes from step to step lies in tensors that kernels read: the token, its
+position, sizes, block tables, the epoch of the step. The CPU's parts are announced by flags in pinned memory and served
+by a `Doorbell`; the device waits for them by itself. Between two replays the host keeps its own books: it counts the
+token, and closes blocks that became full.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.attention.host_part import HostPart
+from hf_offload.attention.tiered import close_step
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cpu.doorbell import Doorbell, Item
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.worker import WorkerError
+from hf_offload.gpu import flags
+
+LOOKS = 1_000_000
+"""How often the device looks at a flag in a second, roughly."""
+LINE = 16  # int32 of a cache line: flags that different threads write lie in lines of their own
+
+
+class Recorder:
+    """A CUDA graph: what `record` runs is captured, and `replay` repeats it."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, step: Callable[[], Any]) -> Any:
+        """Capture what a call launches; the call itself computes nothing. Returns what it returned."""
+        # Threads of other caches may use CUDA meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            return step()
+
+    def replay(self) -> None:
+        """Run what was captured."""
+        self._graph.replay()
+
+
+class Capture:
+    """What the layers hand over while a step is captured: CPU parts, counters, tensors that must live on.
+
+    Args:
+        device: where the step runs.
+        parts: how many CPU parts there may be.
+        timeout: seconds that the device waits for one.
+    """
+
+    def __init__(self, device: torch.device, parts: int, timeout: float) -> None:
+        pin = device.type == "cuda"
+        with torch.inference_mode(False):
+            self.flags = torch.zeros(2 * parts + 2, LINE, dtype=torch.int32, device="cpu", pin_memory=pin)
+            self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self.late = self.flags[-1, :1]
+        """Not 0: a part was not done in time, and what the device computed since then is wrong."""
+        self._spins = min(int(timeout * LOOKS), 2**31 - 1)
+        flags.signal(self.flags[0, :1], self.epoch)  # a kernel's first launch loads it, which a capture may refuse
+        flags.wait(self.flags[0, :1], self.epoch, self.late, spins=0)
+        self.parts: list[tuple[HostPart, Callable[[], Launch], str]] = []
+        self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
+        self._beside: set[torch.cuda.Stream] = set()
+        self._kept: list[Any] = []
+
+    def keep(self, value: Any, stream: torch.cuda.Stream | None) -> None:
+        """Let tensors live until the capture has ended: another stream reads them."""
+        self._kept.append(value)
+        if stream is not None:
+            self._beside.add(stream)
+
+    def announce(self, part: HostPart, launch: Callable[[], Launch], label: str) -> None:
+        """The buffers of a part are filled: from here on the CPU may work on it."""
+        flags.signal(self.flags[2 * len(self.parts), :1], self.epoch)
+        self.parts.append((part, launch, label))
+
+    def wait(self, part: HostPart) -> None:
+        """Let the device wait for the CPU's result."""
+        number = next(i for i, (known, _, _) in enumerate(self.parts) if known is part)
+        flags.wait(self.flags[2 * number + 1, :1], self.epoch, self.late, spins=self._spins)
+
+    def count(self, layer: HybridLayer, name: str, value: torch.Tensor) -> None:
+        """Remember a tensor for the statistics of a layer."""
+        self._counts.append((layer, name, value.sum().float()))
+
+    def finish(self) -> None:
+        """The step has been captured: join what runs beside it, gather what is counted."""
+        for stream in self._beside:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self.counted = torch.stack([value for _, _, value in self._counts]) if self._counts else None
+        self._kept.clear()
+
+    def tally(self) -> None:
+        """Add what the last replay counted to the layers' statistics, without waiting for it."""
+        if self.counted is None:
+            return
+        values = self.counted.clone()
+        for i, (layer, name, _) in enumerate(self._counts):
+            layer.tally.add(name, values[i])
+
+    def items(self) -> list[Item]:
+        """What a doorbell serves: the parts in the order in which they are announced."""
+        address = [int(flag.data_ptr()) for flag in self.flags]
+        return [
+            Item(address[2 * i], address[2 * i + 1], address[-2], launch(), label, keep=(self.flags, part))
+            for i, (part, launch, label) in enumerate(self.parts)
+        ]
+
+
+class StepGraph:
+    """Decodes with one token by replaying a graph; captures it when there is none that fits.
+
+    Args:
+        cache: the `HybridCache`.
+        recorder: makes what captures and replays (`Recorder`).
+    """
+
+    def __init__(self, cache: Any, recorder: Callable[[], Any] = Recorder) -> None:
+        self.layers, self.recorder = hybrid_layers(cache), recorder
+        self._cache = weakref.proxy(cache)
+        self._capture: Capture | None = None
+        self._recorded: Any = None
+        self._state: object = None
+        self._arrays: object = None
+        self._doorbell: Doorbell | None = None
+        self._epoch = 0
+        """Replays of this graph; an int32 that wraps around, as the device counts."""
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._output: Any = None
+
+    def ready(self) -> bool:
+        """Whether a step may be captured or replayed now: what is resident has been decided and loaded."""
+        return all(layer.past and not layer.unplaced for layer in self.layers)
+
+    def run(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> Any:
+        """One decode step.
+
+        Args:
+            forward: the model's forward.
+            inputs: its tensors: `input_ids` and `position_ids`, `[B, 1]`.
+            fixed: its other arguments.
+
+        Returns:
+            What the model returns; its tensors are good until the next step.
+
+        Raises:
+            WorkerError: a CPU part of the step before failed or was late.
+        """
+        self.check()
+        for layer in self.layers:
+            assert layer.store is not None
+            layer.store.reserve(layer.store.length + 1)
+        self._refresh()
+        state = self._signature(inputs, fixed)
+        if state != self._state:
+            self._record(forward, inputs, fixed)  # a forward of its own: it counts the token
+            self._state = self._signature(inputs, fixed)
+            self._replay()
+            return self._output
+        self._serve()
+        for name, value in inputs.items():
+            self._inputs[name].copy_(value)
+        self._cache.begin()
+        try:
+            for layer in self.layers:
+                assert layer.store is not None
+                layer.store.length += 1
+                layer.stats.steps += 1
+            self._replay()
+        except BaseException:
+            self._cache.end(False)
+            raise
+        self._cache.end(True)
+        return self._output
+
+    def _replay(self) -> None:
+        assert self._capture is not None
+        self._recorded.replay()
+        self._epoch = (self._epoch + 1 + 2**31) % 2**32 - 2**31
+        self._capture.tally()
+        for layer in self.layers:
+            close_step(layer)
+
+    def _refresh(self) -> None:
+        """Bring what kernels read up to date for the step that comes."""
+        for layer in self.layers:
+            store, mirror = layer.store, layer.mirror
+            assert store is not None
+            assert layer.resident is not None
+            layer.resident.tables.table()
+            layer.resident.tables.block_ptr()
+            mirror.limits("step", store.length + 1, store.sealed)
+            mirror.limits("ahead", store.length, store.sealed)
+            mirror.sinks(layer.policy.sink_tokens)
+            mirror.valid()
+
+    def _signature(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> object:
+        """What a captured step depends on beside the values in its tensors."""
+        rows = []
+        for layer in self.layers:
+            assert layer.resident is not None
+            valid = layer.mirror.valid()
+            resident, tables = layer.resident, layer.resident.tables
+            tensors = (
+                resident.pool, resident.slot_of, resident.worth, tables.table(), tables.block_ptr(),
+                *(() if valid is None else (valid,)), *layer.mirror.sinks(layer.policy.sink_tokens),
+            )  # fmt: skip
+            rows.append((id(layer.state), *((tensor.data_ptr(), tensor.shape) for tensor in tensors)))
+        shapes = tuple((name, value.shape) for name, value in sorted(inputs.items()))
+        return rows, shapes, {name: value for name, value in fixed.items() if name != "past_key_values"}
+
+    def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
+        self.close()
+        pinned = all(layer.store.pool.pinned for layer in self.layers if layer.store is not None)
+        if self.layers[0].device.type == "cuda" and not pinned:
+            raise RuntimeError("cuda_graph=True needs pinned host memory, which could not be had; leave it out")
+        mirrors = {layer.mirror for layer in self.layers}
+        device = self.layers[0].device
+        capture = self._capture = Capture(device, len(self.layers), self.layers[0].settings.worker.timeout)
+        with torch.inference_mode(False):
+            self._inputs = {name: value.clone() for name, value in inputs.items()}
+        self._recorded = self.recorder()
+
+        def step() -> Any:
+            capture.epoch.add_(1)
+            output = forward(**self._inputs, **fixed)
+            capture.finish()
+            return output
+
+        for layer in self.layers:
+            assert layer.resident is not None
+            layer.resident.wait()  # a captured step waits for nothing outside of itself
+        for mirror in mirrors:
+            mirror.capture = capture
+        try:
+            self._output = self._recorded.record(step)
+        except BaseException:
+            self._capture = self._recorded = self._state = None
+            raise
+        finally:
+            for mirror in mirrors:
+                mirror.capture = None
+        worker = self.layers[0].settings.worker
+        self._doorbell, self._epoch, self._arrays = Doorbell(worker.threads, timeout=worker.timeout), 0, None
+        self._doorbell.delay = worker.delay
+        self._serve()
+
+    def _serve(self) -> None:
+        """Let the doorbell work on the arrays that there are now."""
+        assert self._capture is not None
+        assert self._doorbell is not None
+        store = self.layers[0].store
+        assert store is not None
+        arrays = [
+            (id(layer.store.table), id(layer.store.pool.block_ptr), id(store.padding.valid), id(store.padding.holes))
+            for layer in self.layers
+            if layer.store is not None
+        ]
+        if arrays != self._arrays and self._capture.parts:
+            self._settle()
+            self._doorbell.replace(self._capture.items(), self._epoch)
+            self._arrays = arrays
+
+    def check(self) -> None:
+        """Raise what went wrong on the CPU's side since the last look.
+
+        Raises:
+            WorkerError: a part failed or was not done in time.
+        """
+        if self._doorbell is not None:
+            self._doorbell.check()
+        if self._capture is not None and int(self._capture.late[0]):
+            self.close()
+            raise WorkerError(
+                "a CPU part of the last step was not done in time, and its result is not right; crop(-1) and repeat it"
+            )
+
+    def close(self) -> None:
+        """Forget the graph; the thread that served it ends."""
+        doorbell, self._doorbell = self._doorbell, None
+        if doorbell is None:
+            return
+        self._settle()
+        self._capture = self._recorded = self._state = self._output = None
+        with suppress(WorkerError):  # nobody asks for these parts any more
+            doorbell.stop()
+
+    def _settle(self) -> None:
+        """Let a replay that is in flight end: it waits for the CPU."""
+        device = self.layers[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

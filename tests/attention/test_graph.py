@@ -1,0 +1,126 @@
+"""Steps that are captured once and replayed compute what steps in Python compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from recording import CpuRecorder
+from tiny import prompt, tiny_model
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.attention import graph
+from hf_offload.attention.graph import StepGraph
+from hf_offload.attention.graphed import graphed
+from hf_offload.cpu.worker import WorkerError
+
+KNOBS: dict[str, Any] = {"block_size": 16, "resident": 96, "tier": "split"}
+SCOUT: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
+
+
+def graph_cache(model: PreTrainedModel, policy: str, **knobs: Any) -> HybridCache:
+    """A cache whose steps are replayed, as `cuda_graph=True` makes it on a GPU."""
+    cache = HybridCache(model, policy, **KNOBS, **knobs)
+    cache.graph, cache._graphed = StepGraph(cache, CpuRecorder), graphed(model)
+    return cache
+
+
+def logits_of(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Teacher-forced: a prompt of 150 tokens, the others one by one."""
+    rows = []
+    with torch.no_grad():
+        model(ids[:, :150], attention_mask=mask[:, :150], past_key_values=cache)
+        for i in range(150, ids.shape[1]):
+            positions = mask[:, : i + 1].sum(-1, keepdim=True) - 1
+            step = {"input_ids": ids[:, i : i + 1], "attention_mask": mask[:, : i + 1], "position_ids": positions}
+            rows.append(model(**step, past_key_values=cache).logits)
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("policy", "knobs"),
+    [
+        ("full", {}),
+        ("window", {"budget": 96, "sinks": 16}),
+        ("scout", {**SCOUT, "lookahead": "off"}),
+        ("scout", {**SCOUT, "lookahead": "select", "synchronous_layers": (0,)}),
+        ("scout", {**SCOUT, "lookahead": "attend", "synchronous_layers": (0,)}),
+        ("scout", {**SCOUT, "lookahead": "attend", "digest": "quest", "join": "raw", "recall": 3}),
+        ("scout", {**SCOUT, "lookahead": "attend", "attend_resident": "all", "host_dtype": "int8"}),
+    ],
+)
+def test_replayed_steps_are_those_in_python(policy: str, knobs: dict[str, Any], batch: int) -> None:
+    model = tiny_model("llama")
+    ids, mask = prompt(batch, 220)
+    want_cache = HybridCache(model, policy, **KNOBS, **knobs)
+    want = logits_of(model, want_cache, ids, mask)
+    cache = graph_cache(model, policy, **knobs)
+    got = logits_of(model, cache, ids, mask)
+    assert torch.equal(got, want)
+    mine, other = cache.stats().as_dict(), want_cache.stats().as_dict()
+    for key in ("steps", "recalls", "recall_blocks", "cpu_ratio"):
+        assert mine[key] == other[key]
+
+
+def test_generate_replays_and_a_turn_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    records = []
+    record = CpuRecorder.record
+    monkeypatch.setattr(CpuRecorder, "record", lambda self, step: records.append(1) or record(self, step))
+    ids, _ = prompt(1, 200)
+
+    def turns(cache: HybridCache) -> torch.Tensor:
+        first = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        more = torch.cat([first, ids[:, :30]], 1)
+        return model.generate(more, past_key_values=cache, max_new_tokens=40, do_sample=False)
+
+    want = turns(HybridCache(model, "scout", **KNOBS, **SCOUT, lookahead="attend"))
+    assert torch.equal(turns(graph_cache(model, "scout", **SCOUT, lookahead="attend")), want)
+    assert len(records) == 2
+
+
+def test_slow_threads_change_nothing() -> None:
+    model = tiny_model("llama")
+    ids, mask = prompt(1, 165)
+    knobs = {**SCOUT, "lookahead": "attend"}
+    want = logits_of(model, HybridCache(model, "scout", **KNOBS, **knobs), ids, mask)
+    cache = graph_cache(model, "scout", **knobs)
+    cache.settings.worker.delay = 0.01
+    assert torch.equal(logits_of(model, cache, ids, mask), want)
+
+
+def test_a_part_that_is_late_is_told_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    ids, mask = prompt(1, 170)
+    knobs = {**SCOUT, "lookahead": "attend", "recall": 0}
+    want = logits_of(model, HybridCache(model, "scout", **KNOBS, **knobs), ids, mask)
+    cache = graph_cache(model, "scout", **knobs)
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(graph, "LOOKS", 10)
+        model(ids[:, :150], past_key_values=cache)
+        model(ids[:, 150:151], past_key_values=cache)
+        cache.settings.worker.delay = 0.2
+        model(ids[:, 151:152], past_key_values=cache)
+        with pytest.raises(WorkerError, match=r"not done in time.*crop\(-1\) and repeat it"):
+            model(ids[:, 152:153], past_key_values=cache)
+    cache.settings.worker.delay = 0.0
+    cache.crop(-1)
+    with torch.no_grad():
+        rows = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(151, 170)]
+    assert torch.allclose(torch.cat(rows, 1), want[:, 1:], atol=1e-3)
+
+
+def test_the_forward_is_the_models_own_again_when_the_cache_is_gone() -> None:
+    model = tiny_model("llama")
+    cache = graph_cache(model, "scout", **SCOUT)
+    assert "forward" in model.__dict__
+    del cache
+    assert "forward" not in model.__dict__
+
+
+def test_a_model_that_is_not_on_a_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cuda_graph=True needs a model on one CUDA device, but this one is on cpu"):
+        HybridCache(tiny_model("llama"), "scout", cuda_graph=True)

@@ -1,0 +1,100 @@
+"""What a CUDA graph does, on CPU tensors: operations are recorded, not run, and replayed on the same memory.
+
+Whatever a step does in Python happens once, at the recording. A step that asks a tensor for its value, or whose shapes
+depend on values, fails here as it would under capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from hf_offload.cache import resident
+from hf_offload.gpu import flags
+
+SYNCHRONISING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
+
+
+class CpuRecorder(TorchDispatchMode):
+    """Stands for `attention.graph.Recorder`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Callable[[], None]] = []
+        self._made: set[int] = set()
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._alive: list[Any] = []
+
+    def record(self, step: Callable[[], Any]) -> Any:
+        """Record the operations of a call; memory that was there before it is as it was."""
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in ((resident.move, "write_token"), (resident.move, "fetch")):
+                patch.setattr(module, name, self._whole(getattr(module, name), writes=1))
+            patch.setattr(flags, "signal", self._whole(flags.signal, writes=1))
+            patch.setattr(flags, "wait", self._whole(flags.wait, writes=0, run=False))
+            with self:
+                output = step()
+        for storage, before in self._before.values():
+            storage.copy_(before)
+        return output
+
+    def replay(self) -> None:
+        """Run what was recorded."""
+        for operation in self.operations:
+            operation()
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key not in self._made and key not in self._before:
+            self._before[key] = storage, storage.clone()
+
+    def _whole(self, operation: Callable[..., Any], writes: int, run: bool = True) -> Callable[..., Any]:
+        """Record a call as one operation, whatever it does inside; it writes into its first `writes` arguments."""
+
+        def recorded(*args: Any, **kwargs: Any) -> None:
+            with torch.utils._python_dispatch._disable_current_modes():
+                for tensor in args[:writes]:
+                    self._keep(tensor)
+                if run:
+                    operation(*args, **kwargs)
+            self._alive.append(args)
+            self.operations.append(lambda: operation(*args, **kwargs))
+
+        return recorded
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        assert name not in SYNCHRONISING, f"{func} asks the device for a value in a captured step"
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for tensor in written:
+            self._keep(tensor)
+        output = func(*args, **kwargs)
+        outputs = [value for value in tree_flatten(output)[0] if isinstance(value, torch.Tensor)]
+        given = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        inputs = {value.untyped_storage().data_ptr() for value in given}
+        fresh = [value for value in outputs if value.untyped_storage().data_ptr() not in inputs]
+        self._alive.append((args, kwargs, output))
+        self._made |= {value.untyped_storage().data_ptr() for value in fresh}
+        if written:
+            self.operations.append(lambda: func(*args, **kwargs))
+        elif fresh:
+
+            def again() -> None:
+                results = [value for value in tree_flatten(func(*args, **kwargs))[0] if isinstance(value, torch.Tensor)]
+                for old, new in zip(outputs, results, strict=True):
+                    assert old.shape == new.shape, f"the shape that {func} gives depends on values"
+                    old.copy_(new)
+
+            self.operations.append(again)
+        return output
