@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SIZES, prompt, spread_weights
+from tiny import ONE_MEMORY, SIZES, prompt, spread_weights
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -55,7 +55,7 @@ def test_tokens_are_those_of_eager_attention(family: str) -> None:
     eager, ours = build(family, "eager"), build(family, "hybrid_sparse")
     want = eager.generate(ids, past_key_values=DynamicCache(config=eager.config), **knobs)
     assert torch.equal(ours.generate(ids, past_key_values=DynamicCache(config=ours.config), **knobs), want)
-    for memory in ({"tier": "one"}, {"tier": "split", "resident": 64}):
+    for memory in (ONE_MEMORY, {"tier": "split", "resident": 64}):
         for lookahead in ("off", "select"):
             cache = HybridCache(
                 ours,

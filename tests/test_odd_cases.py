@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_exactness import assert_equal, decode_logits
 from test_hybrid_cache import COVERING, TIERS, hooks_on
-from tiny import SIZES, prompt, spread_weights, tiny_model
+from tiny import DEVICE, SIZES, prompt, spread_weights, tiny_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -64,7 +64,7 @@ def test_group_sizes(heads: int, kv_heads: int, dim: int, policy: str, tier: str
 @pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
 def test_additive_masks_over_tiles(llama: PreTrainedModel, stock: PreTrainedModel, hidden: float) -> None:
     ids, _ = prompt(2, 80)
-    mask = torch.full((80, 80), hidden).triu(1).expand(2, 1, 80, 80).clone()
+    mask = torch.full((80, 80), hidden, device=DEVICE).triu(1).expand(2, 1, 80, 80).clone()
     mask[1, :, 20:, 5:15] = hidden
     with torch.no_grad():
         want = stock(ids, attention_mask=mask).logits
@@ -84,8 +84,9 @@ def test_tokens_that_become_visible_are_seen(llama: PreTrainedModel, tier: str, 
     mask[:, 10:60] = 0
     first: torch.Tensor = mask[:, :80]
     if dense:
-        first = (torch.arange(80) <= torch.arange(80)[:, None])[None, None] & (first[:, None, None] != 0)
-    later = None if dense else torch.ones(1, 90, dtype=torch.long)
+        number = torch.arange(80, device=DEVICE)
+        first = (number <= number[:, None])[None, None] & (first[:, None, None] != 0)
+    later = None if dense else torch.ones(1, 90, dtype=torch.long, device=DEVICE)
     logits = []
     for policy, knobs in (("full", {"block_size": 16}), ("scout", COVERING)):
         cache = HybridCache(llama, policy, **knobs, **TIERS[tier])
@@ -191,12 +192,12 @@ def test_rows_reordered_in_inference_mode(llama: PreTrainedModel, tier: str) -> 
     ids, _ = prompt(1, 50)
     with torch.inference_mode():
         llama(ids.expand(2, -1), past_key_values=cache)
-        llama(torch.tensor([[5], [6]]), past_key_values=cache)
+        llama(torch.tensor([[5], [6]], device=DEVICE), past_key_values=cache)
         cache.reorder_cache(torch.tensor([1, 0]))
     with torch.no_grad():
-        got = llama(torch.tensor([[7], [7]]), past_key_values=cache).logits[:, -1]
+        got = llama(torch.tensor([[7], [7]], device=DEVICE), past_key_values=cache).logits[:, -1]
         for row, token in enumerate((6, 5)):
-            whole = torch.cat([ids, torch.tensor([[token, 7]])], 1)
+            whole = torch.cat([ids, torch.tensor([[token, 7]], device=DEVICE)], 1)
             assert torch.allclose(got[row], llama(whole).logits[0, -1], atol=5e-5)
 
 

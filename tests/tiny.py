@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -13,6 +16,12 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
 )
+
+DEVICE = os.environ.get("HF_OFFLOAD_TEST_DEVICE", "cpu")
+"""Where models and inputs lie: "cpu", or "cuda" for two real memories."""
+
+ONE_MEMORY: dict[str, Any] = {"tier": "one"} if DEVICE == "cpu" else {}
+"""Options of a cache with one memory, where a model can have that."""
 
 SIZES = {
     "vocab_size": 160,
@@ -55,7 +64,10 @@ def tiny_model(family: str, attn_implementation: str = "hybrid_sparse", seed: in
 
 
 def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Weights under which attention is not uniform, in eval mode, with a generation that never stops by itself."""
+    """Weights under which attention is not uniform, in eval mode, with a generation that never stops by itself.
+
+    The model ends up on `DEVICE`, with the weights that it has elsewhere.
+    """
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -67,7 +79,7 @@ def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model
+    return model.to(DEVICE)
 
 
 def prompt(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,4 +89,4 @@ def prompt(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.
     mask = torch.ones_like(ids)
     for row in range(1, batch):
         mask[row, : row * (length // 4)] = 0
-    return ids.masked_fill(mask == 0, 0), mask
+    return ids.masked_fill(mask == 0, 0).to(DEVICE), mask.to(DEVICE)

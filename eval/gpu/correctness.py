@@ -1,0 +1,101 @@
+"""The tests that need a GPU, and the tests of exactness with the model on the GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from gpu.options import Options
+from gpu.supervise import Report
+
+ROOT = Path(__file__).parents[2]
+DEVICE, DELAY = "HF_OFFLOAD_TEST_DEVICE", "HF_OFFLOAD_DELAY_MS"
+TEST_SECONDS = 90
+WORKERS = 8
+LOG_CHARACTERS = 12_000
+
+GRAPH = "tests/gpu/test_graph_cuda.py"
+MODELS = [f"tests/test_{name}.py" for name in ("families", "int8", "odd_cases", "hybrid_cache", "faults")]
+ON_GPU = ["-m", "not slow and not gpu"]
+NOT_ON_GPU = "not copy_records and not choose_blocks"  # tests that break these: only models on the CPU call them
+SUITES: dict[str, tuple[list[str], dict[str, str], float]] = {
+    "kernels against their references": (["tests", f"--ignore={GRAPH}", "-m", "gpu"], {}, 240),
+    "exactness": (["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda"}, 240),
+    "graphs against eager steps": ([GRAPH, "-m", "gpu"], {}, 150),
+    "exactness, every hand-over late": (["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda", DELAY: "2"}, 240),
+    "caches and models": ([*MODELS, *ON_GPU, "-k", NOT_ON_GPU], {DEVICE: "cuda"}, 240),
+    "torch forms, compiling": (["tests/gpu", *ON_GPU], {}, 240),
+}
+QUICK = {"a quick test": (["tests/gpu/test_paged.py", "-k", "splits_fill"], {}, 60.0)}
+
+
+def suites(options: Options) -> dict[str, tuple[list[str], dict[str, str], float]]:
+    """Arguments for pytest, additional environment and seconds of each suite."""
+    return QUICK if options.quick else SUITES
+
+
+def names(options: Options) -> list[str]:
+    """The cases."""
+    return list(suites(options))
+
+
+def run(options: Options, todo: Sequence[str], report: Report) -> None:
+    """Run suite after suite, each with a process of its own."""
+    for name in todo:
+        arguments, environment, seconds = suites(options)[name]
+        if report.seconds_left < 15:
+            return
+        seconds = min(seconds, report.seconds_left - 5)
+        with report.case(name, seconds + 5):
+            row, text = run_tests(arguments, environment, seconds)
+            report.row(suite=name, **row)
+            if row["status"] != "passed":
+                raise AssertionError(text)
+
+
+def run_tests(arguments: list[str], environment: dict[str, str], seconds: float) -> tuple[dict[str, Any], str]:
+    """One run of pytest: what it counted, and the end of what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        counts, log = Path(folder) / "junit.xml", Path(folder) / "log.txt"
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-rfE", f"--junitxml={counts}", *_plugins()]
+        start = time.monotonic()
+        with log.open("w", encoding="utf-8") as out:
+            process = subprocess.Popen(
+                [*command, *arguments], cwd=ROOT, env={**os.environ, **environment}, stdout=out, stderr=out
+            )
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                out.write(f"\nended after {seconds:.0f} seconds\n")
+        spent, text = time.monotonic() - start, log.read_text(encoding="utf-8", errors="replace")
+        row: dict[str, Any] = {"status": "passed" if process.returncode == 0 else "failed", **_counted(counts)}
+    return {**row, "seconds": spent}, text[-LOG_CHARACTERS:]
+
+
+def _plugins() -> list[str]:
+    """Several tests at once, and an end for those that hang, where pytest has the plugins for it."""
+    found = ["-o", f"faulthandler_timeout={TEST_SECONDS - 10}"]
+    if importlib.util.find_spec("xdist") is not None:
+        found += ["-n", str(min(WORKERS, os.cpu_count() or 1)), "--max-worker-restart=20"]
+    if importlib.util.find_spec("pytest_timeout") is not None:
+        found += [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]
+    return found
+
+
+def _counted(path: Path) -> dict[str, int | None]:
+    """How many tests passed, failed and were skipped; None where the run did not get to its end."""
+    if not path.exists():
+        return dict.fromkeys(("passed", "failed", "skipped"))
+    suite = next(ElementTree.parse(path).getroot().iter("testsuite"))
+    total, failures, errors, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
+    return {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}

@@ -1,0 +1,236 @@
+"""Time per token of a large model's shape at several contexts and batches, within a cap of KV on the device."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from common import Row, percentiles
+from gpu import models, timeline
+from gpu.options import Options
+from gpu.replay import Replay, Script, parse, write_script
+from gpu.supervise import NotApplicable, Report
+from hf_offload import HybridCache, Scout
+
+BLOCK = 32
+WARM_UP = 5  # a graph is captured in the second step
+PROFILED = 6
+SECONDS = 150  # a row, its filling included
+STEP_SECONDS = 15  # of it for the steps that count, if there have been a few
+
+SHOWN = (
+    "context", "batch", "row", "p50", "tokens_per_s", "busy", "waiting", "moving", "gaps", "cpu_ratio", "device_kv_gib",
+    "note",
+)  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "scout": {},
+    "scout-off": {"lookahead": "off"},
+    "scout-no-recall": {"recall": 0},
+    "scout-no-correction": {"correction": False},
+    "scout-int8": {"host_dtype": "int8"},
+}
+ROWS = ("dynamic", "offloading", "full", *VARIANTS, *(f"{name}-graph" for name in VARIANTS))
+DEFAULT_ROWS = (
+    "dynamic",
+    "scout-graph",
+    "scout",
+    "offloading",
+    *(f"{name}-graph" for name in list(VARIANTS)[1:]),
+    "full",
+)
+CONTEXTS, BATCHES = (8 << 10, 32 << 10, 64 << 10, 128 << 10), (1, 4, 16, 64)
+# Those that tell most come first: time may be up before the last.
+FIRST = [(32, 1), (32, 4), (128, 1), (8, 16), (8, 1), (64, 1), (8, 4), (64, 4), (32, 16), (128, 4), (8, 64)]
+
+
+def cases(options: Options) -> dict[str, tuple[int, int, str]]:
+    """Context, batch and row of every case, in the order of their worth."""
+    pairs = [(context, batch) for context in options.contexts for batch in options.batches]
+    order = {(context << 10, batch): place for place, (context, batch) in enumerate(FIRST)}
+    pairs.sort(key=lambda pair: (order.get(pair, len(order)), pair))
+    return {
+        f"{row}, {context} tokens, batch {batch}": (context, batch, row)
+        for context, batch in pairs
+        for row in options.rows
+    }
+
+
+def names(options: Options) -> list[str]:
+    """The cases."""
+    return list(cases(options))
+
+
+def run(options: Options, todo: Sequence[str], report: Report) -> None:
+    """Measure row after row; the model is built within the first one."""
+    model: PreTrainedModel | None = None
+    chosen = cases(options)
+    kind = None
+    for name in todo:
+        context, batch, row = chosen[name]
+        if report.seconds_left < 20 and not options.quick:
+            return
+        if (context, batch, "int8" in row) != kind:
+            kind = (context, batch, "int8" in row)
+            models.free_pinned(options)
+        with torch.no_grad(), report.case(name, SECONDS):
+            model = model or models.build(options)
+            facts = {"context": context, "batch": batch, "row": row, "replay": options.replay or "none"}
+            try:
+                report.row(**facts, **measure(options, model, context, batch, row), layers=options.layers)
+            except (NotApplicable, torch.OutOfMemoryError) as reason:
+                note = str(reason).splitlines()[0]
+                report.row(**facts, note=note, layers=options.layers)
+                raise NotApplicable(note) from None
+        models.free(options)
+
+
+def filled_tokens(context: int, block: int = BLOCK) -> int:
+    """Tokens before the first step: two blocks less than the context, and one token, so that a run ends within it."""
+    return context - 2 * block + 1
+
+
+def make_row(options: Options, name: str, script: Script | None, block: int) -> Row:
+    """The cache of a row."""
+    if name in ("dynamic", "offloading"):
+        return Row(name, "dynamic", {"offloading": True} if name == "offloading" else {})
+    memory = {} if options.on_gpu else {"tier": "split"}
+    graph = {"cuda_graph": True} if name.endswith("-graph") else {}
+    knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, **memory, **graph}
+    if name == "full":
+        return Row(name, "full", knobs)
+    variant = VARIANTS[name.removesuffix("-graph")]
+    own = {field.name for field in fields(Scout)}
+    policy = {"budget": options.budget, **_small(options), **{k: v for k, v in variant.items() if k in own}}
+    if script is None:
+        chosen = Scout(**policy)
+    else:
+        chosen = Replay(**{"recall": script.interval, **policy}, script=script)
+    return Row(name, chosen, {**knobs, **{k: v for k, v in variant.items() if k not in own}})
+
+
+def _small(options: Options) -> dict[str, Any]:
+    return {"sinks": 8, "recent": 8, "synchronous_layers": (0,)} if options.quick else {}
+
+
+@functools.cache
+def script_of(options: Options, heads: int, context: int, batch: int, block: int) -> Script | None:
+    """The script of a context and batch, or None if the model chooses."""
+    if options.replay is None:
+        return None
+    numbers, scout = parse(options.replay), Scout(**_small(options))
+    first = filled_tokens(context, block)
+    # A step attends itself too; the last ones are there for a profile.
+    at = [-(-(first + step + 1) // block) for step in range(2 * block)]
+    newest = -(-scout.recent // block) + 1
+    return write_script(
+        (batch, heads), at, options.budget // block, (-(-scout.sinks // block), newest), **numbers,
+        device=options.device,
+    )  # fmt: skip
+
+
+_kv = functools.lru_cache(maxsize=1)(models.random_kv)  # filled into cache after cache
+
+
+def measure(options: Options, model: PreTrainedModel, context: int, batch: int, name: str) -> dict[str, Any]:
+    """One row of results.
+
+    Raises:
+        NotApplicable: it does not fit.
+    """
+    block = 8 if options.quick else BLOCK
+    if name.endswith("-graph") and not options.on_gpu:
+        raise NotApplicable("a CUDA graph needs a GPU")
+    if name == "offloading" and not options.on_gpu:
+        raise NotApplicable("offloading needs a GPU")
+    hybrid = name not in ("dynamic", "offloading")
+    script = script_of(options, model.config.num_key_value_heads, context, batch, block) if "scout" in name else None
+    row = make_row(options, name, script, block)
+    models.check_room(options, model, row, batch, context)
+    start = time.perf_counter()
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    kv = _kv(options, heads, dim, filled_tokens(context, block) - models.PROMPT)
+    cache = models.fill(options, model, row, batch, kv)
+    filled = time.perf_counter() - start
+    count = WARM_UP + options.steps + PROFILED
+    tokens = iter(torch.randint(model.config.vocab_size, (count, batch, 1), device=options.device))
+
+    def step() -> None:
+        model(input_ids=next(tokens), past_key_values=cache)
+
+    times = time_steps(options, step)
+    spread, mean = percentiles(times), sum(times) / len(times)
+    found: dict[str, Any] = {
+        "tokens_per_s": 1000 * batch / mean, **spread, "mean": mean, "steps": len(times), "fill_s": filled,
+        **(counted(cache) if hybrid else {"device_kv_gib": _stock_gib(cache)}),
+    }  # fmt: skip
+    if script is not None:
+        found |= {"script_miss": script.miss, "script_drift": script.drift}
+    if options.on_gpu:
+        slow = max(times) * PROFILED > 20_000
+        found |= timeline.shares([] if slow else timeline.profile(step, PROFILED))
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if isinstance(cache, HybridCache):
+        cache.drain()
+    return found
+
+
+def time_steps(options: Options, step: Any) -> list[float]:
+    """Milliseconds of each step behind the warm-up; as many as time allows, three at least."""
+    begun = time.perf_counter()
+    for number in range(WARM_UP):
+        step()
+        options.synchronize()
+        if number >= 2 and time.perf_counter() - begun > STEP_SECONDS / 3:
+            break
+    times: list[float] = []
+    for _ in range(options.steps):
+        options.synchronize()
+        start = time.perf_counter()
+        step()
+        options.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+        if sum(times) > 1000 * STEP_SECONDS and len(times) >= 3:
+            break
+    return times
+
+
+def counted(cache: HybridCache) -> dict[str, float]:
+    """What the cache has counted over all its steps."""
+    total = cache.stats().as_dict()
+    steps = total["steps"]
+    return {
+        "cpu_ratio": total["cpu_ratio"], "recall_mib_per_step": total["recall_bytes"] / steps / 2**20,
+        "host_wait_ms": 1000 * total["wait_seconds"] / steps, "query_cosine": total["query_cosine"],
+        "device_kv_gib": total["device_bytes"] / 2**30, "host_kv_gib": total["host_bytes"] / 2**30,
+    }  # fmt: skip
+
+
+def _stock_gib(cache: Any) -> float:
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "cpu") / 2**30
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw milliseconds a token over the context, one picture for each batch."""
+    import matplotlib.pyplot as plt
+
+    timed = [row for row in rows if "p50" in row]
+    batches = sorted({row["batch"] for row in timed})
+    if not batches:
+        return
+    figure, grid = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4), layout="constrained", squeeze=False)
+    for axes, batch in zip(grid[0], batches, strict=True):
+        for name in dict.fromkeys(row["row"] for row in timed):
+            mine = sorted((r["context"], r["p50"]) for r in timed if r["row"] == name and r["batch"] == batch)
+            if mine:
+                axes.plot(*zip(*mine, strict=True), marker="o", label=name)
+        axes.set(xscale="log", yscale="log", title=f"batch {batch}", xlabel="context, tokens", ylabel="ms a step")
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,172 @@
+"""What it costs that the device hands a layer's work to the CPU and waits for the result."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from common import percentiles
+from gpu.options import Options
+from gpu.supervise import Report
+from hf_offload.attention.graph import Capture, Recorder
+from hf_offload.cache.host_pool import HostPool
+from hf_offload.cpu.decode import sparse_decode
+from hf_offload.cpu.doorbell import Doorbell
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.pool import touch_records
+from hf_offload.cpu.worker import Worker
+
+LAYERS = 36
+TARGET = 15.0  # microseconds a layer
+SECONDS = 30
+_NOWHERE = np.zeros(2, np.int64)
+
+
+def names(options: Options) -> list[str]:
+    """The cases: a way, a work, and how many threads there are for it."""
+    counts = [1] if options.quick else sorted({1, 4, max((os.cpu_count() or 2) - 1, 1)})
+    served = [
+        f"{way}, {work}, {count} threads" for way in ("flags", "event and future") for work in WORKS for count in counts
+    ]
+    return ["flags, kernels alone", *served]
+
+
+def run(options: Options, todo: Sequence[str], report: Report) -> None:
+    """Measure; a step hands over one piece of work after the other, as many as a model has layers."""
+    layers = 4 if options.quick else LAYERS
+    with torch.no_grad():
+        for name in todo:
+            if report.seconds_left < 5:
+                return
+            with report.case(name, SECONDS):
+                way, work, *threads = name.split(", ")
+                count = int(threads[0].split()[0]) if threads else 0
+                if way == "event and future":
+                    times = by_future(options, WORKS[work], count, layers)
+                else:
+                    times = by_flags(options, WORKS.get(work), count, layers)
+                a_layer = percentiles(1e6 * seconds / layers for seconds in times)
+                report.row(way=way, work=work, host_threads=count, layers=layers, **a_layer, target=TARGET)
+
+
+def nothing(dtype: torch.dtype) -> Callable[[], Launch]:
+    """Work that is none."""
+    return lambda: touch_records(_NOWHERE, 0)
+
+
+def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
+    """Attention of one row to five blocks of 32 tokens of each of eight KV heads: 8 % of a budget of 2,048."""
+    blocks, heads, size, dim, count = 256, 8, 32, 128, 5
+    pool = HostPool(heads, size, dim, dtype)
+    pool.allocate(blocks)
+    for slab in pool.slabs:
+        slab.fill_(0.01)
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((1, 4 * heads, dim), dtype=np.float32)
+    chosen = np.sort(np.stack([rng.choice(blocks, count, replace=False) for _ in range(heads)])[None].astype(np.int32))
+    arrays: tuple[Any, ...] = (
+        query, pool.block_ptr, np.arange(blocks, dtype=np.int32)[None], chosen, np.full((1, heads), count, np.int32),
+        np.zeros((1, blocks), np.uint8), np.ones((1, blocks * size), np.uint8), blocks * size,
+    )  # fmt: skip
+
+    def launch() -> Launch:
+        assert pool.slabs  # they live as long as their addresses are used
+        return sparse_decode(
+            *arrays, np.empty_like(query), np.empty(query.shape[:2], np.float32), np.empty_like(query),
+            kv_dtype=dtype, block_size=size, scale=dim**-0.5, softcap=None, packed=False,
+        )  # fmt: skip
+
+    return launch
+
+
+Work = Callable[[torch.dtype], Callable[[], Launch]]
+WORKS: dict[str, Work] = {"nothing": nothing, "five blocks a head": few_blocks}
+
+
+def _rounds(options: Options, step: Callable[[], None]) -> list[float]:
+    """Seconds of each of some steps, after some that do not count."""
+    times = []
+    for number in range(4 if options.quick else 220):
+        options.synchronize()
+        start = time.perf_counter()
+        step()
+        options.synchronize()
+        if number >= (1 if options.quick else 20):
+            times.append(time.perf_counter() - start)
+    return times
+
+
+def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> list[float]:
+    """Seconds of steps in which a graph signals and waits, and a doorbell serves; None: nobody is waited for."""
+    capture = Capture(torch.device(options.device), layers, timeout=10.0)
+    parts: list[Any] = [object() for _ in range(layers)]
+    launch = (work or nothing)(options.dtype)
+
+    def step() -> None:
+        capture.parts.clear()
+        capture.epoch.add_(1)
+        for number, part in enumerate(parts):
+            capture.announce(part, launch, f"item {number}")
+            capture.wait(part)
+
+    replay = step
+    if options.on_gpu:
+        answer(capture, layers, 1 << 30)
+        step()  # kernels are compiled before they are captured
+        options.synchronize()
+        answer(capture, layers, 0)
+        capture.epoch.zero_()
+        recorder = Recorder()
+        recorder.record(step)
+        replay = recorder.replay
+    else:
+        capture.parts.extend((part, launch, f"item {number}") for number, part in enumerate(parts))
+    if work is None:
+        answer(capture, layers, 1 << 30)
+        return _rounds(options, replay)
+    doorbell = Doorbell(threads)
+    try:
+        doorbell.replace(capture.items())
+        times = _rounds(options, replay)
+        doorbell.check()
+        if int(capture.late[0]):
+            raise TimeoutError("the device gave up waiting for the CPU")
+        return times
+    finally:
+        doorbell.stop()
+
+
+def answer(capture: Capture, layers: int, epoch: int) -> None:
+    """Have all answers there up to an epoch, so that nobody is waited for."""
+    capture.flags.zero_()
+    capture.flags[1 : 2 * layers : 2] = epoch
+
+
+def by_future(options: Options, work: Work, threads: int, layers: int) -> list[float]:
+    """Seconds of steps in which a job waits for the device's event, and the model's thread for the job."""
+    worker, make = Worker(threads), work(options.dtype)
+    number = torch.zeros(1, device=options.device)
+
+    def one() -> None:
+        number.add_(1)
+        arrived = torch.cuda.current_stream().record_event() if options.on_gpu else None
+        launch = make()
+        launch.ticket[2] = shares = min(threads, launch.tasks)
+
+        def attend() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            launch()
+
+        worker.submit(attend, shares=shares).result()
+
+    def step() -> None:
+        for _ in range(layers):
+            one()
+
+    return _rounds(options, step)

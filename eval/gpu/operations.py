@@ -1,0 +1,232 @@
+"""The operations of `hf_offload.gpu`, each with inputs of real sizes, and the bytes that it cannot do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from gpu.inputs import Inputs, Operation
+
+
+def paged_attention(x: Inputs) -> Operation:
+    from hf_offload.gpu.paged import paged_attention as operation
+
+    query, listing = x.query(), x.listing()
+    out, lse = operation(query, *listing, scale=0.1)
+    return Operation(
+        lambda: operation(query, *listing, scale=0.1), query.nbytes + listing[0].nbytes + out.nbytes + lse.nbytes
+    )
+
+
+def _shares(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    from hf_offload.gpu.paged import count_splits
+
+    size = x.size
+    splits = count_splits(size.batch * size.kv_heads, size.chosen * size.block)
+    return x.floats(*size.heads, splits, size.dim), x.floats(*size.heads, splits)
+
+
+def merge(x: Inputs) -> Operation:
+    from hf_offload.gpu.merge import merge as operation
+
+    (out, lse), query = _shares(x), x.query()
+    read = out.nbytes + lse.nbytes + query.numel() * x.options.dtype.itemsize
+    return Operation(lambda: operation(out, lse, None, query, None, scale=0.1, dtype=x.options.dtype), read)
+
+
+def merge_with_host(x: Inputs) -> Operation:
+    from hf_offload.gpu.merge import HostPartial
+    from hf_offload.gpu.merge import merge as operation
+
+    (out, lse), query, on_gpu = _shares(x), x.query(), x.options.on_gpu
+    there, kbar = (torch.randn(query.shape).pin_memory() if on_gpu else torch.randn(query.shape) for _ in range(2))
+    mass = torch.randn(query.shape[:2]).pin_memory() if on_gpu else torch.randn(query.shape[:2])
+    host = HostPartial(there, mass, kbar, x.query())
+    read = out.nbytes + lse.nbytes + 2 * query.nbytes + query.numel() * x.options.dtype.itemsize
+    return Operation(
+        lambda: operation(out, lse, host, query, None, scale=0.1, dtype=x.options.dtype), read,
+        there.nbytes + mass.nbytes + kbar.nbytes,
+    )  # fmt: skip
+
+
+def score_submeans(x: Inputs) -> Operation:
+    from hf_offload.gpu.score import score_submeans as operation
+
+    size, device = x.size, x.options.device
+    physical, pairs = size.batch * size.context, size.block // 2
+    some = {"dtype": torch.int32, "device": device}
+    codes = torch.randint(-(2**31), 2**31 - 1, (physical, size.kv_heads, pairs * size.dim // 8), **some)
+    levels = torch.randint(-(2**31), 2**31 - 1, (physical, size.kv_heads, size.dim // 16, pairs), **some)
+    sizes = torch.full((physical, size.kv_heads, pairs), 0x3D803D80, **some)
+    bias = torch.full((physical, pairs), 0.7, device=device)
+    center, sigma = x.floats(size.kv_heads, size.dim), x.floats(size.kv_heads, size.dim).abs()
+    table = x.ints(torch.arange(physical).view(size.batch, -1))
+    query, limits = x.query(), x.limits()
+    digests = (codes.view(torch.uint8), levels, sizes, bias, center, sigma)
+    written = 4 * size.heads[0] * size.heads[1] * size.context
+    return Operation(
+        lambda: operation(query, *digests, table, limits, scale=0.1),
+        sum(part.nbytes for part in digests) + table.nbytes + query.nbytes + written,
+    )
+
+
+def score_vectors(x: Inputs) -> Operation:
+    from hf_offload.gpu.score import score_vectors as operation
+
+    size, physical = x.size, x.size.batch * x.size.context
+    ready = x.floats(*size.heads, 2 * size.dim)
+    vectors, bias = x.floats(physical, size.kv_heads, 2 * size.dim), x.floats(physical)
+    table, limits = x.ints(torch.arange(physical).view(size.batch, -1)), x.limits()
+    written = 4 * size.heads[0] * size.heads[1] * size.context
+    return Operation(
+        lambda: operation(ready, vectors, bias, table, limits),
+        ready.nbytes + vectors.nbytes + bias.nbytes + table.nbytes + written,
+    )
+
+
+def join_heads(x: Inputs) -> Operation:
+    from hf_offload.gpu.join import join_heads as operation
+
+    masses, tail, limits = x.floats(*x.size.heads, x.size.context), x.floats(*x.size.heads), x.limits()
+    written = masses.nbytes // x.size.group
+    return Operation(
+        lambda: operation(masses, tail, limits, kv_heads=x.size.kv_heads, join="max"),
+        masses.nbytes + tail.nbytes + written,
+    )
+
+
+def select_blocks(x: Inputs) -> Operation:
+    from hf_offload.gpu.select import select_blocks as operation
+
+    score, limits, sinks = x.floats(*x.size.lines, x.size.context), x.limits(), x.sinks()
+    knobs = {"block_size": x.size.block, "recent": 1, "k": x.size.chosen, "capacity": x.size.chosen}
+    return Operation(
+        lambda: operation(score, limits, *sinks, **knobs), score.nbytes + x.blocks().nbytes + x.counts(0).nbytes
+    )
+
+
+def split_blocks(x: Inputs) -> Operation:
+    from hf_offload.gpu.select import split_blocks as operation
+
+    blocks, counts = x.blocks(), x.counts(x.size.chosen)
+    slot_of = x.slot_of(blocks[:, :, ::2], x.slots()[:, :, ::2])
+    return Operation(lambda: operation(blocks, counts, slot_of), 5 * blocks.nbytes)
+
+
+def exchange(x: Inputs) -> Operation:
+    from hf_offload.gpu.exchange import exchange as operation
+
+    worth, known = x.floats(*x.size.lines, x.size.context), x.ints([x.size.context - 1])
+    blocks, slots = x.blocks(), x.slots()
+    slot_of = x.slot_of(blocks, slots)
+    block_of = torch.empty_like(blocks).scatter_(2, slots.long(), blocks)
+    before = block_of.clone(), slot_of.clone()
+    limits, (_, high) = x.limits(), x.sinks()
+
+    def restore() -> None:
+        block_of.copy_(before[0])
+        slot_of.copy_(before[1])
+
+    return Operation(
+        lambda: operation(worth, known, block_of, slot_of, high, limits, recent=1, due=None),
+        worth.nbytes + slot_of.nbytes + 4 * block_of.nbytes, prepare=restore,
+    )  # fmt: skip
+
+
+def write_token(x: Inputs) -> Operation:
+    from hf_offload.gpu.move import write_token as operation
+
+    pool, slot_of, limits = x.pool(), x.slot_of(x.blocks(), x.slots()), x.limits()
+    k, v = (x.floats(*x.size.lines, x.size.dim, dtype=pool.dtype) for _ in range(2))
+    return Operation(lambda: operation(pool, slot_of, k, v, limits), 4 * k.nbytes)
+
+
+def _moves(x: Inputs, share: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    moved = max(1, round(share * x.size.chosen))
+    return x.slots()[:, :, :moved].contiguous(), x.blocks()[:, :, :moved].contiguous(), x.counts(moved)
+
+
+def _fetch(x: Inputs, share: float) -> Operation:
+    from hf_offload.gpu.move import fetch as operation
+
+    pool, (slots, blocks, counts) = x.pool(), _moves(x, share)
+    slab, addresses, table = x.records()
+    moved = slots.numel() * pool[0, 0, 0].nbytes
+    return Operation(
+        lambda: operation(pool, slots, blocks, counts, addresses, table, packed=None), moved, moved, keep=(slab,)
+    )
+
+
+def fetch_recall(x: Inputs) -> Operation:
+    return _fetch(x, 0.08)
+
+
+def fetch_all(x: Inputs) -> Operation:
+    return _fetch(x, 1.0)
+
+
+def _copies(x: Inputs, share: float) -> Operation:
+    """What a copy engine can do: a gather on the CPU into pinned memory, one copy, a scatter on the device."""
+    from hf_offload.cpu.pool import copy_records
+
+    pool, (slots, blocks, _) = x.pool(), _moves(x, share)
+    slab, addresses, table = x.records()
+    record = pool[0, 0, 0].nbytes
+    rows, heads, _ = np.indices(tuple(slots.shape))
+    physical = table.cpu().numpy()[rows, blocks.cpu().numpy()]
+    source = (addresses.cpu().numpy()[physical] + record * heads).ravel()
+    staging = torch.empty((source.size, *pool.shape[3:]), dtype=pool.dtype, pin_memory=x.options.on_gpu)
+    target = staging.data_ptr() + record * np.arange(source.size, dtype=np.int64)
+    index = torch.from_numpy((rows * x.size.kv_heads + heads) * x.size.chosen).to(slots.device) + slots
+    flat, places = pool.flatten(0, 2), index.flatten().long()
+
+    def call() -> None:
+        copy_records(source, target, record).run()
+        flat.index_copy_(0, places, staging.to(flat.device, non_blocking=True))
+
+    return Operation(call, 3 * staging.nbytes, staging.nbytes, synchronous=True, keep=(slab,))
+
+
+def copies_recall(x: Inputs) -> Operation:
+    return _copies(x, 0.08)
+
+
+def copies_all(x: Inputs) -> Operation:
+    return _copies(x, 1.0)
+
+
+def store_block(x: Inputs) -> Operation:
+    from hf_offload.gpu.move import store_block as operation
+
+    pool, slot_of = x.pool(), x.slot_of(x.blocks(), x.slots())
+    slab, addresses, table = x.records()
+    # Rows that share a physical block would write to the same place.
+    table[:] = torch.arange(x.size.batch, device=table.device)[:, None] % len(slab)
+    moved = x.size.batch * slab[0].nbytes
+    return Operation(
+        lambda: operation(pool, slot_of, x.size.context - 1, addresses, table), moved, moved, back=True, keep=(slab,)
+    )
+
+
+def update_weights(x: Inputs) -> Operation:
+    from hf_offload.gpu.weights import update_weights as operation
+
+    query, listing = x.query(), x.listing()
+    average = x.floats(*x.size.heads, x.size.chosen, x.size.block).abs()
+    lse = x.floats(*x.size.heads) + 5
+    return Operation(
+        lambda: operation(average, query, *listing, lse, scale=0.1, alpha=0.1),
+        listing[0].nbytes // 2 + 2 * average.nbytes + query.nbytes,
+    )
+
+
+OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
+    operation.__name__: operation
+    for operation in (
+        paged_attention, merge, merge_with_host, score_submeans, score_vectors, join_heads, select_blocks,
+        split_blocks, exchange, write_token, fetch_recall, copies_recall, fetch_all, copies_all, store_block,
+        update_weights,
+    )
+}  # fmt: skip

@@ -1,0 +1,58 @@
+"""Results of the check as they come: a CSV for each part, what became of each case, and a log of what failed."""
+
+from __future__ import annotations
+
+import csv
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import environment
+
+
+class Results:
+    """A folder of results; every row is on disk when `add` returns.
+
+    Args:
+        folder: made if it is not there.
+        commit: what the results call the commit where the sources are no git checkout, or None.
+    """
+
+    def __init__(self, folder: Path, commit: str | None) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.meta = environment()
+        except FileNotFoundError:  # git is not installed
+            gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+            self.meta = {
+                "commit": "unknown",
+                "gpu": gpu,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            }
+        if commit is not None:
+            self.meta["commit"] = commit
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+        self.log = folder / "failed.txt"
+        self.log.write_text("", encoding="utf-8")
+
+    def add(self, table: str, row: Mapping[str, Any]) -> None:
+        """Add a row to the table `<table>.csv`; floats with six significant digits."""
+        rows = self.rows.setdefault(table, [])
+        rows.append(dict(row))
+        columns = [*dict.fromkeys(key for one in rows for key in one), *self.meta]
+        with (self.folder / f"{table}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            for one in rows:
+                short = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in one.items()}
+                writer.writerow({**short, **self.meta})
+
+    def failed(self, part: str, case: str, text: str) -> None:
+        """Add to the log."""
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(f"=== {part}: {case}\n{text.rstrip()}\n\n")

@@ -1,0 +1,196 @@
+"""Cases that may fail, crash or hang, run one after the other in a process that can be given up and started again.
+
+A part of the check is a function `work(names, report)` that goes through its cases with `report.case`. What it reports
+reaches the caller at once, so that nothing is lost with the process. A case that fails leaves the others alone. Behind
+one that takes the process down, poisons its device or outstays its time, a new process goes on.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+START_SECONDS = 90  # for imports, and whatever a part does before its first case
+_UNFIT = 70  # exit status of a child whose device is of no use any more
+
+Work = Callable[[Sequence[str], "Report"], None]
+
+
+class NotApplicable(Exception):
+    """Raised inside a case that cannot be had here; the message says why."""
+
+
+class Report:
+    """What a part tells of its cases.
+
+    Args:
+        send: takes the messages.
+        deadline: on the monotonic clock; no case should begin later.
+        healthy: asked after a failure, whether this process can go on.
+        alone: whether the process is the part's own: it prints where it hangs, and ends if it cannot go on.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[tuple[Any, ...]], None],
+        deadline: float,
+        healthy: Callable[[], bool],
+        *,
+        alone: bool = False,
+    ) -> None:
+        self._send, self.deadline, self._healthy, self._alone = send, deadline, healthy, alone
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return self.deadline - time.monotonic()
+
+    @contextmanager
+    def case(self, name: str, seconds: float) -> Iterator[None]:
+        """One case: what it raises is told, and the next one may follow.
+
+        Args:
+            name: one of the names that the part was given.
+            seconds: it may take.
+        """
+        self._send(("begin", name, seconds))
+        if self._alone:
+            faulthandler.dump_traceback_later(max(min(seconds, self.seconds_left) - 1, 0.5))
+        status, note = "done", ""
+        try:
+            yield
+        except NotApplicable as reason:
+            status, note = "not applicable", str(reason)
+        except Exception:
+            status, note = "failed", traceback.format_exc()
+        finally:
+            if self._alone:
+                faulthandler.cancel_dump_traceback_later()
+        self._send(("end", status, note))
+        if status == "failed" and self._alone and not self._healthy():
+            os._exit(_UNFIT)
+
+    def row(self, **values: Any) -> None:
+        """A row of results."""
+        self._send(("row", values))
+
+
+@dataclass
+class Listener:
+    """Takes the messages of a part.
+
+    Args:
+        names: the cases to come.
+        on_row: called with each row.
+        on_end: called with (name, status, note, seconds) of each case that has ended.
+    """
+
+    names: list[str]
+    on_row: Callable[[dict[str, Any]], None]
+    on_end: Callable[[str, str, str, float], None]
+    running: str | None = None
+    broken: str | None = None  # what ended a part outside of its cases
+    limit: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+    def take(self, message: tuple[Any, ...]) -> None:
+        """One message of a `Report`."""
+        kind, *values = message
+        if kind == "begin":
+            self.running, seconds = values
+            self.started = time.monotonic()
+            self.limit = self.started + seconds
+        elif kind == "row":
+            self.on_row(values[0])
+        elif kind == "end":
+            self.end(*values)
+        else:
+            self.broken = values[0]
+
+    def end(self, status: str, note: str) -> None:
+        """The running case has ended."""
+        assert self.running is not None
+        name, self.running = self.running, None
+        self.names.remove(name)
+        self.on_end(name, status, note, time.monotonic() - self.started)
+
+
+def supervise(work: Work, listener: Listener, seconds: float, healthy: Callable[[], bool]) -> None:
+    """Run a part in processes of its own until it is through or time is up; what is left stays in `listener.names`.
+
+    Args:
+        work: the part, something that can be pickled.
+        listener: gets what it tells.
+        seconds: for all of it.
+        healthy: runs in the process, see `Report`.
+    """
+    deadline = time.monotonic() + seconds
+    while listener.names and time.monotonic() < deadline:
+        before = list(listener.names)
+        _run_child(work, listener, deadline, healthy)
+        if listener.names == before:  # it did not get to a case: another process would not either
+            return
+
+
+def here(work: Work, listener: Listener, seconds: float, healthy: Callable[[], bool]) -> None:
+    """Like `supervise`, in this process: crashes and hangs are its own."""
+    work(tuple(listener.names), Report(listener.take, time.monotonic() + seconds, healthy))
+
+
+def _run_child(work: Work, listener: Listener, deadline: float, healthy: Callable[[], bool]) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(work, tuple(listener.names), theirs, deadline, healthy))
+    child.start()
+    theirs.close()
+    listener.limit = time.monotonic() + START_SECONDS
+    why = None
+    try:
+        while True:
+            if not ours.poll(max(min(listener.limit, deadline) - time.monotonic(), 0)):
+                why = "time was up" if time.monotonic() >= deadline else "took too long"
+                break
+            listener.take(ours.recv())
+            if listener.running is None:  # between two cases
+                listener.limit = time.monotonic() + START_SECONDS
+    except (EOFError, OSError):  # it has closed the pipe, or died while it wrote
+        child.join(5)
+    finally:
+        _kill(child)
+        ours.close()
+    if listener.running is not None:
+        status = "cut off" if why == "time was up" else "failed"
+        listener.end(status, why or f"the process ended with status {child.exitcode}")
+
+
+def _kill(child: Any) -> None:
+    """End a child and what it has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
+    child.join(10)
+
+
+def _child(
+    work: Work, names: Sequence[str], pipe: Connection, deadline: float, healthy: Callable[[], bool]
+) -> None:  # runs in the new process
+    os.setpgid(0, 0)
+    faulthandler.enable()
+    try:
+        work(names, Report(pipe.send, deadline, healthy, alone=True))
+    except Exception:
+        pipe.send(("broken", traceback.format_exc()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.close()
+    os._exit(0)  # threads that hang would keep it

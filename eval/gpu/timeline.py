@@ -1,0 +1,73 @@
+"""What a device did during some steps: shares of the time for kernels, for waiting, for recalls alone, for nothing."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Span = tuple[float, float]
+
+WAITING = ("wait",)  # in the names of kernels that wait for the CPU
+MOVING = ("fetch",)  # and of those that bring blocks beside the model
+
+
+def profile(step: Callable[[], Any], steps: int) -> list[dict[str, Any]]:
+    """The device's events in some steps, as the profiler's trace has them (microseconds)."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Spans joined where they touch, ascending."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Sum of joined spans."""
+    return sum(end - start for start, end in spans)
+
+
+def shares(events: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Shares of the time from the first event to the end of the last; they add up to 1.
+
+    Returns:
+        `busy`: some kernel of the model or of the cache ran; `waiting`: nothing ran but the wait for the CPU's part;
+        `moving`: nothing of these but a recall; `gaps`: nothing at all. `launches`: kernels and copies. None for all
+        where there are no events.
+    """
+    if not events:
+        return dict.fromkeys(("busy", "waiting", "moving", "gaps", "launches"))
+    kinds: dict[str, list[Span]] = {"busy": [], "waiting": [], "moving": []}
+    for event in events:
+        name = str(event["name"])
+        kind = "waiting" if any(part in name for part in WAITING) else "busy"
+        kind = "moving" if any(part in name for part in MOVING) else kind
+        kinds[kind].append((event["ts"], event["ts"] + event["dur"]))
+    covered, told, seen = 0.0, {}, []
+    for kind, spans in kinds.items():
+        seen += spans
+        told[kind] = length(union(seen)) - covered
+        covered += told[kind]
+    everything = union(seen)
+    total = everything[-1][1] - everything[0][0]
+    found: dict[str, float | None] = {kind: part / total for kind, part in told.items()}
+    return {**found, "gaps": 1 - covered / total, "launches": float(len(events))}

@@ -1,0 +1,108 @@
+"""Times of single operations, and the speeds of the memories that they are compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from common import percentiles
+from gpu.options import Options
+
+FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to write than a call to launch
+LAUNCHES = 20
+
+
+def nothing() -> None:
+    """What is to be done before a call where nothing is."""
+
+
+class Timer:
+    """Times calls on a device; microseconds everywhere.
+
+    Args:
+        options: say which device.
+        rounds: calls that are timed.
+    """
+
+    def __init__(self, options: Options, rounds: int = 30) -> None:
+        self.options, self.rounds = options, 3 if options.quick else rounds
+        self._flush = torch.empty(FLUSH_BYTES if options.on_gpu else 0, dtype=torch.uint8, device=options.device)
+
+    def device_time(self, call: Callable[[], Any], prepare: Callable[[], Any] = nothing) -> dict[str, float]:
+        """Time on the device alone, from event to event, the caches filled with something else before each call."""
+        if not self.options.on_gpu:
+            return self.wall_time(call, prepare)
+        call()
+        pairs = []
+        for _ in range(self.rounds):
+            prepare()
+            # While the device is busy with this, the call and its events queue up behind it: no launch is in the time.
+            self._flush.zero_()
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            call()
+            pair[1].record()
+            pairs.append(pair)
+        torch.cuda.synchronize()
+        return percentiles(1000 * start.elapsed_time(end) for start, end in pairs)
+
+    def wall_time(self, call: Callable[[], Any], prepare: Callable[[], Any] = nothing) -> dict[str, float]:
+        """Time on the host's clock until the device is through, the caches filled with something else before."""
+        call()
+        times = []
+        for _ in range(self.rounds):
+            prepare()
+            self._flush.zero_()
+            self.options.synchronize()
+            start = time.perf_counter()
+            call()
+            self.options.synchronize()
+            times.append(1e6 * (time.perf_counter() - start))
+        return percentiles(times)
+
+    def launch_time(self, call: Callable[[], Any]) -> float:
+        """What a call costs the host's thread, which does not wait for the device."""
+        self.options.synchronize()
+        start = time.perf_counter()
+        for _ in range(LAUNCHES):
+            call()
+        spent = time.perf_counter() - start
+        self.options.synchronize()
+        return 1e6 * spent / LAUNCHES
+
+    def graph_time(self, call: Callable[[], Any]) -> float | None:
+        """Time of a call among `LAUNCHES` in a CUDA graph, with warm caches; None without a GPU."""
+        if not self.options.on_gpu:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(LAUNCHES):
+                call()
+        graph.replay()
+        pairs = []
+        for _ in range(self.rounds):
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            graph.replay()
+            pair[1].record()
+            pairs.append(pair)
+        torch.cuda.synchronize()
+        return percentiles(1000 * start.elapsed_time(end) / LAUNCHES for start, end in pairs)["p50"]
+
+
+def bandwidths(timer: Timer) -> dict[str, float]:
+    """Bytes a microsecond: "device" counts both the read and the write of a copy there, "link" is pinned to device."""
+    options = timer.options
+    size = 1 << (16 if options.quick else 30)
+    source = torch.empty(size, dtype=torch.uint8, device=options.device).random_()
+    target = torch.empty_like(source)
+    pinned = torch.empty(size // 4, dtype=torch.uint8, pin_memory=options.on_gpu).random_()
+    there, back = target[: size // 4], torch.empty_like(pinned, pin_memory=options.on_gpu)
+    return {
+        "device": 2 * size / timer.device_time(lambda: target.copy_(source))["p50"],
+        "link": size / 4 / timer.device_time(lambda: there.copy_(pinned, non_blocking=True))["p50"],
+        "back": size / 4 / timer.device_time(lambda: back.copy_(there, non_blocking=True))["p50"],
+    }

@@ -1,0 +1,154 @@
+"""Everything that only a GPU can show: correctness, times of kernels, the hand-over to the CPU, decoding.
+
+    make gpu-check
+    python eval/gpu_check.py --part kernels --out results --minutes 5
+    python eval/gpu_check.py --part decode --contexts 32k --batches 1,4 --replay miss=0.08,drift=0.15
+
+Four parts, each in a process of its own: a case that fails, crashes or hangs is noted and the others go on.
+
+- correctness: the tests marked `gpu`; the tests of exactness with the model on the GPU, once more with every hand-over
+  between CPU and GPU made late; CUDA graphs against eager steps. Of a row, `failed` should be 0.
+- kernels: each operation of `hf_offload.gpu`: p20, p50 and p80 of its time on the device with cold caches; the time
+  that its bytes alone would take (`floor`: at the speed of a large copy, measured in the same run) and their ratio;
+  what a launch costs the host; the time within a CUDA graph. All in microseconds.
+  The aim for `paged_attention` is `of_floor` below 1.3.
+- handoff: a signal, the CPU's work, the wait for it: microseconds a layer, by flags and by events and futures. The aim
+  is 15 for an item that is nothing.
+- decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: milliseconds a step, tokens a
+  second; which share of the time the device computed (`busy`), waited for the CPU (`waiting`), recalled (`moving`) or
+  had nothing to do (`gaps`). With --replay the chosen blocks follow a script (`eval/gpu/replay.py`), since those of a
+  random model drift in ways of their own; the column says so.
+
+Results are written as they come: `<part>.csv`, a plot, `cases.csv` (what became of every case, also of those that there
+was no time for) and `failed.txt` (why). The exit status is 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from common import RESULTS, command, numbers, show
+from gpu import correctness, decoding, handoff, kernels
+from gpu.options import Options
+from gpu.replay import parse
+from gpu.results import Results
+from gpu.supervise import Listener, here, supervise
+
+PARTS: dict[str, tuple[ModuleType, float]] = {  # and each one's share of the time
+    "correctness": (correctness, 3.0),
+    "handoff": (handoff, 0.7),
+    "kernels": (kernels, 1.3),
+    "decode": (decoding, 4.0),
+}
+
+
+def main(
+    part: Annotated[str, typer.Option(help=f"{', '.join(PARTS)} or all; several, comma-separated.")] = "all",
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS / "gpu",
+    minutes: Annotated[float, typer.Option(min=0.1, help="Stop before so many are over.")] = 9.0,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes in this process, to see that everything runs.")] = False,
+    device: Annotated[str, typer.Option(help='"cuda", or "cpu" to try the script itself.')] = "cuda",
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the model.")] = 36,
+    kv_gib: Annotated[
+        float, typer.Option(min=0.0, help="GiB of KV and digests that a row may keep on the device.")
+    ] = 16.0,
+    contexts: Annotated[str | None, typer.Option(help="Tokens, comma-separated; k is 1,024 [8k,32k,64k,128k].")] = None,
+    batches: Annotated[str | None, typer.Option(help="Rows decoded at once, comma-separated [1,4,16,64].")] = None,
+    rows: Annotated[str, typer.Option(help=f"Of {', '.join(decoding.ROWS)}.")] = ",".join(decoding.DEFAULT_ROWS),
+    budget: Annotated[
+        int, typer.Option(min=8, help="Tokens that a sparse row attends, and keeps on the device.")
+    ] = 2048,
+    replay: Annotated[str | None, typer.Option(help='"miss=0.08,drift=0.15[,recall=8]": choose by a script.')] = None,
+    steps: Annotated[int, typer.Option(min=1, max=48, help="Decode steps that are timed, per row.")] = 32,
+    commit: Annotated[str | None, typer.Option(help="The commit, where the sources are no git checkout.")] = None,
+) -> None:
+    """Check and measure on a GPU."""
+    started = time.monotonic()
+    wanted = list(PARTS) if part == "all" else [name.strip() for name in part.split(",")]
+    chosen = tuple(name.strip() for name in rows.split(","))
+    for given, allowed in ((wanted, tuple(PARTS)), (chosen, decoding.ROWS)):
+        if unknown := [name for name in given if name not in allowed]:
+            raise typer.BadParameter(f"unknown: {', '.join(unknown)}; choose among {', '.join(allowed)}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter(f"device={device!r}: torch finds no CUDA device here; --device cpu tries the script")
+    if replay is not None:
+        try:
+            parse(replay)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    options = Options(
+        device, quick, min(layers, 2) if quick else layers, kv_gib,
+        tuple(numbers(contexts)) if contexts else ((256,) if quick else decoding.CONTEXTS),
+        tuple(numbers(batches)) if batches else ((2,) if quick else decoding.BATCHES),
+        chosen, min(budget, 64) if quick else budget, replay, min(steps, 4) if quick else steps,
+    )  # fmt: skip
+    results = Results(out, commit)
+    deadline, bad = started + 60 * minutes, False
+    for place, name in enumerate(wanted):
+        left = sum(PARTS[other][1] for other in wanted[place:])
+        seconds = (deadline - time.monotonic() - 5) * PARTS[name][1] / left
+        bad |= run_part(name, options, results, seconds)
+    print(f"results are in {out}; {time.monotonic() - started:.0f} s", flush=True)
+    if bad:
+        raise typer.Exit(1)
+
+
+def run_part(part: str, options: Options, results: Results, seconds: float) -> bool:
+    """Run one part, print and plot its results; returns whether anything failed."""
+    module = PARTS[part][0]
+    failures: list[str] = []
+
+    def on_row(row: dict[str, Any]) -> None:
+        results.add(part, row)
+
+    def on_end(case: str, status: str, note: str, spent: float) -> None:
+        last = note.strip().splitlines()[-1] if note.strip() else ""
+        results.add("cases", {"part": part, "case": case, "status": status, "seconds": spent, "note": last[:200]})
+        print(f"{part}: {case}: {status} ({spent:.1f} s) {last[:200]}", flush=True)
+        if status in ("failed", "cut off"):
+            results.failed(part, case, note)
+        if status == "failed":
+            failures.append(case)
+
+    listener = Listener(module.names(options), on_row, on_end)
+    run = here if options.quick else supervise
+    run(functools.partial(module.run, options), listener, seconds, options.healthy)
+    if listener.broken is not None:
+        results.failed(part, "outside of its cases", listener.broken)
+        print(f"{part}: {listener.broken}", flush=True)
+        failures.append(part)
+    for case in listener.names:
+        results.add("cases", {"part": part, "case": case, "status": "not done"})
+    if listener.names:
+        print(f"{part}: not done, time was up: {len(listener.names)} cases, {listener.names[0]} the first", flush=True)
+    rows = results.rows.get(part, [])
+    if rows:
+        present(part, module, rows, results.folder)
+    return bool(failures)
+
+
+def present(part: str, module: ModuleType, rows: list[dict[str, Any]], folder: Path) -> None:
+    """Print a part's rows and draw them, if it can be drawn."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    shown = getattr(module, "SHOWN", keys)
+    show(part, [{key: row.get(key) for key in shown} for row in rows])
+    sys.stdout.flush()
+    if hasattr(module, "plot"):
+        try:
+            module.plot(rows, folder / f"{part}.png")
+        except Exception as error:  # no plot is worth the results
+            print(f"{part}: no plot: {error!r}", flush=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    command(main)()

@@ -1,0 +1,39 @@
+"""Parts of a check that fail, crash and hang; imported by processes that need nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from gpu.supervise import NotApplicable, Report
+
+
+def troubled(names: Sequence[str], report: Report) -> None:
+    """Cases named for what becomes of them."""
+    for name in names:
+        with report.case(name, 2 if name == "hangs" else 30):
+            report.row(case=name)
+            if name == "raises":
+                raise ArithmeticError("seven")
+            if name == "cannot":
+                raise NotApplicable("no room")
+            if name == "dies":
+                os._exit(9)
+            if name in ("hangs", "goes on"):
+                time.sleep(60)
+
+
+def lost(names: Sequence[str], report: Report) -> None:
+    """A part that does not get to its cases."""
+    raise ArithmeticError("before any case")
+
+
+def yes() -> bool:
+    """A device that answers."""
+    return True
+
+
+def no() -> bool:
+    """A device that is lost."""
+    return False

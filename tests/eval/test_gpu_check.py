@@ -1,0 +1,177 @@
+"""The check for GPUs as far as it runs without one: every part on tiny sizes, and what watches over the cases."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import common
+import gpu_check
+from gpu import decoding, models, timeline
+from gpu.operations import OPERATIONS
+from gpu.options import Options
+from gpu.replay import parse, write_script
+from gpu.supervise import NotApplicable
+
+QUICK = Options("cpu", quick=True, layers=2, contexts=(256,), batches=(2,), rows=("scout",), budget=64, steps=4)
+
+
+def invoke(*options: str) -> Any:
+    return CliRunner().invoke(common.command(gpu_check.main), ["--quick", "--device", "cpu", *options])
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def test_every_part_runs(tmp_path: Path) -> None:
+    rows = ["--rows", "dynamic,scout,full,scout-graph"]
+    done = invoke("--out", str(tmp_path), *rows, "--replay", "miss=0.2,drift=0.3,recall=2")
+    assert done.exit_code == 0, done.output
+    cases = table(tmp_path / "cases.csv")
+    assert {case["part"] for case in cases} == set(gpu_check.PARTS)
+    assert [case["case"].split(",")[0] for case in cases if case["status"] != "done"] == ["scout-graph"]
+    assert (tmp_path / "failed.txt").read_text() == ""
+    (tests,) = table(tmp_path / "correctness.csv")
+    assert (tests["status"], tests["passed"]) == ("passed", "1")
+    kernels = table(tmp_path / "kernels.csv")
+    assert {row["operation"] for row in kernels} == {*OPERATIONS, "copy: device", "copy: link", "copy: back"}
+    assert all(float(row["of_floor"]) > 0 for row in kernels if row["p50"])
+    handed = table(tmp_path / "handoff.csv")
+    assert {row["way"] for row in handed} == {"flags", "event and future"}
+    assert all(float(row["p50"]) > 0 for row in handed)
+    decoded = {row["row"]: row for row in table(tmp_path / "decode.csv")}
+    assert "GPU" in decoded["scout-graph"]["note"]
+    assert float(decoded["dynamic"]["tokens_per_s"]) > 0
+    assert float(decoded["scout"]["recall_mib_per_step"]) > 0
+    assert {"commit", "gpu", "cpu", "torch", "triton", "script_miss"} <= set(decoded["scout"])
+    for part in ("kernels", "decode"):
+        assert (tmp_path / f"{part}.png").stat().st_size > 0
+
+
+def test_a_part_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise ArithmeticError("the caches do not add up")
+
+    monkeypatch.setattr(decoding, "measure", broken)
+    done = invoke("--part", "decode", "--rows", "scout,full", "--out", str(tmp_path))
+    assert done.exit_code == 1
+    assert [case["status"] for case in table(tmp_path / "cases.csv")] == ["failed", "failed"]
+    assert "the caches do not add up" in (tmp_path / "failed.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--part", "nonesuch"], "nonesuch"),
+        (["--rows", "nonesuch"], "nonesuch"),
+        (["--replay", "miss=2,drift=0"], "miss=2"),
+        (["--replay", "mist=0.1"], "mist"),
+        (["--contexts", "8x"], "8x"),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], named: str, tmp_path: Path) -> None:
+    done = invoke(*options, "--out", str(tmp_path))
+    assert done.exit_code == 2
+    assert named in done.output
+
+
+def test_rows_over_the_cap_are_not_measured() -> None:
+    model = models.build(QUICK)
+    for cap, name in ((1e-6, "full"), (1e-4, "dynamic")):
+        options = dataclasses.replace(QUICK, kv_gib=cap)
+        row = decoding.make_row(options, name, None, 8)
+        with pytest.raises(NotApplicable, match=r"does not fit: .* GiB on the device"):
+            models.check_room(options, model, row, 2, 1024)
+    models.check_room(QUICK, model, decoding.make_row(QUICK, "full", None, 8), 2, 1024)
+
+
+def test_memory_is_estimated_as_it_is() -> None:
+    model = models.build(QUICK)
+    row = decoding.make_row(QUICK, "scout", None, 8)
+    with torch.no_grad():
+        cache = models.fill(QUICK, model, row, 1, models.random_kv(QUICK, 2, 16, 2032))
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+    measured = cache.stats().as_dict()
+    resident = models.kv_bytes(model.config, QUICK.budget, 4)
+    assert measured["resident_bytes"] == resident
+    sealed = models.digest_bytes(model.config, 2048, 8)
+    assert 0.9 * sealed < measured["digest_bytes"] <= 1.5 * sealed
+
+
+# --- the scripted choice ----------------------------------------------------------------------------------------------
+
+
+def test_a_script_is_what_is_attended() -> None:
+    options = dataclasses.replace(QUICK, budget=512, replay="miss=0.08,drift=0.15,recall=4", contexts=(4096,))
+    model = models.build(options)
+    script = decoding.script_of(options, 2, 4096, 2, 8)
+    assert script is not None
+    tokens = decoding.filled_tokens(4096, 8)
+    ratios = {}
+    for name in ("scout", "scout-off", "scout-no-recall"):
+        row = decoding.make_row(options, name, script, 8)
+        with torch.no_grad():
+            cache = models.fill(options, model, row, 2, models.random_kv(options, 2, 16, tokens - models.PROMPT))
+            for _ in range(12):
+                model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
+        total = cache.stats().as_dict()
+        assert (total["recalls"] > 0) == (name != "scout-no-recall")
+        ratios[name] = total["cpu_ratio"]
+    assert ratios["scout"] == ratios["scout-off"] == pytest.approx(script.miss, rel=0.08)
+    assert ratios["scout-no-recall"] > 1.3 * ratios["scout"]
+
+
+@pytest.mark.parametrize("recall", [0, 5])
+def test_scripts_drift_and_miss_as_they_are_told(recall: int) -> None:
+    steps, k = [200] * 20 + [201] * 20, 32
+    script = write_script((2, 40), steps, k, (1, 4), miss=0.08, drift=0.12, recall=recall, device="cpu")
+    assert script.chosen.shape == (40, 2, 40, k)
+    assert (script.chosen.diff(dim=-1) > 0).all()
+    assert (script.resident.diff(dim=-1) > 0).all()
+    assert (script.chosen[..., 0] == 0).all()
+    for step, blocks in enumerate(steps):
+        assert (script.chosen[step, ..., -4:] == torch.arange(blocks - 4, blocks)).all()
+    assert script.miss == pytest.approx(0.08, abs=0.01)
+    assert 0.08 < script.drift <= 0.125
+    line = [set(blocks.tolist()) for blocks in script.chosen[:20, 0, 0]]
+    moved = [len(later - earlier) for earlier, later in itertools.pairwise(line)]
+    assert 0.02 < np.mean(moved) / k < 0.25
+
+
+def test_a_context_that_is_too_short_for_a_script_is_refused() -> None:
+    with pytest.raises(ValueError, match="40 blocks are too few"):
+        write_script((1, 1), [40], 32, (1, 4), miss=0.1, drift=0.1, recall=0, device="cpu")
+    assert parse("miss=0.1, drift=0.2") == {"miss": 0.1, "drift": 0.2, "recall": 8.0}
+
+
+# --- the timeline -----------------------------------------------------------------------------------------------------
+
+
+def event(name: str, start: float, end: float) -> dict[str, Any]:
+    return {"name": name, "ts": start, "dur": end - start}
+
+
+def test_shares_of_a_timeline() -> None:
+    events = [
+        event("attend_split", 0, 30),
+        event("fetch_kernel", 20, 50),  # 20 of them beside nothing but the wait and a gap
+        event("wait_kernel", 30, 40),
+        event("join", 60, 100),
+        event("Memcpy DtoH", 60, 70),
+    ]
+    found = timeline.shares(events)
+    assert found == pytest.approx({"busy": 0.7, "waiting": 0.1, "moving": 0.1, "gaps": 0.1, "launches": 5})
+    assert set(timeline.shares([]).values()) == {None}

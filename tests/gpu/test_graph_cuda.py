@@ -1,0 +1,90 @@
+"""Decode steps as CUDA graphs: the tokens and logits of eager steps, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_exactness import assert_equal
+from tiny import prompt, tiny_model
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 70
+MEMORY: dict[str, Any] = {"block_size": 16, "resident": 96}
+SCOUT: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
+AHEAD: dict[str, Any] = {**SCOUT, "lookahead": "attend", "synchronous_layers": (0,)}
+POLICIES = {
+    "full": ("full", {}),
+    "window": ("window", {"budget": 96, "sinks": 16}),
+    "scout": ("scout", SCOUT),
+    "scout-off": ("scout", {**SCOUT, "lookahead": "off"}),
+    "scout-select": ("scout", {**SCOUT, "lookahead": "select", "synchronous_layers": (0,)}),
+    "scout-attend": ("scout", AHEAD),
+    "scout-quest": ("scout", {**AHEAD, "digest": "quest", "join": "raw", "recall": 3}),
+    "scout-all-int8": ("scout", {**AHEAD, "attend_resident": "all", "host_dtype": "int8"}),
+}
+
+
+def decode(
+    model: PreTrainedModel, cache: HybridCache, batch: int, delay: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens `[B, STEPS]` and their logits behind a prompt of 150 tokens, called as `generate` does."""
+    ids, mask = (part.cuda() for part in prompt(batch, 150))
+    cache.settings.worker.delay = delay
+    tokens, logits = [], []
+    with torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        for _ in range(STEPS):
+            logits.append(out.logits[:, -1])
+            tokens.append(logits[-1].argmax(-1, keepdim=True))
+            mask = torch.cat([mask, torch.ones_like(tokens[-1])], 1)
+            positions = mask.sum(-1, keepdim=True) - 1
+            step = {"input_ids": tokens[-1], "attention_mask": mask, "position_ids": positions}
+            out = model(**step, past_key_values=cache)
+    return torch.cat(tokens, 1), torch.stack(logits, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_graphs_give_the_logits_of_eager_steps(policy: str, family: str, batch: int) -> None:
+    model = tiny_model(family).cuda()
+    name, knobs = POLICIES[policy]
+    eager, captured = (HybridCache(model, name, cuda_graph=graph, **MEMORY, **knobs) for graph in (False, True))
+    want = decode(model, eager, batch)
+    assert_equal(decode(model, captured, batch), want)
+    mine, other = captured.stats().as_dict(), eager.stats().as_dict()
+    for key in ("steps", "recalls", "recall_blocks"):
+        assert mine[key] == other[key]
+    assert mine["cpu_ratio"] == pytest.approx(other["cpu_ratio"])
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("policy", ["full", "scout-off", "scout-attend", "scout-quest"])
+def test_hand_overs_that_are_late_change_nothing(policy: str, graph: bool) -> None:
+    model = tiny_model("llama").cuda()
+    name, knobs = POLICIES[policy]
+    runs = [
+        decode(model, HybridCache(model, name, cuda_graph=graph, **MEMORY, **knobs), 2, delay) for delay in (0.0, 0.002)
+    ]
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_generate_replays_turn_after_turn() -> None:
+    model = tiny_model("llama").cuda()
+    ids = prompt(1, 200)[0].cuda()
+
+    def turns(graph: bool) -> torch.Tensor:
+        cache = HybridCache(model, "scout", cuda_graph=graph, **MEMORY, **AHEAD)
+        first = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        more = torch.cat([first, ids[:, :30]], 1)
+        return model.generate(more, past_key_values=cache, max_new_tokens=40, do_sample=False)
+
+    assert torch.equal(turns(True), turns(False))
