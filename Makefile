@@ -1,18 +1,21 @@
-# Both targets work alone on a fresh machine: they make the environment, install what they need and run.
+# Two targets work alone on a fresh machine: they make the environment, install what they need and run.
 # Stamp files in the environment keep later runs quick.
 #   make demo    the quickstart: a number hidden in a long text, found with full attention and with a sparse cache
 #   make test    ruff, mypy and pytest (TESTS="-m slow" adds options for pytest)
+# The third needs a GPU, and a Python with torch for CUDA, Triton and what pyproject.toml names; it installs nothing.
+#   make gpu-check   all that only a GPU can show, in PYTHON as it is (CHECK="--part kernels --out DIR" adds options)
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TESTS ?=
+CHECK ?=
 
 # OpenMP's threads spin while they wait, which stalls everything once another program wants one of the cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test clean
+.PHONY: demo test gpu-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/quickstart.py
@@ -21,7 +24,10 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+
+gpu-check:
+	PYTHONPATH=$(CURDIR) $(PYTHON) -u eval/gpu_check.py $(CHECK)
 
 # torch goes first and exactly as tested: left to the others' ranges, pip may choose a newer build and gigabytes of CUDA.
 $(VENV)/.torch: constraints.txt
