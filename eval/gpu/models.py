@@ -14,6 +14,7 @@ from gpu.options import Options
 from gpu.supervise import NotApplicable
 from hf_offload import HybridCache, Scout
 from hf_offload.cache.digests import DIGESTS
+from hf_offload.cache.sealing import seal
 
 PROMPT = 16  # tokens that really go through the model: they tell shapes and give `place` its queries
 HOST_SHARE = 0.8  # of the machine's memory
@@ -113,7 +114,7 @@ def fill(
             cache.update(k.to(options.device), v.to(options.device), index)
         else:
             layer.store.append(k, v)
-            layer.store.seal(4 * cache.settings.prefill_tile)
+            seal(layer.store, 4 * cache.settings.prefill_tile)
     options.synchronize()
     assert cache.get_seq_length() == total
     return cache

@@ -11,6 +11,7 @@ from hf_offload.attention.partial import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.sealing import seal
 
 FEW_QUERIES = 16
 """Appends of at most so many tokens read the cached blocks where they lie; more are worth bringing them together."""
@@ -54,7 +55,7 @@ def append(
     layer.pending = None
     if fresh:
         store.append(key, value)
-        store.seal(tile)
+        seal(store, tile, key)
     layer.scale, layer.softcap = scale, softcap
     window = layer.policy.query_window
     if window and layer.has_slots:
@@ -135,5 +136,5 @@ def _decode(
     store.pack_old(store.length - 1)  # before anything reads this layer's blocks again; the new token may be undone
     layer.policy.after_layer(step, plan)
     if store.length % store.block_size == 0 and store.sealed < store.num_blocks:
-        store.seal(layer.settings.prefill_tile)
+        seal(store, layer.settings.prefill_tile)
     return out.to(query.dtype).unsqueeze(1)

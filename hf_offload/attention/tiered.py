@@ -7,6 +7,7 @@ import torch
 from hf_offload.attention.host_part import HostPart
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.sealing import seal
 from hf_offload.gpu.merge import merge
 
 
@@ -106,5 +107,5 @@ def close_step(layer: HybridLayer) -> None:
     if store.length % store.block_size or store.sealed == store.num_blocks:
         return
     resident.store_block(store.sealed, store.length)
-    store.seal_block(resident.keys(store.sealed))
+    seal(store, store.block_size, resident.keys(store.sealed))
     _open_block(layer)

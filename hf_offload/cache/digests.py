@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hf_offload.cache.memory import host_empty, memory_for
+from hf_offload.cache.mirror import sent
 from hf_offload.cpu.packing import pack_codes, pack_halves, pack_levels
 from hf_offload.cpu.scoring import Digest, vectors
 from hf_offload.cpu.submeans import submeans
@@ -72,7 +73,7 @@ class DigestStore(ABC):
         """
 
     def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Fix the statistics from keys `[B, Hkv, T, D]` with validity `[B, T]`."""
+        """Fix the statistics from keys `[B, Hkv, T, D]` with validity `[B, T]` bool, which lies on the host."""
         raise TypeError(f"{type(self).__name__} has no statistics to fix")
 
     @property
@@ -203,11 +204,11 @@ class SubMeanStore(DigestStore):
         total = torch.zeros(self.num_kv_heads, self.head_dim, dtype=torch.float64, device=self.device)
         square, number = total.clone(), 0
         for k, valid in _even(tiles):
-            means, _, count = self._pairs(k, valid)
+            number += int(valid.view(len(valid), -1, 2).any(-1).sum())
+            means, _, count = self._pairs(k, sent(valid.numpy(), self.device))
             used = (count > 0)[:, None, :, None]
             total += torch.where(used, means, 0).double().sum((0, 2))
             square += torch.where(used, means, 0).double().square().sum((0, 2))
-            number += int((count > 0).sum())
         center = total / max(number, 1)
         self.center = center.float()
         variance = (square / max(number, 1) - center.square()).clamp(min=0)

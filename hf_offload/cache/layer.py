@@ -17,6 +17,7 @@ from hf_offload.cache.memory import memory_for
 from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.resident import ResidentSet
+from hf_offload.cache.sealing import seal
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.worker import Worker
@@ -261,7 +262,7 @@ class HybridLayer(CacheLayerMixin):
         self.revision = padding.revision
         if self.store is not None and self.store.sealed > padding.changed_block:
             self.store.sealed = padding.changed_block
-            self.store.seal(self.settings.prefill_tile)
+            seal(self.store, self.settings.prefill_tile)
             self.forget_plans()
 
     def forget_plans(self) -> None:

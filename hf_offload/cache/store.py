@@ -75,7 +75,7 @@ class BlockStore:
         """Logical blocks that have a physical one; those behind the last token are empty."""
         self._packed = 0  # the blocks before this one are all packed
         self.sealed = 0
-        """Blocks that have a digest: all full ones, once `seal` has run."""
+        """Blocks that have a digest: all full ones, once `sealing.seal` has run."""
         self._written: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._written = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -171,10 +171,8 @@ class BlockStore:
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write K and V `[B, Hkv, T, D]` behind the tokens that are there."""
-        start, stop, size = self.length, self.length + k.shape[2], self.block_size
-        old = range(0)
-        if self.packs:  # what is old as soon as it is there is packed on the way
-            old = range(-(-start // size), max(-(-start // size), stop // size - -(-KEEP_TOKENS // size)))
+        stop = self.length + k.shape[2]
+        old = self.packed_on_arrival(self.length, stop)
         self._release(self.num_blocks)
         self.reserve(stop, old)
         try:
@@ -183,6 +181,11 @@ class BlockStore:
             self._release(self.num_blocks)
             raise
         self.length = stop
+
+    def packed_on_arrival(self, start: int, stop: int) -> range:
+        """Blocks that are packed on the way in when tokens start … stop - 1 arrive: they are old as they come."""
+        first = -(-start // self.block_size)
+        return range(first, max(first, self._old(stop))) if self.packs else range(0)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor, old: range) -> None:
         start, stop, size = self.length, self.length + k.shape[2], self.block_size
@@ -290,40 +293,6 @@ class BlockStore:
         if self.worker is not None:
             return tiles_ahead(self, self.worker, stop, tile)
         return ((first, *self.gather(first, min(tile, stop - first))) for first in range(0, stop, tile))
-
-    def seal(self, tile: int) -> None:
-        """Build the digests of the blocks that are full and have none, `tile` tokens at a time."""
-        full, size = self.length // self.block_size, self.block_size
-        if self.digests is None:
-            self.sealed = full
-            return
-        step = max(tile // size, 1)
-        if not self.digests.frozen and full:
-            self.digests.freeze(self._token_tiles(full * size, tile))
-        for first in range(self.sealed, full, step):
-            count = min(step, full - first)
-            k = self.gather(first * size, count * size)[0]
-            k = k.view(self.batch, self.num_kv_heads, count, size, self.head_dim).transpose(1, 2)
-            valid = torch.from_numpy(self.padding.valid[:, first * size : (first + count) * size] != 0)
-            ids = torch.from_numpy(self.table[:, first : first + count].astype(np.int64).ravel())
-            self.digests.seal(ids, k.flatten(0, 1), valid.reshape(-1, size).to(self.device))
-        self.sealed = full
-
-    def seal_block(self, k: torch.Tensor) -> None:
-        """Build the digest of the next block, which is full, from its keys `[B, Hkv, block_size, D]`."""
-        size = self.block_size
-        if self.digests is not None and not self.digests.frozen:
-            self.seal(size)
-            return
-        if self.digests is not None:
-            valid = torch.from_numpy(self.padding.valid[:, self.sealed * size : (self.sealed + 1) * size] != 0)
-            ids = torch.from_numpy(self.table[:, self.sealed].astype(np.int64))
-            self.digests.seal(ids, k, valid.to(self.device))
-        self.sealed += 1
-
-    def _token_tiles(self, stop: int, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for first, k, _ in self.tiles(stop, tile):
-            yield k, torch.from_numpy(self.padding.valid[:, first : first + k.shape[2]] != 0).to(self.device)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens; nothing has happened if that fails."""

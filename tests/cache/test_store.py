@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.sealing import seal
 from hf_offload.cache.store import KEEP_TOKENS, BlockStore
 from hf_offload.cpu import reference
 
@@ -31,7 +32,7 @@ def tokens(count: int = LENGTH, dtype: torch.dtype = torch.bfloat16) -> tuple[to
 def fill(store: BlockStore, k: torch.Tensor, v: torch.Tensor, steps: list[int]) -> None:
     for first, stop in zip([0, *steps], [*steps, k.shape[2]], strict=True):
         store.append(k[:, :, first:stop], v[:, :, first:stop])
-        store.seal(64)
+        seal(store, 64)
         store.pack_old(store.length)
 
 
@@ -102,7 +103,7 @@ def test_rows_that_share_blocks_part_where_they_differ() -> None:
     more = torch.randn(3, HEADS, 20 * SIZE, DIM, dtype=torch.bfloat16)
     store.append(more, -more)
     store.padding.observe(None, BATCH, store.length)
-    store.seal(64)
+    seal(store, 64)
     store.pack_old(store.length)
     got = store.gather(0, store.length)[0]
     for row, source in enumerate((1, 1, 0)):

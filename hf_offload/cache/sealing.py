@@ -1,0 +1,61 @@
+"""Digests of the blocks that are full, from keys at hand on the model's device as far as there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from hf_offload.cache.mirror import sent
+from hf_offload.cache.store import BlockStore
+
+
+def seal(store: BlockStore, tile: int, newest: torch.Tensor | None = None) -> None:
+    """Build the digests of the blocks that are full and have none, `tile` tokens at a time.
+
+    Args:
+        store: of the blocks.
+        tile: tokens.
+        newest: keys `[B, Hkv, T, D]` of the last T tokens, on the model's device; what is not among them is gathered.
+    """
+    digests, size, full = store.digests, store.block_size, store.length // store.block_size
+    if digests is None:
+        store.sealed = full
+        return
+    if newest is None:
+        newest = torch.empty(store.batch, store.num_kv_heads, 0, store.head_dim, dtype=store.dtype)
+    start = store.length - newest.shape[2]
+    packed = store.packed_on_arrival(start, store.length)
+    if packed:  # a digest tells of a block as it will be read
+        newest = newest[:, :, packed.stop * size - start :]
+    if not digests.frozen and full:
+        digests.freeze(_token_tiles(store, newest, full * size, tile))
+    step = max(tile // size, 1)
+    for first in range(store.sealed, full, step):
+        count = min(step, full - first)
+        k = _keys(store, newest, first * size, count * size)
+        k = k.view(store.batch, store.num_kv_heads, count, size, store.head_dim).transpose(1, 2)
+        valid = store.padding.valid[:, first * size : (first + count) * size].reshape(-1, size) != 0
+        ids = store.table[:, first : first + count].astype(np.int64).ravel()
+        digests.seal(sent(ids, store.device), k.flatten(0, 1), sent(valid, store.device))
+    store.sealed = full
+
+
+def _keys(store: BlockStore, newest: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Keys of `count` tokens from `first` on, `[B, Hkv, count, D]` contiguous."""
+    start = store.length - newest.shape[2]
+    cached = min(max(start - first, 0), count)
+    if cached == count:
+        return store.gather(first, count)[0]
+    at_hand = newest[:, :, first + cached - start : first + count - start]
+    return torch.cat([store.gather(first, cached)[0], at_hand], 2) if cached else at_hand.contiguous()
+
+
+def _token_tiles(
+    store: BlockStore, newest: torch.Tensor, stop: int, tile: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The first `stop` tokens as pieces of at most `tile`: keys, and on the host which of the tokens count."""
+    for first in range(0, stop, tile):
+        count = min(tile, stop - first)
+        yield _keys(store, newest, first, count), torch.from_numpy(store.padding.valid[:, first : first + count] != 0)
