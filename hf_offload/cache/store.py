@@ -170,7 +170,7 @@ class BlockStore:
                 self.revision += 1
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write K and V `[B, Hkv, T, D]` behind the tokens that are there."""
+        """Write K and V `[B, Hkv, T, D]`, on the model's device or on the host, behind the tokens that are there."""
         stop = self.length + k.shape[2]
         old = self.packed_on_arrival(self.length, stop)
         self._release(self.num_blocks)
@@ -189,7 +189,7 @@ class BlockStore:
 
     def _write(self, k: torch.Tensor, v: torch.Tensor, old: range) -> None:
         start, stop, size = self.length, self.length + k.shape[2], self.block_size
-        by_device = self.device.type == "cuda" and self.pool.pinned and not old
+        by_device = k.is_cuda and self.pool.pinned and not old
         if self.device.type != "cpu" and not by_device:
             k, v = k.to("cpu"), v.to("cpu")
         if k.stride(-1) != 1 or v.stride(-1) != 1:
