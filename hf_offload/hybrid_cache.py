@@ -24,6 +24,7 @@ from hf_offload.cpu.worker import Worker, WorkerError
 from hf_offload.policies import Policy, make_policy
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+MOST_THREADS = 16  # by default: more hardly read faster
 DEFAULT_RESIDENT = 2048  # for policies without a budget
 
 
@@ -49,11 +50,11 @@ class HybridCache(Cache):
             channel of a block's keys and for each token of its values. None: in the model's dtype.
         prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time; in two tiers the next ones come
             meanwhile, so that the device holds twice as many.
-        cuda_graph: whether steps with one token are captured as a CUDA graph and replayed, from the second one after a
+        cuda_graph: whether steps with one token are captured as a CUDA graph and replayed, from the third one after a
             prompt on; `generate()` needs nothing else. For models on one CUDA device all of whose layers are full
             attention; a step that is not of the plain kind (embeddings as input, say) runs as without it.
-        threads: CPU threads for what runs while the model goes on; by default all cores but one with a GPU, one thread
-            otherwise. What the model waits for runs on torch's own threads (`torch.set_num_threads`).
+        threads: CPU threads for what runs while the model goes on; by default, with a GPU, all cores but one (at most 16),
+            one thread otherwise. What the model waits for runs on torch's own threads (`torch.set_num_threads`).
         timeout: seconds after which waiting for a thread is given up with an error.
         knobs: the policy's own, see its class.
 
@@ -176,6 +177,8 @@ class HybridCache(Cache):
             WorkerError: a copy failed in some layer, told once for all of them; nothing is lost.
         """
         failed: WorkerError | None = None
+        if self.graph is not None and not quiet:
+            self.graph.check(settle=True)
         for layer in hybrid_layers(self):
             try:
                 layer.drain()
@@ -205,6 +208,11 @@ class HybridCache(Cache):
             return
         with suppress(RuntimeError):  # told at the next forward: this one has an error of its own to tell
             self.undo()
+
+    def fail(self, past: int) -> None:
+        """Undo a forward that failed when its layers had ended; the cache held `past` tokens before it."""
+        self._undo_to = past
+        self.end(False)
 
     def undo(self) -> None:
         """Forget the tokens of a forward that did not end.
@@ -324,11 +332,25 @@ def check_graph(model: PreTrainedModel, config: Any) -> None:
             f"cuda_graph=True: {type(model).__name__} has layers with sliding windows or without attention, whose "
             "stock caches cannot be captured; leave it out"
         )
+    kinds = _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    if kinds & {"dynamic", "longrope"}:
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} has rotary positions of type {', '.join(sorted(kinds))}, which "
+            "look at the positions' values in every step; leave it out"
+        )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"cuda_graph=True: {type(model).__name__} takes no position_ids, so that its positions cannot change from "
             "step to step; leave it out"
         )
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """The types of rotary positions that a config names, for all layers or for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    found = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters}
+    return found.union(*(_rope_types(value) for value in parameters.values()))
 
 
 def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> int:
@@ -359,4 +381,5 @@ def on_device(model: PreTrainedModel) -> bool:
 
 def default_threads(model: PreTrainedModel) -> int:
     """Threads beside the model's: with a GPU all cores but one, otherwise one (torch has the cores already)."""
-    return max((os.cpu_count() or 2) - 1, 1) if on_device(model) else 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return min(max(cores - 1, 1), MOST_THREADS) if on_device(model) else 1

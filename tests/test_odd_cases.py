@@ -221,3 +221,27 @@ def test_keys_that_changed_on_the_way_are_refused(llama: PreTrainedModel) -> Non
 def test_a_compiled_model_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=r"torch\.compile"):
         HybridCache(torch.compile(llama), **COVERING)
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_blocks_that_are_copied_have_room_for_a_digest(tier: str) -> None:
+    """Copies of shared blocks, and packed blocks that are opened again, may be the ones for which the pool grows."""
+    model = tiny_model("llama")
+    ids = prompt(1, 530)[0]
+    knobs: dict[str, Any] = {"budget": 1024, "sinks": 8, "recent": 8, "block_size": 8, "tier": tier}
+    cache = HybridCache(model, "scout", **knobs)
+    with torch.no_grad():
+        model(ids[:, :508], past_key_values=cache)
+        model(ids[:, 508:509], past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        for i in range(509, 520):
+            got = model(ids[:, i : i + 1].expand(2, 1), past_key_values=cache).logits[:, -1]
+        want = model(ids[:, :520]).logits[:, -1]
+    assert torch.allclose(got, want.expand_as(got), atol=5e-5)
+    cache = HybridCache(model, "scout", **knobs, host_dtype="int8")
+    with torch.no_grad():
+        model(ids[:, :512], past_key_values=cache)
+        cache.crop(-412)
+        for i in range(100, 112):
+            got = model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1]
+        assert torch.allclose(got, model(ids[:, :112]).logits[:, -1], atol=0.5)

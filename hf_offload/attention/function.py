@@ -105,8 +105,9 @@ def hybrid_sparse_attention(
             "cannot place; use DynamicCache for this model"
         )
     dense = attention_mask is not None and attention_mask.ndim == 4
-    padding.observe(_key_mask(attention_mask, decoding), query.shape[0], total, dense=dense)
-    layer.heed_padding()
+    if not layer.capturing:  # what a mask says was looked at before
+        padding.observe(_key_mask(attention_mask, decoding), query.shape[0], total, dense=dense)
+        layer.heed_padding()
     if decoding:
         out = decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
     else:

@@ -64,7 +64,7 @@ class Capture:
         """Not 0: a part was not done in time, and what the device computed since then is wrong."""
         self._spins = min(int(timeout * LOOKS), 2**31 - 1)
         flags.signal(self.flags[0, :1], self.epoch)  # a kernel's first launch loads it, which a capture may refuse
-        flags.wait(self.flags[0, :1], self.epoch, self.late, spins=0)
+        flags.wait(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
         self.parts: list[tuple[HostPart, Callable[[], Launch], str]] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
         self._beside: set[torch.cuda.Stream] = set()
@@ -128,27 +128,31 @@ class StepGraph:
         self._capture: Capture | None = None
         self._recorded: Any = None
         self._state: object = None
+        """The signature of the steps that the graph serves; `_coming`: of the step that comes."""
+        self._coming: object = None
         self._arrays: object = None
         self._doorbell: Doorbell | None = None
         self._epoch = 0
         """Replays of this graph; an int32 that wraps around, as the device counts."""
         self._inputs: dict[str, torch.Tensor] = {}
         self._output: Any = None
+        self._held: list[Any] = []
+        """The policy's states that were captured: while they live, no other has their identity."""
+        self._finalizer: Any = None
 
     def ready(self) -> bool:
         """Whether a step may be captured or replayed now: what is resident has been decided and loaded."""
         return all(layer.past and not layer.unplaced for layer in self.layers)
 
-    def run(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> Any:
-        """One decode step.
+    def prepare(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> bool:
+        """Get ready for a step; whether it can be `run`, or must be taken in Python first.
+
+        What a step launches may have to be compiled and loaded, and buffers made, which a capture refuses. So the first
+        of a new kind (see `_signature`) runs in Python, and the second is captured.
 
         Args:
-            forward: the model's forward.
-            inputs: its tensors: `input_ids` and `position_ids`, `[B, 1]`.
-            fixed: its other arguments.
-
-        Returns:
-            What the model returns; its tensors are good until the next step.
+            inputs: the step's tensors: `input_ids` and `position_ids`, `[B, 1]`.
+            fixed: the other arguments of the model's forward.
 
         Raises:
             WorkerError: a CPU part of the step before failed or was late.
@@ -156,14 +160,46 @@ class StepGraph:
         self.check()
         for layer in self.layers:
             assert layer.store is not None
+            assert layer.resident is not None
+            layer.drain_ahead()  # of a step that ran in Python
+            layer.resident.wait()
             layer.store.reserve(layer.store.length + 1)
         self._refresh()
-        state = self._signature(inputs, fixed)
-        if state != self._state:
+        before, self._coming = self._coming, self._signature(inputs, fixed)
+        return self._coming in (self._state, before)
+
+    def run(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> Any:
+        """One decode step, after `prepare`, which has agreed.
+
+        Args:
+            forward: the model's forward.
+            inputs, fixed: as in `prepare`.
+
+        Returns:
+            What the model returns; its tensors are good until the next step.
+
+        Raises:
+            RuntimeError: the model does what cannot be captured.
+        """
+        with self.layers[0].mirror.current():
+            if self._coming == self._state:
+                self._repeat(inputs)
+            else:
+                self._begin(forward, inputs, fixed)
+        return self._output
+
+    def _begin(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
+        past = self._cache.get_seq_length()
+        try:
             self._record(forward, inputs, fixed)  # a forward of its own: it counts the token
             self._state = self._signature(inputs, fixed)
             self._replay()
-            return self._output
+        except BaseException:
+            self.close()
+            self._cache.fail(past)
+            raise
+
+    def _repeat(self, inputs: dict[str, torch.Tensor]) -> None:
         self._serve()
         for name, value in inputs.items():
             self._inputs[name].copy_(value)
@@ -178,7 +214,6 @@ class StepGraph:
             self._cache.end(False)
             raise
         self._cache.end(True)
-        return self._output
 
     def _replay(self) -> None:
         assert self._capture is not None
@@ -206,13 +241,15 @@ class StepGraph:
         rows = []
         for layer in self.layers:
             assert layer.resident is not None
-            valid = layer.mirror.valid()
+            valid, digests = layer.mirror.valid(), None if layer.store is None else layer.store.digests
             resident, tables = layer.resident, layer.resident.tables
             tensors = (
-                resident.pool, resident.slot_of, resident.worth, tables.table(), tables.block_ptr(),
+                resident.pool, resident.block_of, resident.slot_of, resident.worth, resident.known,
+                tables.table(), tables.block_ptr(),
                 *(() if valid is None else (valid,)), *layer.mirror.sinks(layer.policy.sink_tokens),
             )  # fmt: skip
-            rows.append((id(layer.state), *((tensor.data_ptr(), tensor.shape) for tensor in tensors)))
+            frozen = digests is not None and digests.frozen
+            rows.append((id(layer.state), frozen, *((tensor.data_ptr(), tensor.shape) for tensor in tensors)))
         shapes = tuple((name, value.shape) for name, value in sorted(inputs.items()))
         return rows, shapes, {name: value for name, value in fixed.items() if name != "past_key_values"}
 
@@ -234,22 +271,27 @@ class StepGraph:
             capture.finish()
             return output
 
-        for layer in self.layers:
-            assert layer.resident is not None
-            layer.resident.wait()  # a captured step waits for nothing outside of itself
         for mirror in mirrors:
             mirror.capture = capture
         try:
             self._output = self._recorded.record(step)
-        except BaseException:
+            if "past_key_values" in self._output:  # which would keep the cache alive
+                self._output["past_key_values"] = None
+            self._held = [layer.state for layer in self.layers]
+        except BaseException as error:
             self._capture = self._recorded = self._state = None
-            raise
+            if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise RuntimeError(
+                "a step of this model cannot be captured as a CUDA graph (the cause is above); leave cuda_graph out"
+            ) from error
         finally:
             for mirror in mirrors:
                 mirror.capture = None
         worker = self.layers[0].settings.worker
         self._doorbell, self._epoch, self._arrays = Doorbell(worker.threads, timeout=worker.timeout), 0, None
         self._doorbell.delay = worker.delay
+        self._finalizer = weakref.finalize(self, _let_go, device, self._doorbell)
         self._serve()
 
     def _serve(self) -> None:
@@ -268,14 +310,25 @@ class StepGraph:
             self._doorbell.replace(self._capture.items(), self._epoch)
             self._arrays = arrays
 
-    def check(self) -> None:
+    def check(self, *, settle: bool = False) -> None:
         """Raise what went wrong on the CPU's side since the last look.
+
+        Args:
+            settle: wait for a replay that is in flight first: what follows is none.
 
         Raises:
             WorkerError: a part failed or was not done in time.
         """
+        if settle and self._doorbell is not None:
+            self._settle()
         if self._doorbell is not None:
-            self._doorbell.check()
+            try:
+                self._doorbell.check()
+            except WorkerError as error:
+                self.close()
+                raise WorkerError(
+                    f"{error}; the result of the last step is not right: crop(-1) and repeat it"
+                ) from error
         if self._capture is not None and int(self._capture.late[0]):
             self.close()
             raise WorkerError(
@@ -287,6 +340,7 @@ class StepGraph:
         doorbell, self._doorbell = self._doorbell, None
         if doorbell is None:
             return
+        self._finalizer.detach()
         self._settle()
         self._capture = self._recorded = self._state = self._output = None
         with suppress(WorkerError):  # nobody asks for these parts any more
@@ -297,3 +351,11 @@ class StepGraph:
         device = self.layers[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+def _let_go(device: torch.device, doorbell: Doorbell) -> None:
+    """End a doorbell whose graph is gone; a replay in flight still waits for it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    with suppress(WorkerError):
+        doorbell.stop()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 _TENSORS = ("input_ids", "position_ids")
 _HOST = ("attention_mask", "cache_position")
@@ -26,17 +29,10 @@ class GraphedForward:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        mine, before = model.__dict__.get("forward"), model.forward
-        me = weakref.ref(self)
-        self.forward: Callable[..., Any] = before
-        self._names = tuple(inspect.signature(before).parameters)
-
-        @functools.wraps(before)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            graphed = me()
-            return before(*args, **kwargs) if graphed is None else graphed(*args, **kwargs)
-
-        forward._graphed = me  # type: ignore[attr-defined]
+        mine = model.__dict__.get("forward")
+        self.forward: Callable[..., Any] = model.forward
+        self._names = tuple(inspect.signature(model.forward).parameters)
+        forward = _Forward(model, mine, weakref.ref(self))
         model.forward = forward
         weakref.finalize(self, _restore, weakref.ref(model), forward, mine)
 
@@ -46,12 +42,35 @@ class GraphedForward:
         graph = getattr(cache, "graph", None)
         step = _step_of(cache, named) if graph is not None and graph.ready() else None
         if graph is None or step is None:
+            if graph is not None:
+                graph.check(settle=True)
             return self.forward(*args, **kwargs)
-        inputs, fixed = step
-        output = graph.run(self.forward, inputs, fixed)
-        # The graph writes into the same tensors again.
-        copies = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in output.items()}
-        return type(output)(**copies)
+        if not graph.prepare(*step):
+            return self.forward(*args, **kwargs)
+        output = graph.run(self.forward, *step)
+        output = tree_map_only(torch.Tensor, torch.Tensor.clone, output)  # the graph writes into the same ones again
+        if "past_key_values" in output:
+            output["past_key_values"] = cache
+        return output
+
+
+class _Forward:
+    """What stands in a model as its `forward`: hands calls on for as long as there is a `GraphedForward`."""
+
+    def __init__(self, model: nn.Module, mine: Any, graphed: Callable[[], GraphedForward | None]) -> None:
+        functools.update_wrapper(self, model.forward)
+        self._model, self._before, self._mine, self._graphed = weakref.ref(model), model.forward, mine, graphed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graphed = self._graphed()
+        return self._before(*args, **kwargs) if graphed is None else graphed(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model has a forward of its own."""
+        if self._mine is not None:
+            return copy.deepcopy(self._mine, memo)
+        owner = memo[id(self._model())]
+        return types.MethodType(type(owner).forward, owner)
 
 
 def graphed(model: nn.Module) -> GraphedForward:
@@ -75,6 +94,8 @@ def _step_of(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     if padding.revision != revision:
         return None
     positions = kwargs.get("position_ids")
+    if positions is None and padding.ragged:
+        return None  # how rows with padding count their positions is the model's business
     if positions is None:
         positions = torch.full_like(ids, past)
     fixed = {name: value for name, value in kwargs.items() if name not in known}

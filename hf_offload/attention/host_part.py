@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,8 @@ class HostPart:
     def __init__(self, layer: HybridLayer, query: torch.Tensor, capacity: int) -> None:
         store = layer.store
         assert store is not None
-        self.layer, self.shape, self.capacity = layer, query.shape, capacity
+        self._layer = weakref.ref(layer)  # which holds this part
+        self.shape, self.capacity = query.shape, capacity
         heads = (store.batch, store.num_kv_heads)
         pin = store.device.type == "cuda"
 
@@ -56,6 +58,13 @@ class HostPart:
         """The query on the device that the running job attends with."""
         self._correct = False
         self._job: Job | None = None
+
+    @property
+    def layer(self) -> HybridLayer:
+        """The layer whose part this is."""
+        layer = self._layer()
+        assert layer is not None, "a part outlives its layer only while a job ends"
+        return layer
 
     def fits(self, query: torch.Tensor, capacity: int) -> bool:
         """Whether the buffers have the sizes for such a step."""

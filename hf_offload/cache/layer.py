@@ -161,6 +161,11 @@ class HybridLayer(CacheLayerMixin):
         return self.device.type != "cpu"
 
     @property
+    def capturing(self) -> bool:
+        """Whether this step is being captured as a CUDA graph."""
+        return self.is_initialized and self.has_slots and self.mirror.capture is not None
+
+    @property
     def batch_size(self) -> int:
         """Rows, or -1 before the first token."""
         return self.store.batch if self.store is not None else -1
@@ -275,7 +280,7 @@ class HybridLayer(CacheLayerMixin):
         """Bring what only the device holds to the host; what is resident is decided again at the next decode."""
         self.drain_ahead()
         if self.resident is not None and self.store is not None and not self.unplaced:
-            if self.store.length % self.store.block_size:
+            if self.store.sealed < self.store.num_blocks:  # also a full one, where a step failed before it was closed
                 with self.mirror.current():
                     self.resident.store_block(self.store.num_blocks - 1, self.store.length)
             self.resident.synchronize()

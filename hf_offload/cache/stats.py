@@ -72,11 +72,11 @@ class Tally:
 
     def __init__(self, stats: LayerStats) -> None:
         self.stats, self.record_bytes = stats, 0
-        self._pending: dict[str, list[torch.Tensor]] = {}
+        self._pending: dict[tuple[str, torch.Size], list[torch.Tensor]] = {}
 
     def add(self, name: str, value: torch.Tensor) -> None:
         """Remember the sum of a tensor: `"cpu_ratio"`, `"cosine"`, `"overlap"`, or `"moves"` (blocks recalled)."""
-        pending = self._pending.setdefault(name, [])
+        pending = self._pending.setdefault((name, value.shape), [])
         pending.append(value)
         if len(pending) >= self.KEEP:
             self.count()
@@ -85,7 +85,9 @@ class Tally:
         """Add what was remembered to the counters."""
         pending, self._pending = self._pending, {}
         stats = self.stats
-        sums = {name: torch.stack([value.sum().float() for value in kept]).tolist() for name, kept in pending.items()}
+        sums: dict[str, list[float]] = {}
+        for (name, _), kept in pending.items():
+            sums.setdefault(name, []).extend(torch.stack(kept).view(len(kept), -1).float().sum(1).tolist())
         stats.cpu_ratio_by_step += sums.get("cpu_ratio", [])
         stats.query_cosine += sum(sums.get("cosine", []))
         stats.queries += len(sums.get("cosine", []))

@@ -128,13 +128,17 @@ class BlockStore:
                     count = max(stop - first, 0)
                     taken.append(self.pool.allocate(self.batch * count, packed=first in packed))
                     self.table[:, first : first + count] = taken[-1].reshape(self.batch, count)
-                if self.digests is not None:
-                    self.digests.reserve(self.pool.num_blocks)
+                self._reserve_digests()
             except BaseException:  # no memory: all of them or none
                 self.pool.release(np.concatenate([np.zeros(0, np.int32), *taken]))
                 raise
             self.reserved = need
             self.revision += 1
+
+    def _reserve_digests(self) -> None:
+        """Have room for the digest of every physical block."""
+        if self.digests is not None:
+            self.digests.reserve(self.pool.num_blocks)
 
     def reserve_table(self, blocks: int) -> None:
         """Have room in the table for `blocks` logical blocks."""
@@ -163,6 +167,7 @@ class BlockStore:
             old = ids[row]
             if self.pool.refcount[old] > 1:
                 new = self.pool.allocate(1)
+                self._reserve_digests()
                 source, target = self.pool.block_ptr[old : old + 1], self.pool.block_ptr[new]
                 movers.copy_records(source, target, self.pool.block_bytes).run("a copy of shared blocks")
                 self.pool.release(ids[row : row + 1])
@@ -317,6 +322,7 @@ class BlockStore:
         k, v = (x.to("cpu") for x in self.gather(first, length - first))
         table[:, block] = self.pool.allocate(self.batch)
         try:
+            self._reserve_digests()
             movers.write_tokens(k, v, self.pool.block_ptr, table, first, self.block_size).run("a crop")
         except BaseException:
             self.pool.release(table[:, block])
