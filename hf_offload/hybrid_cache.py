@@ -53,8 +53,8 @@ class HybridCache(Cache):
         cuda_graph: whether steps with one token are captured as a CUDA graph and replayed, from the third one after a
             prompt on; `generate()` needs nothing else. For models on one CUDA device all of whose layers are full
             attention; a step that is not of the plain kind (embeddings as input, say) runs as without it.
-        threads: CPU threads for what runs while the model goes on; by default, with a GPU, all cores but one (at most 16),
-            one thread otherwise. What the model waits for runs on torch's own threads (`torch.set_num_threads`).
+        threads: CPU threads for what runs while the model goes on; by default, with a GPU, all cores but one (at most
+            16), one thread otherwise. What the model waits for runs on torch's own threads (`torch.set_num_threads`).
         timeout: seconds after which waiting for a thread is given up with an error.
         knobs: the policy's own, see its class.
 
