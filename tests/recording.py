@@ -21,7 +21,7 @@ SYNCHRONISING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "uniqu
 
 
 class CpuRecorder(TorchDispatchMode):
-    """Stands for `attention.graph.Recorder`."""
+    """Stands for `attention.capture.Recorder`."""
 
     def __init__(self) -> None:
         super().__init__()

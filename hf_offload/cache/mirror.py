@@ -36,7 +36,7 @@ class DeviceMirror:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Recalls run here, beside the model."""
         self.capture: Any = None
-        """The `attention.graph.Capture` that records this step, or None."""
+        """The `attention.capture.Capture` that records this step, or None."""
         self._held: dict[object, tuple[object, torch.Tensor]] = {}
 
     def current(self) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention import graph, tiered
+from hf_offload.attention import capture, graph, tiered
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.cpu.worker import WorkerError
@@ -136,7 +136,7 @@ def test_a_part_that_is_late_is_told_at_the_next_step(monkeypatch: pytest.Monkey
     want = logits_of(model, HybridCache(model, "scout", **KNOBS, **knobs), ids, mask)
     cache = graph_cache(model, "scout", **knobs)
     with torch.no_grad(), monkeypatch.context() as patch:
-        patch.setattr(graph, "LOOKS", 10)
+        patch.setattr(capture, "LOOKS", 10)
         model(ids[:, :150], past_key_values=cache)
         for i in (150, 151):  # in Python
             model(ids[:, i : i + 1], past_key_values=cache)

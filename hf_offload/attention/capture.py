@@ -1,0 +1,103 @@
+"""What records a decode step as a CUDA graph, and what the layers hand over meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_offload.attention.host_part import HostPart
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cpu.doorbell import Item
+from hf_offload.cpu.launch import Launch
+from hf_offload.gpu import flags
+
+LOOKS = 1_000_000
+"""How often the device looks at a flag in a second, roughly."""
+LINE = 16  # int32 of a cache line: flags that different threads write lie in lines of their own
+
+
+class Recorder:
+    """A CUDA graph: what `record` runs is captured, and `replay` repeats it."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, step: Callable[[], Any]) -> Any:
+        """Capture what a call launches; the call itself computes nothing. Returns what it returned."""
+        # Threads of other caches may use CUDA meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            return step()
+
+    def replay(self) -> None:
+        """Run what was captured."""
+        self._graph.replay()
+
+
+class Capture:
+    """What the layers hand over while a step is captured: CPU parts, counters, tensors that must live on.
+
+    Args:
+        device: where the step runs.
+        parts: how many CPU parts there may be.
+        timeout: seconds that the device waits for one.
+    """
+
+    def __init__(self, device: torch.device, parts: int, timeout: float) -> None:
+        pin = device.type == "cuda"
+        with torch.inference_mode(False):
+            self.flags = torch.zeros(2 * parts + 2, LINE, dtype=torch.int32, device="cpu", pin_memory=pin)
+            self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self.late = self.flags[-1, :1]
+        """Not 0: a part was not done in time, and what the device computed since then is wrong."""
+        self._spins = min(int(timeout * LOOKS), 2**31 - 1)
+        flags.signal(self.flags[0, :1], self.epoch)  # a kernel's first launch loads it, which a capture may refuse
+        flags.wait(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
+        self.parts: list[tuple[HostPart, Callable[[], Launch], str]] = []
+        self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
+        self._beside: set[torch.cuda.Stream] = set()
+        self._kept: list[Any] = []
+
+    def keep(self, value: Any, stream: torch.cuda.Stream | None) -> None:
+        """Let tensors live until the capture has ended: another stream reads them."""
+        self._kept.append(value)
+        if stream is not None:
+            self._beside.add(stream)
+
+    def announce(self, part: HostPart, launch: Callable[[], Launch], label: str) -> None:
+        """The buffers of a part are filled: from here on the CPU may work on it."""
+        flags.signal(self.flags[2 * len(self.parts), :1], self.epoch)
+        self.parts.append((part, launch, label))
+
+    def wait(self, part: HostPart) -> None:
+        """Let the device wait for the CPU's result."""
+        number = next(i for i, (known, _, _) in enumerate(self.parts) if known is part)
+        flags.wait(self.flags[2 * number + 1, :1], self.epoch, self.late, spins=self._spins)
+
+    def count(self, layer: HybridLayer, name: str, value: torch.Tensor) -> None:
+        """Remember a tensor for the statistics of a layer."""
+        self._counts.append((layer, name, value.sum().float()))
+
+    def finish(self) -> None:
+        """The step has been captured: join what runs beside it, gather what is counted."""
+        for stream in self._beside:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self.counted = torch.stack([value for _, _, value in self._counts]) if self._counts else None
+        self._kept.clear()
+
+    def tally(self) -> None:
+        """Add what the last replay counted to the layers' statistics, without waiting for it."""
+        if self.counted is None:
+            return
+        values = self.counted.clone()
+        for i, (layer, name, _) in enumerate(self._counts):
+            layer.tally.add(name, values[i])
+
+    def items(self) -> list[Item]:
+        """What a doorbell serves: the parts in the order in which they are announced."""
+        address = [int(flag.data_ptr()) for flag in self.flags]
+        return [
+            Item(address[2 * i], address[2 * i + 1], address[-2], launch(), label, keep=(self.flags, part))
+            for i, (part, launch, label) in enumerate(self.parts)
+        ]

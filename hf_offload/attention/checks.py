@@ -1,0 +1,85 @@
+"""What a model must be like to run with a `HybridCache`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from hf_offload.attention.function import NAME
+
+
+def stock_layers(config: Any) -> list[Any]:
+    """The layers that `DynamicCache` would have for a decoder config."""
+    return DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+
+
+def check_model(model: PreTrainedModel) -> Any:
+    """The config of the model's decoder.
+
+    Raises:
+        TypeError: not a Transformers model.
+        ValueError: the model cannot use, or does not use, the `hybrid_sparse` attention function.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or config is None:
+        raise TypeError(f"model must be a Transformers model, not {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("a model compiled by torch.compile does not run a HybridCache; use the model itself")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model, which HybridCache does not serve; use DynamicCache"
+        )
+    decoder = config.get_text_config(decoder=True)
+    used = decoder._attn_implementation
+    if used != NAME:
+        raise ValueError(
+            f"{type(model).__name__} runs with attn_implementation={used!r}, which reads no HybridCache; load it with "
+            f"attn_implementation={NAME!r} or call model.set_attn_implementation({NAME!r})"
+        )
+    settable = getattr(model, "_can_set_attn_implementation", None)
+    if settable is not None and not settable():
+        raise ValueError(
+            f"{type(model).__name__} ignores attn_implementation, so HybridCache cannot serve it; use DynamicCache"
+        )
+    return decoder
+
+
+def check_graph(model: PreTrainedModel, config: Any) -> None:
+    """Raise ValueError if decode steps of this model cannot be captured as a CUDA graph, with the reason."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        where = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"cuda_graph=True needs a model on one CUDA device, but this one is on {where}; leave it out")
+    if any(type(layer) is not DynamicLayer for layer in stock_layers(config)):
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} has layers with sliding windows or without attention, whose "
+            "stock caches cannot be captured; leave it out"
+        )
+    kinds = _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    if kinds & {"dynamic", "longrope"}:
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} has rotary positions of type {', '.join(sorted(kinds))}, which "
+            "look at the positions' values in every step; leave it out"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} takes no position_ids, so that its positions cannot change from "
+            "step to step; leave it out"
+        )
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """The types of rotary positions that a config names, for all layers or for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    found = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters}
+    return found.union(*(_rope_types(value) for value in parameters.values()))
+
+
+def on_device(model: PreTrainedModel) -> bool:
+    """Whether the model lies on a device beside the CPU."""
+    return next(model.parameters()).device.type != "cpu"
