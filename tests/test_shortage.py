@@ -78,6 +78,8 @@ def test_an_append_that_had_no_memory_can_be_repeated(
 ) -> None:
     if module is tiles and not memory:
         pytest.skip("one memory gathers tile by tile")
+    if module is store and memory:
+        pytest.skip("with two, tiles come ahead, and digests are built from the keys at hand")
     ids, mask = prompt(ROWS, LAST)
     given = [{"attention_mask": mask[:, :stop]} for stop in (FIRST, LAST)]
     with torch.no_grad():
