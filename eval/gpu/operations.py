@@ -210,6 +210,22 @@ def store_block(x: Inputs) -> Operation:
     )
 
 
+def seal_submeans(x: Inputs) -> Operation:
+    from hf_offload.gpu.seal import seal_submeans as operation
+
+    size, device = x.size, x.options.device
+    blocks, pairs = size.batch * size.chosen, size.block // 2
+    k = x.floats(blocks, size.kv_heads, size.block, size.dim, dtype=x.options.dtype)
+    valid = torch.ones(blocks, size.block, dtype=torch.bool, device=device)
+    codes = torch.empty(blocks, size.kv_heads, pairs * size.dim // 2, dtype=torch.uint8, device=device)
+    levels = torch.empty(blocks, size.kv_heads, size.dim // 16, pairs, dtype=torch.int32, device=device)
+    sizes = torch.empty(blocks, size.kv_heads, pairs, dtype=torch.int32, device=device)
+    bias, center = torch.empty(blocks, pairs, device=device), x.floats(size.kv_heads, size.dim)
+    digests = (codes, levels, sizes, bias, center, torch.ones_like(center))
+    ids = torch.randperm(blocks, device=device)
+    return Operation(lambda: operation(ids, k, valid, *digests), k.nbytes + sum(part.nbytes for part in digests))
+
+
 def update_weights(x: Inputs) -> Operation:
     from hf_offload.gpu.weights import update_weights as operation
 
@@ -227,6 +243,6 @@ OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
     for operation in (
         paged_attention, merge, merge_with_host, score_submeans, score_vectors, join_heads, select_blocks,
         split_blocks, exchange, write_token, fetch_recall, copies_recall, fetch_all, copies_all, store_block,
-        update_weights,
+        seal_submeans, update_weights,
     )
 }  # fmt: skip

@@ -16,12 +16,10 @@ import torch
 
 from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.mirror import sent
-from hf_offload.cpu.packing import pack_codes, pack_halves, pack_levels
 from hf_offload.cpu.scoring import Digest, vectors
 from hf_offload.cpu.submeans import submeans
 from hf_offload.gpu.score import score_submeans, score_vectors
-
-NO_TOKENS = float("-inf")
+from hf_offload.gpu.seal import pairs_of, seal_submeans, seal_vectors
 
 
 class DigestStore(ABC):
@@ -133,18 +131,12 @@ class _VectorStore(DigestStore):
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
         return score_vectors(self._transform(query, scale), self.vectors, self.bias, table, limits)
 
-    def _keep(self, ids: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor) -> None:
-        ids = ids.to(self.device)
-        self.vectors[ids], self.bias[ids] = vectors, bias
-
 
 class MeanStore(_VectorStore):
     """The mean key of a block (MoBA's digest)."""
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        count = valid.sum(-1)
-        mean = k.float().masked_fill(~valid[:, None, :, None], 0).sum(2) / count.clamp(min=1)[:, None, None]
-        self._keep(ids, mean, count.float().log())
+        seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=False)
 
 
 class QuestStore(_VectorStore):
@@ -153,11 +145,7 @@ class QuestStore(_VectorStore):
     width = 2
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        drop = ~valid[:, None, :, None]
-        high = k.float().masked_fill(drop, float("-inf")).amax(2)
-        low = k.float().masked_fill(drop, float("inf")).amin(2)
-        bias = torch.where(valid.any(-1), 0.0, NO_TOKENS)
-        self._keep(ids, torch.cat([high, low], -1), bias)
+        seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=True)
 
     def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         query = query * scale
@@ -172,8 +160,6 @@ class SubMeanStore(DigestStore):
     relative and the same absolute rounding for all channels.
     """
 
-    LEVELS = 7
-    STEP = 0.9957  # of a uniform quantiser with four levels, in standard deviations of a normal variable
     frozen = False
     _bundle: Digest | None = None  # of the arrays as they are
     codes: torch.Tensor
@@ -190,22 +176,12 @@ class SubMeanStore(DigestStore):
             "bias": ((pairs,), torch.float32),
         }
 
-    def _pairs(self, k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Means and half differences `[n, Hkv, S, D]` and token counts `[n, S]` of key pairs in `[n, Hkv, T, D]`."""
-        both = valid.view(*valid.shape[:-1], -1, 2)
-        count = both.sum(-1)
-        first, second = (
-            k.float().masked_fill(~valid[:, None, :, None], 0).view(*k.shape[:2], -1, 2, k.shape[3]).unbind(3)
-        )
-        half = ((first - second) / 2).masked_fill((count < 2)[:, None, :, None], 0)
-        return (first + second) / count.clamp(min=1)[:, None, :, None], half, count
-
     def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         total = torch.zeros(self.num_kv_heads, self.head_dim, dtype=torch.float64, device=self.device)
         square, number = total.clone(), 0
         for k, valid in _even(tiles):
             number += int(valid.view(len(valid), -1, 2).any(-1).sum())
-            means, _, count = self._pairs(k, sent(valid.numpy(), self.device))
+            means, _, count = pairs_of(k, sent(valid.numpy(), self.device))
             used = (count > 0)[:, None, :, None]
             total += torch.where(used, means, 0).double().sum((0, 2))
             square += torch.where(used, means, 0).double().square().sum((0, 2))
@@ -217,16 +193,8 @@ class SubMeanStore(DigestStore):
         self._bundle = None
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        means, half, count = self._pairs(k, valid)
-        standard, half = (means - self.center[:, None]) / self.sigma[:, None], half / self.sigma[:, None]
-        scales = (standard.abs().amax(-1) / self.LEVELS).clamp(min=1e-12).bfloat16().float()
-        codes = (standard / scales[..., None]).round().clamp(-self.LEVELS, self.LEVELS).to(torch.int8)
-        sizes = (self.STEP * half.square().mean(-1).sqrt()).bfloat16().float()
-        levels = (half / sizes.clamp(min=1e-12)[..., None]).floor().clamp(-2, 1).to(torch.int8) + 2
-        ids = ids.to(self.device)
-        self.codes[ids], self.levels[ids] = pack_codes(codes), pack_levels(levels)
-        self.sizes[ids] = pack_halves(scales, sizes)
-        self.bias[ids] = count.float().log()
+        kept = (self.codes, self.levels, self.sizes, self.bias)
+        seal_submeans(ids, k, valid, *kept, self.center, self.sigma)
 
     def reserve(self, blocks: int) -> None:
         self._bundle = None

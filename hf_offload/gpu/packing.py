@@ -16,7 +16,7 @@ OFFSET = 8
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Pack int4 codes for `submeans.SubMeans`.
+    """Pack int4 codes.
 
     Args:
         codes: int8 [..., S, D], values -7..7 (not checked), D a multiple of 8.
@@ -35,36 +35,14 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     return octets.transpose(-3, -2).reshape(*outer, count * dim // 2)
 
 
-def unpack_codes(packed: torch.Tensor, S: int, D: int) -> torch.Tensor:
-    """Undo `pack_codes`.
-
-    Args:
-        packed: uint8 [..., S * D / 2].
-        S: number of sub-means.
-        D: head dimension, a multiple of 8.
-
-    Returns:
-        int8 [..., S, D].
-
-    Raises:
-        ValueError: D is not a multiple of 8, or the last dimension is not S * D / 2.
-    """
-    if D % 8 or packed.shape[-1] * 2 != S * D:
-        raise ValueError(f"codes of {packed.shape[-1]} bytes do not hold S {S} x D {D} nibbles, D a multiple of 8")
-    outer = packed.shape[:-1]
-    octets = packed.reshape(*outer, D // 8, S, 4).transpose(-3, -2)
-    nibbles = torch.stack((octets & 15, octets >> 4), dim=-1)
-    return (nibbles.to(torch.int8) - OFFSET).reshape(*outer, S, D)
-
-
-def _level_shifts(device: torch.device) -> torch.Tensor:
+def level_shifts(device: torch.device) -> torch.Tensor:
     """The lowest bit of each of 16 dimensions in a word, `[2 (group of 8), 4, 2]`."""
     group, octet, odd = torch.meshgrid(*(torch.arange(n, device=device) for n in (2, 4, 2)), indexing="ij")
     return 8 * octet + 4 * group + 2 * odd
 
 
 def pack_levels(levels: torch.Tensor) -> torch.Tensor:
-    """Pack 2-bit levels for `submeans.SubMeans`.
+    """Pack 2-bit levels.
 
     Args:
         levels: integers 0..3 (not checked), [..., S, D], D a multiple of 16.
@@ -78,23 +56,11 @@ def pack_levels(levels: torch.Tensor) -> torch.Tensor:
     *outer, count, dim = levels.shape
     if dim % 16:
         raise ValueError(f"D {dim} is not a multiple of 16")
-    parts = levels.long().view(*outer, count, dim // 16, 2, 4, 2) << _level_shifts(levels.device)
+    parts = levels.long().view(*outer, count, dim // 16, 2, 4, 2) << level_shifts(levels.device)
     packed = parts.sum((-3, -2, -1))
     return (packed - ((packed >> 31) << 32)).to(torch.int32).transpose(-2, -1).contiguous()
-
-
-def unpack_levels(packed: torch.Tensor) -> torch.Tensor:
-    """Undo `pack_levels`: int8 [..., S, D]."""
-    words = packed.transpose(-2, -1)[..., None, None, None]
-    return (words >> _level_shifts(packed.device).int() & 3).to(torch.int8).flatten(-4)
 
 
 def pack_halves(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Two float32 tensors of one shape as the halves of int32 words, rounded to bfloat16."""
     return torch.stack((low.bfloat16(), high.bfloat16()), -1).view(torch.int32).squeeze(-1)
-
-
-def unpack_halves(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undo `pack_halves`: (high, low) float32."""
-    low, high = packed.unsqueeze(-1).view(torch.bfloat16).float().unbind(-1)
-    return high, low

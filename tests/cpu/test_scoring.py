@@ -8,19 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from unpacking import unpack_codes, unpack_halves, unpack_levels
 
 from hf_offload.cpu import reference
 from hf_offload.cpu.choose import choose_blocks
-from hf_offload.cpu.packing import (
-    pack_codes,
-    pack_halves,
-    pack_levels,
-    unpack_codes,
-    unpack_halves,
-    unpack_levels,
-)
 from hf_offload.cpu.scoring import Digest, LogMasses, vectors
 from hf_offload.cpu.submeans import submeans
+from hf_offload.gpu.packing import pack_codes, pack_halves, pack_levels
 
 from ._pools import bits, make_case, run
 
