@@ -16,8 +16,9 @@ from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, hybrid_layers
 from hf_offload.cache.budget import MOST_SLOTS, least_blocks, make_budget
-from hf_offload.cache.layer import HybridLayer, Settings
+from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import Stats
 from hf_offload.cpu.worker import Worker, WorkerError
 from hf_offload.policies import Policy, make_policy

@@ -1,0 +1,48 @@
+"""What all layers of a cache share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_offload.cache.budget import DeviceBudget
+from hf_offload.cache.mirror import DeviceMirror
+from hf_offload.cache.padding import Padding
+from hf_offload.cpu.worker import Worker
+from hf_offload.policies.base import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all layers of a cache share.
+
+    Args:
+        policy: decides.
+        tier: `"one"` (one memory), `"split"` (two), or None: split exactly where the model computes on a device.
+        block_size: tokens a block.
+        resident: tokens a row and KV head keeps on the device, a multiple of `block_size`.
+        prefill_tile: tokens of past KV that a prompt or append reads at a time.
+        worker: threads beside the model's.
+        padding: validity of the cached tokens.
+        packs: whether the host keeps older blocks in int8.
+        mirrors: what `mirror` has made.
+        device_budget: what decides the size of the resident sets in place of `resident`, or None.
+    """
+
+    policy: Policy
+    tier: str | None
+    block_size: int
+    resident: int
+    prefill_tile: int
+    worker: Worker
+    padding: Padding
+    packs: bool = False
+    device_budget: DeviceBudget | None = None
+    mirrors: dict[torch.device, DeviceMirror] = field(default_factory=dict)
+
+    def mirror(self, device: torch.device) -> DeviceMirror:
+        """Sizes and padding on a device, for all layers there."""
+        if device not in self.mirrors:
+            self.mirrors[device] = DeviceMirror(self.padding, device, self.worker)
+        return self.mirrors[device]
