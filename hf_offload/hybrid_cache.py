@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from hf_offload.attention.checks import check_graph, check_model, on_device, stock_layers
 from hf_offload.attention.graph import StepGraph
@@ -20,6 +20,8 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import Stats
+from hf_offload.cache.stock import copy_layer
+from hf_offload.cache.takeover import give_back, take_over
 from hf_offload.cpu.worker import Worker, WorkerError
 from hf_offload.policies import Policy, make_policy
 
@@ -133,6 +135,44 @@ class HybridCache(Cache):
         owned = weakref.WeakSet(model.modules())
         for layer in hybrid_layers(self):
             layer.modules = owned.__contains__
+
+    @classmethod
+    def from_cache(
+        cls,
+        cache: DynamicCache,
+        model: PreTrainedModel,
+        policy: str | Policy = "scout",
+        *,
+        attention_mask: torch.Tensor | None = None,
+        **knobs: Any,
+    ) -> HybridCache:
+        """A cache that goes on where a `DynamicCache` of the same model ends, such as one prefilled elsewhere.
+
+        Args:
+            cache: with any number of tokens, on any device; it is left as it is.
+            model, policy, knobs: as for `HybridCache(...)`.
+            attention_mask: `[B, T]`, 0 where a cached token is padding; None: there is none.
+
+        Raises:
+            TypeError: not a `DynamicCache`.
+            ValueError: it is not a cache of this model, or the mask does not fit; and as `HybridCache(...)`.
+        """
+        made = cls(model, policy, **knobs)
+        take_over(made.layers, cache, made._attachment.layers, attention_mask, made._config)
+        return made
+
+    def to_dynamic(self) -> DynamicCache:
+        """A `DynamicCache` with the tokens of this one, layer by layer, on the model's device; this one stays."""
+        self.undo()
+        self.drain()
+        made, layers = DynamicCache(config=self._config), stock_layers(self._config)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, HybridLayer):
+                give_back(layer, layers[index])
+            else:
+                layers[index] = copy_layer(layer)
+        made.layers = layers
+        return made
 
     @property
     def looks_ahead(self) -> bool:

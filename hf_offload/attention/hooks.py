@@ -67,12 +67,12 @@ class Attachment:
         if hidden is None or hidden.shape[-2] != 1:
             return
         donor = cache.donors.get(target)
-        if donor is None or donor not in cache.calls:
+        if donor is None or donor not in cache.calls or layer.scale is None:
             return  # not called yet, or the first layer of its kind in this forward: it uses its real query
         layer.drain_ahead()
         query = cache.predict_query(target, hidden, args[1:], cache.calls[donor])
         with layer.mirror.current() if layer.has_slots else nullcontext():
-            place(layer)
+            place(layer, query)
             layer.policy.before_layer(step_of(layer, query[:, :, 0], layer.past + 1, layer.scale, layer.softcap))
 
 

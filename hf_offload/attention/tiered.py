@@ -11,8 +11,13 @@ from hf_offload.cache.sealing import seal
 from hf_offload.gpu.merge import merge
 
 
-def place(layer: HybridLayer) -> None:
-    """Decide and load what is resident, at the first decode after a prompt or append; otherwise nothing."""
+def place(layer: HybridLayer, query: torch.Tensor) -> None:
+    """Decide and load what is resident, at the first decode after a prompt or append; otherwise nothing.
+
+    Args:
+        layer: the layer.
+        query: `[B, Hq, 1, D]` of the step that comes, which decides if the prompt's last queries are not known.
+    """
     store, resident = layer.store, layer.resident
     if resident is None or not layer.unplaced:
         return
@@ -22,9 +27,8 @@ def place(layer: HybridLayer) -> None:
     resident.reserve()
     starts_block = store.length % store.block_size == 0
     slots = resident.slots - starts_block
-    queries = layer.last_queries
-    if queries is None:
-        queries = torch.empty(store.batch, 0, 0, store.head_dim, device=store.device)
+    queries = query if layer.last_queries is None else layer.last_queries
+    assert layer.scale is not None
     step = TieredStep(layer, queries, store.length, layer.scale, layer.softcap)
     chosen = layer.policy.place(step, slots)
     # Ascending order ends with the tail, which must have a slot: what does not fit is left out from the front.
@@ -68,7 +72,7 @@ def decode(
     assert store is not None
     assert resident is not None
     fresh, layer.pending = layer.pending is not None, None
-    place(layer)
+    place(layer, query)
     with stats.waiting():
         resident.wait()  # what the last step recalled is visible from here on
     if fresh:

@@ -44,7 +44,8 @@ class HybridLayer(CacheLayerMixin):
         self.policy = settings.policy
         self.modules: Callable[[torch.nn.Module], bool] = lambda module: True
         """Whether an attention module belongs to the model that the cache was made for."""
-        self.scale: float = 1.0
+        self.scale: float | None = None
+        """Of the softmax; not known before the attention function was called."""
         self.softcap: float | None = None
         self.reset()
 
@@ -238,14 +239,20 @@ class HybridLayer(CacheLayerMixin):
         if self.is_initialized:
             self.state = self.policy.new_state(self)
 
+    def write_back(self) -> None:
+        """Bring what only the device holds to the host; what is resident stays so."""
+        if self.resident is None or self.store is None or self.unplaced:
+            return
+        if self.store.sealed < self.store.num_blocks:  # also a full one, where a step failed before it was closed
+            with self.mirror.current():
+                self.resident.store_block(self.store.num_blocks - 1, self.store.length)
+        self.resident.synchronize()
+
     def unplace(self) -> None:
         """Bring what only the device holds to the host; what is resident is decided again at the next decode."""
         self.drain_ahead()
-        if self.resident is not None and self.store is not None and not self.unplaced:
-            if self.store.sealed < self.store.num_blocks:  # also a full one, where a step failed before it was closed
-                with self.mirror.current():
-                    self.resident.store_block(self.store.num_blocks - 1, self.store.length)
-            self.resident.synchronize()
+        self.write_back()
+        if self.resident is not None and not self.unplaced:
             self.resident.clear()
         self.unplaced = True
         self.forget_plans()
