@@ -16,6 +16,7 @@ from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, hybrid_layers
 from hf_offload.cache.budget import MOST_SLOTS, least_blocks, make_budget
+from hf_offload.cache.forking import fork_layers
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import Settings
@@ -114,6 +115,16 @@ class HybridCache(Cache):
         )
         self.settings = settings
         self._config = config
+        self._model = weakref.ref(model)
+        self._knobs: dict[str, Any] = {
+            "tier": tier,
+            "block_size": block_size,
+            "resident": resident,
+            "device_budget": device_budget,
+            "host_dtype": host_dtype,
+            "prefill_tile": prefill_tile,
+            "cuda_graph": cuda_graph,
+        }
         super().__init__(
             layers=[HybridLayer(i, settings) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
         )
@@ -172,6 +183,27 @@ class HybridCache(Cache):
             else:
                 layers[index] = copy_layer(layer)
         made.layers = layers
+        return made
+
+    def fork(self) -> HybridCache:
+        """Another cache of the same model that goes on from the same tokens; both may run, in threads too.
+
+        Host blocks and their digests are shared and counted by reference: what only one cache holds is free when that
+        one is reset or gone. A block that one of them writes into is copied first. What is resident, the policy's state
+        and padding are copied, so that each gives the tokens that this one would have given. Statistics begin anew.
+
+        Raises:
+            RuntimeError: the model is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model of this cache is gone; keep a reference to it")
+        self.undo()
+        self.drain()
+        worker = self.settings.worker
+        made = HybridCache(model, self.policy, threads=worker.threads, timeout=worker.timeout, **self._knobs)
+        fork_layers(self.layers, made.layers)
+        made.donors = dict(self.donors)
         return made
 
     @property
@@ -319,7 +351,9 @@ class HybridCache(Cache):
                 self.layers[i] = fresh
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a HybridCache cannot be copied or pickled (it has threads and shared blocks); make a new one")
+        raise TypeError(
+            "a HybridCache cannot be copied or pickled (it has threads and shared blocks); use fork() or save()"
+        )
 
     def __repr__(self) -> str:
         return f"HybridCache({self.policy!r}, tokens={self.get_seq_length()})"

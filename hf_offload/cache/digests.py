@@ -8,6 +8,7 @@ valid tokens.
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
@@ -23,18 +24,24 @@ from hf_offload.gpu.seal import pairs_of, seal_submeans, seal_vectors
 
 
 class DigestStore(ABC):
-    """The digests of one layer, indexed by physical block; tensors on the model's device."""
+    """The digests of one layer, indexed by physical block; tensors on the model's device.
+
+    Forks of a cache share them: who writes (`freeze`, `seal`, `reserve`, `copy`) holds `lock`.
+    """
 
     frozen = True
     """Whether statistics that the digest needs are fixed; `freeze` fixes them before the first `seal`."""
+    statistics: tuple[str, ...] = ()
+    """Names of the tensors that `freeze` makes."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device) -> None:
         self.num_kv_heads, self.head_dim, self.block_size, self.device = num_kv_heads, head_dim, block_size, device
         self.capacity = 0
+        self.lock = threading.RLock()
         self._arrays: dict[str, np.ndarray] = {}
 
     @abstractmethod
-    def _tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape behind the block axis and dtype of every tensor that is kept per block."""
 
     @abstractmethod
@@ -74,10 +81,18 @@ class DigestStore(ABC):
         """Fix the statistics from keys `[B, Hkv, T, D]` with validity `[B, T]` bool, which lies on the host."""
         raise TypeError(f"{type(self).__name__} has no statistics to fix")
 
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Give blocks the digests of others; int `[n]` physical blocks each."""
+        old, new = (torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (source, target))
+        with self.lock:
+            for name in self.tensors():
+                tensor = getattr(self, name)
+                tensor[new] = tensor[old]
+
     @property
     def block_bytes(self) -> int:
         """Bytes of one block's summary."""
-        return sum(math.prod(row) * dtype.itemsize for row, dtype in self._tensors().values())
+        return sum(math.prod(row) * dtype.itemsize for row, dtype in self.tensors().values())
 
     @property
     def nbytes(self) -> int:
@@ -86,12 +101,15 @@ class DigestStore(ABC):
 
     def reserve(self, blocks: int) -> None:
         """Have room for `blocks` physical blocks."""
-        if blocks <= self.capacity:
-            return
+        with self.lock:
+            if blocks > self.capacity:
+                self._grow(blocks)
+
+    def _grow(self, blocks: int) -> None:
         what, lower = "digests", "a larger block_size, fewer rows or a shorter context need less"
         on_host, wide = self.device.type == "cpu", {}
         with torch.inference_mode(False), memory_for(what, lower, blocks * self.block_bytes):
-            for name, (row, dtype) in self._tensors().items():
+            for name, (row, dtype) in self.tensors().items():
                 shape = (blocks, *row)
                 if on_host:
                     wide[name] = host_empty(shape, dtype, what=what, lower=lower)
@@ -112,7 +130,7 @@ class _VectorStore(DigestStore):
 
     width = 1  # vectors of head_dim a block
 
-    def _tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {
             "vectors": ((self.num_kv_heads, self.width * self.head_dim), torch.float32),
             "bias": ((), torch.float32),
@@ -161,13 +179,14 @@ class SubMeanStore(DigestStore):
     """
 
     frozen = False
+    statistics = ("center", "sigma")
     _bundle: Digest | None = None  # of the arrays as they are
     codes: torch.Tensor
     levels: torch.Tensor
     sizes: torch.Tensor
     bias: torch.Tensor
 
-    def _tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         heads, pairs = self.num_kv_heads, self.block_size // 2
         return {
             "codes": ((heads, pairs * self.head_dim // 2), torch.uint8),
@@ -196,15 +215,16 @@ class SubMeanStore(DigestStore):
         kept = (self.codes, self.levels, self.sizes, self.bias)
         seal_submeans(ids, k, valid, *kept, self.center, self.sigma)
 
-    def reserve(self, blocks: int) -> None:
+    def _grow(self, blocks: int) -> None:
         self._bundle = None
-        super().reserve(blocks)
+        super()._grow(blocks)
 
     def arrays(self, query: np.ndarray, scale: float) -> Digest:
-        if self._bundle is None:
-            kept, center, sigma = self._arrays, self.center.numpy(), self.sigma.numpy()
-            self._bundle = submeans(kept["codes"], kept["levels"], kept["sizes"], kept["bias"], center, sigma)
-        return self._bundle
+        with self.lock:
+            if self._bundle is None:
+                kept, center, sigma = self._arrays, self.center.numpy(), self.sigma.numpy()
+                self._bundle = submeans(kept["codes"], kept["levels"], kept["sizes"], kept["bias"], center, sigma)
+            return self._bundle
 
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
         return score_submeans(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -54,7 +56,8 @@ class HostPool:
 
     A block is `[Hkv, 2 (K, V), block_size, D]` in the model's dtype or, once `repack` was called for it, Hkv packed
     records (`cpu/packed.py`); its address in `block_ptr` says which, by the lowest bit. An address is good until the
-    block is packed or released. A physical block is shared by the rows and forks that hold a reference to it.
+    block is packed or released. A physical block is shared by the rows and forks that hold a reference to it. Forks may
+    run in threads of their own: who takes or gives back blocks holds `lock`, and what a reader holds does not change.
 
     Args:
         num_kv_heads, block_size, head_dim: the shape of one block.
@@ -76,6 +79,8 @@ class HostPool:
         """Rises whenever an address in `block_ptr` has changed."""
         self.shared = False
         """Whether any block was ever held twice; until then no writer needs to look."""
+        self.lock = threading.RLock()
+        self._left: deque[np.ndarray] = deque()
 
     @property
     def slabs(self) -> list[torch.Tensor]:
@@ -115,15 +120,22 @@ class HostPool:
     @property
     def used_blocks(self) -> int:
         """Physical blocks that somebody holds."""
+        self._collect()
         return self.num_blocks - len(self._free)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the blocks that somebody holds."""
+        """Bytes of the blocks that somebody holds, each once."""
+        self._collect()
         return self._plain.used_bytes + self._packed.used_bytes
 
     def allocate(self, count: int, *, packed: bool = False) -> np.ndarray:
         """Take blocks, each with one reference; int32 `[count]`."""
+        with self.lock:
+            self._collect()
+            return self._allocate(count, packed)
+
+    def _allocate(self, count: int, packed: bool) -> np.ndarray:
         if count > len(self._free):
             first, more = self.num_blocks, max(count - len(self._free), MIN_SLAB_BLOCKS, self.num_blocks // 4)
             self.block_ptr = np.concatenate([self.block_ptr, np.zeros(more, np.int64)])
@@ -136,6 +148,11 @@ class HostPool:
         self.revision += 1
         return ids
 
+    def bytes_of(self, ids: np.ndarray) -> int:
+        """Bytes of blocks."""
+        packed = int(np.count_nonzero(self.block_ptr[ids] & 1))
+        return (len(ids) - packed) * self._plain.nbytes + packed * self._packed.nbytes
+
     def repack(self, ids: np.ndarray, pack: Callable[[np.ndarray, np.ndarray], None]) -> None:
         """Give blocks places of the packed kind; nothing has happened if that fails.
 
@@ -143,16 +160,17 @@ class HostPool:
             ids: physical blocks that are not packed.
             pack: fills them: called with the addresses that they have and those of the packed places, int64 each.
         """
-        old, new = self.block_ptr[ids], self._packed.take(len(ids))
-        try:
-            pack(old, new)
-            self.block_ptr[ids] = new | 1
-            self.revision += 1
-        except BaseException:
-            self.block_ptr[ids] = old
-            self._packed.free.extend(new[::-1].tolist())
-            raise
-        self._plain.free.extend(old[::-1].tolist())
+        with self.lock:
+            old, new = self.block_ptr[ids], self._packed.take(len(ids))
+            try:
+                pack(old, new)
+                self.block_ptr[ids] = new | 1
+                self.revision += 1
+            except BaseException:
+                self.block_ptr[ids] = old
+                self._packed.free.extend(new[::-1].tolist())
+                raise
+            self._plain.free.extend(old[::-1].tolist())
 
     def addresses(self, ids: np.ndarray, heads: np.ndarray) -> np.ndarray:
         """Where the records of blocks lie (two equal arrays), packed ones marked as in `block_ptr`; int64."""
@@ -162,12 +180,25 @@ class HostPool:
 
     def retain(self, ids: np.ndarray) -> None:
         """Add one reference for every occurrence of a block in `ids`."""
-        np.add.at(self.refcount, ids.ravel(), 1)
-        self.shared = True
+        with self.lock:
+            np.add.at(self.refcount, ids.ravel(), 1)
+            self.shared = True
+
+    def leave(self, ids: np.ndarray) -> None:
+        """As `release`, by an owner that is being collected, maybe in the middle of anything: done a little later."""
+        self._left.append(ids)
+
+    def _collect(self) -> None:
+        with self.lock:
+            while self._left:
+                self._release(self._left.popleft().ravel())
 
     def release(self, ids: np.ndarray) -> None:
         """Drop one reference for every occurrence in `ids`; blocks that nobody holds are free again."""
-        ids = ids.ravel()
+        with self.lock:
+            self._release(ids.ravel())
+
+    def _release(self, ids: np.ndarray) -> None:
         np.subtract.at(self.refcount, ids, 1)
         held = np.unique(ids)
         assert (self.refcount[held] >= 0).all(), "a block was released more often than it was taken"

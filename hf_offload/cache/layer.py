@@ -66,6 +66,8 @@ class HybridLayer(CacheLayerMixin):
         """The buffers of the CPU's part, with two memories (`attention.host_part.HostPart`)."""
         self.last_queries: torch.Tensor | None = None
         self.unplaced = True
+        self.slots: int | None = None
+        """Slots for each row and KV head, where the cache that this one goes on from has decided."""
         self.stats = LayerStats(self.index)
         self.tally = Tally(self.stats)
         self.settings.padding.reset()
@@ -82,7 +84,15 @@ class HybridLayer(CacheLayerMixin):
             raise ValueError(f"layer {self.index} has head_dim {dim}, not a multiple of 16 up to 256; use DynamicCache")
         if key_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"K and V are {key_states.dtype}; HybridCache holds float32, float16 and bfloat16")
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.open(batch, heads, dim, key_states.dtype, key_states.device, key_states.shape[2])
+
+    def open(self, batch: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, tokens: int = 0) -> None:
+        """Make what holds the tokens: of these sizes, for a model that computes in `dtype` on `device`.
+
+        Args:
+            tokens: how many arrive first; the device's budget is divided accordingly, unless `slots` is set.
+        """
+        self.dtype, self.device = dtype, device
         if self.settings.tier == "one" and self.device.type != "cpu":
             raise ValueError(f'tier="one" is for models on the CPU, but this one is on {self.device}; leave tier out')
         name = self.policy.digest_name
@@ -99,12 +109,12 @@ class HybridLayer(CacheLayerMixin):
             worker=self.settings.worker if self.has_slots else None,
         )
         if self.has_slots:
-            budget = self.settings.device_budget
-            slots = self.settings.resident // self.settings.block_size
+            budget = self.settings.device_budget if self.slots is None else None
+            slots = self.slots or self.settings.resident // self.settings.block_size
             self.mirror = self.settings.mirror(self.device)
             self.tally.record_bytes = self.store.pool.record_bytes
             if budget is not None:
-                slots = budget.slots(self.store, key_states.shape[2])
+                slots = budget.slots(self.store, tokens)
             nbytes = batch * heads * slots * self.store.pool.record_bytes
             with memory_for("resident blocks", "a smaller resident or device_budget or fewer rows need less", nbytes):
                 self.resident = ResidentSet(self.store, slots, self.mirror)
@@ -229,6 +239,7 @@ class HybridLayer(CacheLayerMixin):
             return
         self.revision = padding.revision
         if self.store is not None and self.store.sealed > padding.changed_block:
+            self.store.own(range(padding.changed_block, self.store.sealed))
             self.store.sealed = padding.changed_block
             seal(self.store, self.settings.prefill_tile)
             self.forget_plans()
@@ -310,6 +321,7 @@ class HybridLayer(CacheLayerMixin):
         self.tally.count()
         if self.store is not None:
             self.stats.host_bytes, self.stats.digest_bytes = self.store.host_bytes, self.store.digest_bytes
+            self.stats.shared_bytes = self.store.shared_bytes
             self.stats.resident_bytes = self.resident.nbytes if self.resident is not None else 0
         return replace(self.stats, cpu_ratio_by_step=list(self.stats.cpu_ratio_by_step))
 

@@ -28,7 +28,7 @@ class Padding:
         self.holes = np.zeros((0, 0), np.uint8)
         self.first = np.zeros(0, np.int32)
         self._mask: torch.Tensor | None = None
-        self._dense = False
+        self.dense = False
         self._sinks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.revision = getattr(self, "revision", 0) + 1
         """Rises whenever the validity of tokens that were there before has changed."""
@@ -59,7 +59,7 @@ class Padding:
         self._reserve(batch, total)
         if mask is None:
             new = self.valid[:, :total].copy()
-            new[:, 0 if self._dense else self.seen :] = 1
+            new[:, 0 if self.dense else self.seen :] = 1
         else:
             new = mask[:, :total].detach().to("cpu", torch.uint8).numpy()
         start = self.seen // self.block_size
@@ -69,7 +69,7 @@ class Padding:
             self.revision += 1
         self.valid[:, :total] = new
         self._mark_holes(start, total)
-        self.seen, self._mask, self._dense = total, mask, dense
+        self.seen, self._mask, self.dense = total, mask, dense
         self.version += 1
 
     def _reserve(self, batch: int, total: int) -> None:
@@ -101,6 +101,18 @@ class Padding:
             first = (self.valid[:, :total] != 0).argmax(1).astype(np.int32)
         if not np.array_equal(first, self.first):
             self.first, self._sinks = first, {}
+
+    def copy_from(self, valid: np.ndarray, *, dense: bool) -> None:
+        """Take over what another one knows, with nothing known here yet.
+
+        Args:
+            valid: `[B, T]` uint8, the validity of the tokens seen.
+            dense: whether it came from a dense mask.
+        """
+        batch, total = valid.shape
+        if total:
+            self.observe(torch.from_numpy(valid), batch, total, dense=dense)
+            self._mask = None
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""

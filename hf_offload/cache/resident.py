@@ -82,6 +82,15 @@ class ResidentSet:
                 self.slot_of = _widened(self.slot_of, need, FREE)
                 self.worth = _widened(self.worth, need, 0.0)
 
+    def copy_from(self, other: ResidentSet) -> None:
+        """Hold what another set with as many slots holds, over a store with the same tokens."""
+        other.wait()
+        with torch.inference_mode(False):
+            self.pool.copy_(other.pool)
+            self.block_of, self.slot_of, self.worth, self.known = (
+                part.clone() for part in (other.block_of, other.slot_of, other.worth, other.known)
+            )
+
     def learn(self, score: torch.Tensor, limits: torch.Tensor, smoothing: float) -> None:
         """Take in how much blocks are wanted now: worth ← smoothing·worth + (1 − smoothing)·score.
 

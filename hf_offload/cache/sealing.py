@@ -30,7 +30,8 @@ def seal(store: BlockStore, tile: int, newest: torch.Tensor | None = None) -> No
     if packed:  # a digest tells of a block as it will be read
         newest = newest[:, :, packed.stop * size - start :]
     if not digests.frozen and full:
-        digests.freeze(_token_tiles(store, newest, full * size, tile))
+        with digests.lock:
+            digests.freeze(_token_tiles(store, newest, full * size, tile))
     step = max(tile // size, 1)
     for first in range(store.sealed, full, step):
         count = min(step, full - first)
@@ -38,7 +39,8 @@ def seal(store: BlockStore, tile: int, newest: torch.Tensor | None = None) -> No
         k = k.view(store.batch, store.num_kv_heads, count, size, store.head_dim).transpose(1, 2)
         valid = store.padding.valid[:, first * size : (first + count) * size].reshape(-1, size) != 0
         ids = store.table[:, first : first + count].astype(np.int64).ravel()
-        digests.seal(sent(ids, store.device), k.flatten(0, 1), sent(valid, store.device))
+        with digests.lock:
+            digests.seal(sent(ids, store.device), k.flatten(0, 1), sent(valid, store.device))
     store.sealed = full
 
 

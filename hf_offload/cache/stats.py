@@ -27,6 +27,7 @@ class LayerStats:
         query_cosine: sum over steps of the cosine between predicted and real query; queries: how many steps.
         selection_overlap: sum of the share of wanted blocks that the prediction found; selections: how many.
         resident_bytes, host_bytes, digest_bytes: memory in use when the report was made.
+        shared_bytes: of host_bytes, what forks of the cache hold too.
     """
 
     layer: int
@@ -45,6 +46,7 @@ class LayerStats:
     resident_bytes: int = 0
     host_bytes: int = 0
     digest_bytes: int = 0
+    shared_bytes: int = 0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -124,8 +126,7 @@ class Stats:
             total[key] = _mean(sum(seen), len(seen))
         for key in (
             "recalls", "recall_blocks", "recall_bytes", "placements", "placement_bytes", "wait_seconds",
-            "resident_bytes", "host_bytes",
-            "digest_bytes",
+            "resident_bytes", "host_bytes", "digest_bytes", "shared_bytes",
         ):  # fmt: skip
             total[key] = sum(row[key] for row in rows)
         total["recall_interval"] = _mean(sum(row["steps"] for row in rows), total["recalls"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -102,8 +103,14 @@ class BlockStore:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the blocks in use."""
-        return self.pool.used_bytes
+        """Bytes of the blocks that the rows hold, each once; forks may hold them too."""
+        return self.pool.bytes_of(np.unique(self.table[:, : self.reserved]))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of those among them that forks hold too."""
+        ids, mine = np.unique(self.table[:, : self.reserved], return_counts=True)
+        return self.pool.bytes_of(ids[self.pool.refcount[ids] > mine])
 
     @property
     def digest_bytes(self) -> int:
@@ -118,8 +125,8 @@ class BlockStore:
             packed: logical blocks, none of them there yet, that get places of the packed kind.
         """
         have, need = self.reserved, -(-length // self.block_size)
-        if self.pool.shared and self.length % self.block_size and self.length < length:
-            self._own(self.num_blocks - 1)
+        if self.length % self.block_size and self.length < length:
+            self.own(range(self.num_blocks - 1, self.num_blocks))
         self.reserve_table(need)
         if need > have:
             taken: list[np.ndarray] = []
@@ -158,6 +165,11 @@ class BlockStore:
         if self._written is not None:
             self._written.synchronize()
 
+    def own(self, blocks: range) -> None:
+        """Have blocks to write into, or to give other digests: whoever shares them keeps the old ones."""
+        for block in blocks if self.pool.shared else ():
+            self._own(block)
+
     def _own(self, block: int) -> None:
         ids = self.table[:, block]
         if (self.pool.refcount[ids] == 1).all():
@@ -166,10 +178,13 @@ class BlockStore:
         for row in range(self.batch):
             old = ids[row]
             if self.pool.refcount[old] > 1:
-                new = self.pool.allocate(1)
+                source = self.pool.block_ptr[old : old + 1]
+                packed = bool(source[0] & 1)
+                new = self.pool.allocate(1, packed=packed)
                 self._reserve_digests()
-                source, target = self.pool.block_ptr[old : old + 1], self.pool.block_ptr[new]
-                movers.copy_records(source, target, self.pool.block_bytes).run("a copy of shared blocks")
+                records = self.pool.packed_record_bytes if packed else self.pool.record_bytes
+                target = self.pool.block_ptr[new] & ~1
+                movers.copy_records(source & ~1, target, self.num_kv_heads * records).run("a copy of shared blocks")
                 self.pool.release(ids[row : row + 1])
                 self.table[row, block] = new[0]
                 self.revision += 1
@@ -240,8 +255,10 @@ class BlockStore:
             return
         self.settle()
         full = self._old(length)
-        ids = np.unique(self.table[:, self._packed : full])
-        ids = ids[self.pool.block_ptr[ids] & 1 == 0]
+        ids, mine = np.unique(self.table[:, self._packed : full], return_counts=True)
+        plain = self.pool.block_ptr[ids] & 1 == 0
+        ids, mine = ids[plain], mine[plain]
+        others = self.pool.refcount[ids] > mine  # they may be reading: what they hold stays where it is
         heads, step = np.arange(self.num_kv_heads), self.head_dim * self.dtype.itemsize
 
         def pack(old: np.ndarray, new: np.ndarray) -> None:
@@ -252,9 +269,32 @@ class BlockStore:
                 block_size=self.block_size,
             ).run("packing")  # fmt: skip
 
-        if len(ids):
-            self.pool.repack(ids, pack)
+        if others.any():
+            self._pack_apart(ids[others], pack)
+        if not others.all():
+            self.pool.repack(ids[~others], pack)
         self._packed = full
+
+    def _pack_apart(self, ids: np.ndarray, pack: Callable[[np.ndarray, np.ndarray], None]) -> None:
+        """Pack blocks, ascending, into blocks of one's own; arguments as in `HostPool.repack`."""
+        new = self.pool.allocate(len(ids), packed=True)
+        try:
+            self._reserve_digests()
+            pack(self.pool.block_ptr[ids], self.pool.block_ptr[new] - 1)
+        except BaseException:
+            self.pool.release(new)
+            raise
+        if self.digests is not None:
+            self.digests.copy(ids, new)
+        table = self.table.copy()
+        held = np.isin(table[:, : self.reserved], ids).nonzero()
+        old = self.table[held]
+        table[held] = new[np.searchsorted(ids, old)]
+        self.pool.retain(table[held])
+        self.pool.release(new)
+        self.pool.release(old)
+        self.table = table
+        self.revision += 1
 
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens `first … first + count - 1` as contiguous `[B, Hkv, count, D]` on the model's device."""
@@ -340,3 +380,24 @@ class BlockStore:
         self.table = np.ascontiguousarray(kept)
         self.revision += 1
         self.batch = len(rows)
+
+    def share(self, other: BlockStore) -> None:
+        """Hold the blocks of another store of the same sizes, of which this one has none yet; nothing is copied.
+
+        Digests are shared as far as there are any: their statistics are fixed.
+        """
+        other.settle()
+        self.pool, self.table = other.pool, other.table.copy()
+        self.length, self.reserved, self._packed = other.length, other.num_blocks, other._packed
+        if other.digests is None or other.digests.frozen:
+            self.digests, self.sealed = other.digests, other.sealed
+        self.pool.retain(self.table[:, : self.reserved])
+        self.revision += 1
+        if self._written is not None:
+            weakref.finalize(self.pool, self._written.synchronize).atexit = False
+
+    def __del__(self) -> None:
+        pool = getattr(self, "pool", None)
+        if pool is not None and pool.shared and not sys.is_finalizing():  # otherwise the pool goes, too
+            self.settle()
+            pool.leave(self.table[:, : self.reserved])

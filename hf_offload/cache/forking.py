@@ -1,0 +1,44 @@
+"""A second cache over the blocks of a first one: what is full is shared, what is written into is copied first."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.sealing import seal
+from hf_offload.cache.stock import copy_layer
+
+
+def fork_layers(source: list[Any], target: list[Any]) -> None:
+    """Let the empty layers of a new cache hold what those of another hold, nothing of which is in flight.
+
+    Host blocks and their digests are shared. Resident sets, what policies remember, padding and stock layers are
+    copied, so that both caches go on as the first would have gone on alone.
+    """
+    padding = next(layer.settings.padding for layer in source if isinstance(layer, HybridLayer))
+    known = padding.valid[:, : padding.seen]
+    next(layer.settings.padding for layer in target if isinstance(layer, HybridLayer)).copy_from(
+        known, dense=padding.dense
+    )
+    for index, layer in enumerate(source):
+        if isinstance(layer, HybridLayer):
+            _fork(layer, target[index])
+        else:
+            target[index] = copy_layer(layer)
+
+
+def _fork(source: HybridLayer, target: HybridLayer) -> None:
+    target.scale, target.softcap, target.revision = source.scale, source.softcap, target.settings.padding.revision
+    if source.store is None:
+        return
+    source.write_back()
+    target.slots = None if source.resident is None else source.resident.slots
+    target.open(source.store.batch, source.store.num_kv_heads, source.store.head_dim, source.dtype, source.device)
+    assert target.store is not None
+    target.store.share(source.store)
+    seal(target.store, target.settings.prefill_tile)  # blocks of padding alone have digests, but no statistics to share
+    target.last_queries, target.unplaced = source.last_queries, source.unplaced
+    target.state = copy.deepcopy(source.state)
+    if target.resident is not None and source.resident is not None:
+        target.resident.copy_from(source.resident)

@@ -1,0 +1,172 @@
+"""`cache.fork()`: the same blocks, counted by reference, and the same tokens."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from test_from_cache import TIERS, decode, prefill
+from tiny import prompt, tiny_model
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.cache.layer import HybridLayer
+
+BLOCK = 16
+PROMPT = 333
+SMALL: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
+AHEAD: dict[str, Any] = {**SMALL, "lookahead": "attend", "synchronous_layers": (0,), "recall": 2}
+CASES = {
+    "full": ("full", {}),
+    "full-int8": ("full", {"host_dtype": "int8"}),
+    "window": ("window", {"budget": 96, "sinks": 16}),
+    "scout": ("scout", SMALL),
+    "scout-quest-int8": ("scout", {**SMALL, "digest": "quest", "host_dtype": "int8"}),
+    "scout-attend": ("scout", AHEAD),
+    "scout-attend-int8": ("scout", {**AHEAD, "host_dtype": "int8"}),
+}
+
+
+def make(model: PreTrainedModel, case: str, tier: str) -> HybridCache:
+    policy, knobs = CASES[case]
+    resident = {"resident": 128} if tier == "split" else {}
+    return HybridCache(model, policy, block_size=BLOCK, prefill_tile=64, **{**TIERS[tier], **resident}, **knobs)
+
+
+def pool_bytes(*caches: HybridCache) -> int:
+    """Bytes of the blocks in use in all pools of some caches, each pool once."""
+    layers = [layer for cache in caches for layer in cache.layers if isinstance(layer, HybridLayer)]
+    return sum(pool.used_bytes for pool in {layer.store.pool for layer in layers})
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {family: tiny_model(family) for family in ("llama", "gemma3")}
+
+
+@pytest.mark.parametrize("when", [0, 21])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_cache_goes_on_as_one_alone(models: dict[str, PreTrainedModel], case: str, tier: str, when: int) -> None:
+    model = models["gemma3" if case == "scout" else "llama"]
+    ids, mask = prompt(2, PROMPT)
+    alone, cache = make(model, case, tier), make(model, case, tier)
+    token = prefill(model, alone, ids, mask)
+    prefill(model, cache, ids, mask)
+    if when:
+        decode(model, cache, token, mask, when)
+        token = decode(model, alone, token, mask, when)[0][:, -1:]
+        mask = torch.cat([mask, mask.new_ones(2, when)], 1)
+    fork = cache.fork()
+    other = torch.full_like(token, 77)
+    strange = decode(model, cache.fork(), other, mask, 40)
+    want = decode(model, alone, token, mask, 40)
+    for one in (fork, cache):
+        got = decode(model, one, token, mask, 40)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+    assert not torch.equal(strange[1], want[1])
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("case", ["scout", "scout-attend-int8"])
+def test_what_only_a_fork_holds_is_freed_with_it(models: dict[str, PreTrainedModel], case: str, tier: str) -> None:
+    model = models["llama"]
+    ids, mask = prompt(1, 2000)
+    cache = make(model, case, tier)
+    token = prefill(model, cache, ids, mask)
+    one = pool_bytes(cache)
+    assert cache.stats().as_dict()["host_bytes"] == one
+    forks = [cache.fork() for _ in range(3)]
+    assert pool_bytes(cache, *forks) == one
+    for i, fork in enumerate(forks):
+        decode(model, fork, torch.full_like(token, 20 + i), mask, 30)
+    total = pool_bytes(cache, *forks)
+    assert one < total < (1.2 if "int8" in case else 1.1) * one  # packed blocks are small beside the newest ones
+    stats = forks[0].stats().as_dict()
+    assert stats["host_bytes"] - stats["shared_bytes"] <= (total - one) // 3 + 4 * 4 * BLOCK * 1024
+    forks.pop()
+    del fork
+    second = forks.pop()
+    assert one < pool_bytes(cache, forks[0], second) < total
+    second.reset()
+    forks[0].reset()
+    assert pool_bytes(cache) == one
+    assert cache.stats().as_dict()["shared_bytes"] == 0
+    fork = cache.fork()
+    want = decode(model, cache, token, mask, 20)
+    del cache
+    got = decode(model, fork, token, mask, 20)  # the blocks outlive the cache that made them
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("case", ["full", "full-int8", "scout"])
+def test_a_fork_may_be_cropped_and_reordered(models: dict[str, PreTrainedModel], case: str) -> None:
+    model = models["llama"]
+    ids, mask = prompt(2, PROMPT)
+    cache, alone = make(model, case, "one"), make(model, case, "one")
+    token = prefill(model, cache, ids, mask)
+    prefill(model, alone, ids, mask)
+    fork = cache.fork()
+    fork.reorder_cache(torch.tensor([1, 0]))
+    fork.crop(-(PROMPT - 100))
+    short = mask.flip(0)[:, :100]
+    decode(model, fork, token.flip(0), short, 40)
+    got, want = decode(model, cache, token, mask, 20), decode(model, alone, token, mask, 20)
+    assert torch.equal(got[1], want[1])
+    fork.batch_repeat_interleave(2)
+    del fork
+    assert pool_bytes(cache) == pool_bytes(alone)
+
+
+def test_padding_that_one_learns_of_is_not_the_others(models: dict[str, PreTrainedModel]) -> None:
+    model = models["llama"]
+    ids, _ = prompt(1, PROMPT)
+    mask = torch.ones_like(ids)
+    cache, alone = make(model, "scout", "one"), make(model, "scout", "one")
+    token = prefill(model, cache, ids, mask)
+    prefill(model, alone, ids, mask)
+    fork, hidden = cache.fork(), mask.clone()
+    hidden[:, 40:200] = 0
+    strange = decode(model, fork, token, hidden, 20)
+    got, want = decode(model, cache, token, mask, 20), decode(model, alone, token, mask, 20)
+    assert torch.equal(got[1], want[1])
+    assert not torch.equal(strange[1], want[1])
+
+
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_a_short_prompt_leaves_each_its_own_statistics(models: dict[str, PreTrainedModel], tokens: int) -> None:
+    """Before there is a digest nothing is fixed: what one fork seals first is not the measure of the other's keys."""
+    model = models["llama"]
+    ids, mask = prompt(1, tokens)
+    mask[:, :32] = tokens == 5  # two blocks of padding alone
+    cache, alone = make(model, "scout", "one"), make(model, "scout", "one")
+    token = prefill(model, cache, ids, mask)
+    prefill(model, alone, ids, mask)
+    decode(model, cache.fork(), torch.full_like(token, 99), mask, 150)
+    got, want = decode(model, cache, token, mask, 150), decode(model, alone, token, mask, 150)
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("case", ["scout", "scout-attend-int8"])
+def test_forks_run_in_threads_of_their_own(models: dict[str, PreTrainedModel], case: str) -> None:
+    model = models["llama"]
+    ids, mask = prompt(1, PROMPT)
+    cache = make(model, case, "one")
+    token = prefill(model, cache, ids, mask)
+    starts = [torch.full_like(token, 30 + i) for i in range(3)]
+    want = [decode(model, cache.fork(), start, mask, 120) for start in starts]
+    got: list[Any] = [None] * 3
+
+    def run(i: int, fork: HybridCache) -> None:
+        got[i] = decode(model, fork, starts[i], mask, 120)
+
+    threads = [threading.Thread(target=run, args=(i, cache.fork())) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine[1], theirs[1])
