@@ -46,6 +46,16 @@ def get(typing: Any, address: Any) -> Any:
 
 
 @lowered
+def get_word(typing: Any, address: Any) -> Any:
+    """The 64-bit word at `address`, unsigned."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(pointer(builder, args[0], _LONG), align=8)
+
+    return types.uint64(types.int64), emit
+
+
+@lowered
 def put(typing: Any, address: Any, value: Any) -> Any:
     """Write one float32 at `address`."""
 

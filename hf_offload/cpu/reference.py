@@ -183,3 +183,22 @@ def select_blocks(
             row.append(sorted(always | set(others[: max(0, k - len(always))])))
         rows.append(row)
     return rows
+
+
+def checksum(record: bytes) -> int:
+    """Return the checksum of a record of whole lines of 64 bytes, as a signed number of 64 bits."""
+    prime, all_bits = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+    def mix(lane: int, word: int) -> int:
+        x = lane ^ word
+        x = (x ^ (x >> 32)) * prime & all_bits
+        return x ^ (x >> 32)
+
+    lanes = list(range(1, 9))
+    for place in range(0, len(record), 8):
+        lane = place // 8 % 8
+        lanes[lane] = mix(lanes[lane], int.from_bytes(record[place : place + 8], "little"))
+    total = 0
+    for lane in lanes:
+        total = mix(total, mix(mix(lane, prime), prime))
+    return total - (1 << 64) if total >> 63 else total

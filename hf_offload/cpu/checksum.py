@@ -1,0 +1,74 @@
+"""Checksums of records, by address: 64 bits each, at the speed at which memory is read.
+
+Eight lanes take the 64-bit words in turn: x = lane XOR word, halves folded, times a prime, halves folded. Each step is a
+bijection: a change within one word always shows. Others go unseen with a probability of about 2⁻⁶⁴, if nobody means to
+deceive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .launch import I64, Array, Launch, jit, kernel, new_ticket, require
+from .memory import LINE, count_up, get_word
+
+PRIME = np.uint64(0x9E3779B97F4A7C15)
+HALF = np.uint64(32)
+_CHUNK_BYTES = 1 << 18
+
+
+@jit
+def _mix(lane: Any, word: Any) -> Any:
+    x = lane ^ word
+    x = (x ^ (x >> HALF)) * PRIME
+    return x ^ (x >> HALF)
+
+
+@jit
+def _checksum(address: int, nbytes: int) -> Any:
+    a, b, c, d = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
+    e, f, g, h = np.uint64(5), np.uint64(6), np.uint64(7), np.uint64(8)
+    for place in range(address, address + nbytes, LINE):
+        a, b = _mix(a, get_word(place)), _mix(b, get_word(place + 8))
+        c, d = _mix(c, get_word(place + 16)), _mix(d, get_word(place + 24))
+        e, f = _mix(e, get_word(place + 32)), _mix(f, get_word(place + 40))
+        g, h = _mix(g, get_word(place + 48)), _mix(h, get_word(place + 56))
+    total = np.uint64(0)
+    for lane in (a, b, c, d, e, f, g, h):  # mixed before they meet: the same change to two lanes must not cancel
+        total = _mix(total, _mix(_mix(lane, PRIME), PRIME))
+    return total
+
+
+@kernel
+def checksum_kernel(ticket: Array, tasks: int, addresses: Array, nbytes: int, sums: Array, chunk: int) -> None:
+    """One task = `chunk` records."""
+    while True:
+        task = count_up(ticket, 0)
+        if task >= tasks:
+            break
+        for i in range(task * chunk, min((task + 1) * chunk, addresses.shape[0])):
+            sums[i] = np.int64(_checksum(addresses[i], nbytes))
+        count_up(ticket, 1)
+
+
+def checksum_records(addresses: Array, nbytes: int, sums: Array) -> Launch:
+    """Prepare the checksums of n records of the same size.
+
+    Args:
+        addresses: int64 [n].
+        nbytes: of a record; a multiple of 64.
+        sums: int64 [n], written.
+
+    Raises:
+        ValueError: a size or memory layout that the kernel does not cover.
+        TypeError: an array of another dtype.
+    """
+    require("addresses", addresses, I64, addresses.shape[:1])
+    require("sums", sums, I64, addresses.shape)
+    if nbytes % LINE:
+        raise ValueError(f"records of {nbytes} bytes are not whole lines of {LINE}")
+    chunk = max(1, _CHUNK_BYTES // max(1, nbytes))
+    args = (addresses, int(nbytes), sums, chunk)
+    return Launch(checksum_kernel, -(-len(addresses) // chunk), args, new_ticket(), len(addresses) * nbytes)
