@@ -9,29 +9,27 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from hf_offload.attention.checks import check_graph, check_model, on_device, stock_layers
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, hybrid_layers
 from hf_offload.cache.budget import MOST_SLOTS, least_blocks, make_budget
-from hf_offload.cache.forking import fork_layers
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import Stats
-from hf_offload.cache.stock import copy_layer
-from hf_offload.cache.takeover import give_back, take_over
 from hf_offload.cpu.worker import Worker, WorkerError
 from hf_offload.policies import Policy, make_policy
+from hf_offload.portable import Portable
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MOST_THREADS = 16  # by default: more hardly read faster
 DEFAULT_RESIDENT = 2048  # for policies without a budget
 
 
-class HybridCache(Cache):
+class HybridCache(Portable):
     """A KV cache with a few blocks on the device and the rest in host memory; attention over both.
 
     Pass it as `past_key_values` to `generate()` or to a forward of the model that it was made for, which must run with
@@ -146,65 +144,6 @@ class HybridCache(Cache):
         owned = weakref.WeakSet(model.modules())
         for layer in hybrid_layers(self):
             layer.modules = owned.__contains__
-
-    @classmethod
-    def from_cache(
-        cls,
-        cache: DynamicCache,
-        model: PreTrainedModel,
-        policy: str | Policy = "scout",
-        *,
-        attention_mask: torch.Tensor | None = None,
-        **knobs: Any,
-    ) -> HybridCache:
-        """A cache that goes on where a `DynamicCache` of the same model ends, such as one prefilled elsewhere.
-
-        Args:
-            cache: with any number of tokens, on any device; it is left as it is.
-            model, policy, knobs: as for `HybridCache(...)`.
-            attention_mask: `[B, T]`, 0 where a cached token is padding; None: there is none.
-
-        Raises:
-            TypeError: not a `DynamicCache`.
-            ValueError: it is not a cache of this model, or the mask does not fit; and as `HybridCache(...)`.
-        """
-        made = cls(model, policy, **knobs)
-        take_over(made.layers, cache, made._attachment.layers, attention_mask, made._config)
-        return made
-
-    def to_dynamic(self) -> DynamicCache:
-        """A `DynamicCache` with the tokens of this one, layer by layer, on the model's device; this one stays."""
-        self.undo()
-        self.drain()
-        made, layers = DynamicCache(config=self._config), stock_layers(self._config)
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, HybridLayer):
-                give_back(layer, layers[index])
-            else:
-                layers[index] = copy_layer(layer)
-        made.layers = layers
-        return made
-
-    def fork(self) -> HybridCache:
-        """Another cache of the same model that goes on from the same tokens; both may run, in threads too.
-
-        Host blocks and their digests are shared and counted by reference: what only one cache holds is free when that
-        one is reset or gone. A block that one of them writes into is copied first. What is resident, the policy's state
-        and padding are copied, so that each gives the tokens that this one would have given. Statistics begin anew.
-
-        Raises:
-            RuntimeError: the model is gone.
-        """
-        model = self._model()
-        if model is None:
-            raise RuntimeError("the model of this cache is gone; keep a reference to it")
-        self.undo()
-        self.drain()
-        worker = self.settings.worker
-        made = HybridCache(model, self.policy, threads=worker.threads, timeout=worker.timeout, **self._knobs)
-        fork_layers(self.layers, made.layers)
-        made.donors = dict(self.donors)
-        return made
 
     @property
     def looks_ahead(self) -> bool:

@@ -137,6 +137,7 @@ class HostStep(Step):
 
     def _launch(self, host: Selection, out: np.ndarray, lse: np.ndarray, kbar: np.ndarray | None) -> Any:
         store = self.store
+        store.check_selected(host.blocks, host.counts)
         return cpu_decode.sparse_decode(
             self.query, store.pool.block_ptr, store.table, host.blocks, host.counts, store.padding.holes,
             store.padding.valid, self.length, out, lse, kbar, kv_dtype=store.dtype, block_size=self.block_size,

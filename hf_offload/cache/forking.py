@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from hf_offload.cache.layer import HybridLayer
@@ -39,6 +38,6 @@ def _fork(source: HybridLayer, target: HybridLayer) -> None:
     target.store.share(source.store)
     seal(target.store, target.settings.prefill_tile)  # blocks of padding alone have digests, but no statistics to share
     target.last_queries, target.unplaced = source.last_queries, source.unplaced
-    target.state = copy.deepcopy(source.state)
+    target.policy.unpack_state(target.state, source.policy.pack_state(source.state))
     if target.resident is not None and source.resident is not None:
         target.resident.copy_from(source.resident)

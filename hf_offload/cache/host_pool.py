@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hf_offload.cache.memory import host_empty
+from hf_offload.cache.unchecked import Unchecked
 from hf_offload.cpu.packed import packed_bytes
 
 MIN_SLAB_BLOCKS = 64
@@ -35,6 +36,13 @@ class _Slabs:
     def used_bytes(self) -> int:
         """Bytes of the places that are taken."""
         return (self.places - len(self.free)) * self.nbytes
+
+    def adopt(self, slab: torch.Tensor) -> np.ndarray:
+        """Have a slab all of whose places are taken; their addresses, int64."""
+        self.pinned = self.pinned and slab.is_pinned()
+        self.tensors.append(slab)
+        self.places += len(slab)
+        return slab.data_ptr() + np.arange(len(slab), dtype=np.int64) * self.nbytes
 
     def take(self, count: int) -> np.ndarray:
         """Addresses of free places, ascending in fresh memory; int64 `[count]`."""
@@ -79,6 +87,8 @@ class HostPool:
         """Rises whenever an address in `block_ptr` has changed."""
         self.shared = False
         """Whether any block was ever held twice; until then no writer needs to look."""
+        self.unchecked: Unchecked | None = None
+        """What was mapped from a file and not been read yet: `BlockStore.check` goes before every reader."""
         self.lock = threading.RLock()
         self._left: deque[np.ndarray] = deque()
 
@@ -143,10 +153,31 @@ class HostPool:
             self._free.extend(range(first + more - 1, first - 1, -1))
         addresses = self._packed.take(count) | 1 if packed else self._plain.take(count)
         ids = np.array([self._free.pop() for _ in range(count)], np.int32)
+        if self.unchecked is not None:
+            self.unchecked.forget(ids)
         self.refcount[ids] = 1
         self.block_ptr[ids] = addresses
         self.revision += 1
         return ids
+
+    def adopt(self, plain: torch.Tensor | None, packed: torch.Tensor | None, table: np.ndarray) -> None:
+        """Take memory that is full of blocks, the first of an empty pool.
+
+        Args:
+            plain: `[n, Hkv, 2, block_size, D]`, contiguous, or None.
+            packed: `[m, Hkv, record]` uint8, contiguous, or None: they follow as blocks n to n + m - 1.
+            table: of any shape, the blocks that somebody holds, as often as they are held.
+        """
+        assert not self.num_blocks
+        parts = [np.zeros(0, np.int64)]
+        if plain is not None:
+            parts.append(self._plain.adopt(plain))
+        if packed is not None:
+            parts.append(self._packed.adopt(packed) | 1)
+        self.block_ptr = np.concatenate(parts)
+        self.refcount = np.bincount(table.ravel(), minlength=self.num_blocks).astype(np.int32)
+        self.shared = bool((self.refcount > 1).any())
+        self.revision += 1
 
     def bytes_of(self, ids: np.ndarray) -> int:
         """Bytes of blocks."""

@@ -9,6 +9,7 @@ import math
 import mmap
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -92,6 +93,13 @@ def host_empty(
     with contextlib.suppress(OSError):  # a kernel without huge pages gives ordinary ones
         region.madvise(mmap.MADV_HUGEPAGE)
     return whole[start : start + size].view(dtype).view(shape)
+
+
+def host_mapped(path: Path) -> torch.Tensor:
+    """The bytes of a file as a CPU tensor: pages come when they are touched; what is written never reaches the file."""
+    with path.open("rb") as file:
+        region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(region, dtype=torch.uint8)
 
 
 @functools.cache

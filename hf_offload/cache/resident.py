@@ -91,6 +91,25 @@ class ResidentSet:
                 part.clone() for part in (other.block_of, other.slot_of, other.worth, other.known)
             )
 
+    def restore(self, block_of: torch.Tensor, worth: torch.Tensor, known: torch.Tensor) -> None:
+        """Hold what another set with as many slots held, over a store with the same tokens; arguments: its attributes.
+
+        Blocks behind the store's tokens are empty: they get their slot alone.
+        """
+        self.store.reserve_table(self.store.num_blocks + 2)  # there is always room for the block that comes next
+        self.reserve()
+        device = self.pool.device
+        self.block_of.copy_(block_of)
+        self.worth[:, :, : worth.shape[2]] = worth[:, :, : self.worth.shape[2]].to(device)
+        self.known.copy_(known)
+        rows, heads, slots = (block_of >= 0).nonzero(as_tuple=True)
+        self.slot_of[rows, heads, block_of[rows, heads, slots].long()] = slots.int().to(device)
+        wanted = (block_of >= 0) & (block_of < self.store.num_blocks)
+        order = (~wanted).int().argsort(dim=-1, stable=True)  # slots that get data come first
+        moves = Moves(order.int().to(device), block_of.gather(2, order).to(device), wanted.sum(-1).int().to(device))
+        self.fetch(moves, "a saved resident set")
+        self.wait()
+
     def learn(self, score: torch.Tensor, limits: torch.Tensor, smoothing: float) -> None:
         """Take in how much blocks are wanted now: worth ← smoothing·worth + (1 − smoothing)·score.
 

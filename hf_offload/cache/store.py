@@ -74,7 +74,8 @@ class BlockStore:
         self.length = 0
         self.reserved = 0
         """Logical blocks that have a physical one; those behind the last token are empty."""
-        self._packed = 0  # the blocks before this one are all packed
+        self.packed_blocks = 0
+        """The blocks before this one are all packed."""
         self.sealed = 0
         """Blocks that have a digest: all full ones, once `sealing.seal` has run."""
         self._written: torch.cuda.Event | None = None
@@ -175,6 +176,7 @@ class BlockStore:
         if (self.pool.refcount[ids] == 1).all():
             return
         self.settle()
+        self.check(block, block + 1)
         for row in range(self.batch):
             old = ids[row]
             if self.pool.refcount[old] > 1:
@@ -244,7 +246,7 @@ class BlockStore:
 
     def has_old(self, length: int) -> bool:
         """Whether `pack_old` would find blocks that it has not looked at."""
-        return self.packs and self._old(length) > self._packed
+        return self.packs and self._old(length) > self.packed_blocks
 
     def _old(self, length: int) -> int:
         return length // self.block_size - -(-KEEP_TOKENS // self.block_size)
@@ -255,7 +257,8 @@ class BlockStore:
             return
         self.settle()
         full = self._old(length)
-        ids, mine = np.unique(self.table[:, self._packed : full], return_counts=True)
+        self.check(self.packed_blocks, full)
+        ids, mine = np.unique(self.table[:, self.packed_blocks : full], return_counts=True)
         plain = self.pool.block_ptr[ids] & 1 == 0
         ids, mine = ids[plain], mine[plain]
         others = self.pool.refcount[ids] > mine  # they may be reading: what they hold stays where it is
@@ -273,7 +276,7 @@ class BlockStore:
             self._pack_apart(ids[others], pack)
         if not others.all():
             self.pool.repack(ids[~others], pack)
-        self._packed = full
+        self.packed_blocks = full
 
     def _pack_apart(self, ids: np.ndarray, pack: Callable[[np.ndarray, np.ndarray], None]) -> None:
         """Pack blocks, ascending, into blocks of one's own; arguments as in `HostPool.repack`."""
@@ -319,6 +322,7 @@ class BlockStore:
             first: token.
         """
         self.settle()
+        self.check(first // self.block_size, -(-(first + k.shape[2]) // self.block_size))
         if not self.packs:
             return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
         size, count = self.block_size, k.shape[2]
@@ -333,6 +337,26 @@ class BlockStore:
             kv_dtype=self.dtype, dim=self.head_dim, block_size=size, keep=(k, v),
         )  # fmt: skip
 
+    def check(self, first: int, stop: int) -> None:
+        """Compare logical blocks of a mapped file that were not read before with what was saved.
+
+        Raises:
+            ValueError: the file was altered.
+        """
+        unchecked = self.pool.unchecked
+        if unchecked is not None:
+            ids = np.unique(self.table[:, first:stop]).astype(np.int64)
+            heads = np.tile(np.arange(self.num_kv_heads), len(ids))
+            unchecked.check(self.pool, np.repeat(ids, self.num_kv_heads), heads)
+
+    def check_selected(self, blocks: np.ndarray, counts: np.ndarray) -> None:
+        """As `check`, the blocks that each row and KV head chose: `[B, Hkv, C]` and `[B, Hkv]` int32."""
+        unchecked = self.pool.unchecked
+        if unchecked is not None:
+            meant = np.arange(blocks.shape[2]) < counts[:, :, None]
+            rows, heads, _ = np.nonzero(meant)
+            unchecked.check(self.pool, self.table[rows, blocks[meant]].astype(np.int64), heads)
+
     def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """The first `stop` tokens as pieces of at most `tile` tokens: (first token, K, V), each until the next one."""
         if self.worker is not None:
@@ -342,13 +366,14 @@ class BlockStore:
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens; nothing has happened if that fails."""
         keep = -(-length // self.block_size)
+        self.check(length // self.block_size, keep)  # it will be written into
         last = self.table[:, keep - 1 : keep]
         if length % self.block_size and (self.pool.block_ptr[last] & 1).any():
             self._reopen(keep - 1, length)
         self._release(keep)
         self.length = length
         self.sealed = min(self.sealed, length // self.block_size)
-        self._packed = min(self._packed, length // self.block_size)
+        self.packed_blocks = min(self.packed_blocks, length // self.block_size)
 
     def _release(self, keep: int) -> None:
         """Give back the physical blocks behind the first `keep` logical ones."""
@@ -388,13 +413,29 @@ class BlockStore:
         """
         other.settle()
         self.pool, self.table = other.pool, other.table.copy()
-        self.length, self.reserved, self._packed = other.length, other.num_blocks, other._packed
+        self.length, self.reserved, self.packed_blocks = other.length, other.num_blocks, other.packed_blocks
         if other.digests is None or other.digests.frozen:
             self.digests, self.sealed = other.digests, other.sealed
+        self._reserve_digests()
         self.pool.retain(self.table[:, : self.reserved])
         self.revision += 1
         if self._written is not None:
             weakref.finalize(self.pool, self._written.synchronize).atexit = False
+
+    def adopt(self, table: np.ndarray, width: int, length: int, sealed: int, packed: int) -> None:
+        """Hold blocks that the pool holds already, each as often as the table names it.
+
+        Args:
+            table: `[B, N]` int32.
+            width: logical blocks that the table is to have room for: what a device computes may be rounded by it.
+            length, sealed, packed: as the attributes.
+        """
+        self.table = np.zeros((self.batch, width), np.int32)
+        self.table[:, : table.shape[1]] = table
+        self.length, self.reserved = length, table.shape[1]
+        self.sealed, self.packed_blocks = sealed, packed
+        self._reserve_digests()
+        self.revision += 1
 
     def __del__(self) -> None:
         pool = getattr(self, "pool", None)

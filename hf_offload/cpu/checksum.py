@@ -1,6 +1,6 @@
 """Checksums of records, by address: 64 bits each, at the speed at which memory is read.
 
-Eight lanes take the 64-bit words in turn: x = lane XOR word, halves folded, times a prime, halves folded. Each step is a
+Eight lanes take the 64-bit words in turn: x = lane XOR word, halves folded, times a prime, halves folded. A step is a
 bijection: a change within one word always shows. Others go unseen with a probability of about 2⁻⁶⁴, if nobody means to
 deceive.
 """

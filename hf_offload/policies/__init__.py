@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from hf_offload.policies.base import Plan, Policy, Selection
@@ -39,4 +40,36 @@ def make_policy(policy: str | Policy, knobs: dict[str, Any]) -> Policy:
     return cls(**knobs)
 
 
-__all__ = ["POLICIES", "Full", "Plan", "Policy", "Scout", "Selection", "Window", "make_policy"]
+def describe_policy(policy: Policy) -> dict[str, Any]:
+    """A policy as its name and its knobs, for `json`.
+
+    Raises:
+        ValueError: it is none of `POLICIES`.
+    """
+    if POLICIES.get(policy.name) is not type(policy):
+        raise ValueError(f"{type(policy).__name__} is none of POLICIES, so it could not be made again; add it there")
+    knobs = dataclasses.asdict(policy)
+    return {"name": policy.name, "knobs": {k: str(v) if isinstance(v, Path) else v for k, v in knobs.items()}}
+
+
+def saved_policy(saved: dict[str, Any]) -> Policy:
+    """The policy that `describe_policy` has described.
+
+    Raises:
+        ValueError: it is none of `POLICIES`, or a knob's value is not allowed (any more).
+    """
+    return make_policy(saved["name"], saved["knobs"])
+
+
+__all__ = [
+    "POLICIES",
+    "Full",
+    "Plan",
+    "Policy",
+    "Scout",
+    "Selection",
+    "Window",
+    "describe_policy",
+    "make_policy",
+    "saved_policy",
+]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    import torch
+
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 
@@ -102,6 +104,20 @@ class Policy(ABC):
     def new_state(self, layer: HybridLayer) -> Any:
         """What this method remembers of one layer; dropped by `reset`."""
         return None
+
+    def pack_state(self, state: Any) -> dict[str, torch.Tensor]:
+        """What a layer's state holds between two forwards, for a fork or a saved cache.
+
+        Raises:
+            TypeError: this policy has states, but no `pack_state` and `unpack_state` of its own.
+        """
+        if state is not None:
+            raise TypeError(f"{type(self).__name__} needs pack_state and unpack_state: its layers have states")
+        return {}
+
+    def unpack_state(self, state: Any, packed: dict[str, torch.Tensor]) -> None:
+        """Make a new state what another was that gave `packed`."""
+        return
 
     def looks_ahead(self, layer: HybridLayer) -> bool:
         """Whether `before_layer` wants this layer's predicted query one layer early."""

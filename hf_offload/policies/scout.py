@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
@@ -155,6 +157,14 @@ class Scout(Policy):
 
     def new_state(self, layer: HybridLayer) -> ScoutState:
         return ScoutState(RecallClock.of(self.recall, self.threshold, layer.index, layer.device))
+
+    def pack_state(self, state: ScoutState) -> dict[str, torch.Tensor]:
+        return {"since": state.clock.since, "ratio": state.clock.ratio, "steps": torch.tensor(state.steps)}
+
+    def unpack_state(self, state: ScoutState, packed: dict[str, torch.Tensor]) -> None:
+        state.clock.since.copy_(packed["since"])
+        state.clock.ratio.copy_(packed["ratio"])
+        state.steps = int(packed["steps"])
 
     def looks_ahead(self, layer: HybridLayer) -> bool:
         return self.mode(layer) != "off"

@@ -1,0 +1,185 @@
+"""A saved cache read again: its small files at once, its blocks when they are wanted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load
+from torch import nn
+
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory import host_empty, host_mapped
+from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS
+from hf_offload.cache.stock import unpack
+from hf_offload.cache.takeover import device_of
+from hf_offload.cache.unchecked import Unchecked
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+RUNNING = {"tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout"}
+"""Knobs that say how a cache runs, not what it holds."""
+
+
+class SavedCache:
+    """A folder that `saving.save_cache` wrote: everything but the blocks, checked.
+
+    Args:
+        folder: of the cache.
+
+    Raises:
+        ValueError: it is none, it was saved by another version, or a file was cut short or altered.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        sums = self._read(SUMS)
+        self._digests = load(self._checked(DIGESTS, sums))
+        data = self._checked(CACHE, sums)
+        self._tensors = load(data)
+        length = int.from_bytes(data[:8], "little")
+        self.about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])
+        if self.about["format"] != FORMAT:
+            raise ValueError(
+                f"{folder} was saved in format {self.about['format']}, this version reads format {FORMAT}; run the "
+                "prompt again and save its cache anew"
+            )
+        self._start, self._entries = self._blocks_header()
+
+    def _read(self, name: str) -> bytes:
+        try:
+            return (self.folder / name).read_bytes()
+        except OSError as error:
+            raise ValueError(f"{self.folder} is no saved cache, or not all of one: {error}") from error
+
+    def _checked(self, name: str, sums: bytes) -> bytes:
+        data = self._read(name)
+        line = f"{hashlib.sha256(data).hexdigest()}  {name}\n".encode()
+        if line not in sums.splitlines(keepends=True):
+            raise self._altered(name)
+        return data
+
+    def _altered(self, name: str) -> ValueError:
+        return ValueError(
+            f"{self.folder / name} is not what was saved: it was cut short or altered; run the prompt again and save "
+            "its cache anew"
+        )
+
+    def _blocks_header(self) -> tuple[int, dict[str, Any]]:
+        """Where the blocks' data begin in their file, and what lies where."""
+        path = self.folder / BLOCKS
+        try:
+            with path.open("rb") as file:
+                head = file.read(8)
+                header = file.read(min(int.from_bytes(head, "little"), self.about["blocks"]["size"]))
+            size = path.stat().st_size
+        except OSError as error:
+            raise ValueError(f"{self.folder} is no saved cache, or not all of one: {error}") from error
+        known = self.about["blocks"]
+        if size != known["size"] or hashlib.sha256(header).hexdigest() != known["header"]:
+            raise self._altered(BLOCKS)
+        return 8 + len(header), json.loads(header)
+
+    def restore(self, layers: list[Any], modules: Sequence[nn.Module], *, place: bool) -> None:
+        """Fill the empty layers of a new cache.
+
+        Args:
+            layers: of the cache; stock layers among them are replaced.
+            modules: the model's decoder layers.
+            place: whether what was resident is to be resident again.
+
+        Raises:
+            ValueError: a file was altered, or the layers are of other kinds.
+        """
+        if len(layers) != len(self.about["layers"]):
+            raise ValueError(f"{self.folder} has {len(self.about['layers'])} layers, this model has {len(layers)}")
+        mapped: torch.Tensor | None = None
+        for index, (layer, told) in enumerate(zip(layers, self.about["layers"], strict=True)):
+            device, tensors = device_of(modules[index]), self._of_layer(index, self._tensors)
+            if ("stock" in told) == isinstance(layer, HybridLayer):
+                raise ValueError(f"layer {index} of {self.folder} is of another kind than in this model")
+            if "stock" in told:
+                unpack(layer, told["state"], tensors, device)
+            elif told:
+                padding = layer.settings.padding
+                if not padding.seen:
+                    padding.copy_from(self._tensors["padding"].numpy(), dense=self.about["dense"])
+                layer.revision = padding.revision
+                layer.slots = tensors["block_of"].shape[2] if place and "block_of" in tensors else None
+                layer.open(
+                    told["batch"], told["heads"], told["dim"], getattr(torch, told["dtype"]), device, told["length"]
+                )
+                if not layer.has_slots and mapped is None and self._entries:
+                    mapped = host_mapped(self.folder / BLOCKS)
+                self._fill(layer, told, tensors, self._of_layer(index, self._digests), mapped)
+
+    def _of_layer(self, index: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        prefix = f"layers.{index}."
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+    def _fill(
+        self,
+        layer: HybridLayer,
+        told: dict[str, Any],
+        tensors: dict[str, torch.Tensor],
+        digests: dict[str, torch.Tensor],
+        mapped: torch.Tensor | None,
+    ) -> None:
+        store = layer.store
+        assert store is not None
+        table, sums = tensors["table"].numpy(), tensors["sums"].numpy()
+        plain, packed = (self._slab(f"layers.{layer.index}.{kind}", layer, mapped) for kind in ("blocks", "packed"))
+        store.pool.adopt(plain, packed, table)
+        store.pool.unchecked = Unchecked(sums, self.folder / BLOCKS)
+        store.adopt(table, told["width"], told["length"], told["sealed"], told["packed"])
+        # The block that is written into next is read before it is asked for; with two memories all have been read now.
+        store.check(0 if layer.has_slots else store.length // store.block_size, store.num_blocks)
+        if store.digests is not None and digests:
+            for name in store.digests.tensors():
+                getattr(store.digests, name)[: len(sums)] = digests[f"digest.{name}"].to(layer.device)
+            for name in store.digests.statistics:
+                setattr(store.digests, name, digests[f"statistics.{name}"].to(layer.device))
+            store.digests.frozen = told["frozen"]
+        layer.scale, layer.softcap = told["scale"], told["softcap"]
+        if "queries" in tensors:
+            layer.last_queries = tensors["queries"].to(layer.device)
+        state = {name.removeprefix("state."): part for name, part in tensors.items() if name.startswith("state.")}
+        layer.policy.unpack_state(layer.state, state)
+        if layer.resident is not None and layer.slots is not None and told["placed"]:
+            with layer.mirror.current():
+                layer.resident.restore(tensors["block_of"], tensors["worth"], tensors["known"])
+            layer.unplaced = False
+
+    def _slab(self, name: str, layer: HybridLayer, mapped: torch.Tensor | None) -> torch.Tensor | None:
+        """Blocks of one kind: a part of the mapped file, or read into memory that a GPU can reach."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        start, end = (self._start + place for place in entry["data_offsets"])
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        if mapped is not None:
+            return mapped[start:end].view(dtype).view(shape)
+        slab = host_empty(tuple(shape), dtype, pin=layer.device.type == "cuda")
+        with (self.folder / BLOCKS).open("rb") as file:
+            file.seek(start)
+            if file.readinto(slab.view(-1).view(torch.uint8).numpy().data) != end - start:
+                raise self._altered(BLOCKS)
+        return slab
+
+
+def merge_knobs(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The knobs of a cache that is loaded.
+
+    Raises:
+        ValueError: a knob is given on which what was saved depends.
+    """
+    if fixed := sorted(given.keys() - RUNNING):
+        raise ValueError(
+            f"{', '.join(fixed)}: a saved cache keeps its own; what can be given is {', '.join(sorted(RUNNING))}"
+        )
+    if given.keys() & {"resident", "device_budget"}:
+        saved = {**saved, "resident": None, "device_budget": None}
+    return saved | given

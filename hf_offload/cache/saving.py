@@ -1,0 +1,260 @@
+"""A cache written into a folder: blocks, digests and everything else, in the safetensors format.
+
+    blocks.safetensors    K and V as they lie in the pool, so that the file can be mapped as a slab
+    digests.safetensors   what the blocks are scored by
+    cache.safetensors     tables, checksums of the blocks' records, padding, resident sets, policy states; and in its
+                          metadata, under "about", a JSON text: policy, knobs, sizes, the model's fingerprint
+    SHA256SUMS            of the two small files
+
+The folder is written under another name and gets its own when it is whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.stock import pack
+from hf_offload.cache.store import BlockStore
+from hf_offload.cache.unchecked import record_sums
+
+FORMAT = 1
+"""Rises when a cache that was saved before cannot be read any more, such as with another layout of packed records."""
+BLOCKS, DIGESTS, CACHE, SUMS = "blocks.safetensors", "digests.safetensors", "cache.safetensors", "SHA256SUMS"
+ALIGNMENT = 4096  # of the blocks' data in their file
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
+_RUN = 1 << 24  # bytes that are written at once
+
+
+def save_cache(folder: Path, layers: list[Any], about: dict[str, Any]) -> None:
+    """Write the layers of a cache, nothing of which is in flight; a saved cache that is there is replaced.
+
+    Args:
+        folder: where to.
+        layers: of the cache.
+        about: what is to be known of it beside them, for `json`.
+
+    Raises:
+        ValueError: something else than a saved cache is there.
+        TypeError: a stock layer holds what cannot be saved.
+    """
+    if sys.byteorder != "little":
+        raise ValueError("caches are saved on machines with the least significant byte first only")
+    there = folder.exists()
+    if there and not (folder / SUMS).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        _write(partial, layers, about)
+        partial.chmod(0o777 & ~_umask())
+        _replace(folder, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o22)
+    os.umask(mask)
+    return mask
+
+
+def _replace(folder: Path, partial: Path) -> None:
+    if not folder.exists():
+        partial.rename(folder)
+        return
+    old = partial.with_suffix(".old")
+    folder.rename(old)
+    try:
+        partial.rename(folder)
+    except BaseException:
+        old.rename(folder)
+        raise
+    shutil.rmtree(old)  # a cache that was loaded from there keeps its file
+
+
+def _write(folder: Path, layers: list[Any], about: dict[str, Any]) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    digests: dict[str, torch.Tensor] = {}
+    stores: dict[int, tuple[BlockStore, np.ndarray]] = {}
+    described = []
+    for index, layer in enumerate(layers):
+        prefix = f"layers.{index}."
+        if not isinstance(layer, HybridLayer):
+            kind, state, found = pack(layer)
+            described.append({"stock": kind, "state": state})
+            tensors |= {prefix + name: tensor for name, tensor in found.items()}
+        elif layer.store is None:
+            described.append({})
+        else:
+            layer.write_back()
+            layer.store.settle()
+            layer.store.check(0, layer.store.num_blocks)
+            ids = _blocks(layer.store)
+            stores[index] = layer.store, ids
+            described.append(_describe(layer))
+            tensors |= {prefix + name: tensor for name, tensor in _tensors(layer, ids).items()}
+            digests |= {prefix + name: tensor for name, tensor in _digests(layer.store, ids).items()}
+    padding = next(layer.settings.padding for layer in layers if isinstance(layer, HybridLayer))
+    tensors["padding"] = torch.from_numpy(padding.valid[:, : padding.seen].copy())
+    with (folder / BLOCKS).open("wb") as file:
+        header = _write_blocks(file, stores, tensors)
+        size = file.tell()
+        _sync(file)
+    about = {
+        **about, "format": FORMAT, "layers": described, "dense": padding.dense,
+        "blocks": {"header": hashlib.sha256(header).hexdigest(), "size": size},
+    }  # fmt: skip
+    sums = {}
+    for name, data in (
+        (DIGESTS, save(digests)),
+        (CACHE, save(tensors, {"about": json.dumps(about)})),
+    ):
+        sums[name] = hashlib.sha256(data).hexdigest()
+        _write_file(folder / name, data)
+    _write_file(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode())
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())  # a folder must not get its name before its files are on the disk
+
+
+def _blocks(store: BlockStore) -> np.ndarray:
+    """The physical blocks of a store in the order of the file: those not packed, then the packed; row by row."""
+    used = store.table[:, : store.num_blocks]
+    ids, first = np.unique(used, return_index=True)
+    found: np.ndarray = ids[np.lexsort((first, store.pool.block_ptr[ids] & 1))]
+    return found
+
+
+def _describe(layer: HybridLayer) -> dict[str, Any]:
+    store = layer.store
+    assert store is not None
+    return {
+        "batch": store.batch, "heads": store.num_kv_heads, "dim": store.head_dim,
+        "dtype": str(store.dtype).removeprefix("torch."), "length": store.length, "sealed": store.sealed,
+        "packed": store.packed_blocks, "frozen": store.digests is not None and store.digests.frozen,
+        "width": store.table.shape[1], "scale": layer.scale, "softcap": layer.softcap, "placed": not layer.unplaced,
+    }  # fmt: skip
+
+
+def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
+    store = layer.store
+    assert store is not None
+    numbers = np.zeros(store.pool.num_blocks, np.int32)
+    numbers[ids] = np.arange(len(ids))
+    found = {"table": torch.from_numpy(numbers[store.table[:, : store.num_blocks]])}
+    if layer.last_queries is not None:
+        found["queries"] = layer.last_queries
+    for name, tensor in layer.policy.pack_state(layer.state).items():
+        found[f"state.{name}"] = tensor
+    if layer.resident is not None:
+        resident = layer.resident
+        found |= {"block_of": resident.block_of, "worth": resident.worth, "known": resident.known}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+
+
+def _digests(store: BlockStore, ids: np.ndarray) -> dict[str, torch.Tensor]:
+    digests, found = store.digests, {}
+    if digests is None or not store.sealed:
+        return {}
+    index = torch.from_numpy(ids.astype(np.int64))
+    empty = torch.from_numpy(~np.isin(ids, store.table[:, : store.sealed]))  # what is there is nobody's digest
+    for name in digests.tensors():
+        found[f"digest.{name}"] = getattr(digests, name)[index.to(digests.device)].cpu()
+        found[f"digest.{name}"][empty] = 0
+    for name in digests.statistics:
+        found[f"statistics.{name}"] = getattr(digests, name).cpu()
+    return found
+
+
+def _write_blocks(
+    file: BinaryIO, stores: dict[int, tuple[BlockStore, np.ndarray]], tensors: dict[str, torch.Tensor]
+) -> bytes:
+    """Write the file of the blocks and note their checksums among the tensors; returns the file's header."""
+    parts: list[tuple[BlockStore, np.ndarray, bool]] = []
+    entries: dict[str, Any] = {}
+    end = 0
+    for index, (store, ids) in stores.items():
+        packed = store.pool.block_ptr[ids] & 1
+        shapes = {
+            "blocks": (store.dtype, [*store.pool.block_shape], store.pool.block_bytes),
+            "packed": (torch.uint8, [store.num_kv_heads, store.pool.packed_record_bytes], 0),
+        }
+        for kind, (name, (dtype, shape, nbytes)) in enumerate(shapes.items()):
+            mine = ids[packed == kind]
+            if len(mine):
+                start, end = end, end + len(mine) * (nbytes or shape[0] * shape[1])
+                entries[f"layers.{index}.{name}"] = {
+                    "dtype": _NAMES[dtype], "shape": [len(mine), *shape], "data_offsets": [start, end],
+                }  # fmt: skip
+                parts.append((store, mine, kind == 1))
+    header = json.dumps(entries).encode()
+    header += b" " * (-(len(header) + 8) % ALIGNMENT)
+    file.write(len(header).to_bytes(8, "little") + header)
+    sums: dict[int, list[np.ndarray]] = {}
+    for store, ids, is_packed in parts:
+        sums.setdefault(id(store), []).append(_write_part(file, store, ids, is_packed))
+    for index, (store, _) in stores.items():
+        tensors[f"layers.{index}.sums"] = torch.from_numpy(np.concatenate(sums.get(id(store), [])))
+    return header
+
+
+def _write_part(file: BinaryIO, store: BlockStore, ids: np.ndarray, is_packed: bool) -> np.ndarray:
+    """Write the blocks of one kind of a layer; the checksums of their records, int64 `[n, Hkv]`."""
+    pool, heads = store.pool, np.arange(store.num_kv_heads)
+    record = pool.packed_record_bytes if is_packed else pool.record_bytes
+    nbytes = record * store.num_kv_heads
+    addresses = pool.block_ptr[ids].copy()
+    tails = _tails(store, ids)
+    for place, tail in tails.items():
+        addresses[place] = tail.ctypes.data
+    step = record * heads
+    sums = record_sums((addresses[:, None] + step).ravel(), pool.record_bytes, pool.packed_record_bytes)
+    for start, stop in _runs(addresses & ~1, nbytes):
+        run = (ctypes.c_char * ((stop - start) * nbytes)).from_address(int(addresses[start]) & ~1)
+        file.write(memoryview(run))
+    return sums.reshape(len(ids), store.num_kv_heads)
+
+
+def _tails(store: BlockStore, ids: np.ndarray) -> dict[int, np.ndarray]:
+    """Copies of the blocks that are not full, by their place in `ids`; what is behind the tokens is 0 in them."""
+    filled = store.length % store.block_size
+    found = {}
+    for place in np.flatnonzero(np.isin(ids, store.table[:, store.num_blocks - 1])) if filled else ():
+        address = int(store.pool.block_ptr[ids[place]])
+        raw = np.frombuffer(memoryview((ctypes.c_char * store.pool.block_bytes).from_address(address)), np.uint8)
+        copy = raw.reshape(2 * store.num_kv_heads, store.block_size, -1).copy()
+        copy[:, filled:] = 0
+        found[int(place)] = copy
+    return found
+
+
+def _runs(addresses: np.ndarray, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Where blocks follow one another in memory: first and end of each run, of a bounded size."""
+    start = 0
+    for place in range(1, len(addresses) + 1):
+        apart = place == len(addresses) or addresses[place] != addresses[place - 1] + nbytes
+        if apart or (place - start) * nbytes >= _RUN:
+            yield start, place
+            start = place

@@ -1,0 +1,286 @@
+"""`cache.save(folder)` and `HybridCache.load(folder, model)`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from test_exactness import assert_equal
+from test_fork import make
+from test_from_cache import decode, prefill
+from tiny import ONE_MEMORY, prompt, tiny_model
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.cache import saving
+
+PROMPT = 333
+MEMORIES: dict[str, dict[str, Any]] = {"one": ONE_MEMORY, "split": {"tier": "split", "resident": 128}}
+FILES = ("SHA256SUMS", "cache.safetensors", "digests.safetensors", "blocks.safetensors")
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {family: tiny_model(family) for family in ("llama", "gemma3")}
+
+
+@pytest.fixture(scope="module")
+def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A folder with a cache, and the token and mask that follow."""
+    folder = tmp_path_factory.mktemp("saved") / "cache"
+    ids, mask = prompt(2, PROMPT)
+    cache = make(models["llama"], "scout", "one")
+    token = prefill(models["llama"], cache, ids, mask)
+    cache.save(folder)
+    return folder, token, mask
+
+
+@pytest.mark.parametrize(
+    ("case", "tier", "steps"),
+    [
+        ("full", "one", 0),
+        ("full-int8", "one", 21),
+        ("window", "split", 3),
+        ("scout", "one", 21),
+        ("scout", "split", 0),
+        ("scout", "split", 19),  # the next token begins a block
+        ("scout-quest-int8", "one", 0),
+        ("scout-attend", "one", 5),
+        ("scout-attend", "split", 21),
+        ("scout-attend-int8", "one", 21),
+    ],
+)
+def test_goes_on_bit_by_bit(
+    models: dict[str, PreTrainedModel], tmp_path: Path, case: str, tier: str, steps: int
+) -> None:
+    model = models["gemma3" if case == "scout" else "llama"]
+    ids, mask = prompt(2, PROMPT)
+    cache = make(model, case, tier)
+    token = prefill(model, cache, ids, mask)
+    if steps:
+        token = decode(model, cache, token, mask, steps)[0][:, -1:]
+        mask = torch.cat([mask, mask.new_ones(2, steps)], 1)
+    cache.save(tmp_path / "cache")
+    first, second = (HybridCache.load(tmp_path / "cache", model, prefill_tile=64) for _ in range(2))
+    assert first.get_seq_length() == cache.get_seq_length()
+    assert first.policy == cache.policy
+    want = decode(model, cache, token, mask, 40)
+    contents = (tmp_path / "cache" / "blocks.safetensors").read_bytes()
+    for loaded in (first, second):
+        got = decode(model, loaded, token, mask, 40)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+    assert (tmp_path / "cache" / "blocks.safetensors").read_bytes() == contents  # nobody wrote into the file
+    first.save(tmp_path / "again")
+    cache.save(tmp_path / "cache")  # second still reads the old file
+    for name in FILES[2:]:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "cache" / name).read_bytes()
+    second.reset()
+
+
+def test_int8_with_two_memories_goes_on_up_to_its_codes(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
+    """A slot may hold a block as it was before it was packed; after loading it holds what the codes say."""
+    model = models["llama"]
+    ids, mask = prompt(2, PROMPT)
+    cache = make(model, "full-int8", "split")
+    token = prefill(model, cache, ids, mask)
+    token = decode(model, cache, token, mask, 30)[0][:, -1:]
+    mask = torch.cat([mask, mask.new_ones(2, 30)], 1)
+    cache.save(tmp_path / "cache")
+    want = decode(model, cache, token, mask, 3)
+    got = decode(model, HybridCache.load(tmp_path / "cache", model), token, mask, 3)
+    assert torch.equal(got[0], want[0])
+    assert (got[1] - want[1]).abs().max() < 0.02 * want[1].abs().max()
+
+
+@pytest.mark.parametrize(("before", "after"), [("one", "split"), ("split", "one")])
+def test_another_tier_may_go_on(models: dict[str, PreTrainedModel], tmp_path: Path, before: str, after: str) -> None:
+    model = models["llama"]
+    ids, mask = prompt(2, PROMPT)
+    cache = make(model, "full", before)
+    token = prefill(model, cache, ids, mask)
+    cache.save(tmp_path / "cache")
+    want = decode(model, cache, token, mask, 20)
+    assert_equal(decode(model, HybridCache.load(tmp_path / "cache", model, **MEMORIES[after]), token, mask, 20), want)
+
+
+def test_a_loaded_cache_is_a_cache(models: dict[str, PreTrainedModel], saved: Any) -> None:
+    folder, token, mask = saved
+    model = models["llama"]
+    base = HybridCache.load(folder, model)
+    forks = [base.fork() for _ in range(2)]
+    want = decode(model, base, token, mask, 20)
+    decode(model, forks[0], torch.full_like(token, 99), mask, 20)
+    assert torch.equal(decode(model, forks[1], token, mask, 20)[1], want[1])
+    forks[0].crop(-150)
+    forks[0].reorder_cache(torch.tensor([1, 1]))
+    assert forks[0].to_dynamic().get_seq_length() == PROMPT + 20 - 150
+    with torch.no_grad():  # a longer turn
+        ids, _ = prompt(2, 100, seed=9)
+        more = torch.cat([mask, mask.new_ones(2, 120)], 1)
+        base_logits, fork_logits = (
+            model(ids, attention_mask=more, past_key_values=one).logits for one in (base, forks[1])
+        )
+    assert torch.equal(base_logits, fork_logits)
+
+
+def test_the_files_are_safetensors(saved: Any) -> None:
+    folder = saved[0]
+    for name in FILES[1:]:
+        with safe_open(folder / name, "pt") as file:
+            assert all(file.get_tensor(key) is not None for key in file.keys())  # noqa: SIM118
+    with safe_open(folder / "blocks.safetensors", "pt") as file:
+        blocks = file.get_tensor("layers.0.blocks")
+    assert blocks.shape == (2 * 21, 2, 2, 16, 16)
+    assert not blocks[20, :, :, PROMPT % 16 :].any()  # what was in memory behind the tokens is not written
+
+
+def test_only_what_is_wanted_is_read(models: dict[str, PreTrainedModel], saved: Any) -> None:
+    folder, token, mask = saved
+    cache = HybridCache.load(folder, models["llama"])
+    decode(models["llama"], cache, token, mask, 3)
+    for layer in cache.layers:
+        unchecked = layer.store.pool.unchecked
+        assert 0.2 < unchecked.todo.mean() < 0.8
+    before = [layer.store.gather(0, PROMPT)[0] for layer in cache.layers]
+    assert all(layer.store.pool.unchecked is None for layer in cache.layers)
+    assert all(torch.isfinite(k).all() for k in before)
+
+
+# --- what is wrong with a folder --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", MEMORIES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_is_noticed(
+    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path, name: str, tier: str
+) -> None:
+    model = models["llama"]
+    folder = tmp_path / "cache"
+    shutil.copytree(saved[0], folder)
+    data = bytearray((folder / name).read_bytes())
+    generator = torch.Generator().manual_seed(0)
+    count = len(data) if len(data) < 200 else 24
+    places = torch.randperm(len(data), generator=generator)[:count].tolist()
+    if name == "blocks.safetensors":
+        places += [0, 8, 4095, 4096, len(data) - 1]
+    for place in places:
+        old = data[place]
+        data[place] ^= 1 << place % 8
+        (folder / name).write_bytes(data)
+        with pytest.raises(ValueError, match=r"not what was saved|not all of one"):
+            HybridCache.load(folder, model, **MEMORIES[tier]).to_dynamic()
+        data[place] = old
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_cut_short_or_missing_is_noticed(
+    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "cache"
+    shutil.copytree(saved[0], folder)
+    whole = (folder / name).read_bytes()
+    for keep in (0, 7, len(whole) // 2, len(whole) - 1):
+        (folder / name).write_bytes(whole[:keep])
+        with pytest.raises(ValueError, match="not what was saved"):
+            HybridCache.load(folder, models["llama"])
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match="not all of one"):
+        HybridCache.load(folder, models["llama"])
+
+
+def test_an_altered_block_is_noticed_where_it_is_attended(
+    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path
+) -> None:
+    model = models["llama"]
+    folder = tmp_path / "cache"
+    shutil.copytree(saved[0], folder)
+    with (folder / "blocks.safetensors").open("r+b") as file:
+        file.seek(4096)  # a sink: always attended
+        file.write(b"\xff")
+    cache = HybridCache.load(folder, model)
+    with pytest.raises(ValueError, match=r"blocks\.safetensors is not what was saved"):
+        decode(model, cache, saved[1], saved[2], 1)
+    with pytest.raises(ValueError, match="not what was saved"):
+        cache.save(tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_another_model_is_refused(saved: Any) -> None:
+    with pytest.raises(ValueError, match=r"weight .* has other values"):
+        HybridCache.load(saved[0], tiny_model("llama", seed=1))
+    with pytest.raises(ValueError, match="model_type was 'llama', here it is 'qwen3'"):
+        HybridCache.load(saved[0], tiny_model("qwen3"))
+    with pytest.raises(ValueError, match="another dtype"):
+        HybridCache.load(saved[0], tiny_model("llama").bfloat16())
+    with pytest.raises(ValueError, match="set_attn_implementation"):
+        HybridCache.load(saved[0], tiny_model("llama", "sdpa"))
+    model = tiny_model("llama")
+    model.model.layers[3].mlp = torch.nn.Identity()
+    with pytest.raises(ValueError, match="is missing here"):
+        HybridCache.load(saved[0], model)
+
+
+def test_another_format_is_refused(
+    models: dict[str, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make(models["llama"], "full", "one")
+    monkeypatch.setattr(saving, "FORMAT", 7)
+    cache.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="saved in format 7"):
+        HybridCache.load(tmp_path / "cache", models["llama"])
+
+
+def test_knobs_on_which_the_blocks_depend_stay(models: dict[str, PreTrainedModel], saved: Any) -> None:
+    with pytest.raises(ValueError, match="block_size: a saved cache keeps its own"):
+        HybridCache.load(saved[0], models["llama"], block_size=32)
+    assert HybridCache.load(saved[0], models["llama"], threads=2).settings.worker.threads == 2
+
+
+# --- where it is written ----------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_leaves_the_old_one(
+    models: dict[str, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models["llama"]
+    ids, mask = prompt(1, 40)
+    cache = make(model, "full", "one")
+    folder = tmp_path / "deep" / "cache"
+    cache.save(folder)  # an empty one may be saved
+    assert HybridCache.load(folder, model).get_seq_length() == 0
+    prefill(model, cache, ids, mask)
+
+    def fail(*args: Any) -> None:
+        raise OSError(28, "no space left on device")
+
+    for site in ("_sync", "save"):
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, site, fail)
+            with pytest.raises(OSError, match="no space left"):
+                cache.save(folder)
+        assert os.listdir(folder.parent) == ["cache"]
+        assert HybridCache.load(folder, model).get_seq_length() == 0
+    cache.save(folder)
+    assert os.listdir(folder.parent) == ["cache"]
+    assert HybridCache.load(folder, model).get_seq_length() == 40
+
+
+def test_other_peoples_files_are_left_alone(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
+    cache = make(models["llama"], "full", "one")
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "one.txt").write_text("dear")
+    for taken in (tmp_path / "letters", tmp_path / "letters" / "one.txt"):
+        with pytest.raises(ValueError, match="no saved cache"):
+            cache.save(taken)
+    with pytest.raises(ValueError, match="no saved cache"):
+        HybridCache.load(tmp_path / "letters", models["llama"])
+    (tmp_path / "empty").mkdir()
+    cache.save(tmp_path / "empty")
+    assert sorted(os.listdir(tmp_path)) == ["empty", "letters"]
