@@ -25,7 +25,10 @@ from hf_offload.policies import Policy, describe_policy, saved_policy
 
 
 class Portable(Cache):
-    """What `HybridCache` offers beyond one cache and one process."""
+    """What `HybridCache` offers beyond one cache and one process.
+
+    Whoever calls it, the tensors that are made are written in other modes, too: hence `inference_mode(False)`.
+    """
 
     policy: Policy
     settings: Settings
@@ -49,6 +52,7 @@ class Portable(Cache):
         return cast(Any, cls)(model, policy, **knobs)  # type: ignore[no-any-return]
 
     @classmethod
+    @torch.inference_mode(False)
     def from_cache(
         cls,
         cache: DynamicCache,
@@ -73,6 +77,7 @@ class Portable(Cache):
         take_over(made.layers, cache, made._attachment.layers, attention_mask, made._config)
         return made
 
+    @torch.inference_mode(False)
     def to_dynamic(self) -> DynamicCache:
         """A `DynamicCache` with the tokens of this one, layer by layer, on the model's device; this one stays."""
         self.undo()
@@ -86,6 +91,7 @@ class Portable(Cache):
         made.layers = layers
         return made
 
+    @torch.inference_mode(False)
     def fork(self) -> Self:
         """Another cache of the same model that goes on from the same tokens; both may run, in threads too.
 
@@ -130,6 +136,7 @@ class Portable(Cache):
         save_cache(Path(folder), self.layers, about)
 
     @classmethod
+    @torch.inference_mode(False)
     def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel, **knobs: Any) -> Self:
         """The cache that `save` wrote, for the same model.
 

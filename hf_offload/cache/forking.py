@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
+from hf_offload.cache.sharing import share_blocks
 from hf_offload.cache.stock import copy_layer
 
 
@@ -35,7 +36,7 @@ def _fork(source: HybridLayer, target: HybridLayer) -> None:
     target.slots = None if source.resident is None else source.resident.slots
     target.open(source.store.batch, source.store.num_kv_heads, source.store.head_dim, source.dtype, source.device)
     assert target.store is not None
-    target.store.share(source.store)
+    share_blocks(target.store, source.store)
     seal(target.store, target.settings.prefill_tile)  # blocks of padding alone have digests, but no statistics to share
     target.last_queries, target.unplaced = source.last_queries, source.unplaced
     target.policy.unpack_state(target.state, source.policy.pack_state(source.state))

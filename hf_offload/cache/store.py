@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -13,11 +13,12 @@ from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.mirror import TableMirror
+from hf_offload.cache.packing import gathering_packed, pack_blocks, pack_tokens
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.sharing import own_block
 from hf_offload.cache.tiles import LOWER_TILE, TILE, tiles_ahead
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.packed import pack_records, unpack_records
 from hf_offload.cpu.worker import Worker
 from hf_offload.gpu.move import PackedLayout, store_tokens
 
@@ -78,11 +79,12 @@ class BlockStore:
         """The blocks before this one are all packed."""
         self.sealed = 0
         """Blocks that have a digest: all full ones, once `sealing.seal` has run."""
-        self._written: torch.cuda.Event | None = None
+        self.event: torch.cuda.Event | None = None
+        """After the last work that writes into blocks, on a CUDA device."""
         if device.type == "cuda":
-            self._written = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             # Slabs that are let go may have a new owner at once.
-            weakref.finalize(self.pool, self._written.synchronize).atexit = False
+            weakref.finalize(self.pool, self.event.synchronize).atexit = False
 
     @property
     def packed(self) -> PackedLayout | None:
@@ -136,14 +138,14 @@ class BlockStore:
                     count = max(stop - first, 0)
                     taken.append(self.pool.allocate(self.batch * count, packed=first in packed))
                     self.table[:, first : first + count] = taken[-1].reshape(self.batch, count)
-                self._reserve_digests()
+                self.reserve_digests()
             except BaseException:  # no memory: all of them or none
                 self.pool.release(np.concatenate([np.zeros(0, np.int32), *taken]))
                 raise
             self.reserved = need
             self.revision += 1
 
-    def _reserve_digests(self) -> None:
+    def reserve_digests(self) -> None:
         """Have room for the digest of every physical block."""
         if self.digests is not None:
             self.digests.reserve(self.pool.num_blocks)
@@ -158,38 +160,18 @@ class BlockStore:
 
     def written(self) -> None:
         """Note that the model's stream has been given work that writes into blocks."""
-        assert self._written is not None
-        self._written.record(torch.cuda.current_stream(self.device))
+        assert self.event is not None
+        self.event.record(torch.cuda.current_stream(self.device))
 
     def settle(self) -> None:
         """Wait for what a stream writes into blocks; the host reads them only after that, or behind that stream."""
-        if self._written is not None:
-            self._written.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
 
     def own(self, blocks: range) -> None:
         """Have blocks to write into, or to give other digests: whoever shares them keeps the old ones."""
         for block in blocks if self.pool.shared else ():
-            self._own(block)
-
-    def _own(self, block: int) -> None:
-        ids = self.table[:, block]
-        if (self.pool.refcount[ids] == 1).all():
-            return
-        self.settle()
-        self.check(block, block + 1)
-        for row in range(self.batch):
-            old = ids[row]
-            if self.pool.refcount[old] > 1:
-                source = self.pool.block_ptr[old : old + 1]
-                packed = bool(source[0] & 1)
-                new = self.pool.allocate(1, packed=packed)
-                self._reserve_digests()
-                records = self.pool.packed_record_bytes if packed else self.pool.record_bytes
-                target = self.pool.block_ptr[new] & ~1
-                movers.copy_records(source & ~1, target, self.num_kv_heads * records).run("a copy of shared blocks")
-                self.pool.release(ids[row : row + 1])
-                self.table[row, block] = new[0]
-                self.revision += 1
+            own_block(self, block)
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write K and V `[B, Hkv, T, D]`, on the model's device or on the host, behind the tokens that are there."""
@@ -228,21 +210,7 @@ class BlockStore:
                     "an append"
                 )
         if old:
-            self._pack_tokens(k, v, old)
-
-    def _pack_tokens(self, k: torch.Tensor, v: torch.Tensor, blocks: range) -> None:
-        """Pack whole blocks of new K and V `[B, Hkv, T, D]`, which begin at token `self.length`."""
-        rows, heads, block = (x.ravel() for x in np.indices((self.batch, self.num_kv_heads, len(blocks))))
-        token = (block + blocks.start) * self.block_size - self.length
-        size = self.dtype.itemsize
-        keys, values = (
-            x.data_ptr() + size * (rows * x.stride(0) + heads * x.stride(1) + token * x.stride(2)) for x in (k, v)
-        )
-        records = self.pool.addresses(self.table[rows, block + blocks.start], heads) - 1
-        pack_records(
-            keys, values, size * k.stride(2), size * v.stride(2), records, kv_dtype=self.dtype, dim=self.head_dim,
-            block_size=self.block_size, keep=(k, v),
-        ).run("packing")  # fmt: skip
+            pack_tokens(self, k, v, old)
 
     def has_old(self, length: int) -> bool:
         """Whether `pack_old` would find blocks that it has not looked at."""
@@ -253,51 +221,9 @@ class BlockStore:
 
     def pack_old(self, length: int) -> None:
         """Pack the full blocks that are old when the rows have `length` tokens; nothing may be reading them."""
-        if not self.has_old(length):
-            return
-        self.settle()
-        full = self._old(length)
-        self.check(self.packed_blocks, full)
-        ids, mine = np.unique(self.table[:, self.packed_blocks : full], return_counts=True)
-        plain = self.pool.block_ptr[ids] & 1 == 0
-        ids, mine = ids[plain], mine[plain]
-        others = self.pool.refcount[ids] > mine  # they may be reading: what they hold stays where it is
-        heads, step = np.arange(self.num_kv_heads), self.head_dim * self.dtype.itemsize
-
-        def pack(old: np.ndarray, new: np.ndarray) -> None:
-            keys = (old[:, None] + self.pool.record_bytes * heads).ravel()
-            records = (new[:, None] + self.pool.packed_record_bytes * heads).ravel()
-            pack_records(
-                keys, keys + self.pool.record_bytes // 2, step, step, records, kv_dtype=self.dtype, dim=self.head_dim,
-                block_size=self.block_size,
-            ).run("packing")  # fmt: skip
-
-        if others.any():
-            self._pack_apart(ids[others], pack)
-        if not others.all():
-            self.pool.repack(ids[~others], pack)
-        self.packed_blocks = full
-
-    def _pack_apart(self, ids: np.ndarray, pack: Callable[[np.ndarray, np.ndarray], None]) -> None:
-        """Pack blocks, ascending, into blocks of one's own; arguments as in `HostPool.repack`."""
-        new = self.pool.allocate(len(ids), packed=True)
-        try:
-            self._reserve_digests()
-            pack(self.pool.block_ptr[ids], self.pool.block_ptr[new] - 1)
-        except BaseException:
-            self.pool.release(new)
-            raise
-        if self.digests is not None:
-            self.digests.copy(ids, new)
-        table = self.table.copy()
-        held = np.isin(table[:, : self.reserved], ids).nonzero()
-        old = self.table[held]
-        table[held] = new[np.searchsorted(ids, old)]
-        self.pool.retain(table[held])
-        self.pool.release(new)
-        self.pool.release(old)
-        self.table = table
-        self.revision += 1
+        if self.has_old(length):
+            self.settle()
+            pack_blocks(self, self._old(length))
 
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens `first … first + count - 1` as contiguous `[B, Hkv, count, D]` on the model's device."""
@@ -323,19 +249,9 @@ class BlockStore:
         """
         self.settle()
         self.check(first // self.block_size, -(-(first + k.shape[2]) // self.block_size))
-        if not self.packs:
-            return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
-        size, count = self.block_size, k.shape[2]
-        blocks = np.arange(first // size, -(-(first + count) // size))
-        rows, heads, block = (x.ravel() for x in np.indices((self.batch, self.num_kv_heads, len(blocks))))
-        begins = np.maximum(blocks * size, first)  # of each block, the tokens that are wanted
-        ends = np.minimum((blocks + 1) * size, first + count)
-        places = 4 * self.head_dim * ((rows * self.num_kv_heads + heads) * count + (begins - first)[block])
-        return unpack_records(
-            self.pool.addresses(self.table[rows, blocks[block]], heads), (begins % size).astype(np.int32)[block],
-            (ends - begins).astype(np.int32)[block], k.data_ptr() + places, v.data_ptr() + places,
-            kv_dtype=self.dtype, dim=self.head_dim, block_size=size, keep=(k, v),
-        )  # fmt: skip
+        if self.packs:
+            return gathering_packed(self, k, v, first)
+        return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
 
     def check(self, first: int, stop: int) -> None:
         """Compare logical blocks of a mapped file that were not read before with what was saved.
@@ -387,7 +303,7 @@ class BlockStore:
         k, v = (x.to("cpu") for x in self.gather(first, length - first))
         table[:, block] = self.pool.allocate(self.batch)
         try:
-            self._reserve_digests()
+            self.reserve_digests()
             movers.write_tokens(k, v, self.pool.block_ptr, table, first, self.block_size).run("a crop")
         except BaseException:
             self.pool.release(table[:, block])
@@ -406,22 +322,6 @@ class BlockStore:
         self.revision += 1
         self.batch = len(rows)
 
-    def share(self, other: BlockStore) -> None:
-        """Hold the blocks of another store of the same sizes, of which this one has none yet; nothing is copied.
-
-        Digests are shared as far as there are any: their statistics are fixed.
-        """
-        other.settle()
-        self.pool, self.table = other.pool, other.table.copy()
-        self.length, self.reserved, self.packed_blocks = other.length, other.num_blocks, other.packed_blocks
-        if other.digests is None or other.digests.frozen:
-            self.digests, self.sealed = other.digests, other.sealed
-        self._reserve_digests()
-        self.pool.retain(self.table[:, : self.reserved])
-        self.revision += 1
-        if self._written is not None:
-            weakref.finalize(self.pool, self._written.synchronize).atexit = False
-
     def adopt(self, table: np.ndarray, width: int, length: int, sealed: int, packed: int) -> None:
         """Hold blocks that the pool holds already, each as often as the table names it.
 
@@ -434,7 +334,7 @@ class BlockStore:
         self.table[:, : table.shape[1]] = table
         self.length, self.reserved = length, table.shape[1]
         self.sealed, self.packed_blocks = sealed, packed
-        self._reserve_digests()
+        self.reserve_digests()
         self.revision += 1
 
     def __del__(self) -> None:

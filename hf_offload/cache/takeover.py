@@ -68,8 +68,7 @@ def give_back(layer: HybridLayer, made: DynamicLayer) -> None:
     layer.drain()
     layer.write_back()
     shape = (store.batch, store.num_kv_heads, store.length, store.head_dim)
-    with torch.inference_mode(False):
-        keys, values = (torch.empty(shape, dtype=store.dtype, device=store.device) for _ in range(2))
+    keys, values = (torch.empty(shape, dtype=store.dtype, device=store.device) for _ in range(2))
     for first, k, v in store.tiles(store.length, layer.settings.prefill_tile):
         keys[:, :, first : first + k.shape[2]], values[:, :, first : first + k.shape[2]] = k, v
     made.lazy_initialization(keys, values)
