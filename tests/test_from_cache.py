@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_exactness import POLICIES, assert_equal, knobs_of
+from test_exactness import assert_equal, knobs_of
 from tiny import ONE_MEMORY, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
@@ -60,10 +60,21 @@ def stock_run(oracle: dict[Any, Any], family: str, batch: int) -> Any:
     return oracle[family, batch]
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "policy", "batch", "tier"),
+    [
+        ("llama", "full", 1, "one"),
+        ("llama", "full", 3, "split"),
+        ("llama", "window", 3, "one"),
+        ("llama", "scout-off", 3, "one"),
+        ("llama", "scout-off", 1, "split"),
+        ("llama", "scout-quest", 3, "split"),
+        ("llama", "scout-all", 1, "split"),
+        ("gemma3", "scout-select", 3, "one"),
+        ("gemma3", "scout-mean", 3, "split"),
+        ("gemma3", "window", 1, "split"),
+    ],
+)
 def test_decoding_goes_on_exactly(oracle: dict[Any, Any], family: str, policy: str, batch: int, tier: str) -> None:
     model, filled, token, mask, want = stock_run(oracle, family, batch)
     name, knobs = knobs_of(policy)
@@ -94,3 +105,96 @@ def test_and_back(oracle: dict[Any, Any], family: str, tier: str) -> None:
     assert_equal((torch.cat([half[0], rest[0]], 1), torch.cat([half[1], rest[1]], 1)), want)
     more = decode(model, cache, half[0][:, -1:], longer, STEPS // 2)  # the cache itself goes on, too
     assert_equal((torch.cat([half[0], more[0]], 1), torch.cat([half[1], more[1]], 1)), want)
+
+
+def test_int8_is_exact_up_to_its_codes(oracle: dict[Any, Any]) -> None:
+    model = stock_run(oracle, "llama", 3)[0]
+    long = DynamicCache(config=model.config)
+    ids, longer = prompt(3, 400)
+    prefill(model, long, ids, longer)
+    cache = HybridCache.from_cache(long, model, "full", attention_mask=longer, block_size=BLOCK, host_dtype="int8")
+    back = cache.to_dynamic()
+    packed = 400 // BLOCK * BLOCK - 128
+    for mine, theirs in zip(back.layers, long.layers, strict=True):
+        assert torch.equal(mine.keys[:, :, packed:], theirs.keys[:, :, packed:])
+        for got, exact in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            assert 0 < (got - exact)[:, :, :packed].abs().max() < exact.abs().max() / 127
+    again = HybridCache.from_cache(back, model, "full", attention_mask=longer, block_size=BLOCK, host_dtype="int8")
+    for mine, theirs in zip(again.to_dynamic().layers, back.layers, strict=True):
+        assert (mine.keys - theirs.keys).abs().max() < 1e-2 * theirs.keys.abs().max()
+
+
+def test_tokens_are_those_of_a_cache_that_took_the_prompt_itself(oracle: dict[Any, Any]) -> None:
+    """A budget that covers little, so that the same blocks must be chosen by the same digests."""
+    model = stock_run(oracle, "llama", 3)[0]
+    ids, mask = prompt(3, 400)
+    knobs: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16, "block_size": BLOCK, "lookahead": "off"}
+    own, filled = HybridCache(model, **knobs), DynamicCache(config=model.config)
+    token = prefill(model, own, ids, mask)
+    for layer, stored in zip(filled.layers, own.to_dynamic().layers, strict=True):
+        layer.update(stored.keys, stored.values)
+    taken = HybridCache.from_cache(filled, model, attention_mask=mask, **knobs)
+    got, want = decode(model, taken, token, mask), decode(model, own, token, mask)
+    assert torch.equal(got[1], want[1])
+
+
+def test_a_cache_made_without_a_config_and_in_inference_mode(oracle: dict[Any, Any]) -> None:
+    """Such a cache keeps all tokens of the sliding layers, too."""
+    model, _, token, mask, want = stock_run(oracle, "gemma3", 3)
+    filled = DynamicCache()
+    with torch.inference_mode():
+        prefill(tiny_model("gemma3", "sdpa"), filled, prompt(3, PROMPT)[0], mask)
+        cache = HybridCache.from_cache(filled, model, "full", attention_mask=mask, block_size=BLOCK)
+    assert_equal(decode(model, cache, token, mask), want)
+
+
+def test_padding_may_be_told_later(oracle: dict[Any, Any]) -> None:
+    model, filled, token, mask, want = stock_run(oracle, "llama", 3)
+    cache = HybridCache.from_cache(filled, model, budget=256, sinks=16, recent=0, block_size=BLOCK)
+    assert_equal(decode(model, cache, token, mask), want)
+
+
+def test_what_looks_ahead_does_so_from_the_second_step_on(oracle: dict[Any, Any]) -> None:
+    """Before the first one nobody knows the scale of the softmax."""
+    model, filled, token, mask, _ = stock_run(oracle, "llama", 1)
+    knobs = {"budget": 96, "sinks": 16, "recent": 16, "lookahead": "attend", "synchronous_layers": (0,)}
+    cache = HybridCache.from_cache(filled, model, attention_mask=mask, block_size=BLOCK, **TIERS["one"], **knobs)
+    decode(model, cache, token, mask, 5)
+    assert [layer.stats.queries for layer in cache.layers] == [0, 4, 4, 4]
+
+
+def test_what_does_not_fit_is_refused(oracle: dict[Any, Any]) -> None:
+    model, filled, _, mask, _ = stock_run(oracle, "llama", 3)
+    gemma = stock_run(oracle, "gemma3", 3)
+    with pytest.raises(TypeError, match="not a HybridCache"):
+        HybridCache.from_cache(HybridCache(model), model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 74\)"):
+        HybridCache.from_cache(filled, model, attention_mask=mask[:, 1:])
+    with pytest.raises(ValueError, match="DynamicSlidingWindowLayer, but plain full attention in this model"):
+        HybridCache.from_cache(gemma[1], model)
+    with pytest.raises(ValueError, match=r"computes in torch\.bfloat16"):
+        HybridCache.from_cache(filled, tiny_model("llama").bfloat16())
+
+    def changed(index: int, shape: tuple[int, ...] | None) -> DynamicCache:
+        other = DynamicCache()
+        for i in range(5 if index == 4 else 4):
+            size = shape if i == index else (1, 2, 20, 16)
+            if size is not None:
+                other.update(torch.zeros(size), torch.zeros(size), i)
+        return other
+
+    for index, shape, told in (
+        (4, (1, 2, 20, 16), "has 5 layers, this model has 4"),
+        (2, (1, 2, 21, 16), "layer 2 of the cache holds 1 rows of 21 tokens"),
+        (1, (1, 3, 20, 16), "layer 1 of the cache has 3 KV heads, the model has 2"),
+        (0, (1, 2, 20, 32), "layer 0 of the cache has head_dim 32, the model has 16"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            HybridCache.from_cache(changed(index, shape), model)
+    gap = changed(3, (1, 2, 20, 16))
+    gap.layers[2].reset()
+    if gap.layers[2].keys is not None:  # older versions of Transformers keep zeros
+        gap.layers[2].keys = gap.layers[2].values = None
+    with pytest.raises(ValueError, match="layer 2 of the cache is empty"):
+        HybridCache.from_cache(gap, model)
+    assert HybridCache.from_cache(DynamicCache(config=model.config), model).get_seq_length() == 0

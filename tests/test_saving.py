@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from test_exactness import assert_equal
+from test_families import build
 from test_fork import make
 from test_from_cache import decode, prefill
 from tiny import ONE_MEMORY, prompt, tiny_model
@@ -26,7 +27,8 @@ FILES = ("SHA256SUMS", "cache.safetensors", "digests.safetensors", "blocks.safet
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
-    return {family: tiny_model(family) for family in ("llama", "gemma3")}
+    found = {family: tiny_model(family) for family in ("llama", "gemma3")}
+    return found | {"linear": build("qwen3_next", "hybrid_sparse")}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
 def test_goes_on_bit_by_bit(
     models: dict[str, PreTrainedModel], tmp_path: Path, case: str, tier: str, steps: int
 ) -> None:
-    model = models["gemma3" if case == "scout" else "llama"]
+    model = models["gemma3" if case == "scout" else "linear" if case == "window" else "llama"]
     ids, mask = prompt(2, PROMPT)
     cache = make(model, case, tier)
     token = prefill(model, cache, ids, mask)
@@ -69,10 +71,10 @@ def test_goes_on_bit_by_bit(
     first, second = (HybridCache.load(tmp_path / "cache", model, prefill_tile=64) for _ in range(2))
     assert first.get_seq_length() == cache.get_seq_length()
     assert first.policy == cache.policy
-    want = decode(model, cache, token, mask, 40)
+    want = decode(model, cache, token, mask, 24)
     contents = (tmp_path / "cache" / "blocks.safetensors").read_bytes()
     for loaded in (first, second):
-        got = decode(model, loaded, token, mask, 40)
+        got = decode(model, loaded, token, mask, 24)
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])
     assert (tmp_path / "cache" / "blocks.safetensors").read_bytes() == contents  # nobody wrote into the file

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load
 from torch import nn
 
@@ -37,8 +38,9 @@ class SavedCache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         sums = self._read(SUMS)
-        self._digests = load(self._checked(DIGESTS, sums))
-        data = self._checked(CACHE, sums)
+        self._compare(DIGESTS, self._digest_of(DIGESTS), sums)
+        data = self._read(CACHE)
+        self._compare(CACHE, hashlib.sha256(data).hexdigest(), sums)
         self._tensors = load(data)
         length = int.from_bytes(data[:8], "little")
         self.about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])
@@ -53,14 +55,21 @@ class SavedCache:
         try:
             return (self.folder / name).read_bytes()
         except OSError as error:
-            raise ValueError(f"{self.folder} is no saved cache, or not all of one: {error}") from error
+            raise self._missing(error) from error
 
-    def _checked(self, name: str, sums: bytes) -> bytes:
-        data = self._read(name)
-        line = f"{hashlib.sha256(data).hexdigest()}  {name}\n".encode()
-        if line not in sums.splitlines(keepends=True):
+    def _digest_of(self, name: str) -> str:
+        try:
+            with (self.folder / name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise self._missing(error) from error
+
+    def _compare(self, name: str, digest: str, sums: bytes) -> None:
+        if f"{digest}  {name}\n".encode() not in sums.splitlines(keepends=True):
             raise self._altered(name)
-        return data
+
+    def _missing(self, error: OSError) -> ValueError:
+        return ValueError(f"{self.folder} is no saved cache, or not all of one: {error}")
 
     def _altered(self, name: str) -> ValueError:
         return ValueError(
@@ -77,7 +86,7 @@ class SavedCache:
                 header = file.read(min(int.from_bytes(head, "little"), self.about["blocks"]["size"]))
             size = path.stat().st_size
         except OSError as error:
-            raise ValueError(f"{self.folder} is no saved cache, or not all of one: {error}") from error
+            raise self._missing(error) from error
         known = self.about["blocks"]
         if size != known["size"] or hashlib.sha256(header).hexdigest() != known["header"]:
             raise self._altered(BLOCKS)
@@ -98,7 +107,8 @@ class SavedCache:
             raise ValueError(f"{self.folder} has {len(self.about['layers'])} layers, this model has {len(layers)}")
         mapped: torch.Tensor | None = None
         for index, (layer, told) in enumerate(zip(layers, self.about["layers"], strict=True)):
-            device, tensors = device_of(modules[index]), self._of_layer(index, self._tensors)
+            device, prefix = device_of(modules[index]), f"layers.{index}."
+            tensors = {n.removeprefix(prefix): part for n, part in self._tensors.items() if n.startswith(prefix)}
             if ("stock" in told) == isinstance(layer, HybridLayer):
                 raise ValueError(f"layer {index} of {self.folder} is of another kind than in this model")
             if "stock" in told:
@@ -114,18 +124,13 @@ class SavedCache:
                 )
                 if not layer.has_slots and mapped is None and self._entries:
                     mapped = host_mapped(self.folder / BLOCKS)
-                self._fill(layer, told, tensors, self._of_layer(index, self._digests), mapped)
-
-    def _of_layer(self, index: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        prefix = f"layers.{index}."
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+                self._fill(layer, told, tensors, mapped)
 
     def _fill(
         self,
         layer: HybridLayer,
         told: dict[str, Any],
         tensors: dict[str, torch.Tensor],
-        digests: dict[str, torch.Tensor],
         mapped: torch.Tensor | None,
     ) -> None:
         store = layer.store
@@ -137,11 +142,14 @@ class SavedCache:
         store.adopt(table, told["width"], told["length"], told["sealed"], told["packed"])
         # The block that is written into next is read before it is asked for; with two memories all have been read now.
         store.check(0 if layer.has_slots else store.length // store.block_size, store.num_blocks)
-        if store.digests is not None and digests:
-            for name in store.digests.tensors():
-                getattr(store.digests, name)[: len(sums)] = digests[f"digest.{name}"].to(layer.device)
-            for name in store.digests.statistics:
-                setattr(store.digests, name, digests[f"statistics.{name}"].to(layer.device))
+        if store.digests is not None:
+            with safe_open(self.folder / DIGESTS, "pt") as file:
+                for name in store.digests.tensors() if store.sealed else ():
+                    saved = file.get_tensor(f"layers.{layer.index}.digest.{name}")
+                    getattr(store.digests, name)[: len(sums)] = saved.to(layer.device)
+                for name in store.digests.statistics if told["frozen"] else ():
+                    saved = file.get_tensor(f"layers.{layer.index}.statistics.{name}")
+                    setattr(store.digests, name, saved.to(layer.device))
             store.digests.frozen = told["frozen"]
         layer.scale, layer.softcap = told["scale"], told["softcap"]
         if "queries" in tensors:

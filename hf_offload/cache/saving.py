@@ -6,7 +6,8 @@
                           metadata, under "about", a JSON text: policy, knobs, sizes, the model's fingerprint
     SHA256SUMS            of the two small files
 
-The folder is written under another name and gets its own when it is whole.
+The folder is written under another name, `.….partial` beside it, and gets its own when it is whole. One that was there
+is renamed first and removed last: who is killed in between finds both.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import ctypes
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -57,19 +58,13 @@ def save_cache(folder: Path, layers: list[Any], about: dict[str, Any]) -> None:
     if there and not (folder / SUMS).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    partial = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.partial"
+    partial.mkdir()
     try:
         _write(partial, layers, about)
-        partial.chmod(0o777 & ~_umask())
         _replace(folder, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o22)
-    os.umask(mask)
-    return mask
 
 
 def _replace(folder: Path, partial: Path) -> None:
@@ -176,14 +171,14 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
 
 def _digests(store: BlockStore, ids: np.ndarray) -> dict[str, torch.Tensor]:
     digests, found = store.digests, {}
-    if digests is None or not store.sealed:
+    if digests is None:
         return {}
     index = torch.from_numpy(ids.astype(np.int64))
     empty = torch.from_numpy(~np.isin(ids, store.table[:, : store.sealed]))  # what is there is nobody's digest
-    for name in digests.tensors():
+    for name in digests.tensors() if store.sealed else ():
         found[f"digest.{name}"] = getattr(digests, name)[index.to(digests.device)].cpu()
         found[f"digest.{name}"][empty] = 0
-    for name in digests.statistics:
+    for name in digests.statistics if digests.frozen else ():
         found[f"statistics.{name}"] = getattr(digests, name).cpu()
     return found
 

@@ -100,7 +100,8 @@ def _check(layers: list[Any], theirs: list[Any], modules: Sequence[nn.Module], c
         raise ValueError(f"the cache has {len(theirs)} layers, this model has {len(layers)}: not its cache")
     batch, tokens, first = 0, 0, None
     for index, (layer, old) in enumerate(zip(layers, theirs, strict=True)):
-        if type(old) is not DynamicLayer and (isinstance(layer, HybridLayer) or type(old) is not type(layer)):
+        ours = isinstance(layer, HybridLayer) or getattr(layer, "is_sliding", False)
+        if type(old) is not type(layer) and not (ours and type(old) is DynamicLayer):
             kind = "plain full attention" if isinstance(layer, HybridLayer) else type(layer).__name__
             raise ValueError(
                 f"layer {index} of the cache is a {type(old).__name__}, but {kind} in this model; take over a "
