@@ -9,7 +9,7 @@ import triton.language as tl
 def vectors_kernel(
     ids_ptr,  # [n]
     k_ptr,  # [n, Hkv, T, D], strides given
-    valid_ptr,  # [n, T] uint8
+    valid_ptr,  # [n, T] bool: a pointer to int1, which Triton loads byte by byte
     vectors_ptr,  # [P, Hkv, W]
     bias_ptr,  # [P]
     block_stride,
@@ -69,7 +69,7 @@ def rounded(x):
 def submeans_kernel(
     ids_ptr,  # [n]
     k_ptr,  # [n, Hkv, T, D], strides given
-    valid_ptr,  # [n, T] uint8
+    valid_ptr,  # [n, T] bool: a pointer to int1, which Triton loads byte by byte
     codes_ptr,  # [P, Hkv, D / 8, S] int32: eight dimensions of four bits, the lowest first, 8 too large
     levels_ptr,  # [P, Hkv, D / 16, S] int32: bits 8i + 4j + 2k are dimension 8j + 2i + k, 2 too large
     sizes_ptr,  # [P, Hkv, S] int32: scale of the codes, scale of the levels, both bfloat16

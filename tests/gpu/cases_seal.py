@@ -11,7 +11,7 @@ from hf_offload.gpu.seal import submean_sizes, vector_sizes
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     strides = dict.fromkeys(("block_stride", "head_stride", "token_stride", "heads"), "i32")
     integers = dict.fromkeys(("codes_ptr", "levels_ptr", "sizes_ptr"), "*i32")
-    types = {"ids_ptr": "*i64", "valid_ptr": "*u8", **integers, **strides}
+    types = {"ids_ptr": "*i64", "valid_ptr": "*i1", **integers, **strides}
     found = []
     for dtype, tokens, dim in (("bf16", 32, 128), ("fp16", 8, 80), ("fp32", 128, 256), ("bf16", 64, 64)):
         for kernel, constants in (
