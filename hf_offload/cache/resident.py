@@ -185,7 +185,7 @@ class ResidentSet:
         if self.mirror.capture is not None:
             self.mirror.capture.keep(moves, stream)
         elif stream is not None:
-            for tensor in moves:
+            for tensor in (self.pool, *moves, *tables):  # whoever lets go of them does not wait for this stream
                 tensor.record_stream(stream)
             self._transfer = Transfer(moves, event=stream.record_event())
 

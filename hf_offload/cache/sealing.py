@@ -19,6 +19,14 @@ def seal(store: BlockStore, tile: int, newest: torch.Tensor | None = None) -> No
         tile: tokens.
         newest: keys `[B, Hkv, T, D]` of the last T tokens, on the model's device; what is not among them is gathered.
     """
+    if store.device.type == "cuda":  # kernels are launched on the current device: a model may be spread over several
+        with torch.cuda.device(store.device):
+            _seal(store, tile, newest)
+    else:
+        _seal(store, tile, newest)
+
+
+def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None) -> None:
     digests, size, full = store.digests, store.block_size, store.length // store.block_size
     if digests is None:
         store.sealed = full
