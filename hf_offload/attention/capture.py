@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,13 +28,24 @@ class Recorder:
 
     def record(self, step: Callable[[], Any]) -> Any:
         """Capture what a call launches; the call itself computes nothing. Returns what it returned."""
-        # Threads of other caches may use CUDA meanwhile.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        # Where a capture fails, torch leaves its stream current. Threads of other caches may use CUDA meanwhile.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(
+                self._graph, stream=_capture_stream(torch.cuda.current_device()), capture_error_mode="thread_local"
+            ),
+        ):
             return step()
 
     def replay(self) -> None:
         """Run what was captured."""
         self._graph.replay()
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all captures on a device: torch's own lies where the first was; cuBLAS keeps memory for each."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 class Capture:
@@ -81,10 +94,20 @@ class Capture:
 
     def finish(self) -> None:
         """The step has been captured: join what runs beside it, gather what is counted."""
-        for stream in self._beside:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._join()
         self.counted = torch.stack([value for _, _, value in self._counts]) if self._counts else None
         self._kept.clear()
+
+    def abandon(self) -> None:
+        """The step has failed: a capture that other streams have not left cannot be ended."""
+        with suppress(RuntimeError):  # the step has an error of its own to tell
+            self._join()
+        self._kept.clear()
+
+    def _join(self) -> None:
+        for stream in self._beside:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._beside.clear()
 
     def tally(self) -> None:
         """Add what the last replay counted to the layers' statistics, without waiting for it."""

@@ -174,9 +174,13 @@ class StepGraph:
         self._recorded = self.recorder()
 
         def step() -> Any:
-            capture.epoch.add_(1)
-            output = forward(**self._inputs, **fixed)
-            capture.finish()
+            try:
+                capture.epoch.add_(1)
+                output = forward(**self._inputs, **fixed)
+                capture.finish()
+            except BaseException:
+                capture.abandon()
+                raise
             return output
 
         for mirror in mirrors:
