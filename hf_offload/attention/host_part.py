@@ -53,6 +53,8 @@ class HostPart:
         self.out, self.lse, self.kbar = buffer(*query.shape), buffer(*query.shape[:2]), buffer(*query.shape)
         # Asked once: a capture allows few questions.
         self._reachable = not pin or all(tensor.is_pinned() for tensor in (self.out, self.lse, self.kbar))
+        if pin:
+            weakref.finalize(self, _settle, store.device).atexit = False
         self.host: Selection | None = None
         self.predicted: torch.Tensor | None = None
         """The query on the device that the running job attends with."""
@@ -159,3 +161,9 @@ class HostPart:
         if job is not None:
             with suppress(WorkerError):  # nobody asks for this result any more
                 job.result()
+
+
+def _settle(device: torch.device) -> None:
+    """Let the device end what it does with buffers that are let go: it reads them by their addresses alone."""
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(device)
