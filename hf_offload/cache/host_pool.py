@@ -47,16 +47,22 @@ class _Slabs:
     def take(self, count: int) -> np.ndarray:
         """Addresses of free places, ascending in fresh memory; int64 `[count]`."""
         missing = count - len(self.free)
-        if missing > 0:
-            blocks = max(missing, MIN_SLAB_BLOCKS, self.places // 4)
+        more = max(missing, MIN_SLAB_BLOCKS, self.places // 4) if missing > 0 else 0
+        while more > 0:
+            blocks = self.in_power_of_two(more) if self.pin else more
             with torch.inference_mode(False):
                 slab = host_empty((blocks, *self.shape), self.dtype, pin=self.pin)
             self.pinned = self.pinned and slab.is_pinned()
             self.tensors.append(slab)
             self.places += blocks
+            more -= blocks
             first = slab.data_ptr()
             self.free.extend(range(first + (blocks - 1) * self.nbytes, first - 1, -self.nbytes))
         return np.array([self.free.pop() for _ in range(count)], np.int64)
+
+    def in_power_of_two(self, blocks: int) -> int:
+        """As many of these blocks as fill a power of two of bytes: so much torch pins, and what is over is lost."""
+        return max((1 << (blocks * self.nbytes).bit_length() - 1) // self.nbytes, 1)
 
 
 class HostPool:
