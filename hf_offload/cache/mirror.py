@@ -44,9 +44,8 @@ class DeviceMirror:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def pause(self) -> None:
-        """Be slow, where tests ask for it (`Worker.delay`): what does not wait as it should then reads too early."""
-        if self.worker.delay and self.device.type == "cuda":
-            torch.cuda._sleep(int(self.worker.delay * _CYCLES))  # type: ignore[no-untyped-call]
+        """Be slow, where tests ask for it; see `pause`."""
+        pause(self.worker, self.device)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -120,6 +119,13 @@ class TableMirror:
             old = None if self._block_ptr is None else self._block_ptr[1]
             self._block_ptr = pool.revision, sent(pool.block_ptr, self.store.device, old)
         return self._block_ptr[1]
+
+
+def pause(worker: Worker | None, device: torch.device) -> None:
+    """Have the current stream be slow, where tests ask for it (`Worker.delay`): what does not wait reads too early."""
+    if worker is not None and worker.delay and device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda._sleep(int(worker.delay * _CYCLES))  # type: ignore[no-untyped-call]
 
 
 def sent(array: np.ndarray, device: torch.device, old: torch.Tensor | None = None) -> torch.Tensor:

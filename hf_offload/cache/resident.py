@@ -256,6 +256,7 @@ class ResidentSet:
         """Copy a resident block to the host, as far as it is filled when the rows have `tokens` tokens."""
         self.wait()
         if self.store.pool.pinned:
+            self.mirror.pause()
             move.store_block(self.pool, self.slot_of, block, self.tables.block_ptr(), self.tables.table())
             self.store.written()
             return
@@ -264,7 +265,13 @@ class ResidentSet:
         movers.write_tokens(k, v, self.store.pool.block_ptr, self.store.table, first, self.store.block_size)()
 
     def synchronize(self) -> None:
-        """Wait on the host for all copies between host and device, both ways: the host's blocks may change after it."""
+        """Wait on the host for all copies between host and device, both ways: the host's blocks may change after it.
+
+        Raises:
+            RuntimeError: a step is being captured, which waiting would spoil; whoever captures undoes one that fails.
+        """
+        if self.mirror.capture is not None:
+            raise RuntimeError("nothing can be waited for while a step is captured")
         self.wait()
         if self.mirror.stream is not None:
             torch.cuda.current_stream(self.pool.device).synchronize()

@@ -12,7 +12,7 @@ import torch
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty, memory_for
-from hf_offload.cache.mirror import TableMirror
+from hf_offload.cache.mirror import TableMirror, pause
 from hf_offload.cache.packing import gathering_packed, pack_blocks, pack_tokens
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.sharing import own_block
@@ -199,6 +199,7 @@ class BlockStore:
         if k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.contiguous(), v.contiguous()
         if by_device:
+            pause(self.worker, self.device)
             with torch.cuda.device(self.device):
                 store_tokens(k, v, self.tables.block_ptr(), self.tables.table(), start, size)
             self.written()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_offload.cache.memory import host_empty, memory_for
+from hf_offload.cache.mirror import pause
 from hf_offload.cpu.worker import Job, Worker
 
 if TYPE_CHECKING:
@@ -26,9 +27,11 @@ class _DeviceTiles:
     Args:
         host: `[tiles, n]`, the tiles in host memory.
         device: where the model computes.
+        worker: says how slow tests want it to be.
     """
 
-    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, host: torch.Tensor, device: torch.device, worker: Worker) -> None:
+        self.worker = worker
         with memory_for(TILE, LOWER_TILE, host.nbytes):
             self.tiles = torch.empty_like(host, device=device)
         self.model = torch.cuda.current_stream(device)
@@ -43,6 +46,7 @@ class _DeviceTiles:
         target = self.tiles[i, : host.numel()].view(host.shape)
         self.side.wait_event(self.read[i])
         with torch.cuda.stream(self.side):
+            pause(self.worker, target.device)
             target.copy_(host, non_blocking=True)
         self.copied[i].record(self.side)
         self.model.wait_event(self.copied[i])
@@ -87,7 +91,7 @@ def tiles_ahead(
     unpacked = None  # blocks that may be packed are gathered in another dtype first
     if store.gather_dtype != store.dtype:
         unpacked = host_empty((size,), store.gather_dtype, brief=True, what=TILE, lower=LOWER_TILE)
-    device = _DeviceTiles(host, store.device) if cuda else None
+    device = _DeviceTiles(host, store.device, worker) if cuda else None
 
     def piece(memory: torch.Tensor, n: int) -> torch.Tensor:
         shape = (*lead, min(tile, stop - firsts[n]), store.head_dim)
