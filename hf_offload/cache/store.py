@@ -25,6 +25,9 @@ from hf_offload.gpu.move import PackedLayout, store_tokens
 KEEP_TOKENS = 128
 """Newest full blocks of so many tokens are never packed: what `crop` usually drops is as it was."""
 
+TABLE_STEP = 64
+"""The width of a block table is a multiple of this."""
+
 
 def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Unpacked float32 in the model's dtype; what rounding carried beyond its range stays finite."""
@@ -153,7 +156,9 @@ class BlockStore:
     def reserve_table(self, blocks: int) -> None:
         """Have room in the table for `blocks` logical blocks."""
         if blocks > self.table.shape[1]:
-            wide = np.zeros((self.batch, max(blocks, self.table.shape[1] * 5 // 4, 64)), np.int32)
+            # Whole lines of memory: kernels then read them in long words, and one variant serves every length.
+            width = -(-max(blocks, self.table.shape[1] * 5 // 4) // TABLE_STEP) * TABLE_STEP
+            wide = np.zeros((self.batch, width), np.int32)
             wide[:, : self.table.shape[1]] = self.table
             self.table = wide
             self.revision += 1

@@ -113,7 +113,7 @@ def fetch_kernel(
             tl.store(target + place, content.to(pool.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block"])
 def store_block_kernel(
     pool, slot_of, block_ptr, table, block,
     heads, slots, blocks, width,
