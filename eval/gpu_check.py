@@ -14,10 +14,11 @@ Four parts, each in a process of its own: a case that fails, crashes or hangs is
   The aim for `paged_attention` is `of_floor` below 1.3.
 - handoff: a signal, the CPU's work, the wait for it: microseconds a layer, by flags and by events and futures. The aim
   is 15 for an item that is nothing.
-- decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: milliseconds a step, tokens a
-  second; which share of the time the device computed (`busy`), waited for the CPU (`waiting`), recalled (`moving`) or
-  had nothing to do (`gaps`). With --replay the chosen blocks follow a script (`eval/gpu/replay.py`), since those of a
-  random model drift in ways of their own; the column says so.
+- decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: `dynamic` and `offloading` are
+  Transformers' own cache on the device and on the host, `fetch` brings what is missing before it attends, `scout` and
+  what is left out of it; milliseconds a step, tokens a second; which share of the time the device computed (`busy`),
+  waited for the CPU (`waiting`), recalled (`moving`) or had nothing to do (`gaps`). With --replay the chosen blocks
+  follow a script (`eval/gpu/replay.py`), since those of a random model drift in ways of their own; the column says so.
 
 Results are written as they come: `<part>.csv`, a plot, `cases.csv` (what became of every case, also of those that there
 was no time for) and `failed.txt` (why). The exit status is 1 if anything failed.

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from common import Row, percentiles
 from gpu import models, timeline
+from gpu.fetching import Fetch, FetchReplay
 from gpu.options import Options
 from gpu.replay import Replay, Script, parse, write_script
 from gpu.supervise import NotApplicable, Report
@@ -35,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scout-no-recall": {"recall": 0},
     "scout-no-correction": {"correction": False},
     "scout-int8": {"host_dtype": "int8"},
+    "fetch": {"lookahead": "off", "recall": 0},
 }
 ROWS = ("dynamic", "offloading", "full", *VARIANTS, *(f"{name}-graph" for name in VARIANTS))
 DEFAULT_ROWS = (
@@ -42,7 +44,8 @@ DEFAULT_ROWS = (
     "scout-graph",
     "scout",
     "offloading",
-    *(f"{name}-graph" for name in list(VARIANTS)[1:]),
+    "fetch-graph",
+    *(f"{name}-graph" for name in list(VARIANTS)[1:-1]),
     "full",
 )
 CONTEXTS, BATCHES = (8 << 10, 32 << 10, 64 << 10, 128 << 10), (1, 4, 16, 64)
@@ -108,10 +111,11 @@ def make_row(options: Options, name: str, script: Script | None, block: int) -> 
     variant = VARIANTS[name.removesuffix("-graph")]
     own = {field.name for field in fields(Scout)}
     policy = {"budget": options.budget, **_small(options), **{k: v for k, v in variant.items() if k in own}}
+    fetches = name.startswith("fetch")
     if script is None:
-        chosen = Scout(**policy)
+        chosen = (Fetch if fetches else Scout)(**policy)
     else:
-        chosen = Replay(**{"recall": script.interval, **policy}, script=script)
+        chosen = (FetchReplay if fetches else Replay)(**{"recall": script.interval, **policy}, script=script)
     return Row(name, chosen, {**knobs, **{k: v for k, v in variant.items() if k not in own}})
 
 
@@ -150,7 +154,8 @@ def measure(options: Options, model: PreTrainedModel, context: int, batch: int, 
     if name == "offloading" and not options.on_gpu:
         raise NotApplicable("offloading needs a GPU")
     hybrid = name not in ("dynamic", "offloading")
-    script = script_of(options, model.config.num_key_value_heads, context, batch, block) if "scout" in name else None
+    chooses = name.removesuffix("-graph") in VARIANTS
+    script = script_of(options, model.config.num_key_value_heads, context, batch, block) if chooses else None
     row = make_row(options, name, script, block)
     models.check_room(options, model, row, batch, context)
     start = time.perf_counter()

@@ -148,7 +148,7 @@ class ReplayState(ScoutState):
     at: Any = None
 
 
-class _Scripted:
+class Scripted:
     """A step whose choice is the script's; choosing costs what it costs Scout."""
 
     def __init__(self, step: Any, script: Script) -> None:
@@ -187,10 +187,10 @@ class Replay(Scout):
         return ReplayState(super().new_state(layer).clock, at=at)
 
     def before_layer(self, step: Any) -> None:
-        super().before_layer(_Scripted(step, self._script))
+        super().before_layer(Scripted(step, self._script))
 
     def plan(self, step: Any) -> Plan:
-        plan = super().plan(_Scripted(step, self._script))
+        plan = super().plan(Scripted(step, self._script))
         step.state.at.add_(1).clamp_(max=len(self._script.chosen) - 1)
         return plan
 

@@ -20,6 +20,7 @@ from gpu.operations import OPERATIONS
 from gpu.options import Options
 from gpu.replay import parse, write_script
 from gpu.supervise import NotApplicable
+from hf_offload.attention.tiered_step import TieredStep
 
 QUICK = Options("cpu", quick=True, layers=2, contexts=(256,), batches=(2,), rows=("scout",), budget=64, steps=4)
 
@@ -132,6 +133,32 @@ def test_a_script_is_what_is_attended() -> None:
         ratios[name] = total["cpu_ratio"]
     assert ratios["scout"] == ratios["scout-off"] == pytest.approx(script.miss, rel=0.08)
     assert ratios["scout-no-recall"] > 1.3 * ratios["scout"]
+
+
+@pytest.mark.parametrize("replay", [None, "miss=0.08,drift=0.15,recall=4"])
+def test_what_is_fetched_is_all_that_is_chosen(replay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dataclasses.replace(QUICK, budget=512, replay=replay, contexts=(2048,))
+    model = models.build(options)
+    script = decoding.script_of(options, 2, 2048, 2, 8)
+    tokens = decoding.filled_tokens(2048, 8)
+    split, missing = TieredStep.split, []
+
+    def watched(step: TieredStep, selection: Any) -> Any:
+        near, far = split(step, selection)
+        missing.append(int(far.counts.sum()))
+        return near, far
+
+    monkeypatch.setattr(TieredStep, "split", watched)
+    with torch.no_grad():
+        row = decoding.make_row(options, "fetch", script, 8)
+        cache = models.fill(options, model, row, 2, models.random_kv(options, 2, 16, tokens - models.PROMPT))
+        for _ in range(12):
+            model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
+    total = cache.stats().as_dict()
+    assert len(missing) == 24
+    assert not any(missing)
+    assert total["recall_blocks"] > 0
+    assert total["cpu_ratio"] == 0
 
 
 @pytest.mark.parametrize("recall", [0, 5])
