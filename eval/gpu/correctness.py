@@ -14,7 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from gpu.options import Options
-from gpu.supervise import Report
+from gpu.supervise import Report, TimeUp
 
 ROOT = Path(__file__).parents[2]
 DEVICE, DELAY = "HF_OFFLOAD_TEST_DEVICE", "HF_OFFLOAD_DELAY_MS"
@@ -50,13 +50,15 @@ def names(options: Options) -> list[str]:
 def run(options: Options, todo: Sequence[str], report: Report) -> None:
     """Run suite after suite, each with a process of its own."""
     for name in todo:
-        arguments, environment, seconds = suites(options)[name]
+        arguments, environment, limit = suites(options)[name]
         if report.seconds_left < 15:
             return
-        seconds = min(seconds, report.seconds_left - 5)
+        seconds = min(limit, report.seconds_left - 5)
         with report.case(name, seconds + 5):
             row, text = run_tests(arguments, environment, seconds)
             report.row(suite=name, **row)
+            if row["status"] == "ended" and seconds < limit:
+                raise TimeUp(text)
             if row["status"] != "passed":
                 raise AssertionError(text)
 
@@ -67,6 +69,7 @@ def run_tests(arguments: list[str], environment: dict[str, str], seconds: float)
         counts, log = Path(folder) / "junit.xml", Path(folder) / "log.txt"
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-rfE", f"--junitxml={counts}", *_plugins()]
         start = time.monotonic()
+        status = "passed"
         with log.open("w", encoding="utf-8") as out:
             process = subprocess.Popen(
                 [*command, *arguments], cwd=ROOT, env={**os.environ, **environment}, stdout=out, stderr=out
@@ -76,9 +79,12 @@ def run_tests(arguments: list[str], environment: dict[str, str], seconds: float)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+                status = "ended"
                 out.write(f"\nended after {seconds:.0f} seconds\n")
         spent, text = time.monotonic() - start, log.read_text(encoding="utf-8", errors="replace")
-        row: dict[str, Any] = {"status": "passed" if process.returncode == 0 else "failed", **_counted(counts)}
+        if status == "passed" and process.returncode != 0:
+            status = "failed"
+        row: dict[str, Any] = {"status": status, **_counted(counts)}
     return {**row, "seconds": spent}, text[-LOG_CHARACTERS:]
 
 

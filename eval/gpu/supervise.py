@@ -30,6 +30,10 @@ class NotApplicable(Exception):
     """Raised inside a case that cannot be had here; the message says why."""
 
 
+class TimeUp(Exception):
+    """Raised inside a case that was given less time than it may take; the message says how far it got."""
+
+
 class Report:
     """What a part tells of its cases.
 
@@ -71,6 +75,8 @@ class Report:
             yield
         except NotApplicable as reason:
             status, note = "not applicable", str(reason)
+        except TimeUp as reason:
+            status, note = "cut off", str(reason)
         except Exception:
             status, note = "failed", traceback.format_exc()
         finally:

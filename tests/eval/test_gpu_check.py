@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from typer.testing import CliRunner
 
 import common
 import gpu_check
-from gpu import decoding, models, timeline
+from gpu import correctness, decoding, models, timeline
 from gpu.operations import OPERATIONS
 from gpu.options import Options
 from gpu.replay import parse, write_script
-from gpu.supervise import NotApplicable
+from gpu.supervise import Listener, NotApplicable, Report
 from hf_offload.attention.tiered_step import TieredStep
 
 QUICK = Options("cpu", quick=True, layers=2, contexts=(256,), batches=(2,), rows=("scout",), budget=64, steps=4)
@@ -71,6 +72,19 @@ def test_a_part_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert done.exit_code == 1
     assert [case["status"] for case in table(tmp_path / "cases.csv")] == ["failed", "failed"]
     assert "the caches do not add up" in (tmp_path / "failed.txt").read_text()
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(20, "cut off"), (1000, "failed")])
+def test_a_suite_that_had_less_than_its_time_has_not_failed(
+    seconds: float, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(correctness, "run_tests", lambda *arguments: ({"status": "ended"}, "so far"))
+    ends: list[tuple[str, str, str, float]] = []
+    names = correctness.names(QUICK)
+    listener = Listener(names, lambda row: None, lambda *end: ends.append(end))
+    correctness.run(QUICK, tuple(names), Report(listener.take, time.monotonic() + seconds, lambda: True))
+    assert [end[1] for end in ends] == [status]
+    assert "so far" in ends[0][2]
 
 
 @pytest.mark.parametrize(
