@@ -12,8 +12,8 @@ Four parts, each in a process of its own: a case that fails, crashes or hangs is
   that its bytes alone would take (`floor`: at the speed of a large copy, measured in the same run) and their ratio;
   what a launch costs the host; the time within a CUDA graph. All in microseconds.
   The aim for `paged_attention` is `of_floor` below 1.3.
-- handoff: a signal, the CPU's work, the wait for it: microseconds a layer, by flags and by events and futures. The aim
-  is 15 for an item that is nothing.
+- handoff: a signal, the CPU's work, the wait for it: microseconds a layer, by flags and by events and futures; with
+  blocks to attend, the copies of query and blocks to the host too. The aim is 15 for an item that is nothing.
 - decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: `dynamic` and `offloading` are
   Transformers' own cache on the device and on the host, `fetch` brings what is missing before it attends, `scout` and
   what is left out of it; milliseconds a step, tokens a second; which share of the time the device computed (`busy`),

@@ -84,6 +84,20 @@ def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
     return launch
 
 
+class Sent:
+    """What goes to the host for five blocks a head, of 64 that it might be: query, blocks and counts, as in a step."""
+
+    def __init__(self, options: Options) -> None:
+        shapes = ((1, 32, 128), torch.float32), ((1, 8, 64), torch.int32), ((1, 8), torch.int32)
+        self.here = [torch.zeros(shape, dtype=dtype, device=options.device) for shape, dtype in shapes]
+        self.there = [torch.zeros(shape, dtype=dtype, pin_memory=options.on_gpu) for shape, dtype in shapes]
+
+    def go(self) -> None:
+        """Start the copies to the host."""
+        for target, source in zip(self.there, self.here, strict=True):
+            target.copy_(source, non_blocking=True)
+
+
 Work = Callable[[torch.dtype], Callable[[], Launch]]
 WORKS: dict[str, Work] = {"nothing": nothing, "five blocks a head": few_blocks}
 
@@ -106,11 +120,14 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
     capture = Capture(torch.device(options.device), layers, timeout=10.0)
     parts: list[Any] = [object() for _ in range(layers)]
     launch = (work or nothing)(options.dtype)
+    sent = Sent(options) if work is few_blocks else None
 
     def step() -> None:
         capture.parts.clear()
         capture.epoch.add_(1)
         for number, part in enumerate(parts):
+            if sent is not None:
+                sent.go()
             capture.announce(part, launch, f"item {number}")
             capture.wait(part)
 
@@ -151,9 +168,12 @@ def by_future(options: Options, work: Work, threads: int, layers: int) -> list[f
     """Seconds of steps in which a job waits for the device's event, and the model's thread for the job."""
     worker, make = Worker(threads), work(options.dtype)
     number = torch.zeros(1, device=options.device)
+    sent = Sent(options) if work is few_blocks else None
 
     def one() -> None:
         number.add_(1)
+        if sent is not None:
+            sent.go()
         arrived = torch.cuda.current_stream().record_event() if options.on_gpu else None
         launch = make()
         launch.ticket[2] = shares = min(threads, launch.tasks)
