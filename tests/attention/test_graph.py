@@ -17,6 +17,7 @@ from hf_offload import HybridCache
 from hf_offload.attention import capture, graph, tiered
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
+from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cpu.worker import WorkerError
 
 KNOBS: dict[str, Any] = {"block_size": 16, "resident": 96, "tier": "split"}
@@ -224,6 +225,34 @@ def test_a_step_that_fails_when_it_is_closed_can_be_repeated(
                 assert cache.get_seq_length() == i
             rows.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
     assert torch.allclose(torch.cat(rows, 1), want, atol=2e-5)
+
+
+def test_a_capture_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    ids, mask = prompt(1, 156)
+    want = logits_of(model, HybridCache(model, "full", **KNOBS), ids, mask)
+    cache = graph_cache(model, "full")
+    attend, left = TieredStep.attend_device, [1]
+
+    def broken(step: TieredStep, device: Any) -> Any:
+        if step.mirror.capture is not None and step.layer.index == 2 and left:
+            left.clear()
+            raise ArithmeticError("in the midst of a capture")
+        return attend(step, device)
+
+    monkeypatch.setattr(TieredStep, "attend_device", broken)
+    got = []
+    with torch.no_grad():
+        model(ids[:, :150], attention_mask=mask[:, :150], past_key_values=cache)
+        while cache.get_seq_length() < 156:
+            i = cache.get_seq_length()
+            try:
+                got.append(model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits)
+            except ArithmeticError:
+                assert cache.get_seq_length() == i
+                assert all(layer.past == i for layer in cache.layers)
+    assert not left
+    torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_that_is_not_on_a_gpu_is_refused() -> None:
