@@ -1,0 +1,165 @@
+"""Histories of one or two caches in step, and what they must hold: the property test's model of the truth."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tiny import DEVICE, SIZES, spread_weights
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.attention.hooks import hybrid_layers
+
+LATE = 0.0005  # seconds by which every hand-over of the second cache is late
+INT8_ERROR = 0.1  # of the largest logit
+
+
+@functools.cache
+def model_of(kv_heads: int, dim: int, attn_implementation: str) -> PreTrainedModel:
+    """A random model of two layers with four query heads; the same weights whatever the attention implementation."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    config = LlamaConfig(**sizes, num_key_value_heads=kv_heads, head_dim=dim)
+    return spread_weights(AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What caches are made with, and what they can be held to.
+
+    Args:
+        kv_heads, dim: of the model.
+        policy: by name; knobs: of the cache.
+        exact: whether the logits must be those of full attention (up to int8); otherwise two caches, one of which is
+            slow in every hand-over, must agree in every bit.
+    """
+
+    kv_heads: int
+    dim: int
+    policy: str
+    knobs: dict[str, Any]
+    exact: bool
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return model_of(self.kv_heads, self.dim, "hybrid_sparse")
+
+    @property
+    def stock(self) -> PreTrainedModel:
+        return model_of(self.kv_heads, self.dim, "sdpa")
+
+    @property
+    def packs(self) -> bool:
+        return self.knobs.get("host_dtype") == "int8"
+
+    def make(self) -> list[HybridCache]:
+        """The caches that live through a history together."""
+        caches = [HybridCache(self.model, self.policy, **self.knobs) for _ in range(1 if self.exact else 2)]
+        return late(caches)
+
+
+def late(caches: list[HybridCache]) -> list[HybridCache]:
+    """Make every hand-over of the second cache, if there is one, late."""
+    for cache in caches[1:]:
+        cache.settings.worker.delay = LATE
+    return caches
+
+
+class History:
+    """Caches, and the tokens that they must hold.
+
+    Args:
+        setting: of the caches.
+        caches: the caches.
+        ids, mask: `[B, T]`, what they hold.
+    """
+
+    def __init__(self, setting: Setting, caches: list[HybridCache], ids: torch.Tensor, mask: torch.Tensor) -> None:
+        self.setting, self.caches, self.ids, self.mask = setting, caches, ids, mask
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.ids.shape[0]
+
+    def positions(self, mask: torch.Tensor) -> torch.Tensor:
+        return (mask.cumsum(-1) - 1).clamp(min=0)
+
+    @torch.no_grad()
+    def feed(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
+        """Take tokens `[B, n]` in and compare the logits of those that are no padding."""
+        whole, seen = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
+        start = self.length
+        got = [self.run(cache, ids, seen) for cache in self.caches]
+        self.ids, self.mask = whole, seen
+        real = mask.bool()
+        assert got[0][real].isfinite().all()
+        if not self.setting.exact:
+            assert torch.equal(got[0][real], got[1][real]), "the slow cache came to other logits"
+            return
+        positions = self.positions(seen)
+        want = self.setting.stock(whole, attention_mask=seen, position_ids=positions, use_cache=False).logits[:, start:]
+        largest = max(1.0, want[real].abs().max().item())
+        error = (got[0][real] - want[real]).abs().max().item() / largest
+        assert error <= (INT8_ERROR if self.setting.packs else 1e-5), f"off by {error:.2g} of the largest logit"
+
+    def run(self, cache: HybridCache, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Logits of new tokens `[B, n]`, given the mask of all tokens."""
+        logits: torch.Tensor = self.setting.model(
+            ids,
+            attention_mask=None if bool(seen.all()) else seen,
+            position_ids=self.positions(seen)[:, self.length :],
+            past_key_values=cache,
+        ).logits
+        return logits
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Say that the caches keep the rows of an index."""
+        self.ids, self.mask = self.ids[rows], self.mask[rows]
+
+    def crop(self, tokens: int) -> None:
+        """Drop the last tokens."""
+        for cache in self.caches:
+            cache.crop(-tokens)
+        self.ids, self.mask = self.ids[:, : self.length - tokens], self.mask[:, : self.length - tokens]
+
+
+def empty(setting: Setting, rows: int) -> History:
+    """A history that begins."""
+    nothing = torch.zeros(rows, 0, dtype=torch.long, device=DEVICE)
+    return History(setting, setting.make(), nothing, nothing)
+
+
+def check_books(histories: list[History]) -> None:
+    """Sizes, padding and references are those of the tokens; no block is lost, none is held by nobody."""
+    held: dict[int, tuple[Any, list[np.ndarray]]] = {}
+    for history in histories:
+        for cache in history.caches:
+            assert cache.get_seq_length() == history.length
+            padding = cache.settings.padding
+            if history.length:
+                valid = padding.valid[:, : history.length] != 0
+                assert np.array_equal(valid, history.mask.cpu().numpy() != 0), "padding is not that of the masks"
+            for layer in hybrid_layers(cache):
+                assert layer.past == history.length
+                assert layer.pending is None
+                store = layer.store
+                if store is None:
+                    continue
+                assert store.sealed == store.length // store.block_size, "between steps all full blocks are sealed"
+                assert store.reserved >= store.num_blocks
+                pool, tables = held.setdefault(id(store.pool), (store.pool, []))
+                tables.append(store.table[:, : store.reserved].ravel())
+    for pool, tables in held.values():
+        ids, counts = np.unique(np.concatenate(tables), return_counts=True)
+        assert np.array_equal(pool.refcount[ids], counts), "references that nobody holds, or holders without one"
+        assert pool.used_blocks == len(ids), "blocks that nobody holds are not free"
+        addresses = pool.block_ptr[ids]
+        assert len(np.unique(addresses)) == len(ids), "two blocks lie in the same place"

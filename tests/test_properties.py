@@ -1,0 +1,200 @@
+"""Any sequence of what a cache can be asked for leaves it right: hypothesis draws settings and sequences.
+
+What is drawn here is fixed, so that the same commit gives the same result. Another 2,000 histories, new ones at every
+run (a failing one is printed, shrunk, with the lines that repeat it):
+
+    python -m pytest -m slow tests/test_properties.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from histories import History, Setting, check_books, empty
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from tiny import DEVICE
+
+from hf_offload.cache.budget import least_blocks
+from hf_offload.policies import make_policy
+
+COVERING = 2048
+MOST_TOKENS = 420  # in a history: more is only slower
+MOST_ROWS = 4
+TIERS = ["one", "split"] if DEVICE == "cpu" else [None]
+
+
+@st.composite
+def some_settings(draw: st.DrawFn) -> Setting:
+    """Caches of all policies, tiers and sizes; with a budget that covers every history, or a small one."""
+    size = draw(st.sampled_from([8, 16, 32]), label="block_size")
+    policy = draw(st.sampled_from(["scout", "scout", "full", "window"]), label="policy")
+    covers = policy == "full" or draw(st.booleans(), label="covers")
+    knobs: dict[str, Any] = {}
+    if policy != "full":
+        knobs["sinks"] = draw(st.sampled_from([0, 8, 16]), label="sinks")
+    if policy == "scout":
+        knobs |= {
+            "recent": draw(st.sampled_from([0, 16]), label="recent"),
+            "lookahead": draw(st.sampled_from(["off", "select", "attend"]), label="lookahead"),
+            "synchronous_layers": (0,),
+            "digest": draw(st.sampled_from(["submean", "quest", "mean"]), label="digest"),
+            "join": draw(st.sampled_from(["max", "mean", "raw"]), label="join"),
+            "recall": draw(st.sampled_from(["adaptive", 0, 1, 3]), label="recall"),
+            "attend_resident": draw(st.sampled_from(["selected", "all"]), label="attend_resident"),
+            "place_queries": draw(st.sampled_from([1, 16]), label="place_queries"),
+        }
+    if policy != "full":
+        knobs["budget"] = COVERING
+        least = make_policy(policy, knobs).always_blocks(size)
+        knobs["budget"] = COVERING if covers else size * (least + draw(st.integers(0, 3), label="budget over the least"))
+    tier = draw(st.sampled_from(TIERS), label="tier")
+    two = tier != "one"
+    if two:
+        least = least_blocks(make_policy(policy, knobs), size)
+        knobs["resident"] = size * (least + draw(st.sampled_from([0, 1, 3, 20]), label="resident over the least"))
+    exact = covers and knobs.get("lookahead") != "attend"  # predicted queries are not the real ones
+    knobs |= {
+        "tier": tier,
+        "block_size": size,
+        "prefill_tile": draw(st.sampled_from([32, 4096]), label="prefill_tile"),
+        "host_dtype": draw(st.sampled_from([None, None, "int8"]), label="host_dtype"),
+    }
+    kv_heads, dim = draw(st.sampled_from([4, 2, 1]), label="kv_heads"), draw(st.sampled_from([16, 32, 64]), label="dim")
+    return Setting(kv_heads, dim, policy, knobs, exact)
+
+
+class Histories(RuleBasedStateMachine):
+    """Up to three histories of one setting that may share blocks."""
+
+    @initialize(setting=some_settings(), rows=st.integers(1, 3))
+    def begin(self, setting: Setting, rows: int) -> None:
+        self.setting = setting
+        self.histories = [empty(setting, rows)]
+
+    def _one(self, data: st.DataObject) -> History:
+        return data.draw(st.sampled_from(self.histories), label="history")
+
+    def _tokens(self, data: st.DataObject, rows: int, count: int, pads: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        seed = data.draw(st.integers(0, 999), label="seed")
+        ids = torch.randint(3, 150, (rows, count), generator=torch.Generator().manual_seed(seed))
+        mask = torch.ones_like(ids)
+        for row in range(rows if pads else 0):
+            mask[row, : data.draw(st.integers(0, count - 1), label="padding")] = 0
+        return ids.to(DEVICE), mask.to(DEVICE)
+
+    @rule(data=st.data(), count=st.integers(1, 40) | st.integers(1, 300), pads=st.booleans())
+    def append(self, data: st.DataObject, count: int, pads: bool) -> None:
+        history = self._one(data)
+        count = min(count, MOST_TOKENS - history.length)
+        if count > 0:
+            history.feed(*self._tokens(data, history.rows, count, pads and (count > 1 or not history.length)))
+
+    @rule(data=st.data(), steps=st.integers(1, 20))
+    def decode(self, data: st.DataObject, steps: int) -> None:
+        history = self._one(data)
+        if 0 < history.length <= MOST_TOKENS - steps:
+            ids, mask = self._tokens(data, history.rows, steps, False)
+            for i in range(steps):
+                history.feed(ids[:, i : i + 1], mask[:, i : i + 1])
+
+    @rule(data=st.data())
+    def crop(self, data: st.DataObject) -> None:
+        history = self._one(data)
+        history.crop(data.draw(st.integers(0, history.length), label="tokens"))
+
+    @rule(data=st.data())
+    def crop_too_much(self, data: st.DataObject) -> None:
+        history = self._one(data)
+        for cache in history.caches if history.length else ():
+            for tokens, told in ((1, "positive"), (-history.length - 1, "only")):
+                with pytest.raises(ValueError, match=told):
+                    cache.crop(tokens)
+
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        history = self._one(data)
+        rows = data.draw(
+            st.lists(st.integers(0, history.rows - 1), min_size=history.rows, max_size=history.rows), label="rows"
+        )
+        if history.length:
+            for cache in history.caches:
+                cache.reorder_cache(torch.tensor(rows))
+            history.keep_rows(torch.tensor(rows))
+
+    @rule(data=st.data(), repeats=st.integers(1, 3))
+    def repeat(self, data: st.DataObject, repeats: int) -> None:
+        history = self._one(data)
+        if history.length and history.rows * repeats <= MOST_ROWS:
+            for cache in history.caches:
+                cache.batch_repeat_interleave(repeats)
+            history.keep_rows(torch.arange(history.rows).repeat_interleave(repeats))
+
+    @rule(data=st.data(), as_mask=st.booleans())
+    def select(self, data: st.DataObject, as_mask: bool) -> None:
+        history = self._one(data)
+        kept = data.draw(st.lists(st.integers(0, history.rows - 1), min_size=1, max_size=MOST_ROWS), label="rows")
+        rows = torch.tensor(kept)
+        if as_mask:
+            rows = torch.zeros(history.rows, dtype=torch.bool).index_fill(0, rows, True)
+        if history.length:
+            for cache in history.caches:
+                cache.batch_select_indices(rows)
+            history.keep_rows(rows)
+
+    @rule(data=st.data(), rows=st.integers(1, 3))
+    def reset(self, data: st.DataObject, rows: int) -> None:
+        history = self._one(data)
+        for cache in history.caches:
+            cache.reset()
+        history.ids = history.mask = torch.zeros(rows, 0, dtype=torch.long, device=DEVICE)
+
+    @rule(data=st.data(), layer=st.integers(0, 1), count=st.integers(1, 30), error=st.sampled_from([ValueError, KeyboardInterrupt]))
+    def fail(self, data: st.DataObject, layer: int, count: int, error: type[BaseException]) -> None:
+        """A forward that raises, or is interrupted, in the middle leaves no trace."""
+        history = self._one(data)
+        ids, mask = self._tokens(data, history.rows, count, count > 1)
+        module = self.setting.model.model.layers[layer].mlp
+
+        def raise_it(*args: Any) -> None:
+            raise error
+
+        for cache in history.caches:
+            handle = module.register_forward_pre_hook(raise_it)
+            try:
+                with torch.no_grad(), pytest.raises(error):
+                    history.run(cache, ids, torch.cat([history.mask, mask], 1))
+            finally:
+                handle.remove()
+            if error is KeyboardInterrupt:
+                cache.crop(0)
+
+    @invariant()
+    def books_are_right(self) -> None:
+        check_books(getattr(self, "histories", []))
+
+
+def run(examples: int, fixed: bool) -> None:
+    run_state_machine_as_test(
+        Histories,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=12,
+            deadline=None,
+            derandomize=fixed,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_any_history_leaves_the_cache_right() -> None:
+    run(200, fixed=True)
+
+
+@pytest.mark.slow
+def test_many_histories_leave_the_cache_right() -> None:
+    run(2000, fixed=False)
