@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -17,9 +19,11 @@ from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, hybrid_layers
 from hf_offload.cache.budget import MOST_SLOTS, least_blocks, make_budget
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.mending import halt, mend
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import Stats
+from hf_offload.cache.turn import Turn
 from hf_offload.cpu.worker import Worker, WorkerError
 from hf_offload.policies import Policy, make_policy
 from hf_offload.portable import Portable
@@ -139,6 +143,7 @@ class HybridCache(Portable):
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
         self._undo_to: int | None = None
         """Tokens before the forward that is running; None between forwards."""
+        self._turn = Turn()
         self.graph = StepGraph(self) if cuda_graph else None
         self._graphed = graphed(model) if cuda_graph else None
         owned = weakref.WeakSet(model.modules())
@@ -202,42 +207,64 @@ class HybridCache(Portable):
         """A forward starts (the model's hook calls this).
 
         Raises:
-            RuntimeError: the forward before was interrupted; the cache has been put back to what it was before it.
+            RuntimeError: the forward before was interrupted; the cache has been put back to what it was before it. Or
+                another thread is at work with this cache.
         """
+        self._turn.take()
         if self._undo_to is not None:
-            self.undo()
+            try:
+                self.undo()
+            finally:
+                self._turn.leave()
             raise RuntimeError(
                 f"the last forward was interrupted; the cache holds the {self.get_seq_length()} tokens from before it; "
                 "run it again with the inputs that follow these"
             )
+        self.calls.clear()
         self._undo_to = min(layer.past for layer in hybrid_layers(self))
 
     def end(self, finished: bool) -> None:
         """A forward ends (the model's hook calls this); one that raised is undone."""
+        if not self._turn.mine:  # it never began
+            return
+        self.calls.clear()
         if finished:
             self._undo_to = None
-            return
         with suppress(RuntimeError):  # told at the next forward: this one has an error of its own to tell
-            self.undo()
+            self.undo(interrupted=False)
+        self._turn.leave()
 
     def fail(self, past: int) -> None:
         """Undo a forward that failed when its layers had ended; the cache held `past` tokens before it."""
+        self._turn.take()
         self._undo_to = past
-        self.end(False)
+        with suppress(RuntimeError):
+            self.undo()
+        self._turn.leave()
 
-    def undo(self) -> None:
+    def undo(self, *, interrupted: bool = True) -> None:
         """Forget the tokens of a forward that did not end.
+
+        Args:
+            interrupted: whether it ended between any two instructions, not by an error that passed through it.
 
         Raises:
             RuntimeError: sliding-window layers have taken them in and cannot forget.
+            WorkerError: work in flight does not end in time.
         """
         if self._undo_to is None:
             return
+        layers = hybrid_layers(self)
         self.drain(quiet=True)  # the fault that ended that forward is on its way to the caller
-        for layer in hybrid_layers(self):
+        if interrupted:
+            halt(layers, self.settings)
+        for layer in layers:
             layer.pending = None
             layer.crop(min(self._undo_to - layer.past, 0))
             layer.forget_plans()
+        self.settings.padding.truncate(self._undo_to)
+        if interrupted:
+            mend(layers, self.settings)
         sliding: list[Any] = [layer for layer in self.layers if getattr(layer, "is_sliding", False)]
         if any(layer.get_seq_length() not in (0, self._undo_to) for layer in sliding):
             raise RuntimeError("sliding-window layers cannot undo a forward that failed; call reset() on the cache")
@@ -250,44 +277,81 @@ class HybridCache(Portable):
             ValueError: the number is positive.
             RuntimeError: a sliding-window layer is past its window and does not record what it drops.
         """
-        self.undo()
-        self.drain()
-        layers: list[Any] = sorted(self.layers, key=lambda layer: isinstance(layer, HybridLayer))
-        for layer in layers:  # those that may refuse come first
-            layer.crop(tokens_to_remove)
+        with self._alone():
+            hybrid = hybrid_layers(self)
+            past = min(layer.past for layer in hybrid)
+            for layer in hybrid:
+                layer.prepare_crop(tokens_to_remove)
+            self._undo_to = past + int(tokens_to_remove)  # from here on an interruption is made up for by going on
+            stock: list[Any] = [layer for layer in self.layers if not isinstance(layer, HybridLayer)]
+            try:
+                for layer in stock:
+                    layer.crop(tokens_to_remove)
+            except Exception:  # they refuse
+                self._undo_to = None
+                raise
+            for layer in hybrid:
+                layer.crop(tokens_to_remove)
+            self._undo_to = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search; host KV is shared by reference, not copied."""
-        self.drain()
-        super().reorder_cache(beam_idx)
-        self.settings.padding.select_rows(beam_idx.detach().cpu().numpy())
+        with self._alone(), self._rows("reorder_cache()", beam_idx):
+            super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         rows = torch.arange(len(self.settings.padding.first)).repeat_interleave(repeats)
-        self.drain()
-        super().batch_repeat_interleave(repeats)
-        self.settings.padding.select_rows(rows.numpy())
+        with self._alone(), self._rows("batch_repeat_interleave()", rows):
+            super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows of an index."""
-        self.drain()
-        super().batch_select_indices(indices)
-        rows = indices.detach().cpu()
-        self.settings.padding.select_rows((rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows).numpy())
+        with self._alone(), self._rows("batch_select_indices()", indices):
+            super().batch_select_indices(indices)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Have the cache to oneself, as a whole forward left it and with no work in flight."""
+        self._turn.take()
+        try:
+            self.undo()
+            self.drain()
+            yield
+        finally:
+            self._turn.leave()
+
+    @contextmanager
+    def _rows(self, what: str, index: torch.Tensor) -> Iterator[None]:
+        """What is inside keeps the rows of an index (numbers, or a bool mask) in every layer.
+
+        Raises:
+            IndexError: there are no such rows; nothing has happened.
+        """
+        rows = index.detach().cpu().numpy()
+        rows, padding = np.flatnonzero(rows) if rows.dtype == bool else rows, self.settings.padding
+        count = len(padding.first)
+        if count and len(rows) and not -count <= rows.min() <= rows.max() < count:
+            raise IndexError(f"{what}: the cache holds rows 0 to {count - 1}, not {rows.tolist()}")
+        with self._turn.changing(what):
+            yield
+            padding.select_rows(rows)
 
     def reset(self) -> None:
         """Drop all tokens and statistics; another batch may follow."""
-        self.drain(quiet=True)
-        if self.graph is not None:
-            self.graph.close()
-        self._looks_ahead = self._undo_to = None
-        for i, fresh in enumerate(stock_layers(self._config)):
-            layer = self.layers[i]
-            if isinstance(layer, HybridLayer):
-                layer.reset()
-            else:  # Transformers' own resets keep old keys in some versions
-                self.layers[i] = fresh
+        self._turn.take(torn=True)
+        with self._turn.changing("reset()"):
+            self.drain(quiet=True)
+            if self.graph is not None:
+                self.graph.close()
+            self._looks_ahead = self._undo_to = None
+            for i, fresh in enumerate(stock_layers(self._config)):
+                layer = self.layers[i]
+                if isinstance(layer, HybridLayer):
+                    layer.reset()
+                else:  # Transformers' own resets keep old keys in some versions
+                    self.layers[i] = fresh
+        self._turn.leave()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

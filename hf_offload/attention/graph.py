@@ -118,7 +118,7 @@ class StepGraph:
                 layer.store.length += 1
                 layer.stats.steps += 1
             self._replay()
-        except BaseException:
+        except Exception:  # what an interruption leaves is for the next `begin`
             self._cache.end(False)
             raise
         self._cache.end(True)

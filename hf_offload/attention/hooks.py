@@ -42,12 +42,10 @@ class Attachment:
 
     def before_stack(self, cache: Any) -> None:
         """A forward starts."""
-        cache.calls.clear()
         cache.begin()
 
     def after_stack(self, cache: Any, finished: bool) -> None:
         """A forward ends: raise if K and V of a layer were never attended by our function."""
-        cache.calls.clear()
         lost = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
         cache.end(finished and not lost)
         if lost and finished:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -148,19 +147,26 @@ class HostPart:
             self.layer.mirror.capture.wait(self)
         else:
             assert self._job is not None
-            job, self._job = self._job, None
-            job.result()
+            self._job.result()
+            self._job = None
         out, lse, kbar = self.out, self.lse, self.kbar
         if not self._reachable:  # kernels cannot read memory that is not pinned
             out, lse, kbar = (tensor.to(self.layer.device) for tensor in (out, lse, kbar))
         return HostPartial(out, lse, kbar, self.predicted) if self._correct else HostPartial(out, lse)
 
     def cancel(self) -> None:
-        """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change."""
-        job, self._job = self._job, None
-        if job is not None:
-            with suppress(WorkerError):  # nobody asks for this result any more
-                job.result()
+        """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change.
+
+        Raises:
+            WorkerError: it is still at work in these buffers when time is up.
+        """
+        if self._job is not None:
+            try:
+                self._job.result()
+            except WorkerError:  # nobody asks for this result any more
+                if not self._job.done():
+                    raise
+            self._job = None
 
 
 def _settle(device: torch.device) -> None:

@@ -58,7 +58,22 @@ class _Slabs:
             more -= blocks
             first = slab.data_ptr()
             self.free.extend(range(first + (blocks - 1) * self.nbytes, first - 1, -self.nbytes))
-        return np.array([self.free.pop() for _ in range(count)], np.int64)
+        return _pop(self.free, count, np.int64)
+
+
+def _pop(stack: list[int], count: int, dtype: type[np.generic]) -> np.ndarray:
+    """The last `count` of a list, which it loses, the last one first."""
+    first = len(stack) - count
+    taken = np.array(stack[first:][::-1], dtype)
+    del stack[first:]
+    return taken
+
+
+def _longer(array: np.ndarray, size: int) -> np.ndarray:
+    """The array with zeros behind it."""
+    grown = np.zeros(size, array.dtype)
+    grown[: len(array)] = array
+    return grown
 
     def in_power_of_two(self, blocks: int) -> int:
         """As many of these blocks as fill a power of two of bytes: so much torch pins, and what is over is lost."""
@@ -154,11 +169,11 @@ class HostPool:
     def _allocate(self, count: int, packed: bool) -> np.ndarray:
         if count > len(self._free):
             first, more = self.num_blocks, max(count - len(self._free), MIN_SLAB_BLOCKS, self.num_blocks // 4)
-            self.block_ptr = np.concatenate([self.block_ptr, np.zeros(more, np.int64)])
-            self.refcount = np.concatenate([self.refcount, np.zeros(more, np.int32)])
+            self.refcount = _longer(self.refcount, first + more)
+            self.block_ptr = _longer(self.block_ptr, first + more)
             self._free.extend(range(first + more - 1, first - 1, -1))
         addresses = self._packed.take(count) | 1 if packed else self._plain.take(count)
-        ids = np.array([self._free.pop() for _ in range(count)], np.int32)
+        ids = _pop(self._free, count, np.int32)
         if self.unchecked is not None:
             self.unchecked.forget(ids)
         self.refcount[ids] = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
+from hf_offload.cpu.worker import WorkerError
 from hf_offload.policies.base import Selection
 
 
@@ -51,7 +53,8 @@ class HybridLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Drop all tokens, statistics and what the policy remembers; shapes may change afterwards."""
-        self.drain()
+        with suppress(WorkerError):  # who is still at work holds what it works on
+            self.drain()
         self.is_initialized = False
         self.store: BlockStore | None = None
         self.revision = self.settings.padding.revision
@@ -237,12 +240,12 @@ class HybridLayer(CacheLayerMixin):
         padding = self.settings.padding
         if self.revision == padding.revision:
             return
-        self.revision = padding.revision
         if self.store is not None and self.store.sealed > padding.changed_block:
             self.store.own(range(padding.changed_block, self.store.sealed))
             self.store.sealed = padding.changed_block
             seal(self.store, self.settings.prefill_tile)
             self.forget_plans()
+        self.revision = padding.revision
 
     def forget_plans(self) -> None:
         """Let the policy begin anew with this layer."""
@@ -264,12 +267,13 @@ class HybridLayer(CacheLayerMixin):
         self.drain_ahead()
         self.write_back()
         if self.resident is not None and not self.unplaced:
+            self.unplaced = True  # the host has all of it, and a slot may be another block's from here on
             self.resident.clear()
         self.unplaced = True
         self.forget_plans()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens.
+    def prepare_crop(self, tokens_to_remove: int) -> int:
+        """Do what may fail of a crop; returns the number of tokens that it will drop, negative.
 
         Raises:
             ValueError: the number is positive or larger than what is cached.
@@ -278,9 +282,22 @@ class HybridLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): a positive number is not supported; use -n to drop n tokens")
         if tokens_to_remove == 0 or self.store is None:
-            return
+            return 0
         if -tokens_to_remove > self.store.length:
             raise ValueError(f"crop({tokens_to_remove}): only {self.store.length} tokens are cached")
+        self.store.open(self.store.length + tokens_to_remove)
+        return tokens_to_remove
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: the number is positive or larger than what is cached.
+        """
+        tokens_to_remove = self.prepare_crop(tokens_to_remove)
+        if tokens_to_remove == 0:
+            return
+        assert self.store is not None
         self.unplace()
         self.store.crop(self.store.length + tokens_to_remove)
         self.settings.padding.truncate(self.store.length)

@@ -63,6 +63,7 @@ class DeviceMirror:
         held = self._held.get(name)
         if held is not None and held[0] == state:
             return held[1]
+        self._held.pop(name, None)  # until all of it is there
         tensor = sent(array, self.device, None if held is None else held[1])
         self._held[name] = (state, tensor)
         return tensor

@@ -124,6 +124,14 @@ class Padding:
         self.valid[:, self.seen :] = 0
         self._mark_holes(self.seen // self.block_size, self.seen)
 
+    def look_again(self) -> None:
+        """Derive anew what is derived from the bitmap, where any token is no valid one."""
+        if self.ragged or not self.valid[:, : self.seen].all():
+            self._mark_holes(0, self.seen)
+            self.changed_block = 0
+            self.revision += 1
+            self.version += 1
+
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index `[B']`, in its order."""
         if len(self.first):

@@ -176,7 +176,7 @@ class ResidentSet:
             self._copies(moves)()
             return
         if stream is None and self.mirror.capture is None:
-            job = self.mirror.worker.submit(self._copies(moves), label, keep=self.store.pool)
+            job = self.mirror.worker.submit(self._copies(moves), label, keep=(self.store.pool, self.pool))
             self._transfer = Transfer(moves, job=job)
             return
         tables = self.tables.block_ptr(), self.tables.table()
@@ -221,18 +221,20 @@ class ResidentSet:
         Raises:
             WorkerError: a copy failed; the blocks that it carried count as not resident again, nothing is lost.
         """
-        transfer, self._transfer = self._transfer, None
+        transfer = self._transfer
         if transfer is None:
             return
         if transfer.event is not None:
             torch.cuda.current_stream(self.pool.device).wait_event(transfer.event)
-        if transfer.job is None:
-            return
-        try:
-            transfer.job.result()
-        except BaseException:
-            self._forget(transfer.moves)
-            raise
+        if transfer.job is not None:
+            try:
+                transfer.job.result()
+            except BaseException:
+                if transfer.job.done():  # otherwise it still writes into the slots, and is waited for again
+                    self._forget(transfer.moves)
+                    self._transfer = None
+                raise
+        self._transfer = None
 
     def _forget(self, moves: Moves) -> None:
         meant = torch.arange(moves.slots.shape[2]) < moves.counts[..., None]

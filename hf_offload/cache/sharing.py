@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hf_offload.cpu.pool import copy_records
 
 if TYPE_CHECKING:
@@ -49,6 +51,6 @@ def own_block(store: BlockStore, block: int) -> None:
         except BaseException:
             pool.release(new)
             raise
-        pool.release(ids[row : row + 1])
         store.table[row, block] = new[0]
         store.revision += 1
+        pool.release(np.array([old]))

@@ -287,36 +287,41 @@ class BlockStore:
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens; nothing has happened if that fails."""
-        keep = -(-length // self.block_size)
-        self.check(length // self.block_size, keep)  # it will be written into
-        last = self.table[:, keep - 1 : keep]
-        if length % self.block_size and (self.pool.block_ptr[last] & 1).any():
-            self._reopen(keep - 1, length)
-        self._release(keep)
+        self.open(length)
         self.length = length
         self.sealed = min(self.sealed, length // self.block_size)
         self.packed_blocks = min(self.packed_blocks, length // self.block_size)
+        self._release(self.num_blocks)
+
+    def open(self, length: int) -> None:
+        """Make the block that is the last one of `length` tokens fit to be appended to: unpack it; it stays whole."""
+        block = length // self.block_size
+        if length % self.block_size:
+            self.check(block, block + 1)  # it will be written into
+            if (self.pool.block_ptr[self.table[:, block]] & 1).any():
+                self._reopen(block)
 
     def _release(self, keep: int) -> None:
         """Give back the physical blocks behind the first `keep` logical ones."""
         if keep < self.reserved:
-            self.pool.release(self.table[:, keep : self.reserved])
-            self.reserved = keep
+            unused, self.reserved = self.table[:, keep : self.reserved], keep
+            self.pool.release(unused)
 
-    def _reopen(self, block: int, length: int) -> None:
-        """Make a packed block fit to be appended to: the one that will be the last of `length` tokens."""
+    def _reopen(self, block: int) -> None:
         first, table = block * self.block_size, self.table.copy()
-        k, v = (x.to("cpu") for x in self.gather(first, length - first))
+        k, v = (x.to("cpu") for x in self.gather(first, min(self.block_size, self.length - first)))
         table[:, block] = self.pool.allocate(self.batch)
         try:
             self.reserve_digests()
             movers.write_tokens(k, v, self.pool.block_ptr, table, first, self.block_size).run("a crop")
+            if self.digests is not None:
+                self.digests.copy(self.table[:, block], table[:, block])
         except BaseException:
             self.pool.release(table[:, block])
             raise
-        self.pool.release(self.table[:, block])
-        self.table = table
+        before, self.table = self.table[:, block], table
         self.revision += 1
+        self.pool.release(before)
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index `[B']`, in its order and as often as it names them; K and V are not copied."""

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 DELAY = "HF_OFFLOAD_DELAY_MS"
@@ -38,11 +39,12 @@ class Job:
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._ended = False
+        self._pid = os.getpid()
         self._gate = threading.Lock()  # held until the job has ended; twice as fast as an Event
         self._gate.acquire()
 
     def done(self) -> bool:
-        """Whether the job has ended, well or not."""
+        """Whether the job has ended, well or not: nothing of it reads or writes any more, nor will."""
         return self._ended
 
     def _begin(self) -> bool:
@@ -62,6 +64,19 @@ class Job:
                 self._ended = True
                 self._gate.release()
 
+    def _withdraw(self, told: str, *, alone: bool = False) -> WorkerError:
+        """Let no thread begin the job any more; it has ended like this, unless a thread is in the midst of it.
+
+        Args:
+            told: what is told of it from now on.
+            alone: whether no thread can be in the midst of it.
+        """
+        with nullcontext() if alone else self._lock:  # in a forked child a lock may be held for good
+            self._waiting = 0
+            if not self._ended and (alone or not self._running):
+                self._error, self._ended = WorkerError(told), True
+        return WorkerError(told)
+
     def result(self, timeout: float | None = None) -> None:
         """Wait for the job to end.
 
@@ -69,7 +84,8 @@ class Job:
             timeout: seconds to wait at most; the worker's own limit by default.
 
         Raises:
-            WorkerError: the job raised (its error is the cause), no thread is left to run it, or time is up.
+            WorkerError: the job raised (its error is the cause), no thread is left to run it, or time is up; it is then
+                still at work unless it is `done`.
         """
         limit = time.monotonic() + (self._worker.timeout if timeout is None else timeout)
         while not self._ended:
@@ -77,12 +93,14 @@ class Job:
                 self._gate.release()  # for the next who asks
             elif self._ended:  # the gate was in the hands of another who asks
                 break
-            elif not self._worker.alive():
-                raise WorkerError(f"{self.label}: every worker thread has died before the job ended")
+            elif self._pid != os.getpid() or not self._worker.alive():
+                lost = f"{self.label}: every worker thread has died before the job ended"
+                raise self._withdraw(lost, alone=True)
             elif time.monotonic() >= limit:
-                raise WorkerError(
-                    f"{self.label}: not done in time; raise HybridCache(timeout=...) if the machine is slow"
-                )
+                late = f"{self.label}: not done in time; raise HybridCache(timeout=...) if the machine is slow"
+                raise self._withdraw(late)
+        if isinstance(self._error, WorkerError):
+            raise WorkerError(*self._error.args)  # one that is kept would keep whoever it passes by
         if self._error is not None:
             raise WorkerError(f"{self.label} failed: {self._error!r}") from self._error
 
@@ -118,7 +136,7 @@ class Worker:
 
     def _ensure_threads(self) -> None:
         if self._pid != os.getpid():  # a forked child has none of its parent's threads, and maybe a held queue
-            self._queue, self._pool, self._pid = queue.SimpleQueue(), [], os.getpid()
+            self._queue, self._pool, self._lock, self._pid = queue.SimpleQueue(), [], threading.Lock(), os.getpid()
         if len(self._pool) == self.threads and all(thread.is_alive() for thread in self._pool):
             return
         with self._lock:
@@ -146,6 +164,16 @@ class Worker:
         for _ in range(shares):
             self._queue.put((job, work, self.delay, keep))
         return job
+
+    def settle(self) -> None:
+        """Wait until all that was submitted has ended, whoever knows of it.
+
+        Raises:
+            WorkerError: a thread is still at work when time is up.
+        """
+        if self._pool and self._pid == os.getpid():  # all threads meet, which none can in the midst of a job
+            meeting = threading.Barrier(self.threads)
+            self.submit(lambda: meeting.wait(self.timeout), "waiting for all work", shares=self.threads).result()
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:

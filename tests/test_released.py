@@ -1,0 +1,172 @@
+"""Without the garbage collector's help a cache goes when its last name goes: memory, threads and hooks with it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_hybrid_cache import hooks_on
+from tiny import DEVICE, prompt, tiny_model
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.attention.hooks import hybrid_layers
+
+KNOBS: dict[str, Any] = {"budget": 64, "sinks": 16, "recent": 0, "block_size": 16, "synchronous_layers": (0,)}
+ONE: dict[str, Any] = {"tier": "one"} if DEVICE == "cpu" else {}
+SPLIT: dict[str, Any] = {**KNOBS, "tier": "split" if DEVICE == "cpu" else None, "resident": 96, "recall": 1}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one": {**KNOBS, **ONE},
+    "one, attends ahead": {**KNOBS, **ONE, "lookahead": "attend"},
+    "split": {**SPLIT, "lookahead": "off"},
+    "split, selects ahead": {**SPLIT, "lookahead": "select"},
+    "split, attends ahead": {**SPLIT, "lookahead": "attend"},
+    "int8": {**SPLIT, "host_dtype": "int8"},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def prefill(model: PreTrainedModel, cache: HybridCache) -> None:
+    with torch.no_grad():
+        model(prompt(2, 150)[0], past_key_values=cache)
+
+
+def decode(model: PreTrainedModel, cache: HybridCache) -> None:
+    prefill(model, cache)
+    with torch.no_grad():
+        for i in range(20):
+            model(torch.full((2, 1), 5 + i, device=DEVICE), past_key_values=cache)
+
+
+def generate(model: PreTrainedModel, cache: HybridCache) -> None:
+    model.generate(prompt(2, 150)[0], past_key_values=cache, max_new_tokens=6, do_sample=False)
+
+
+def beams(model: PreTrainedModel, cache: HybridCache) -> None:
+    model.generate(prompt(2, 50)[0], past_key_values=cache, max_new_tokens=6, do_sample=False, num_beams=2)
+
+
+def change(model: PreTrainedModel, cache: HybridCache) -> None:
+    decode(model, cache)
+    cache.crop(-30)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    decode(model, cache)
+    cache.stats()
+
+
+def fail(model: PreTrainedModel, cache: HybridCache) -> None:
+    _stop(model, cache, ValueError)
+
+
+def interrupt(model: PreTrainedModel, cache: HybridCache) -> None:
+    _stop(model, cache, KeyboardInterrupt)
+
+
+def _stop(model: PreTrainedModel, cache: HybridCache, error: type[BaseException]) -> None:
+    decode(model, cache)
+
+    def raise_it(*_: Any) -> None:
+        raise error
+
+    for tokens in (1, 20):
+        handle = model.model.layers[2].mlp.register_forward_pre_hook(raise_it)
+        try:
+            with torch.no_grad():
+                model(prompt(2, tokens)[0], past_key_values=cache)
+        except error:
+            pass
+        finally:
+            handle.remove()
+        if error is KeyboardInterrupt:
+            cache.crop(0)
+        decode(model, cache)
+
+
+def lose_a_job(model: PreTrainedModel, cache: HybridCache) -> None:
+    """A job that raises, and one that is late."""
+    decode(model, cache)
+    worker = cache.settings.worker
+    job = worker.submit(lambda: 1 / 0, "a division")
+    late = worker.submit(lambda: time.sleep(0.3), "a nap")
+    for each in (job, late):
+        try:
+            each.result(timeout=0.01 if each is late else 5)
+        except RuntimeError:
+            pass
+
+
+def refuse(model: PreTrainedModel, cache: HybridCache) -> None:
+    decode(model, cache)
+    for attempt in (lambda: cache.crop(5), lambda: cache.reorder_cache(torch.tensor([7, 7]))):
+        try:
+            attempt()
+        except (ValueError, IndexError):
+            pass
+
+
+ACTS: list[Callable[[PreTrainedModel, HybridCache], None]] = [
+    prefill, decode, generate, beams, change, fail, interrupt, lose_a_job, refuse,
+]  # fmt: skip
+
+
+def live(
+    model: PreTrainedModel, act: Callable[[PreTrainedModel, HybridCache], None], knobs: dict[str, Any]
+) -> tuple[list[weakref.ref[Any]], list[threading.Thread]]:
+    """Make a cache, let it live, and let it go; returns what can tell whether parts of it are still there."""
+    cache = HybridCache(model, "scout", **knobs)
+    act(model, cache)
+    parts: list[Any] = [cache, cache.settings, cache.settings.worker]
+    for layer in hybrid_layers(cache):
+        parts += [layer, layer.store, layer.store.pool, layer.store.digests, *layer.store.pool.slabs]
+        parts += [part for part in (layer.resident, layer.host_part) if part is not None]
+    return [weakref.ref(part) for part in parts], list(cache.settings.worker._pool)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+def test_a_cache_goes_with_its_last_name(
+    model: PreTrainedModel, act: Callable[[PreTrainedModel, HybridCache], None], name: str
+) -> None:
+    assert hooks_on(model) == 0
+    parts, threads = live(model, act, SETTINGS[name])
+    for thread in threads:  # they hold what they still work on
+        thread.join(5)
+        assert not thread.is_alive()
+    left = [type(part()).__name__ for part in parts if part() is not None]
+    assert not left
+    assert hooks_on(model) == 0
+
+
+def test_a_thread_at_work_lets_go_when_it_is_done(model: PreTrainedModel) -> None:
+    """A recall in flight holds the memory that it reads and writes, and no longer."""
+
+    def slowly(model: PreTrainedModel, cache: HybridCache) -> None:
+        cache.settings.worker.delay = 0.3
+        prefill(model, cache)
+        with torch.no_grad():
+            for i in range(3):
+                model(torch.full((2, 1), 5 + i, device=DEVICE), past_key_values=cache)
+        assert any(layer.resident._transfer is not None for layer in hybrid_layers(cache))
+
+    test_a_cache_goes_with_its_last_name(model, slowly, "split")
