@@ -68,7 +68,9 @@ def soak(row: Row, model_name: str, steps: int, context: int, every: int, thread
     """Run one row; returns its samples."""
     if threads:
         torch.set_num_threads(threads)
-    model = tiny() if model_name == "tiny" else load(None if model_name == "smollm2" else model_name, "bf16", threads)[0]
+    model = (
+        tiny() if model_name == "tiny" else load(None if model_name == "smollm2" else model_name, "bf16", threads)[0]
+    )
     cache, chance = row.make_cache(model), random.Random(0)
     assert isinstance(cache, hf_offload.HybridCache)
     vocabulary, start, samples = model.config.vocab_size, time.perf_counter(), []
@@ -109,7 +111,11 @@ def plot(samples: list[dict[str, Any]], path: Path) -> None:
         used = [s["host_bytes"] / 2**20 for s in mine]
         pools.plot(steps, used, color=line.get_color(), linewidth=0.5, label=f"{name}: in use")
         objects.plot(steps, [s["objects"] / 1000 for s in mine], label=name)
-    for axes, title in ((process, "process, MiB"), (pools, "blocks on the host, MiB"), (objects, "Python objects, thousands")):
+    for axes, title in (
+        (process, "process, MiB"),
+        (pools, "blocks on the host, MiB"),
+        (objects, "Python objects, thousands"),
+    ):
         axes.set_ylabel(title)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

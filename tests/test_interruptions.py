@@ -120,7 +120,7 @@ def chosen(count: int, most: int) -> list[int]:
 
 @pytest.mark.parametrize("count", [1, 5, 30])
 @pytest.mark.parametrize("memory", SETTINGS)
-@pytest.mark.parametrize("most", [12, pytest.param(10**6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [6, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_a_forward_is_interrupted_anywhere(memory: str, count: int, most: int) -> None:
     history = begun(SETTINGS[memory])
     act = forward(history, count)
@@ -132,7 +132,7 @@ def test_a_forward_is_interrupted_anywhere(memory: str, count: int, most: int) -
 
 
 @pytest.mark.parametrize("memory", SETTINGS)
-@pytest.mark.parametrize("most", [12, pytest.param(10**6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [8, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_a_crop_is_interrupted_anywhere(memory: str, most: int) -> None:
     history = begun(SETTINGS[memory])
 
@@ -147,7 +147,8 @@ def test_a_crop_is_interrupted_anywhere(memory: str, most: int) -> None:
         assert left in (CONTEXT, CONTEXT - 150)
         history.ids, history.mask = history.ids[:, :left], history.mask[:, :left]
         check_after(history, 0, point)
-        history.feed(*tokens(2, CONTEXT - left, point))
+        if left < CONTEXT:
+            history.feed(*tokens(2, CONTEXT - left, point))
 
 
 ROWS: dict[str, tuple[Callable[[HybridCache], None], list[int]]] = {
@@ -160,7 +161,7 @@ ROWS: dict[str, tuple[Callable[[HybridCache], None], list[int]]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("memory", SETTINGS)
-@pytest.mark.parametrize("most", [6, pytest.param(10**6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [4, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_a_change_of_the_rows_is_interrupted_anywhere(memory: str, name: str, most: int) -> None:
     """Whole before or whole after, or an error that says to reset."""
     act, rows = ROWS[name]
@@ -169,10 +170,7 @@ def test_a_change_of_the_rows_is_interrupted_anywhere(memory: str, name: str, mo
         history = begun(SETTINGS[memory])
         cache = history.caches[0]
         interrupt(history, point, act)
-        try:
-            cache.crop(0)
-        except RuntimeError as error:
-            assert "call reset()" in str(error)
+        if torn(cache):
             with pytest.raises(RuntimeError, match=r"call reset\(\)"):
                 history.feed(*tokens(2, 1, 0))
             cache.reset()
@@ -186,6 +184,17 @@ def test_a_change_of_the_rows_is_interrupted_anywhere(memory: str, name: str, mo
         check_after(history, 0, point)
 
 
+def torn(cache: HybridCache) -> bool:
+    """Whether the cache says that it must begin anew."""
+    try:
+        cache.crop(0)
+    except RuntimeError as error:
+        if "call reset()" not in str(error):
+            raise
+        return True
+    return False
+
+
 def held(cache: HybridCache) -> torch.Tensor:
     return torch.from_numpy(cache.settings.padding.valid[:, : cache.get_seq_length()])
 
@@ -195,7 +204,7 @@ def held_by(history: History, rows: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("memory", SETTINGS)
-@pytest.mark.parametrize("times", [40, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [12, pytest.param(3000, marks=pytest.mark.slow)])
 def test_a_signal_comes_at_any_time(memory: str, times: int) -> None:
     history, chance = begun(SETTINGS[memory]), random.Random(memory)
 

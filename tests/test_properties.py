@@ -15,7 +15,13 @@ import pytest
 import torch
 from histories import History, Setting, check_books, empty
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from tiny import DEVICE
 
 from hf_offload.cache.budget import least_blocks
@@ -50,7 +56,9 @@ def some_settings(draw: st.DrawFn) -> Setting:
     if policy != "full":
         knobs["budget"] = COVERING
         least = make_policy(policy, knobs).always_blocks(size)
-        knobs["budget"] = COVERING if covers else size * (least + draw(st.integers(0, 3), label="budget over the least"))
+        knobs["budget"] = (
+            COVERING if covers else size * (least + draw(st.integers(0, 3), label="budget over the least"))
+        )
     tier = draw(st.sampled_from(TIERS), label="tier")
     two = tier != "one"
     if two:
@@ -152,7 +160,12 @@ class Histories(RuleBasedStateMachine):
             cache.reset()
         history.ids = history.mask = torch.zeros(rows, 0, dtype=torch.long, device=DEVICE)
 
-    @rule(data=st.data(), layer=st.integers(0, 1), count=st.integers(1, 30), error=st.sampled_from([ValueError, KeyboardInterrupt]))
+    @rule(
+        data=st.data(),
+        layer=st.integers(0, 1),
+        count=st.integers(1, 30),
+        error=st.sampled_from([ValueError, KeyboardInterrupt]),
+    )
     def fail(self, data: st.DataObject, layer: int, count: int, error: type[BaseException]) -> None:
         """A forward that raises, or is interrupted, in the middle leaves no trace."""
         history = self._one(data)

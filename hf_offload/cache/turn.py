@@ -38,8 +38,9 @@ class Turn:
             thread = next((thread for thread in threading.enumerate() if thread.ident == holder), None)
             if thread is not None:
                 raise RuntimeError(
-                    f"the thread {thread.name!r} is at work with this cache, or was interrupted in it; a cache serves one "
-                    "thread at a time: give each its own (caches of one model may run at once), or call crop(0) there"
+                    f"the thread {thread.name!r} is at work with this cache, or was interrupted in it; a cache serves "
+                    "one thread at a time: give each its own (caches of one model may run at once), or call crop(0) "
+                    "there"
                 )
             self._holder["thread"] = me
         if self._torn is not None and not torn:
@@ -57,4 +58,3 @@ class Turn:
         self._torn = what
         yield
         self._torn = None
-

@@ -1,0 +1,225 @@
+"""The n-th allocation, kernel, hand-over or torch operation fails, for every n: an error, no token lost, none wrong."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from histories import History, Setting, check_books, empty
+from test_interruptions import tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_offload.cache import memory
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.worker import Worker, WorkerError
+
+SCOUT: dict[str, Any] = {
+    "budget": 1024, "sinks": 8, "recent": 0, "block_size": 8, "prefill_tile": 32, "lookahead": "select",
+    "synchronous_layers": (0,), "timeout": 20.0,
+}  # fmt: skip
+SETTINGS = {
+    "one": Setting(2, 16, "scout", {**SCOUT, "tier": "one"}, True),
+    "split": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "recall": 1}, True),
+    "int8": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "host_dtype": "int8"}, True),
+}
+
+
+class Broken(Exception):
+    """Stands for whatever a kernel may die of."""
+
+
+class Nth:
+    """Counts calls; the n-th one fails."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def due(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+    def before(self, call: Callable[..., Any], fault: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, before which the fault may happen."""
+
+        @functools.wraps(call)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.due():
+                fault(*args, **kwargs)
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def no_memory(*args: Any, **kwargs: Any) -> None:
+    with memory.memory_for("a test", "less"):
+        raise MemoryError
+
+
+def break_down(*args: Any, **kwargs: Any) -> None:
+    raise Broken("the kernel died")
+
+
+def kill(worker: Worker, *args: Any, **kwargs: Any) -> None:
+    """End all threads of a worker."""
+    for _ in worker._pool:
+        worker._queue.put(None)
+    for thread in worker._pool:
+        thread.join(5)
+
+
+@contextmanager
+def host_memory(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
+    """Memory on the host, wherever the package asks for it."""
+    real = memory.host_empty
+    failing = nth.before(real, no_memory)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hf_offload") and getattr(module, "host_empty", None) is real:
+            patch.setattr(module, "host_empty", failing)
+    yield
+
+
+@contextmanager
+def kernels(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
+    """Launches, by the model's thread and by others."""
+    for name in ("run", "__call__"):
+        patch.setattr(Launch, name, nth.before(getattr(Launch, name), break_down))
+    yield
+
+
+@contextmanager
+def threads_before_a_job(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
+    """All threads of the worker die before a job is handed over."""
+    patch.setattr(Worker, "submit", nth.before(Worker.submit, kill))
+    yield
+
+
+@contextmanager
+def threads_at_a_job(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
+    """They die between its arrival and its start, so that nobody is left to do it."""
+    real = Worker._ensure_threads
+
+    def ensure(worker: Worker) -> None:
+        real(worker)
+        if nth.due():
+            kill(worker)
+
+    patch.setattr(Worker, "_ensure_threads", ensure)
+    yield
+
+
+@contextmanager
+def torch_operations(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
+    """Any operation of torch, in the model or in the cache, has no device memory left."""
+
+    class Short(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if nth.due():
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return func(*args, **(kwargs or {}))
+
+    with Short():
+        yield
+
+
+FAULTS = [host_memory, kernels, threads_before_a_job, threads_at_a_job, torch_operations]
+
+
+def live(history: History, step: Callable[[Callable[[], None]], None]) -> None:
+    """Prompt, turns, steps that fill a block, rows that part and merge, crops, more steps: `step` does each of them."""
+    cache = history.caches[0]
+
+    def feed(rows: int, count: int) -> Callable[[], None]:
+        return lambda: history.feed(*tokens(rows, count, count))
+
+    def rows(change: Callable[[torch.Tensor], None], kept: list[int]) -> Callable[[], None]:
+        def act() -> None:
+            change(torch.tensor(kept))
+            history.keep_rows(torch.tensor(kept))
+
+        return act
+
+    for count in (190, 40, 1, 1, 1):
+        step(feed(2, count))
+    step(rows(lambda index: cache.batch_repeat_interleave(2), [0, 0, 1, 1]))
+    for count in (1, 1, 9):
+        step(feed(4, count))
+    step(rows(cache.batch_select_indices, [3, 0]))
+    step(rows(cache.reorder_cache, [1, 0]))
+    step(lambda: history.crop(101))
+    for count in (1, 60, 1):
+        step(feed(2, count))
+
+
+def mend(history: History, held: int) -> None:
+    """After an error: nothing was lost, or the cache says that it must begin anew."""
+    cache = history.caches[0]
+    try:
+        cache.crop(0)
+    except RuntimeError as error:
+        if "call reset()" not in str(error):
+            raise
+        cache.reset()
+        history.ids, ids = history.ids[:, :0], history.ids
+        history.mask, mask = history.mask[:, :0], history.mask
+        history.feed(ids, mask)
+    assert history.length == held
+    check_books([history])
+
+
+@pytest.mark.parametrize("memory", SETTINGS)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("most", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_nth_fault(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch, Nth], Any], memory: str, most: int
+) -> None:
+    def once(n: int) -> int:
+        """Live with the n-th call failing; returns how many calls there were."""
+        history, nth, errors = empty(SETTINGS[memory], 2), Nth(n), []
+
+        def step(act: Callable[[], None]) -> None:
+            held = history.length
+            try:
+                with monkeypatch.context() as patch, fault(patch, nth):
+                    act()
+            except (MemoryError, torch.OutOfMemoryError, Broken, WorkerError) as error:
+                errors.append(error)
+                mend(history, held)
+                act()
+            check_books([history])
+
+        live(history, step)
+        assert len(errors) <= 1
+        silent = fault in (threads_before_a_job, threads_at_a_job, kernels)  # replaced; a read-ahead that nobody misses
+        assert errors or silent or nth.left > 0
+        return n - nth.left
+
+    total = once(10**9)
+    if total == 0:
+        assert memory == "one"  # no job is handed over
+        return
+    stride = max(total // most, 1)
+    for n in range(1 + stride // 2, total + 1, stride):
+        once(n)
+
+
+@pytest.mark.filterwarnings("ignore:pinned host memory")
+def test_pinned_memory_that_is_refused_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other piece of host memory cannot be pinned: a warning, and pageable memory in its place."""
+    real, asked = memory.host_empty, []
+
+    def pinned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.append(args)
+        return real(*args, **(kwargs | {"pin": len(asked) % 2 == 0}))
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hf_offload") and getattr(module, "host_empty", None) is real:
+            monkeypatch.setattr(module, "host_empty", pinned)
+    history = empty(SETTINGS["split"], 2)
+    live(history, lambda act: act())
+    assert len(asked) > 4
+    assert history.caches[0].get_seq_length() == history.length
