@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from hf_offload.attention.checks import check_model, stock_layers
 from hf_offload.attention.hooks import Attachment, find_layers
@@ -18,34 +18,25 @@ from hf_offload.cache.forking import fork_layers
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.loading import SavedCache, merge_knobs
 from hf_offload.cache.saving import save_cache
-from hf_offload.cache.settings import Settings
 from hf_offload.cache.stock import copy_layer
 from hf_offload.cache.takeover import give_back, take_over
+from hf_offload.changing import Changing
 from hf_offload.policies import Policy, describe_policy, saved_policy
 
 
-class Portable(Cache):
+class Portable(Changing):
     """What `HybridCache` offers beyond one cache and one process.
 
     Whoever calls it, the tensors that are made are written in other modes, too: hence `inference_mode(False)`.
     """
 
     policy: Policy
-    settings: Settings
     donors: dict[int, int]
     _config: Any
     _model: weakref.ref[PreTrainedModel]
     _attachment: Attachment
     _knobs: dict[str, Any]
     """How the cache was made, but for the policy, its threads and their timeout."""
-
-    def undo(self) -> None:
-        """Forget the tokens of a forward that did not end."""
-        raise NotImplementedError
-
-    def drain(self) -> None:
-        """Wait for the work in flight of all layers."""
-        raise NotImplementedError
 
     @classmethod
     def _make(cls, model: PreTrainedModel, policy: str | Policy, **knobs: Any) -> Self:
@@ -80,14 +71,13 @@ class Portable(Cache):
     @torch.inference_mode(False)
     def to_dynamic(self) -> DynamicCache:
         """A `DynamicCache` with the tokens of this one, layer by layer, on the model's device; this one stays."""
-        self.undo()
-        self.drain()
         made, layers = DynamicCache(config=self._config), stock_layers(self._config)
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, HybridLayer):
-                give_back(layer, layers[index])
-            else:
-                layers[index] = copy_layer(layer)
+        with self.alone():
+            for index, layer in enumerate(self.layers):
+                if isinstance(layer, HybridLayer):
+                    give_back(layer, layers[index])
+                else:
+                    layers[index] = copy_layer(layer)
         made.layers = layers
         return made
 
@@ -105,11 +95,10 @@ class Portable(Cache):
         model = self._model()
         if model is None:
             raise RuntimeError("the model of this cache is gone; keep a reference to it")
-        self.undo()
-        self.drain()
         worker = self.settings.worker
         made = self._make(model, self.policy, threads=worker.threads, timeout=worker.timeout, **self._knobs)
-        fork_layers(self.layers, made.layers)
+        with self.alone():
+            fork_layers(self.layers, made.layers)
         made.donors = dict(self.donors)
         return made
 
@@ -125,15 +114,14 @@ class Portable(Cache):
             ValueError: something else is there, or the policy is none of `hf_offload.POLICIES`.
             RuntimeError: the model is gone.
         """
-        self.undo()
-        self.drain()
         about = {
             "policy": describe_policy(self.policy),
             "knobs": self._knobs,
             "donors": list(self.donors.items()),
             "model": fingerprint(self._config, self._attachment.stack),
         }
-        save_cache(Path(folder), self.layers, about)
+        with self.alone():
+            save_cache(Path(folder), self.layers, about)
 
     @classmethod
     @torch.inference_mode(False)

@@ -120,6 +120,10 @@ class History:
         ).logits
         return logits
 
+    def replaced(self, caches: list[HybridCache]) -> History:
+        """The same tokens in other caches."""
+        return History(self.setting, late(caches), self.ids, self.mask)
+
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Say that the caches keep the rows of an index."""
         self.ids, self.mask = self.ids[rows], self.mask[rows]

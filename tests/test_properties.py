@@ -8,12 +8,15 @@ run (a failing one is printed, shrunk, with the lines that repeat it):
 
 from __future__ import annotations
 
+import itertools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from histories import History, Setting, check_books, empty
+from histories import History, Setting, check_books, empty, late
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,12 +27,15 @@ from hypothesis.stateful import (
 )
 from tiny import DEVICE
 
+from hf_offload import HybridCache
 from hf_offload.cache.budget import least_blocks
 from hf_offload.policies import make_policy
 
 COVERING = 2048
 MOST_TOKENS = 420  # in a history: more is only slower
 MOST_ROWS = 4
+MOST_HISTORIES = 3
+TIMEOUT = 60.0
 TIERS = ["one", "split"] if DEVICE == "cpu" else [None]
 
 
@@ -68,6 +74,7 @@ def some_settings(draw: st.DrawFn) -> Setting:
     knobs |= {
         "tier": tier,
         "block_size": size,
+        "timeout": TIMEOUT,
         "prefill_tile": draw(st.sampled_from([32, 4096]), label="prefill_tile"),
         "host_dtype": draw(st.sampled_from([None, None, "int8"]), label="host_dtype"),
     }
@@ -78,16 +85,31 @@ def some_settings(draw: st.DrawFn) -> Setting:
 class Histories(RuleBasedStateMachine):
     """Up to three histories of one setting that may share blocks."""
 
-    @initialize(setting=some_settings(), rows=st.integers(1, 3))
-    def begin(self, setting: Setting, rows: int) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.histories: list[History] = []
+        self.folder, self.numbers = tempfile.TemporaryDirectory(), itertools.count()
+
+    def teardown(self) -> None:
+        self.histories.clear()
+        self.folder.cleanup()
+
+    @initialize(setting=some_settings(), rows=st.integers(1, 3), data=st.data(), count=st.integers(1, 300))
+    def begin(self, setting: Setting, rows: int, data: st.DataObject, count: int) -> None:
         self.setting = setting
-        self.histories = [empty(setting, rows)]
+        self.histories.append(empty(setting, rows))
+        self.histories[0].feed(*self._tokens(data, rows, count, data.draw(st.booleans(), label="pads")))
 
     def _one(self, data: st.DataObject) -> History:
-        return data.draw(st.sampled_from(self.histories), label="history")
+        """One of the histories, which holds something: one that was emptied begins again."""
+        history = data.draw(st.sampled_from(self.histories), label="history")
+        if not history.length:
+            count = data.draw(st.integers(1, 150), label="tokens of a prompt")
+            history.feed(*self._tokens(data, history.rows, count, True))
+        return history
 
     def _tokens(self, data: st.DataObject, rows: int, count: int, pads: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        seed = data.draw(st.integers(0, 999), label="seed")
+        seed = data.draw(st.integers(0, 99), label="seed")
         ids = torch.randint(3, 150, (rows, count), generator=torch.Generator().manual_seed(seed))
         mask = torch.ones_like(ids)
         for row in range(rows if pads else 0):
@@ -99,12 +121,12 @@ class Histories(RuleBasedStateMachine):
         history = self._one(data)
         count = min(count, MOST_TOKENS - history.length)
         if count > 0:
-            history.feed(*self._tokens(data, history.rows, count, pads and (count > 1 or not history.length)))
+            history.feed(*self._tokens(data, history.rows, count, pads))
 
     @rule(data=st.data(), steps=st.integers(1, 20))
     def decode(self, data: st.DataObject, steps: int) -> None:
         history = self._one(data)
-        if 0 < history.length <= MOST_TOKENS - steps:
+        if history.length <= MOST_TOKENS - steps:
             ids, mask = self._tokens(data, history.rows, steps, False)
             for i in range(steps):
                 history.feed(ids[:, i : i + 1], mask[:, i : i + 1])
@@ -117,7 +139,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def crop_too_much(self, data: st.DataObject) -> None:
         history = self._one(data)
-        for cache in history.caches if history.length else ():
+        for cache in history.caches:
             for tokens, told in ((1, "positive"), (-history.length - 1, "only")):
                 with pytest.raises(ValueError, match=told):
                     cache.crop(tokens)
@@ -128,15 +150,14 @@ class Histories(RuleBasedStateMachine):
         rows = data.draw(
             st.lists(st.integers(0, history.rows - 1), min_size=history.rows, max_size=history.rows), label="rows"
         )
-        if history.length:
-            for cache in history.caches:
-                cache.reorder_cache(torch.tensor(rows))
-            history.keep_rows(torch.tensor(rows))
+        for cache in history.caches:
+            cache.reorder_cache(torch.tensor(rows))
+        history.keep_rows(torch.tensor(rows))
 
     @rule(data=st.data(), repeats=st.integers(1, 3))
     def repeat(self, data: st.DataObject, repeats: int) -> None:
         history = self._one(data)
-        if history.length and history.rows * repeats <= MOST_ROWS:
+        if history.rows * repeats <= MOST_ROWS:
             for cache in history.caches:
                 cache.batch_repeat_interleave(repeats)
             history.keep_rows(torch.arange(history.rows).repeat_interleave(repeats))
@@ -148,10 +169,9 @@ class Histories(RuleBasedStateMachine):
         rows = torch.tensor(kept)
         if as_mask:
             rows = torch.zeros(history.rows, dtype=torch.bool).index_fill(0, rows, True)
-        if history.length:
-            for cache in history.caches:
-                cache.batch_select_indices(rows)
-            history.keep_rows(rows)
+        for cache in history.caches:
+            cache.batch_select_indices(rows)
+        history.keep_rows(rows)
 
     @rule(data=st.data(), rows=st.integers(1, 3))
     def reset(self, data: st.DataObject, rows: int) -> None:
@@ -185,9 +205,47 @@ class Histories(RuleBasedStateMachine):
             if error is KeyboardInterrupt:
                 cache.crop(0)
 
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        history = self._one(data)
+        if len(self.histories) < MOST_HISTORIES:
+            self.histories.append(history.replaced([cache.fork() for cache in history.caches]))
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """A history ends; what only it held is free."""
+        history = self._one(data)
+        if len(self.histories) > 1:
+            self.histories.remove(history)
+
+    @rule(data=st.data(), stays=st.booleans())
+    def save_and_load(self, data: st.DataObject, stays: bool) -> None:
+        """What was loaded goes on in place of what was saved, or beside it."""
+        history, loaded = self._one(data), []
+        for cache in history.caches:
+            folder = Path(self.folder.name) / str(next(self.numbers))
+            cache.save(folder)
+            loaded.append(HybridCache.load(folder, self.setting.model, timeout=TIMEOUT))
+        if not stays:
+            self.histories.remove(history)
+        if len(self.histories) < MOST_HISTORIES:
+            self.histories.append(history.replaced(loaded))
+
+    @rule(data=st.data())
+    def give_and_take(self, data: st.DataObject) -> None:
+        """Through a DynamicCache and back."""
+        history = self._one(data)
+        history.caches = late([
+            HybridCache.from_cache(
+                cache.to_dynamic(), self.setting.model, self.setting.policy, attention_mask=history.mask,
+                **self.setting.knobs,
+            )
+            for cache in history.caches
+        ])  # fmt: skip
+
     @invariant()
     def books_are_right(self) -> None:
-        check_books(getattr(self, "histories", []))
+        check_books(self.histories)
 
 
 def run(examples: int, fixed: bool) -> None:

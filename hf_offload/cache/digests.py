@@ -124,13 +124,6 @@ class DigestStore(ABC):
                 self._arrays[name] = grown.numpy()
         self.capacity = blocks
 
-    def copy(self, old: np.ndarray, new: np.ndarray) -> None:
-        """Let blocks have the summaries of others: physical numbers `[n]` each."""
-        source, target = (torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (old, new))
-        for name in self._tensors():
-            tensor: torch.Tensor = getattr(self, name)
-            tensor[target] = tensor[source]
-
 
 class _VectorStore(DigestStore):
     """Digests that are scored by one dot product with a transformed query."""
