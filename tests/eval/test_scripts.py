@@ -9,6 +9,7 @@ import cpu_ratio
 import decode
 import fidelity
 import needle
+import soak
 
 MAINS = [cpu_ratio.main, decode.main, fidelity.main, needle.main]
 
@@ -32,6 +33,17 @@ def test_the_kernel_benchmark_runs(tmp_path, monkeypatch):
     assert out.with_suffix(".png").stat().st_size > 0
 
 
+def test_the_soak_runs_and_finds_a_leak(tmp_path):
+    out = tmp_path / "soak.csv"
+    options = ["--rows", "full-one", "--steps", "60", "--every", "10", "--context", "512", "--out", str(out)]
+    result = CliRunner().invoke(common.command(soak.main), options)
+    assert result.exit_code == 0, result.output
+    assert len(out.read_text().splitlines()) == 7
+    assert out.with_suffix(".png").stat().st_size > 0
+    leak = [{"step": step, "rss_bytes": 1000 + 8 * max(step, 40)} for step in range(0, 100, 10)]
+    assert soak.slope(leak, "rss_bytes") == pytest.approx(8)
+
+
 @pytest.mark.parametrize(
     ("main", "option"),
     [
@@ -44,6 +56,7 @@ def test_the_kernel_benchmark_runs(tmp_path, monkeypatch):
         (fidelity.main, "--kinds"),
         (needle.main, "--rows"),
         (needle.main, "--kinds"),
+        (soak.main, "--rows"),
     ],
 )
 def test_unknown_names_are_refused(main, option, monkeypatch):
