@@ -148,6 +148,7 @@ class Portable(Changing):
         if odd is not None:
             raise ValueError(f"{folder} was saved with another model than this {type(model).__name__}: {odd}")
         made = cls._make(model, saved_policy(saved.about["policy"]), **merge_knobs(saved.about["knobs"], knobs))
-        saved.restore(made.layers, made._attachment.layers, place=not knobs.keys() & {"resident", "device_budget"})
+        place = not knobs.keys() & {"resident", "device_budget"}
+        saved.restore(made.layers, stock_layers(config), made._attachment.layers, place=place)
         made.donors = dict(saved.about["donors"])
         return made

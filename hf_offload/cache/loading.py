@@ -92,11 +92,12 @@ class SavedCache:
             raise self._altered(BLOCKS)
         return 8 + len(header), json.loads(header)
 
-    def restore(self, layers: list[Any], modules: Sequence[nn.Module], *, place: bool) -> None:
+    def restore(self, layers: list[Any], stock: list[Any], modules: Sequence[nn.Module], *, place: bool) -> None:
         """Fill the empty layers of a new cache.
 
         Args:
-            layers: of the cache; stock layers among them are replaced.
+            layers: of the cache; those that were saved as stock layers are replaced.
+            stock: the layers that Transformers would have in their place, empty.
             modules: the model's decoder layers.
             place: whether what was resident is to be resident again.
 
@@ -109,10 +110,11 @@ class SavedCache:
         for index, (layer, told) in enumerate(zip(layers, self.about["layers"], strict=True)):
             device, prefix = device_of(modules[index]), f"layers.{index}."
             tensors = {n.removeprefix(prefix): part for n, part in self._tensors.items() if n.startswith(prefix)}
-            if ("stock" in told) == isinstance(layer, HybridLayer):
-                raise ValueError(f"layer {index} of {self.folder} is of another kind than in this model")
+            kind = told.get("stock", HybridLayer.__name__)
+            if kind not in (type(layer).__name__, type(stock[index]).__name__):
+                raise ValueError(f"layer {index} of {self.folder} is a {kind}, in this model a {type(layer).__name__}")
             if "stock" in told:
-                unpack(layer, told["state"], tensors, device)
+                layers[index] = unpack(stock[index], told["state"], tensors, device)
             elif told:
                 padding = layer.settings.padding
                 if not padding.seen:
@@ -158,7 +160,7 @@ class SavedCache:
         layer.policy.unpack_state(layer.state, state)
         if layer.resident is not None and layer.slots is not None and told["placed"]:
             with layer.mirror.current():
-                layer.resident.restore(tensors["block_of"], tensors["worth"], tensors["known"])
+                layer.resident.reload(tensors["block_of"], tensors["worth"], tensors["known"])
             layer.unplaced = False
 
     def _slab(self, name: str, layer: HybridLayer, mapped: torch.Tensor | None) -> torch.Tensor | None:

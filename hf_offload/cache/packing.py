@@ -60,11 +60,11 @@ def _pack_apart(store: BlockStore, ids: np.ndarray, pack: Callable[[np.ndarray, 
     try:
         store.reserve_digests()
         pack(store.pool.block_ptr[ids], store.pool.block_ptr[new] - 1)
+        if store.digests is not None:
+            store.digests.copy(ids, new)
     except BaseException:
         store.pool.release(new)
         raise
-    if store.digests is not None:
-        store.digests.copy(ids, new)
     table = store.table.copy()
     held = np.isin(table[:, : store.reserved], ids).nonzero()
     old = store.table[held]

@@ -91,7 +91,7 @@ class ResidentSet:
                 part.clone() for part in (other.block_of, other.slot_of, other.worth, other.known)
             )
 
-    def restore(self, block_of: torch.Tensor, worth: torch.Tensor, known: torch.Tensor) -> None:
+    def reload(self, block_of: torch.Tensor, worth: torch.Tensor, known: torch.Tensor) -> None:
         """Hold what another set with as many slots held, over a store with the same tokens; arguments: its attributes.
 
         Blocks behind the store's tokens are empty: they get their slot alone.

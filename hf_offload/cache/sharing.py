@@ -19,12 +19,13 @@ def share_blocks(store: BlockStore, other: BlockStore) -> None:
     Digests are shared as far as there are any: their statistics are fixed.
     """
     other.settle()
-    store.pool, store.table = other.pool, other.table.copy()
-    store.length, store.reserved, store.packed_blocks = other.length, other.num_blocks, other.packed_blocks
+    store.pool = other.pool
     if other.digests is None or other.digests.frozen:
         store.digests, store.sealed = other.digests, other.sealed
     store.reserve_digests()
-    store.pool.retain(store.table[:, : store.reserved])
+    store.pool.retain(other.table[:, : other.num_blocks])  # from here on they are this store's to release
+    store.table, store.reserved = other.table.copy(), other.num_blocks
+    store.length, store.packed_blocks = other.length, other.packed_blocks
     store.revision += 1
     if store.event is not None:
         weakref.finalize(store.pool, store.event.synchronize).atexit = False

@@ -60,8 +60,8 @@ def pack(layer: Any) -> tuple[str, dict[str, Any], dict[str, torch.Tensor]]:
     return type(layer).__name__, state, tensors
 
 
-def unpack(layer: Any, state: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Give a layer of the same class the attributes that `pack` has described, with tensors on a device."""
+def unpack(layer: Any, state: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device) -> Any:
+    """An empty layer of the same class with the attributes that `pack` has described, and tensors on a device."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -78,3 +78,4 @@ def unpack(layer: Any, state: dict[str, Any], tensors: dict[str, torch.Tensor], 
         return {"list": list, "tuple": tuple}[kind](read(part) for part in content)
 
     vars(layer).update({name: read(value) for name, value in state.items()})
+    return layer

@@ -9,9 +9,10 @@ import cpu_ratio
 import decode
 import fidelity
 import needle
+import save_load
 import soak
 
-MAINS = [cpu_ratio.main, decode.main, fidelity.main, needle.main]
+MAINS = [cpu_ratio.main, decode.main, fidelity.main, needle.main, save_load.main]
 
 
 @pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__module__)
@@ -57,6 +58,8 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (needle.main, "--rows"),
         (needle.main, "--kinds"),
         (soak.main, "--rows"),
+        (save_load.main, "--rows"),
+        (save_load.main, "--kind"),
     ],
 )
 def test_unknown_names_are_refused(main, option, monkeypatch):

@@ -1,0 +1,35 @@
+"""The script that measures saving, loading and forking, with a tiny model."""
+
+from __future__ import annotations
+
+import csv
+
+import torch
+from tiny import prompt, tiny_model
+from typer.testing import CliRunner
+
+import common
+import save_load
+
+
+class Letters:
+    """A tokenizer: a token a letter."""
+
+    def __call__(self, text, **_):
+        ids = [3 + ord(letter) % 100 for letter in text]
+        return {"input_ids": torch.tensor([ids])}
+
+
+def test_it_runs_and_continuations_are_identical(tmp_path, monkeypatch):
+    monkeypatch.setattr(save_load, "load", lambda *_: (tiny_model("llama"), Letters()))
+    monkeypatch.setattr(save_load, "window", lambda text, tokenizer, start, tokens: prompt(1, tokens)[0])
+    out = tmp_path / "save_load.csv"
+    options = ["--tokens", "2500", "--steps", "4", "--repeats", "2", "--rows", "scout,scout-int8", "--out", str(out)]
+    result = CliRunner().invoke(common.command(save_load.main), options)
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader(out.open()))
+    assert [row["row"] for row in rows] == ["scout", "scout-int8"]
+    for row in rows:
+        assert row["identical"] == "True"
+        assert 0 < float(row["blocks_read"]) < 1
+        assert 1 < float(row["fork_bytes"]) < 2
