@@ -40,11 +40,13 @@ def take_over(
             f"attention_mask has shape {tuple(mask.shape)}, but the cache holds {batch} rows of {tokens} tokens; give "
             "one value for each cached token"
         )
+    if mask is not None:
+        mask = mask != 0
     for index, (layer, old) in enumerate(zip(layers, theirs, strict=True)):
         device = device_of(modules[index])
         if isinstance(layer, HybridLayer):
             if _holds(old):
-                layer.settings.padding.observe(None if mask is None else mask != 0, batch, tokens)
+                layer.settings.padding.observe(mask, batch, tokens)
                 _fill(layer, old.keys.detach().to(device), old.values.detach().to(device))
         elif type(old) is type(layer):
             layers[index] = copy_layer(old, device)
