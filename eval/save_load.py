@@ -178,7 +178,9 @@ def main(
     with torch.inference_mode():
         records = [measure(net, tokenizer, row, ids, steps, repeats) for row in tqdm(chosen, disable=None)]
     write_csv(out, [{"kind": name, "dtype": dtype, "tier": tier, "steps": steps, **record} for record in records])
-    show(f"{length} tokens ({name}): seconds, bytes; forks with three questions against one cache", records)
+    short = ("row", "prefill_s", "save_s", "load_s", "speedup", "identical", "blocks_read", "fork_bytes")
+    title = f"{length} tokens ({name}); bytes held by a cache and three forks, against those of the cache"
+    show(title, [{key: record[key] for key in short} for record in records])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from hf_offload import HybridCache
 
 BLOCK = 16
 PROMPT = 75
-STEPS = 40
+STEPS = 22
 TIERS: dict[str, dict[str, Any]] = {"one": ONE_MEMORY, "split": {"tier": "split", "resident": 4 * BLOCK}}
 
 
@@ -63,7 +63,6 @@ def stock_run(oracle: dict[Any, Any], family: str, batch: int) -> Any:
 @pytest.mark.parametrize(
     ("family", "policy", "batch", "tier"),
     [
-        ("llama", "full", 1, "one"),
         ("llama", "full", 3, "split"),
         ("llama", "window", 3, "one"),
         ("llama", "scout-off", 3, "one"),
@@ -72,7 +71,6 @@ def stock_run(oracle: dict[Any, Any], family: str, batch: int) -> Any:
         ("llama", "scout-all", 1, "split"),
         ("gemma3", "scout-select", 3, "one"),
         ("gemma3", "scout-mean", 3, "split"),
-        ("gemma3", "window", 1, "split"),
     ],
 )
 def test_decoding_goes_on_exactly(oracle: dict[Any, Any], family: str, policy: str, batch: int, tier: str) -> None:
@@ -86,8 +84,7 @@ def test_decoding_goes_on_exactly(oracle: dict[Any, Any], family: str, policy: s
     assert filled.get_seq_length() == PROMPT  # the cache that was taken over is as it was
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "tier"), [("llama", "split"), ("gemma3", "one")])
 def test_and_back(oracle: dict[Any, Any], family: str, tier: str) -> None:
     model, filled, token, mask, want = stock_run(oracle, family, 3)
     knobs = {"budget": 256, "sinks": 16, "recent": 0, "block_size": BLOCK, "prefill_tile": 32, **TIERS[tier]}
