@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from hf_offload.attention.announce import check_drafts, watch
 from hf_offload.attention.checks import check_graph, check_model, on_device, stock_layers
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
@@ -133,7 +134,7 @@ class HybridCache(Portable):
                 f"no layer of {type(model).__name__} is plain full attention (sliding windows and linear layers stay "
                 "as they are), so there is nothing to offload; use DynamicCache"
             )
-        self._attachment = attach(model)
+        self._attachment, self._watch = attach(model), watch(model)
         self._looks_ahead: bool | None = None
         self.calls: dict[int, Any] = {}
         """Keyword arguments of the decoder layers that the forward now running has reached (the model's hooks)."""
@@ -220,12 +221,17 @@ class HybridCache(Portable):
             )
         self.calls.clear()
         self._undo_to = min(layer.past for layer in hybrid_layers(self))
+        self.settings.drafts.begin()
+        if self.settings.drafts.recording:
+            for layer in hybrid_layers(self):
+                layer.rollback.clear()
 
     def end(self, finished: bool) -> None:
         """A forward ends (the model's hook calls this); one that raised is undone."""
         if not self._turn.mine:  # it never began
             return
         self.calls.clear()
+        self.settings.drafts.end()
         if finished:
             self._undo_to = None
         with suppress(RuntimeError):  # told at the next forward: this one has an error of its own to tell
@@ -258,6 +264,7 @@ class HybridCache(Portable):
             halt(layers, self.settings)
         for layer in layers:
             layer.pending = None
+            layer.rollback.clear()
             layer.crop(min(self._undo_to - layer.past, 0))
             layer.forget_plans()
         self.settings.padding.truncate(self._undo_to)
@@ -276,6 +283,7 @@ class HybridCache(Portable):
             if self.graph is not None:
                 self.graph.close()
             self._looks_ahead = self._undo_to = None
+            self.settings.drafts.forget()
             for i, fresh in enumerate(stock_layers(self._config)):
                 layer = self.layers[i]
                 if isinstance(layer, HybridLayer):
@@ -283,6 +291,18 @@ class HybridCache(Portable):
                 else:  # Transformers' own resets keep old keys in some versions
                     self.layers[i] = fresh
         self._turn.leave()
+
+    def activate_past_recording(self) -> None:
+        """Expect drafts, as assisted decoding does: a forward with `logits_to_keep=n + 1` then ends with n of them.
+
+        They are attended one by one by the policy, and `crop` puts back what the policy knew before those that go.
+
+        Raises:
+            ValueError: the model's forward does not tell how many tokens are drafts.
+        """
+        check_drafts(self._watch, self.policy, self.get_seq_length())
+        super().activate_past_recording()
+        self.settings.drafts.recording = self.settings.drafts.fresh = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from hf_offload.attention import tiered
@@ -82,6 +84,15 @@ def step_of(layer: HybridLayer, query: torch.Tensor, length: int, scale: float, 
     """The step of a layer, by where its blocks lie; arguments as in `Step`."""
     kind = TieredStep if layer.has_slots else HostStep
     return kind(layer, query, length, scale, softcap)
+
+
+def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
+    """Let the policy begin with the token that comes next, whose query `[B, Hq, D]` is predicted."""
+    assert layer.scale is not None
+    layer.drain_ahead()
+    with layer.mirror.current() if layer.has_slots else nullcontext():
+        tiered.place(layer, query[:, :, None])
+        layer.policy.before_layer(step_of(layer, query, layer.past + 1, layer.scale, layer.softcap))
 
 
 def decode(

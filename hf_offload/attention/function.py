@@ -13,6 +13,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from hf_offload.attention import lookahead
 from hf_offload.attention.decode import append, decode
 from hf_offload.attention.dense import append_attention
+from hf_offload.attention.verify import verify
 from hf_offload.cache.layer import HybridLayer, HybridLength
 
 NAME = "hybrid_sparse"
@@ -109,14 +110,36 @@ def hybrid_sparse_attention(
         padding.observe(_key_mask(attention_mask, decoding), query.shape[0], total, dense=dense)
         layer.heed_padding()
     if decoding:
-        out = decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
+        return decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks), None
+    singles = _singles(layer, module, length, dense)
+    if not dense:  # padding that an earlier mask told of is still padding
+        seen = padding.valid[:, : total - singles]
+        attention_mask = torch.from_numpy(seen != 0).to(query.device) if padding.ragged else None
+    if singles:
+        out = verify(layer, query, key, value, attention_mask, singles, scale=scale, softcap=softcap, sinks=sinks)
     else:
-        if attention_mask is None or attention_mask.ndim == 2:  # padding that an earlier mask told of is still padding
-            attention_mask = (
-                torch.from_numpy(padding.valid[:, :total] != 0).to(query.device) if padding.ragged else None
-            )
         out = append(layer, query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)
     return out, None
+
+
+def _singles(layer: HybridLayer, module: torch.nn.Module, length: int, dense: bool) -> int:
+    """How many of the last tokens of a forward are attended one by one; none where a policy leaves nothing out.
+
+    Raises:
+        ValueError: drafts that cannot be attended like that.
+    """
+    if layer.policy.budget_tokens is None:
+        return 0
+    singles = layer.settings.drafts.singles(length, layer.past)
+    shared = layer.pending is None
+    if singles and (dense or shared):
+        layer.pending = None
+        reason = "layers that share keys and values" if shared else "an attention mask of their own"
+        raise ValueError(
+            f"drafts for {type(module).__name__} come with {reason}, so that they cannot be attended one by one; use "
+            "policy='full' or DynamicCache"
+        )
+    return singles
 
 
 def _layer_of(key: torch.Tensor, value: torch.Tensor) -> HybridLayer | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_offload.attention.decode import step_of
+from hf_offload.attention.decode import look_ahead
 from hf_offload.attention.lookahead import QueryPredictor, capturing
-from hf_offload.attention.tiered import place
+from hf_offload.attention.verify import predict_drafts
 from hf_offload.cache.layer import HybridLayer, unconsumed
 
 
@@ -57,21 +56,20 @@ class Attachment:
             return
         _learn_donor(cache, index, kwargs)
         cache.calls[index] = kwargs
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if cache.settings.drafts.count and hidden is not None:
+            predict_drafts(cache, index, hidden, args[1:], kwargs)
+            return
         target = index + 1
         layer = cache.layers[target] if target < min(len(cache.layers), len(self.layers)) else None
         if not isinstance(layer, HybridLayer) or not layer.past or not layer.policy.looks_ahead(layer):
             return
-        hidden = args[0] if args else kwargs.get("hidden_states")
         if hidden is None or hidden.shape[-2] != 1:
             return
         donor = cache.donors.get(target)
         if donor is None or donor not in cache.calls or layer.scale is None:
             return  # not called yet, or the first layer of its kind in this forward: it uses its real query
-        layer.drain_ahead()
-        query = cache.predict_query(target, hidden, args[1:], cache.calls[donor])
-        with layer.mirror.current() if layer.has_slots else nullcontext():
-            place(layer, query)
-            layer.policy.before_layer(step_of(layer, query[:, :, 0], layer.past + 1, layer.scale, layer.softcap))
+        look_ahead(layer, cache.predict_query(target, hidden, args[1:], cache.calls[donor])[:, :, 0])
 
 
 def _learn_donor(cache: Any, index: int, kwargs: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.memory import memory_for
 from hf_offload.cache.resident import ResidentSet
+from hf_offload.cache.rollback import Rollback
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
@@ -71,6 +72,7 @@ class HybridLayer(CacheLayerMixin):
         self.unplaced = True
         self.slots: int | None = None
         """Slots for each row and KV head, where the cache that this one goes on from has decided."""
+        self.rollback = Rollback()
         self.stats = LayerStats(self.index)
         self.tally = Tally(self.stats)
         self.settings.padding.reset()
@@ -298,8 +300,13 @@ class HybridLayer(CacheLayerMixin):
         if tokens_to_remove == 0:
             return
         assert self.store is not None
-        self.unplace()
+        self.drain()
+        state = self.rollback.take(self.store.length + tokens_to_remove)
+        if state is None:
+            self.unplace()
         self.store.crop(self.store.length + tokens_to_remove)
+        if state is not None:
+            state.put_back(self)
         self.settings.padding.truncate(self.store.length)
 
     def select_rows(self, rows: np.ndarray) -> None:
@@ -307,6 +314,7 @@ class HybridLayer(CacheLayerMixin):
         if self.store is None:
             return
         self.drain()
+        self.rollback.clear()
         self.store.select_rows(rows)
         if self.resident is not None:
             self.resident.select_rows(rows)

@@ -242,6 +242,25 @@ class ResidentSet:
         self.block_of[rows, heads, moves.slots[rows, heads, column].long()] = FREE
         self.slot_of[rows, heads, moves.blocks[rows, heads, column].long()] = FREE
 
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """A copy of what says what is resident and how much blocks are wanted."""
+        return tuple(part.clone() for part in (self.block_of, self.slot_of, self.worth, self.known))
+
+    def restore(self, state: tuple[torch.Tensor, ...], label: str) -> None:
+        """Hold again what was resident when `state` was taken; what has lost its slot since then is fetched.
+
+        A block that was not on the host then has got there before it could lose its slot.
+        """
+        self.wait()
+        block_of, slot_of, worth, known = state
+        lost, slots = ((block_of != self.block_of) & (block_of != FREE)).sort(dim=-1, descending=True, stable=True)
+        self.block_of.copy_(block_of)
+        self.slot_of.fill_(FREE)
+        self.slot_of[:, :, : slot_of.shape[2]] = slot_of
+        self.worth[:, :, : worth.shape[2]] = worth
+        self.known.copy_(known)
+        self.fetch(Moves(slots.int(), block_of.gather(2, slots), lost.sum(-1, dtype=torch.int32)), label)
+
     def write_token(self, k: torch.Tensor, v: torch.Tensor, limits: torch.Tensor) -> None:
         """Write the newest token `[B, Hkv, D]`, number limits[0] - 1, into the slot of its block, which is resident."""
         move.write_token(self.pool, self.slot_of, k, v, limits)

@@ -9,6 +9,7 @@ import torch
 from hf_offload.cache.budget import DeviceBudget
 from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.rollback import Drafts
 from hf_offload.cpu.worker import Worker
 from hf_offload.policies.base import Policy
 
@@ -28,6 +29,7 @@ class Settings:
         packs: whether the host keeps older blocks in int8.
         mirrors: what `mirror` has made.
         device_budget: what decides the size of the resident sets in place of `resident`, or None.
+        drafts: tokens that may be taken back.
     """
 
     policy: Policy
@@ -40,6 +42,7 @@ class Settings:
     packs: bool = False
     device_budget: DeviceBudget | None = None
     mirrors: dict[torch.device, DeviceMirror] = field(default_factory=dict)
+    drafts: Drafts = field(default_factory=Drafts)
 
     def mirror(self, device: torch.device) -> DeviceMirror:
         """Sizes and padding on a device, for all layers there."""

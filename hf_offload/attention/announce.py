@@ -1,0 +1,135 @@
+"""How a cache learns that drafts come: `generate()` asks for the logits of the drafts and of the token before them."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_offload.attention.hooks import find_cache
+from hf_offload.policies.base import Policy
+
+_ALONG = {"input_ids": 1, "position_ids": -1, "token_type_ids": 1, "mm_token_type_ids": 1, "inputs_embeds": 1}
+"""Arguments of a forward that have one entry for each of its tokens, and the axis."""
+
+
+class Watch:
+    """A hook before a model's forward, for as long as somebody holds it.
+
+    Args:
+        model: the model whose forward gets `logits_to_keep`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.arguments = frozenset(inspect.signature(model.forward).parameters)
+        hook = model.register_forward_pre_hook(_BeforeModel(weakref.ref(self)), with_kwargs=True)
+        weakref.finalize(self, hook.remove)
+
+
+def watch(model: nn.Module) -> Watch:
+    """The model's `Watch`: the one that is there, or a new one."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        found = hook.watch() if isinstance(hook, _BeforeModel) else None
+        if found is not None and found.model() is model:
+            return found
+        if isinstance(hook, _BeforeModel):  # left by a copy of the model: copies take hooks along
+            del model._forward_pre_hooks[key]
+    return Watch(model)
+
+
+def check_drafts(found: Watch, policy: Policy, past: int) -> None:
+    """Raise ValueError if forwards of the watched model cannot tell drafts from other tokens.
+
+    Args:
+        found: the model's.
+        policy: one without a budget treats all tokens alike.
+        past: cached tokens; what a first forward holds of them is seen by its positions.
+    """
+    names = found.arguments
+    if policy.budget_tokens is not None and "logits_to_keep" not in names:
+        raise ValueError(
+            "this model's forward takes no logits_to_keep, which tells how many tokens are drafts; for assisted "
+            "decoding use policy='full' or DynamicCache"
+        )
+    if past and "position_ids" not in names:
+        raise ValueError(
+            "this model's forward takes no position_ids, which tell whether a first forward repeats cached tokens; "
+            "start assisted decoding with an empty cache"
+        )
+
+
+def _nobody() -> None:
+    """The watch of a hook that was copied or unpickled with its model."""
+
+
+class _BeforeModel:
+    def __init__(self, watch: Callable[[], Watch | None]) -> None:
+        self.watch = watch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (_nobody,)  # a copy of the model is another model: its caches watch it themselves
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        cache = find_cache(args, kwargs)
+        if self.watch() is None or cache is None or not cache.settings.drafts.recording:
+            return None
+        drafts = cache.settings.drafts
+        keep, past = kwargs.get("logits_to_keep"), cache.get_seq_length()
+        drafts.coming = keep - 1 if isinstance(keep, int) and keep > 1 else 0
+        known = past - int((cache.settings.padding.valid[0, :past] == 0).sum()) if past and drafts.fresh else 0
+        return (args, _unseen(kwargs, past)) if known and _from_the_start(kwargs, past, known) else None
+
+
+def _from_the_start(kwargs: dict[str, Any], past: int, known: int) -> bool:
+    """Whether the first forward after drafts were announced begins with the first token of the conversation.
+
+    Args:
+        kwargs: of the forward.
+        past: cached tokens; `known` of them, in the first row, are no padding.
+
+    Raises:
+        ValueError: it does not, and its mask has lost the columns of the cached tokens.
+    """
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if not isinstance(positions, torch.Tensor):
+        return False
+    first, total = int(positions.flatten()[0]), past + positions.shape[-1]
+    if first <= 1 and first != known:
+        return True
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] < total:
+        raise ValueError(
+            f"attention_mask has {mask.shape[1]} columns for {total} tokens: assisted decoding cuts the mask where "
+            "only new ids are passed; pass the ids of the whole conversation"
+        )
+    return False
+
+
+def _unseen(kwargs: dict[str, Any], past: int) -> dict[str, Any]:
+    """The arguments of a forward without the `past` tokens that are cached.
+
+    Assisted decoding feeds all ids in its first forward, whatever the cache holds; a stock cache then holds them twice.
+
+    Raises:
+        ValueError: the ids are not those of the whole conversation, or it has more than text.
+    """
+    tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    unknown = sorted(set(tensors) - set(_ALONG) - {"attention_mask"})
+    short = [name for name in _ALONG if name in tensors and tensors[name].shape[_ALONG[name]] <= past]
+    if unknown or short:
+        raise ValueError(
+            f"assisted decoding goes on with a cache of {past} tokens, but {', '.join(unknown + short)} cannot be "
+            "continued: pass the ids of the whole conversation and nothing else, or start with an empty cache"
+        )
+    parts = {
+        name: value.narrow(_ALONG[name], past, value.shape[_ALONG[name]] - past)
+        for name, value in tensors.items()
+        if name in _ALONG
+    }
+    return kwargs | parts

@@ -1,0 +1,125 @@
+"""Going back over drafts: what a layer was like before tokens that may turn out to be wrong."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from hf_offload.cache.layer import HybridLayer
+
+
+@dataclass(slots=True)
+class Drafts:
+    """What the layers of a cache share about drafts.
+
+    Args:
+        recording: whether forwards may hold drafts, which `crop` may take back.
+        fresh: whether no forward has begun since that was switched on.
+        coming: drafts at the end of the forward that is about to reach the layers.
+        count: drafts at the end of the forward that is running.
+        hidden: `[B, Q, hidden]`, the input of the decoder layer that the running forward reached last.
+        queries: `[B, Hq, n, D]` by layer, predicted for the last n tokens of the running forward.
+    """
+
+    recording: bool = False
+    fresh: bool = False
+    coming: int = 0
+    count: int = 0
+    hidden: torch.Tensor | None = None
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """A forward reaches the layers."""
+        self.end()
+        self.count, self.coming, self.fresh = self.coming, 0, False
+
+    def end(self) -> None:
+        """It has left them."""
+        self.count, self.hidden = 0, None
+        self.queries.clear()
+
+    def forget(self) -> None:
+        """Expect none any more."""
+        self.end()
+        self.recording, self.fresh, self.coming = False, False, 0
+
+    def singles(self, length: int, past: int) -> int:
+        """How many of a forward's last tokens are attended one by one.
+
+        Args:
+            length: tokens of the forward.
+            past: tokens cached before it.
+        """
+        drafts = min(self.count, length - 1)
+        # The token before the drafts is a decode step too, where it comes alone: without drafts it would be one.
+        return length if drafts and past and length - drafts == 1 else drafts
+
+
+@dataclass(slots=True)
+class LayerState:
+    """What one layer was like between two tokens; its blocks are not part of it.
+
+    Args:
+        policy: what the policy remembered.
+        resident: what was resident (`ResidentSet.state`); None if that was not decided yet.
+    """
+
+    policy: Any
+    resident: tuple[torch.Tensor, ...] | None
+
+    def put_back(self, layer: HybridLayer) -> None:
+        """Make the layer, whose blocks have been cropped, what it was."""
+        layer.state = _put_back(layer.state, self.policy)
+        layer.unplaced = self.resident is None
+        if layer.resident is None:
+            return
+        if self.resident is None:
+            layer.resident.clear()
+        else:
+            layer.resident.restore(self.resident, f"a crop of layer {layer.index}")
+
+
+class Rollback:
+    """The states of a layer to which a crop may return, by the tokens that were cached then."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, LayerState] = {}
+
+    def save(self, layer: HybridLayer) -> None:
+        """Remember what the layer is like now, between two tokens."""
+        decided = layer.resident is not None and not layer.unplaced
+        resident = layer.resident.state() if decided else None  # type: ignore[union-attr]
+        self._states[layer.past] = LayerState(_copied(layer.state), resident)
+
+    def take(self, length: int) -> LayerState | None:
+        """The state with `length` tokens, if there is one; those with more are forgotten."""
+        self._states = {tokens: state for tokens, state in self._states.items() if tokens <= length}
+        return self._states.get(length)
+
+    def clear(self) -> None:
+        """Forget all of them: the tokens stay."""
+        self._states.clear()
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a policy's state; quicker than `copy.deepcopy` for dataclasses of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{part.name: _copied(getattr(value, part.name)) for part in fields(value)})
+    return copy.deepcopy(value)
+
+
+def _put_back(now: Any, then: Any) -> Any:
+    """What was copied, in the tensors and dataclasses that are there: a captured CUDA graph reads these."""
+    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor) and now.shape == then.shape:
+        return now.copy_(then)
+    if is_dataclass(now) and type(now) is type(then) and not now.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        for part in fields(now):
+            setattr(now, part.name, _put_back(getattr(now, part.name), getattr(then, part.name)))
+        return now
+    return _copied(then)
