@@ -287,6 +287,7 @@ class HybridCache(Portable):
             for i, fresh in enumerate(stock_layers(self._config)):
                 layer = self.layers[i]
                 if isinstance(layer, HybridLayer):
+                    layer.rollback.clear()
                     layer.reset()
                 else:  # Transformers' own resets keep old keys in some versions
                     self.layers[i] = fresh
@@ -301,7 +302,8 @@ class HybridCache(Portable):
             ValueError: the model's forward does not tell how many tokens are drafts.
         """
         check_drafts(self._watch, self.policy, self.get_seq_length())
-        super().activate_past_recording()
+        for layer in self.layers:  # those that keep only what they need
+            getattr(layer, "activate_past_recording", lambda: None)()
         self.settings.drafts.recording = self.settings.drafts.fresh = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:

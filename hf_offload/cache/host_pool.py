@@ -112,6 +112,7 @@ class HostPool:
         """What was mapped from a file and not been read yet: `BlockStore.check` goes before every reader."""
         self.lock = threading.RLock()
         self._left: deque[np.ndarray] = deque()
+        self._kept: list[tuple[np.ndarray, np.ndarray]] | None = None
 
     @property
     def slabs(self) -> list[torch.Tensor]:
@@ -222,7 +223,33 @@ class HostPool:
                 self.block_ptr[ids] = old
                 self._packed.free.extend(new[::-1].tolist())
                 raise
-            self._plain.free.extend(old[::-1].tolist())
+            if self._kept is None:
+                self._plain.free.extend(old[::-1].tolist())
+            else:
+                self._kept.append((ids, old))
+
+    def keep(self) -> int:
+        """From now on blocks that are packed keep the places that they had; how many `repack` there were since then."""
+        with self.lock:
+            if self._kept is None:
+                self._kept = []
+            return len(self._kept)
+
+    def unpack(self, repacks: int) -> None:
+        """Undo every `repack` since `keep` but the first `repacks`."""
+        with self.lock:
+            while self._kept is not None and len(self._kept) > repacks:
+                ids, places = self._kept.pop()
+                self._packed.free.extend((self.block_ptr[ids] - 1)[::-1].tolist())
+                self.block_ptr[ids] = places
+                self.revision += 1
+
+    def let_go(self) -> None:
+        """Free the places that were kept."""
+        with self.lock:
+            kept, self._kept = self._kept, None
+            for _, places in kept or ():
+                self._plain.free.extend(places[::-1].tolist())
 
     def addresses(self, ids: np.ndarray, heads: np.ndarray) -> np.ndarray:
         """Where the records of blocks lie (two equal arrays), packed ones marked as in `block_ptr`; int64."""

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.memory import memory_for
 from hf_offload.cache.resident import ResidentSet
-from hf_offload.cache.rollback import Rollback
+from hf_offload.cache.rollback import Rollback, crop
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
@@ -287,7 +287,8 @@ class HybridLayer(CacheLayerMixin):
             return 0
         if -tokens_to_remove > self.store.length:
             raise ValueError(f"crop({tokens_to_remove}): only {self.store.length} tokens are cached")
-        self.store.open(self.store.length + tokens_to_remove)
+        if not self.rollback.knows(self.store.length + tokens_to_remove):
+            self.store.open(self.store.length + tokens_to_remove)
         return tokens_to_remove
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -300,13 +301,7 @@ class HybridLayer(CacheLayerMixin):
         if tokens_to_remove == 0:
             return
         assert self.store is not None
-        self.drain()
-        state = self.rollback.take(self.store.length + tokens_to_remove)
-        if state is None:
-            self.unplace()
-        self.store.crop(self.store.length + tokens_to_remove)
-        if state is not None:
-            state.put_back(self)
+        crop(self, self.store.length + tokens_to_remove)
         self.settings.padding.truncate(self.store.length)
 
     def select_rows(self, rows: np.ndarray) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_offload.cache.host_pool import HostPool
+
 if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
@@ -59,16 +61,33 @@ class Drafts:
         return length if drafts and past and length - drafts == 1 else drafts
 
 
+def crop(layer: HybridLayer, length: int) -> None:
+    """Keep a layer's first `length` tokens, and what was known then; if that is not remembered, begin anew."""
+    assert layer.store is not None
+    layer.drain()
+    state = layer.rollback.take(length)
+    if state is None:
+        layer.rollback.clear()
+        layer.unplace()
+    else:
+        layer.store.unpack(state.packed)
+    layer.store.crop(length)
+    if state is not None:
+        state.put_back(layer)
+
+
 @dataclass(slots=True)
 class LayerState:
-    """What one layer was like between two tokens; its blocks are not part of it.
+    """What one layer was like between two tokens; tokens are not part of it.
 
     Args:
         policy: what the policy remembered.
+        packed: which blocks were packed (`BlockStore.packed_so_far`).
         resident: what was resident (`ResidentSet.state`); None if that was not decided yet.
     """
 
     policy: Any
+    packed: tuple[int, int]
     resident: tuple[torch.Tensor, ...] | None
 
     def put_back(self, layer: HybridLayer) -> None:
@@ -88,12 +107,20 @@ class Rollback:
 
     def __init__(self) -> None:
         self._states: dict[int, LayerState] = {}
+        self._pool: HostPool | None = None
 
     def save(self, layer: HybridLayer) -> None:
         """Remember what the layer is like now, between two tokens."""
+        store = layer.store
+        assert store is not None
+        self._pool = store.pool
         decided = layer.resident is not None and not layer.unplaced
         resident = layer.resident.state() if decided else None  # type: ignore[union-attr]
-        self._states[layer.past] = LayerState(_copied(layer.state), resident)
+        self._states[layer.past] = LayerState(_copied(layer.state), store.packed_so_far(), resident)
+
+    def knows(self, length: int) -> bool:
+        """Whether there is a state with `length` tokens."""
+        return length in self._states
 
     def take(self, length: int) -> LayerState | None:
         """The state with `length` tokens, if there is one; those with more are forgotten."""
@@ -103,6 +130,8 @@ class Rollback:
     def clear(self) -> None:
         """Forget all of them: the tokens stay."""
         self._states.clear()
+        if self._pool is not None:
+            self._pool.let_go()
 
 
 def _copied(value: Any) -> Any:
@@ -118,8 +147,13 @@ def _put_back(now: Any, then: Any) -> Any:
     """What was copied, in the tensors and dataclasses that are there: a captured CUDA graph reads these."""
     if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor) and now.shape == then.shape:
         return now.copy_(then)
-    if is_dataclass(now) and type(now) is type(then) and not now.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if _writable(now) and type(now) is type(then):
         for part in fields(now):
             setattr(now, part.name, _put_back(getattr(now, part.name), getattr(then, part.name)))
         return now
     return _copied(then)
+
+
+def _writable(value: Any) -> bool:
+    params: Any = getattr(value, "__dataclass_params__", None)
+    return params is not None and not params.frozen

@@ -231,6 +231,24 @@ class BlockStore:
             self.settle()
             pack_blocks(self, self._old(length))
 
+    def packed_so_far(self) -> tuple[int, int]:
+        """What `unpack` goes back to, until `pool.let_go`.
+
+        Raises:
+            ValueError: forks hold some of the blocks, which are packed apart from theirs.
+        """
+        if self.packs and self.pool.shared and self.shared_bytes:
+            raise ValueError(
+                "host_dtype='int8': drafts cannot be verified while a fork shares blocks with this cache; drop the "
+                "forks, or leave host_dtype out"
+            )
+        return self.packed_blocks, self.pool.keep()
+
+    def unpack(self, packed: tuple[int, int]) -> None:
+        """Have no more packed blocks than when `packed_so_far` said this."""
+        self.packed_blocks = packed[0]
+        self.pool.unpack(packed[1])
+
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens `first … first + count - 1` as contiguous `[B, Hkv, count, D]` on the model's device."""
         shape = (self.batch, self.num_kv_heads, count, self.head_dim)
