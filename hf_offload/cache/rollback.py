@@ -83,17 +83,21 @@ class LayerState:
     Args:
         policy: what the policy remembered.
         packed: which blocks were packed (`BlockStore.packed_so_far`).
+        frozen: whether the statistics of the digests were fixed, which the first full block does.
         resident: what was resident (`ResidentSet.state`); None if that was not decided yet.
     """
 
     policy: Any
     packed: tuple[int, int]
+    frozen: bool
     resident: tuple[torch.Tensor, ...] | None
 
     def put_back(self, layer: HybridLayer) -> None:
         """Make the layer, whose blocks have been cropped, what it was."""
         layer.state = _put_back(layer.state, self.policy)
         layer.unplaced = self.resident is None
+        if layer.store is not None and layer.store.digests is not None:
+            layer.store.digests.frozen = self.frozen
         if layer.resident is None:
             return
         if self.resident is None:
@@ -116,7 +120,8 @@ class Rollback:
         self._pool = store.pool
         decided = layer.resident is not None and not layer.unplaced
         resident = layer.resident.state() if decided else None  # type: ignore[union-attr]
-        self._states[layer.past] = LayerState(_copied(layer.state), store.packed_so_far(), resident)
+        frozen = store.digests is not None and store.digests.frozen
+        self._states[layer.past] = LayerState(_copied(layer.state), store.packed_so_far(), frozen, resident)
 
     def knows(self, length: int) -> bool:
         """Whether there is a state with `length` tokens."""

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+import transformers
+from packaging import version
+from recording import CpuRecorder
+from tiny import FAMILIES, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
+from hf_offload.attention import verify
+from hf_offload.attention.decode import decode
+from hf_offload.attention.graph import StepGraph
+from hf_offload.attention.graphed import graphed
+from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.cache.layer import HybridLayer
 
 BLOCK = 8
 NEW = 34
@@ -78,7 +88,7 @@ def drafted(
 def remembered(cache: HybridCache) -> list[dict[str, Any]]:
     """All that later tokens may depend on, beside K and V."""
     rows = []
-    for layer in cache.layers:
+    for layer in hybrid_layers(cache):
         store, resident, clock = layer.store, layer.resident, getattr(layer.state, "clock", None)
         row = {"length": store.length, "sealed": store.sealed, "packed": store._packed, "unplaced": layer.unplaced}
         if clock is not None:
@@ -117,3 +127,192 @@ def test_drafts_change_nothing(llama: PreTrainedModel, monkeypatch: pytest.Monke
     assert len(drafter.drafted) < NEW - 8  # most were not
     if name != "full":  # which takes drafts in like any other tokens: they decide nothing
         assert_same(helped, alone, atol)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_first_block_is_full_of_rejected_drafts(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    ids, _ = prompt(1, 5)
+    alone, helped = (HybridCache(llama, "scout", **(AHEAD | {"recent": 0}), **TIERS[tier]) for _ in range(2))
+    want = generate(llama, alone, ids, 24)
+    monkeypatch.setattr(Drafter, "__init__", partialmethod(Drafter.__init__, most=9, mistakes=0.3))
+    got, _ = drafted(monkeypatch, llama, helped, ids, want.sequences)
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(helped.layers, alone.layers, strict=True):
+        assert torch.allclose(a.store.digests.center, b.store.digests.center, atol=1e-5)
+        assert torch.allclose(a.store.digests.sigma, b.store.digests.sigma, atol=1e-5)
+
+
+@pytest.mark.parametrize("ids_of_turn", ["all", "new"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_second_turn_with_drafts(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str, ids_of_turn: str
+) -> None:
+    """A stock cache would hold the first turn twice."""
+    ids, more = prompt(1, 60)[0], prompt(1, 11, seed=7)[0]
+    alone, helped = (HybridCache(llama, "scout", **AHEAD, **TIERS[tier]) for _ in range(2))
+    want = [generate(llama, alone, ids, 12).sequences]
+    want.append(generate(llama, alone, torch.cat([want[0], more], 1), 12).sequences)
+    assert torch.equal(drafted(monkeypatch, llama, helped, ids, want[0])[0].sequences, want[0])
+    turn, right = torch.cat([want[0], more], 1), want[1]
+    if ids_of_turn == "new":
+        past = helped.get_seq_length()
+        turn, right = turn[:, past:], right[:, past:]
+    drafter = Drafter(right)
+    monkeypatch.setattr(llama, "_get_candidate_generator", lambda **_: drafter, raising=False)
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 3, "attention_mask": torch.ones_like(want[1][:, :-12])}
+    if ids_of_turn == "new" and version.parse(transformers.__version__) < version.parse("5.23"):
+        with pytest.raises(ValueError, match=r"attention_mask has .* pass the ids of the whole conversation"):
+            generate(llama, helped, turn, 12, **options)
+        return
+    got = generate(llama, helped, turn, 12, **options)
+    assert torch.equal(got.sequences, right)
+    assert_same(helped, alone, 1e-4)
+
+
+def test_a_turn_without_what_is_cached_or_how_it_is_masked(llama: PreTrainedModel) -> None:
+    cache = HybridCache(llama, **SMALL)
+    generate(llama, cache, prompt(1, 60)[0], 4)
+    with pytest.raises(ValueError, match="a cache of 63 tokens, but input_ids, position_ids cannot be continued"):
+        generate(llama, cache, prompt(1, 11, seed=7)[0], 4, prompt_lookup_num_tokens=3)
+
+
+def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
+    """The logits of the last `keep` of some tokens, which follow those that are cached; the mask is that of all."""
+    stop = cache.get_seq_length() + ids.shape[1]
+    positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    with torch.no_grad():
+        return model(
+            input_ids=ids, attention_mask=mask[:, :stop], position_ids=positions, past_key_values=cache,
+            logits_to_keep=keep,
+        ).logits  # fmt: skip
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_rows_of_every_family_verified_by_hand(family: str, tier: str) -> None:
+    model = tiny_model(family)
+    (ids, mask), (wrong, _) = prompt(3, 90), prompt(3, 90, seed=5)
+    helped, alone = (HybridCache(model, "scout", **AHEAD, **TIERS[tier]) for _ in range(2))
+    helped.activate_past_recording()
+    for cache in (helped, alone):
+        feed(model, cache, ids[:, :60], mask, 1)
+    for first, right in ((60, 1), (61, 6), (67, 3), (70, 8)):
+        tokens = torch.cat([ids[:, first : first + right], wrong[:, first + right : first + 9]], 1)
+        got = feed(model, helped, tokens, mask, 9)[:, :right]
+        helped.crop(right - 9)
+        want = [feed(model, alone, ids[:, i : i + 1], mask, 1) for i in range(first, first + right)]
+        assert torch.allclose(got, torch.cat(want, 1), atol=1e-4)
+    assert_same(helped, alone, 1e-4)
+
+
+def test_crop_goes_back_as_often_as_one_likes(llama: PreTrainedModel) -> None:
+    ids, mask = prompt(1, 90)
+    helped, alone = (HybridCache(llama, "scout", **AHEAD, **TIERS["split"]) for _ in range(2))
+    helped.activate_past_recording()
+    feed(llama, helped, ids[:, :80], mask, 11)  # the last ten are drafts
+    helped.crop(-2)
+    helped.crop(-3)
+    feed(llama, alone, ids[:, :70], mask, 1)
+    for i in range(70, 75):
+        feed(llama, alone, ids[:, i : i + 1], mask, 1)
+    assert_same(helped, alone, 1e-4)
+    helped.crop(-10)  # tokens of the prompt
+    assert helped.get_seq_length() == 65
+    assert all(layer.unplaced for layer in helped.layers)
+    fresh = HybridCache(llama, "scout", **AHEAD, **TIERS["split"])
+    feed(llama, fresh, ids[:, :70], mask, 1)
+    fresh.crop(-5)
+    assert torch.allclose(feed(llama, helped, ids[:, 65:66], mask, 1), feed(llama, fresh, ids[:, 65:66], mask, 1))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_drafts_that_fail_midway_leave_nothing(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    ids, mask = prompt(1, 90)
+    cache, fresh = (HybridCache(llama, "scout", **SMALL, **TIERS[tier]) for _ in range(2))
+    cache.activate_past_recording()
+    feed(llama, cache, ids[:, :70], mask, 1)
+    calls = []
+
+    def fail(layer: HybridLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(layer)
+        if len(calls) == 8:
+            raise MemoryError("no room")
+        return decode(layer, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "decode", fail)
+        with pytest.raises(MemoryError):
+            feed(llama, cache, ids[:, 70:75], mask, 5)
+    assert {layer.get_seq_length() for layer in cache.layers} == {70}
+    feed(llama, fresh, ids[:, :70], mask, 1)
+    got, want = (
+        torch.cat([feed(llama, each, ids[:, i : i + 1], mask, 1) for i in range(70, 75)], 1) for each in (cache, fresh)
+    )
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_what_cannot_be_attended_one_by_one_is_refused(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, mask = prompt(1, 40)
+    cache = HybridCache(llama, **SMALL)
+    cache.activate_past_recording()
+    feed(llama, cache, ids[:, :30], mask, 1)
+    dense = torch.ones(1, 1, 4, 34, dtype=torch.bool, device=ids.device).tril(30)
+    with torch.no_grad(), pytest.raises(ValueError, match="an attention mask of their own"):
+        llama(ids[:, 30:34], attention_mask=dense, past_key_values=cache, logits_to_keep=4)
+    assert cache.get_seq_length() == 30
+    with torch.no_grad():  # without drafts such a mask is welcome
+        llama(ids[:, 30:34], attention_mask=dense, past_key_values=cache)
+
+    known = cache._watch.arguments
+    monkeypatch.setattr(cache._watch, "arguments", known - {"position_ids"})
+    with pytest.raises(ValueError, match="takes no position_ids"):
+        cache.activate_past_recording()
+    cache.reset()
+    cache.activate_past_recording()  # nothing is cached that a forward could repeat
+    monkeypatch.setattr(cache._watch, "arguments", known - {"logits_to_keep"})
+    with pytest.raises(ValueError, match="takes no logits_to_keep"):
+        cache.activate_past_recording()
+    HybridCache(llama, "full").activate_past_recording()
+
+
+def test_a_prompt_is_none_until_drafts_are_expected(llama: PreTrainedModel) -> None:
+    ids, mask = prompt(1, 60)
+    exact = torch.ones(1)
+    for expected in (False, True):
+        cache = HybridCache(llama, "window", budget=16, sinks=0, block_size=BLOCK)
+        if expected:
+            cache.activate_past_recording()
+        logits = feed(llama, cache, ids, mask, 10)
+        if not expected:
+            exact = llama(ids).logits[:, -10:]
+        assert torch.allclose(logits[:, 0], exact[:, 0], atol=1e-4)
+        assert torch.allclose(logits, exact, atol=1e-4) is not expected
+    cache.reset()
+    assert torch.allclose(feed(llama, cache, ids, mask, 10), exact, atol=1e-4)
+
+
+def test_a_captured_step_outlives_rejected_drafts(llama: PreTrainedModel) -> None:
+    ids, mask = prompt(1, 120)
+    rows = []
+    for captured in (False, True):
+        knobs = AHEAD | {"block_size": 16, "sinks": 16, "recent": 16, "budget": 96, "resident": 96, "tier": "split"}
+        cache = HybridCache(llama, "scout", **knobs)
+        if captured:
+            cache.graph, cache._graphed = StepGraph(cache, CpuRecorder), graphed(llama)
+        cache.activate_past_recording()
+        feed(llama, cache, ids[:, :90], mask, 1)
+        logits = [feed(llama, cache, ids[:, i : i + 1], mask, 1) for i in range(90, 97)]
+        known = cache.graph._state if captured else None
+        logits.append(feed(llama, cache, ids[:, 97:101], mask, 4)[:, :2])
+        cache.crop(-2)
+        logits += [feed(llama, cache, ids[:, i : i + 1], mask, 1) for i in range(99, 104)]
+        if captured:
+            assert known is not None
+            assert cache.graph._state == known
+            assert cache.graph._epoch > 5
+        rows.append(torch.cat(logits, 1))
+    assert torch.allclose(*rows, atol=1e-4)
