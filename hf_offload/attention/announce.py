@@ -84,31 +84,30 @@ class _BeforeModel:
         keep, past = kwargs.get("logits_to_keep"), cache.get_seq_length()
         drafts.coming = keep - 1 if isinstance(keep, int) and keep > 1 else 0
         known = past - int((cache.settings.padding.valid[0, :past] == 0).sum()) if past and drafts.fresh else 0
-        return (args, _unseen(kwargs, past)) if known and _from_the_start(kwargs, past, known) else None
+        if known and _begins_anew(kwargs, known):
+            return args, _unseen(kwargs, past)
+        _check_mask(kwargs, past)
+        return None
 
 
-def _from_the_start(kwargs: dict[str, Any], past: int, known: int) -> bool:
-    """Whether the first forward after drafts were announced begins with the first token of the conversation.
+def _begins_anew(kwargs: dict[str, Any], known: int) -> bool:
+    """Whether a forward begins with the first token of the conversation, of which `known` tokens are cached."""
+    positions = kwargs.get("position_ids")
+    # Padding has position 0 or 1.
+    return isinstance(positions, torch.Tensor) and int(positions.flatten()[0]) in {0, 1} - {known}
 
-    Args:
-        kwargs: of the forward.
-        past: cached tokens; `known` of them, in the first row, are no padding.
 
-    Raises:
-        ValueError: it does not, and its mask has lost the columns of the cached tokens.
-    """
+def _check_mask(kwargs: dict[str, Any], past: int) -> None:
+    """Raise ValueError if the mask says nothing of some of the tokens, `past` of which are cached."""
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if not isinstance(positions, torch.Tensor):
-        return False
-    first, total = int(positions.flatten()[0]), past + positions.shape[-1]
-    if first <= 1 and first != known:
-        return True
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] < total:
+    if not isinstance(positions, torch.Tensor) or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return
+    total = past + positions.shape[-1]
+    if mask.shape[1] < total:
         raise ValueError(
-            f"attention_mask has {mask.shape[1]} columns for {total} tokens: assisted decoding cuts the mask where "
-            "only new ids are passed; pass the ids of the whole conversation"
+            f"attention_mask has {mask.shape[1]} columns for {total} tokens: assisted decoding cuts the mask where it "
+            "does not get all ids; pass the ids of the whole conversation"
         )
-    return False
 
 
 def _unseen(kwargs: dict[str, Any], past: int) -> dict[str, Any]:
