@@ -17,6 +17,12 @@ def stock_layers(config: Any) -> list[Any]:
     return DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
 
 
+def inside(model: Any) -> str:
+    """The end of an error message about something that is no model, if it wraps one."""
+    found = [name for name in ("_orig_mod", "module") if hasattr(model, name)]
+    return f"; use the model inside (model.{found[0]})" if found else ""
+
+
 def check_model(model: PreTrainedModel) -> Any:
     """The config of the model's decoder.
 
@@ -26,9 +32,9 @@ def check_model(model: PreTrainedModel) -> Any:
     """
     config = getattr(model, "config", None)
     if not isinstance(model, torch.nn.Module) or config is None:
-        raise TypeError(f"model must be a Transformers model, not {type(model).__name__}")
+        raise TypeError(f"model must be a Transformers model, not {type(model).__name__}{inside(model)}")
     if hasattr(model, "_orig_mod"):
-        raise ValueError("a model compiled by torch.compile does not run a HybridCache; use the model itself")
+        raise ValueError(f"a model compiled by torch.compile does not run a HybridCache{inside(model)}")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model, which HybridCache does not serve; use DynamicCache"

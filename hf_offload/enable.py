@@ -1,0 +1,195 @@
+"""`enable`, `disable`, `enabled`: every `generate()` of a model makes itself a `HybridCache`."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from hf_offload.attention.checks import inside
+from hf_offload.attention.function import NAME
+from hf_offload.hybrid_cache import HybridCache
+from hf_offload.policies import Policy
+
+_PREPARE = "_prepare_cache_for_generation"
+"""Where `generate()` makes its cache, in every mode and after it has joined all arguments.
+
+A model's own attribute of this name stands before its class's method. It is private, but the smallest thing to replace:
+`generate` itself would have to find out again whether a cache is wanted, and a patched class would change other models.
+"""
+
+
+class _CacheMaker:
+    """Stands in a model as its `_prepare_cache_for_generation`; what it makes belongs to one `generate()`."""
+
+    def __init__(self, policy: str | Policy, knobs: dict[str, Any], implementation: str) -> None:
+        self.policy, self.knobs = policy, knobs
+        self.implementation = implementation
+        """The attention implementation from before."""
+        self.displaced: Any = None
+        """Another's attribute of this name that stood there before."""
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Take the place in a model."""
+        self._model = weakref.ref(model)
+        self.displaced = model.__dict__.get(_PREPARE)
+        setattr(model, _PREPARE, self)
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        model = self._model()
+        assert model is not None, "only the model itself calls this"
+        given = model_kwargs.get("past_key_values")
+        before = self.displaced or getattr(type(model), _PREPARE).__get__(model)
+        before(generation_config, model_kwargs, *args, **kwargs)
+        chosen = given is not None or generation_config.cache_implementation is not None
+        if chosen or generation_config.use_cache is False:
+            return
+        made = model_kwargs.get("past_key_values")
+        if type(made) is not DynamicCache:
+            raise ValueError(
+                f"{type(model).__name__} generates with a {type(made).__name__} in place of a DynamicCache, which a "
+                "HybridCache cannot stand for; call hf_offload.disable(model)"
+            )
+        cache = HybridCache(model, self.policy, **self.knobs)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model, or the model unpickled, is enabled as well; its copy of this belongs to it.
+        return self.__dict__ | {"_model": self._model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _model=weakref.ref(state["_model"]))
+
+
+def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any) -> None:
+    """Let every `generate()` of a model that is given no cache use a fresh `HybridCache`.
+
+    The model runs with `attn_implementation="hybrid_sparse"` from then on. Whatever calls `generate()` works unchanged:
+    pipelines, lm-eval. A cache that the caller passes, `use_cache=False` and `cache_implementation=...` are respected.
+    A forward of the model without a cache is the stock one. Enabling an enabled model replaces policy and knobs.
+
+    Args:
+        model: a model with `generate()`; a PEFT model stands for the model that it wraps.
+        policy, knobs: as for `HybridCache`.
+
+    Raises:
+        TypeError: no Transformers model with a `generate()`.
+        ValueError: a knob that is not allowed, or a model that cannot work with a `HybridCache`; the model is left as
+            it was.
+    """
+    inner = _generating(model)
+    for name, default in (("cache_implementation", (None, "hybrid")), ("use_cache", (None, True))):
+        value = getattr(inner.generation_config, name, None)
+        if value not in default:  # "hybrid" is what generate() itself takes for None
+            raise ValueError(
+                f"model.generation_config.{name}={value!r} keeps generate() from making a cache of the usual kind; "
+                f"set model.generation_config.{name} = None"
+            )
+    old = _maker(inner)
+    implementation = _implementation(inner)
+    try:
+        _set_implementation(inner, NAME)
+        HybridCache(inner, policy, **knobs)  # to have everything checked now
+    except BaseException:
+        _set_implementation(inner, implementation)
+        raise
+    if old is not None:
+        implementation = old.implementation
+        _take_out(inner, old)
+    _CacheMaker(policy, knobs, implementation).bind(inner)
+
+
+def disable(model: torch.nn.Module) -> None:
+    """Undo `enable`: `generate()` and the attention implementation are what they were before.
+
+    Args:
+        model: a model that was enabled, or a PEFT model around it.
+
+    Raises:
+        ValueError: it is not enabled.
+    """
+    inner = _generating(model)
+    maker = _maker(inner)
+    if maker is None:
+        raise ValueError(f"this {type(inner).__name__} is not enabled; call hf_offload.enable(model) first")
+    _take_out(inner, maker)
+    _set_implementation(inner, maker.implementation)
+
+
+@contextlib.contextmanager
+def enabled(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any) -> Iterator[None]:
+    """`enable` for the length of a `with` block; afterwards the model is what it was before the block.
+
+    Args:
+        model, policy, knobs: as for `enable`.
+
+    Raises:
+        TypeError, ValueError: as `enable`.
+    """
+    inner = _generating(model)
+    outer = _maker(inner)
+    enable(model, policy, **knobs)
+    try:
+        yield
+    finally:
+        if _maker(inner) is not None:
+            disable(model)
+        if outer is not None:
+            enable(model, outer.policy, **outer.knobs)
+
+
+def _generating(model: Any) -> PreTrainedModel:
+    """The model whose `generate()` does the work.
+
+    Raises:
+        TypeError: there is none.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrappers
+    if not isinstance(inner, PreTrainedModel) or not hasattr(type(inner), _PREPARE):
+        raise TypeError(f"{type(inner).__name__} is not a Transformers model with a generate(){inside(inner)}")
+    return inner
+
+
+def _maker(model: PreTrainedModel) -> _CacheMaker | None:
+    """What `enable` has put into a model, if anything."""
+    found = model.__dict__.get(_PREPARE)
+    return found if isinstance(found, _CacheMaker) else None
+
+
+def _take_out(model: PreTrainedModel, maker: _CacheMaker) -> None:
+    delattr(model, _PREPARE)
+    if maker.displaced is not None:
+        setattr(model, _PREPARE, maker.displaced)
+
+
+def _path(config: Any, decoder: Any) -> list[str] | None:
+    """The names that lead from a model's config to the config of its text decoder; None if there is no way."""
+    if config is decoder:
+        return []
+    for name in config.sub_configs:
+        below = getattr(config, name, None)
+        path = None if below is None else _path(below, decoder)
+        if path is not None:
+            return [name, *path]
+    return None
+
+
+def _implementation(model: PreTrainedModel) -> str:
+    decoder: Any = model.config.get_text_config(decoder=True)
+    return str(decoder._attn_implementation)
+
+
+def _set_implementation(model: PreTrainedModel, implementation: str) -> None:
+    """Set the attention implementation of the text decoder; towers beside it keep theirs."""
+    path = _path(model.config, model.config.get_text_config(decoder=True))
+    wanted: Any = implementation if path else {"": implementation}
+    for name in reversed(path or []):
+        wanted = {name: wanted}
+    model.set_attn_implementation(wanted)

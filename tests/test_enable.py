@@ -1,0 +1,223 @@
+"""`enable`, `disable`, `enabled`: every generate() of a model uses a HybridCache, and nothing stays behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_hybrid_cache import COVERING, hooks_on
+from tiny import SIZES, prompt, spread_weights, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    CLIPVisionConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlavaConfig,
+    PreTrainedModel,
+    StaticCache,
+)
+
+import hf_offload
+from hf_offload import HybridCache, disable, enable, enabled
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("llama", "sdpa")
+
+
+def traces(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What `enable` may touch in a model, as it is now."""
+    gc.collect()
+    return sorted(vars(model)), model.config.to_dict(), model.config._attn_implementation, hooks_on(model)
+
+
+def generate(model: PreTrainedModel, batch: int = 2, **arguments: Any) -> Any:
+    ids, mask = prompt(batch, 40)
+    return model.generate(ids, attention_mask=mask, **(GREEDY | arguments))
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 8, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beam sampling": {"num_beams": 3, "do_sample": True, "top_k": 8},
+    "chunks": {"prefill_chunk_size": 16},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_uses_a_fresh_cache(model: PreTrainedModel, mode: str) -> None:
+    before, caches, wanted = traces(model), [], []
+    for _ in range(2):
+        torch.manual_seed(3)
+        wanted.append(generate(model, **MODES[mode]).sequences)
+    enable(model, **COVERING)
+    for want in wanted:
+        torch.manual_seed(3)
+        out = generate(model, **MODES[mode])
+        assert torch.equal(out.sequences, want)
+        caches.append(out.past_key_values)
+    assert all(type(cache) is HybridCache and cache.stats().as_dict()["steps"] for cache in caches)
+    assert caches[0] is not caches[1]
+    del caches, out
+    disable(model)
+    assert traces(model) == before
+
+
+def test_drafts_by_lookup_and_by_an_assistant(model: PreTrainedModel) -> None:
+    assistant = tiny_model("llama", "sdpa", seed=1)
+    want = generate(model, 1).sequences
+    for other in (model, assistant):
+        enable(other, **COVERING)
+    for arguments in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
+        out = generate(model, 1, **arguments)
+        assert torch.equal(out.sequences, want)
+        assert type(out.past_key_values) is HybridCache
+
+
+def test_what_the_caller_asks_for_is_respected(model: PreTrainedModel) -> None:
+    enable(model, **COVERING)
+    mine = HybridCache(model, "full")
+    assert generate(model, past_key_values=mine).past_key_values is mine
+    stock = DynamicCache(config=model.config)
+    assert generate(model, past_key_values=stock).past_key_values is stock
+    assert generate(model, use_cache=False).past_key_values is None
+    assert type(generate(model, cache_implementation="dynamic").past_key_values) is DynamicCache
+    assert type(generate(model, cache_implementation="static").past_key_values) is StaticCache
+    assert type(model(prompt(1, 8)[0], use_cache=True).past_key_values) is DynamicCache
+
+
+def test_enabling_again_replaces(model: PreTrainedModel) -> None:
+    before = traces(model)
+    enable(model, **COVERING)
+    enable(model, "window", budget=64)
+    assert generate(model).past_key_values.policy == hf_offload.Window(budget=64)
+    with enabled(model, hf_offload.Full(), block_size=16):
+        assert generate(model).past_key_values.policy.name == "full"
+        assert generate(model).past_key_values.settings.block_size == 16
+    assert generate(model).past_key_values.policy.name == "window"
+    disable(model)
+    assert traces(model) == before
+    with pytest.raises(ValueError, match="not enabled"):
+        disable(model)
+    with pytest.raises(ZeroDivisionError), enabled(model):
+        assert type(generate(model).past_key_values) is HybridCache
+        raise ZeroDivisionError
+    with enabled(model):
+        disable(model)
+    assert traces(model) == before
+
+
+def test_knobs_are_checked_at_once_and_failures_leave_no_trace(model: PreTrainedModel) -> None:
+    before = traces(model)
+    for policy, knobs, message in (
+        ("scout", {"budget": 8}, "budget=8"),
+        ("scout", {"bugdet": 8}, "bugdet"),
+        ("scout", {"block_size": 7}, "block_size=7"),
+        ("best", {}, "'best'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            enable(model, policy, **knobs)
+        assert traces(model) == before
+    enable(model, "window", budget=64)
+    with pytest.raises(ValueError, match="budget=8"):
+        enable(model, budget=8)
+    assert generate(model).past_key_values.policy == hf_offload.Window(budget=64)
+
+
+def test_models_that_have_no_use_for_it_are_refused(model: PreTrainedModel) -> None:
+    for unsuited, message in (
+        (model.model, "LlamaModel is not a Transformers model with a generate"),
+        (torch.nn.Linear(2, 2), "Linear is not a Transformers model"),
+        (torch.nn.DataParallel(model), r"use the model inside \(model.module\)"),
+        (torch.compile(model), r"use the model inside \(model._orig_mod\)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            enable(unsuited)
+    for name, value in (("use_cache", False), ("cache_implementation", "static")):
+        setattr(model.generation_config, name, value)
+        with pytest.raises(ValueError, match=f"model.generation_config.{name} = None"):
+            enable(model)
+        setattr(model.generation_config, name, None)
+    config = BartConfig(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2)
+    bart = AutoModelForSeq2SeqLM.from_config(config)
+    before = traces(bart)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        enable(bart)
+    assert traces(bart) == before
+
+
+def test_copies_of_an_enabled_model_are_enabled(model: PreTrainedModel) -> None:
+    want = generate(model).sequences
+    enable(model, **COVERING)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        out = generate(twin)
+        assert type(out.past_key_values) is HybridCache
+        assert torch.equal(out.sequences, want)
+        disable(twin)
+        assert twin.config._attn_implementation == "sdpa"
+        assert type(generate(twin).past_key_values) is DynamicCache
+    assert type(generate(model).past_key_values) is HybridCache
+
+
+def test_an_enabled_model_is_saved_like_any_other(model: PreTrainedModel, tmp_path: Path) -> None:
+    enable(model, **COVERING)
+    model.save_pretrained(tmp_path)
+    assert "hybrid" not in json.dumps([json.loads(path.read_text()) for path in tmp_path.glob("*.json")])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(generate(loaded).past_key_values) is DynamicCache
+    assert torch.equal(generate(loaded).sequences, generate(model).sequences)
+
+
+def test_a_model_that_is_let_go_is_gone(model: PreTrainedModel) -> None:
+    twin = copy.deepcopy(model)
+    enable(twin, **COVERING)
+    generate(twin)
+    gone = weakref.ref(twin)
+    gc.collect()
+    gc.disable()
+    try:
+        del twin
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_towers_keep_their_attention() -> None:
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=16
+    )
+    text = LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=159)
+    model = AutoModelForImageTextToText.from_config(
+        config, attn_implementation={"text_config": "sdpa", "vision_config": "eager"}
+    )
+    spread_weights(model)
+    want = generate(model).sequences
+
+    def used() -> list[Any]:
+        return [
+            part._attn_implementation for part in (model.config, model.config.text_config, model.config.vision_config)
+        ]
+
+    before = used()
+    with enabled(model, **COVERING):
+        assert used() == [before[0], "hybrid_sparse", "eager"]
+        out = generate(model)
+        assert type(out.past_key_values) is HybridCache
+        assert torch.equal(out.sequences, want)
+    assert used() == before
