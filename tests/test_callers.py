@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from letters import letters
 from test_hybrid_cache import COVERING
 from tiny import DEVICE, tiny_model

@@ -12,6 +12,7 @@ from hf_offload.attention.host_step import HostStep
 from hf_offload.attention.partial import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.attention.tiered_step import TieredStep
+from hf_offload.cache.autocast import uncast
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 
@@ -90,7 +91,8 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     """Let the policy begin with the token that comes next, whose query `[B, Hq, D]` is predicted."""
     assert layer.scale is not None
     layer.drain_ahead()
-    with layer.mirror.current() if layer.has_slots else nullcontext():
+    query = query.to(layer.dtype)  # under autocast it may be another
+    with uncast(query.device.type), layer.mirror.current() if layer.has_slots else nullcontext():
         tiered.place(layer, query[:, :, None])
         layer.policy.before_layer(step_of(layer, query, layer.past + 1, layer.scale, layer.softcap))
 

@@ -14,6 +14,7 @@ from hf_offload.attention import lookahead
 from hf_offload.attention.decode import append, decode
 from hf_offload.attention.dense import append_attention
 from hf_offload.attention.verify import verify
+from hf_offload.cache.autocast import uncast
 from hf_offload.cache.layer import HybridLayer, HybridLength
 
 NAME = "hybrid_sparse"
@@ -95,7 +96,11 @@ def hybrid_sparse_attention(
         )
     if layer is None:
         return _stock_attention(module, query, key, value, attention_mask, dropout, scale, softcap, sinks), None
-    _check(layer, module, kwargs, dropout)
+    _check(layer, module, kwargs, dropout, query.requires_grad)
+    if torch.is_autocast_enabled(query.device.type):  # K and V are cast already; nothing else is to be
+        with uncast(query.device.type):
+            query = query.to(key.dtype)
+            return hybrid_sparse_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     length, total = query.shape[2], layer.get_seq_length()
     padding = layer.settings.padding
     decoding = length == 1 and total > 1
@@ -200,12 +205,14 @@ def _stock_attention(
     return append_attention(query, new_k, new_v, past, tiles, mask, scale=scale, softcap=softcap, sinks=sinks)
 
 
-def _check(layer: HybridLayer, module: torch.nn.Module, kwargs: dict[str, Any], dropout: float) -> None:
+def _check(
+    layer: HybridLayer, module: torch.nn.Module, kwargs: dict[str, Any], dropout: float, gradients: bool
+) -> None:
     window = kwargs.get("sliding_window")
     beyond = window is not None and layer.get_seq_length() > window
     acausal = kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False
     unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if layer.modules(module) and not (beyond or acausal or dropout or unknown or kwargs.get("output_attentions")):
+    if layer.modules(module) and not (beyond or acausal or dropout or unknown or gradients):
         return
     reasons = [*unknown]
     if beyond:
@@ -214,8 +221,8 @@ def _check(layer: HybridLayer, module: torch.nn.Module, kwargs: dict[str, Any], 
         reasons.append("attention that is not causal")
     if dropout:
         reasons.append(f"dropout={dropout} (put the model in eval mode)")
-    if kwargs.get("output_attentions"):
-        reasons.append("output_attentions (blocks that are not attended have no weights)")
+    if gradients:
+        reasons.append("gradients of queries (run the model under torch.no_grad())")
     if not layer.modules(module):
         reasons.append("a model other than the one that the cache was made for (make a cache for this one)")
     layer.pending = None

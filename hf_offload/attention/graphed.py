@@ -86,6 +86,8 @@ def _step_of(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     others = any(isinstance(value, torch.Tensor) and name not in known for name, value in kwargs.items())
     if others or ids is None or ids.shape[1] != 1 or kwargs.get("return_dict") is False:
         return None
+    if torch.is_autocast_enabled(ids.device.type):
+        return None  # a graph would go on in the dtypes that it was captured with
     mask, padding = kwargs.get("attention_mask"), cache.settings.padding
     if mask is not None and mask.ndim != 2:
         return None

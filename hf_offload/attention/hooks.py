@@ -39,8 +39,21 @@ class Attachment:
         handles.append(self.stack.register_forward_hook(_AfterStack(me), with_kwargs=True, always_call=True))
         self._finalizer = weakref.finalize(self, _remove, handles)
 
-    def before_stack(self, cache: Any) -> None:
-        """A forward starts."""
+    def before_stack(self, cache: Any, kwargs: dict[str, Any]) -> None:
+        """A forward starts.
+
+        Raises:
+            ValueError: the forward wants attention weights, or would pass the cache by.
+        """
+        if kwargs.get("output_attentions"):
+            raise ValueError(
+                "HybridCache cannot serve output_attentions: blocks that are not attended have no weights; use "
+                "DynamicCache"
+            )
+        if self.stack.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers):
+            raise ValueError(
+                "gradient checkpointing keeps the cache from a model in train mode; call model.eval() before generating"
+            )
         cache.begin()
 
     def after_stack(self, cache: Any, finished: bool) -> None:
@@ -164,7 +177,7 @@ class _Hook:
 class _BeforeStack(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if found := self.context(args, kwargs):
-            found[0].before_stack(found[1])
+            found[0].before_stack(found[1], kwargs)
 
 
 class _AfterStack(_Hook):

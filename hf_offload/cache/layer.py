@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_offload.cache.autocast import attended
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.memory import memory_for
 from hf_offload.cache.resident import ResidentSet
@@ -167,6 +168,7 @@ class HybridLayer(CacheLayerMixin):
             raise RuntimeError(unconsumed(self.index))
         if key_states.requires_grad or value_states.requires_grad:
             raise ValueError("HybridCache keeps no gradients; run the model under torch.no_grad() or use DynamicCache")
+        key_states, value_states = attended(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
@@ -179,8 +181,8 @@ class HybridLayer(CacheLayerMixin):
             )
         if key_states.dtype != value_states.dtype:
             raise ValueError(
-                f"layer {self.index} got {key_states.dtype} keys and {value_states.dtype} values (autocast?); load "
-                "the model in the dtype that it should run in"
+                f"layer {self.index} got {key_states.dtype} keys and {value_states.dtype} values; load the model in "
+                "the dtype that it should run in"
             )
         if key_states.dtype != self.dtype or key_states.device != self.device:
             raise ValueError(
