@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_offload.attention.checks import inside
+from hf_offload.attention.checks import check_model, inside
 from hf_offload.attention.function import NAME
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies import Policy
@@ -97,6 +97,8 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any)
     try:
         _set_implementation(inner, NAME)
         HybridCache(inner, policy, **knobs)  # to have everything checked now
+        if inner is not model:
+            check_model(model)  # type: ignore[arg-type]
     except BaseException:
         _set_implementation(inner, implementation)
         raise

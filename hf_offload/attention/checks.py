@@ -35,6 +35,8 @@ def check_model(model: PreTrainedModel) -> Any:
         raise TypeError(f"model must be a Transformers model, not {type(model).__name__}{inside(model)}")
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"a model compiled by torch.compile does not run a HybridCache{inside(model)}")
+    if str(getattr(model, "peft_type", "")).endswith("PREFIX_TUNING"):
+        raise ValueError("PEFT's prefix tuning brings a cache of its own, which HybridCache cannot take the place of")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model, which HybridCache does not serve; use DynamicCache"

@@ -12,7 +12,7 @@ from hf_offload.attention.host_step import HostStep
 from hf_offload.attention.partial import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.attention.tiered_step import TieredStep
-from hf_offload.cache.autocast import uncast
+from hf_offload.cache.around import uncast
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 

@@ -14,7 +14,7 @@ from hf_offload.attention import lookahead
 from hf_offload.attention.decode import append, decode
 from hf_offload.attention.dense import append_attention
 from hf_offload.attention.verify import verify
-from hf_offload.cache.autocast import uncast
+from hf_offload.cache.around import uncast, uncompiled
 from hf_offload.cache.layer import HybridLayer, HybridLength
 
 NAME = "hybrid_sparse"
@@ -27,6 +27,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, hybrid_sparse_mask)
 
 
+@uncompiled
 def hybrid_sparse_mask(
     *,
     kv_length: int,
@@ -57,7 +58,7 @@ def hybrid_sparse_mask(
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+@uncompiled
 def hybrid_sparse_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_offload.attention.decode import look_ahead
 from hf_offload.attention.lookahead import QueryPredictor, capturing
 from hf_offload.attention.verify import predict_drafts
+from hf_offload.cache.around import uncompiled
 from hf_offload.cache.layer import HybridLayer, unconsumed
 
 
@@ -175,18 +176,21 @@ class _Hook:
 
 
 class _BeforeStack(_Hook):
+    @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if found := self.context(args, kwargs):
             found[0].before_stack(found[1], kwargs)
 
 
 class _AfterStack(_Hook):
+    @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if found := self.context(args, kwargs):
             found[0].after_stack(found[1], finished=output is not None)
 
 
 class _BeforeLayer(_Hook):
+    @uncompiled
     @torch.no_grad()
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if found := self.context(args, kwargs):

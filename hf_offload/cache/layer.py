@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_offload.cache.autocast import attended
+from hf_offload.cache.around import attended, uncompiled
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.memory import memory_for
 from hf_offload.cache.resident import ResidentSet
@@ -154,6 +154,7 @@ class HybridLayer(CacheLayerMixin):
         """Tokens that are in the blocks."""
         return self.store.length if self.store is not None else 0
 
+    @uncompiled
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,6 +196,7 @@ class HybridLayer(CacheLayerMixin):
         key_states._hybrid_layer = value_states._hybrid_layer = weakref.ref(self)  # type: ignore[attr-defined]
         return key_states, value_states
 
+    @uncompiled
     def get_seq_length(self) -> int:
         """Tokens seen, those announced included."""
         return self.past + (self.pending[0].shape[2] if self.pending is not None else 0)
@@ -203,6 +205,7 @@ class HybridLayer(CacheLayerMixin):
         """No limit (-1)."""
         return -1
 
+    @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Key length and offset of the mask that the model should prepare."""
         return HybridLength(self.get_seq_length() + query_length), 0

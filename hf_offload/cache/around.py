@@ -1,10 +1,20 @@
-"""Autocast as Transformers' own attention takes it: what it attends is cast, and what computes is left alone."""
+"""What may stand around a forward: autocast, and torch.compile, which must not trace what is ours."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """A function that a compiled model calls as it is: what it looks at changes from step to step."""
+    called: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
+    return called
 
 
 def attended(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,304 @@
+"""Models that somebody has wrapped or changed: adapters, packed weights, autocast, train mode, wrong ways to call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_hybrid_cache import COVERING, TIERS
+from tiny import DEVICE, FAMILIES, prompt, tiny_model
+from torch import nn
+from transformers import BartConfig, DynamicCache, PreTrainedModel
+from transformers.models.bart import BartForCausalLM, BartForConditionalGeneration
+
+from hf_offload import HybridCache, disable, enable
+from hf_offload.attention.hooks import find_layers
+from hf_offload.attention.lookahead import QueryPredictor, capture_query
+
+AHEAD: dict[str, Any] = {**COVERING, "lookahead": "attend", "synchronous_layers": (0,)}
+
+
+def run(model: Any, cache: Any, batch: int = 2, **arguments: Any) -> Any:
+    ids, mask = prompt(batch, 40)
+    arguments = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True} | arguments
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, output_logits=True, **arguments)
+
+
+class Packed(nn.Linear):
+    """A projection as bitsandbytes makes them: a Linear whose weight is codes, which only its forward understands."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__(plain.in_features, plain.out_features, plain.bias is not None, device=plain.weight.device)
+        scale = plain.weight.detach().abs().amax(1, keepdim=True) / 127
+        codes = (plain.weight.detach() / scale).round().to(torch.int8)
+        self.register_buffer("scale", scale)
+        self.weight = nn.Parameter(codes.view(-1, 1), requires_grad=False)
+        self.bias = plain.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.view(self.out_features, self.in_features) * self.scale
+        return nn.functional.linear(hidden, weight, self.bias)
+
+
+def pack(model: PreTrainedModel) -> PreTrainedModel:
+    for layer in find_layers(model)[1]:
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear):
+                layer.set_submodule(name, Packed(module))
+    return model
+
+
+def lora(model: PreTrainedModel) -> Any:
+    peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
+    torch.manual_seed(5)
+    targets = ["query_key_value"] if model.config.model_type == "gpt_neox" else ["q_proj", "v_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config).eval()
+
+
+def assert_predictor_is_right(model: PreTrainedModel, cache: HybridCache, adapter: bool) -> None:
+    """Given a layer's true input, capture and predictor give the query that the layer attends with, bit for bit."""
+    inputs: list[Any] = []
+    queries: list[torch.Tensor] = []
+    layers = find_layers(model)[1]
+    ids, mask = prompt(2, 41)
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        inputs.append((args[0] if args else kwargs["hidden_states"], args[1:], kwargs))
+
+    from hf_offload.attention import function
+
+    def record(layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        queries.append(query)
+        return original(layer, query, *args, **kwargs)
+
+    original = function.decode
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
+        handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
+        patch.setattr(function, "decode", record)
+        model(ids[:, 40:], attention_mask=mask, past_key_values=cache)
+    for handle in handles:
+        handle.remove()
+    assert len(queries) == len(layers)
+    for layer, (hidden, args, kwargs), query in zip(layers, inputs, queries, strict=True):
+        assert torch.equal(capture_query(layer, hidden, args, kwargs), query)
+        predictor = QueryPredictor(layer)
+        for _ in range(2):
+            assert torch.equal(predictor(hidden, args, kwargs), query)
+        assert (predictor.adapter is not None) == adapter
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("wrap", [lora, pack])
+def test_queries_are_predicted_by_the_wrapped_projections(family: str, wrap: Any) -> None:
+    plain = run(tiny_model(family, "sdpa"), None)
+    want = run(wrap(tiny_model(family, "sdpa")), None)
+    assert not torch.equal(plain.logits[0], want.logits[0])  # the wrapping changes something
+    inner = tiny_model(family)
+    wrapped = wrap(inner)
+    for owner, tier in ((inner, TIERS["one"]), (wrapped, TIERS["split"])):
+        cache = HybridCache(owner, **AHEAD | {"lookahead": "select"}, **tier)
+        assert torch.equal(run(wrapped, cache).sequences, want.sequences)
+        assert cache._attachment.predictors[2]._known is not None  # a query was predicted
+    assert_predictor_is_right(inner, HybridCache(inner, **AHEAD), adapter=family != "gpt_neox")
+
+
+def test_adapters_come_and_go_under_an_enabled_model() -> None:
+    inner = tiny_model("llama", "sdpa")
+    want = [run(inner, None).sequences]
+    enable(inner, **AHEAD | {"lookahead": "select"})
+    wrapped = lora(inner)
+    with_adapter = run(wrapped, None)
+    assert type(with_adapter.past_key_values) is HybridCache
+    with wrapped.disable_adapter():
+        assert_predictor_is_right(inner, HybridCache(inner, **AHEAD), adapter=True)
+    assert_predictor_is_right(inner, HybridCache(inner, **AHEAD), adapter=True)
+    disable(wrapped)
+    want.append(run(wrapped, None).sequences)
+    assert torch.equal(with_adapter.sequences, want[1])
+    assert not torch.equal(*want)
+    merged = wrapped.merge_and_unload()
+    enable(merged, **COVERING)
+    assert torch.equal(run(merged, None).sequences, want[1])
+
+
+def test_prefix_tuning_is_refused() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tuned = peft.get_peft_model(tiny_model("llama"), config)
+    for attempt in (enable, HybridCache):
+        with pytest.raises(ValueError, match="prefix tuning"):
+            attempt(tuned)
+
+
+def test_prompt_tuning_works() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tuned = peft.get_peft_model(tiny_model("llama", "sdpa"), config).eval()
+    want = run(tuned, None, 1).sequences
+    enable(tuned, **COVERING)
+    got = run(tuned, None, 1)
+    assert type(got.past_key_values) is HybridCache
+    assert torch.equal(got.sequences, want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.1), (torch.float16, 0.015)])
+def test_autocast_is_what_it_is_without(family: str, dtype: torch.dtype, most: float) -> None:
+    stock, ours = tiny_model(family, "sdpa"), tiny_model(family)
+    with torch.autocast(DEVICE, dtype):
+        want = run(stock, None, max_new_tokens=6)
+        for tier in TIERS.values():
+            cache = HybridCache(ours, **COVERING, **tier)
+            ids, mask = prompt(2, 40)
+            logits = []
+            with torch.no_grad():
+                for length in range(40, 46):
+                    tokens = want.sequences[:, :length] if length == 40 else want.sequences[:, length - 1 : length]
+                    out = ours(
+                        tokens,
+                        attention_mask=nn.functional.pad(mask, (0, length - 40), value=1),
+                        position_ids=(nn.functional.pad(mask, (0, length - 40), value=1).cumsum(1) - 1).clamp(0)[
+                            :, -tokens.shape[1] :
+                        ],
+                        past_key_values=cache,
+                    )
+                    logits.append(out.logits[:, -1].float())
+            assert torch.equal(logits[0], want.logits[0].float())
+            for got, theirs in zip(logits, want.logits, strict=True):
+                assert torch.allclose(got, theirs.float(), atol=most)
+            assert cache.layers[-1].dtype == dtype
+            with torch.no_grad(), torch.autocast(DEVICE, enabled=False):
+                if tier == TIERS["one"]:
+                    with pytest.raises(ValueError, match="holds torch"):
+                        ours(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_autocast_under_layer_ahead(tier: str) -> None:
+    """Predicted queries come in the model's dtype and are compared and attended in the cache's."""
+    model = tiny_model("llama")
+    cosines = []
+    for enabled in (False, True):
+        cache = HybridCache(model, **AHEAD, **TIERS[tier])
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            run(model, cache)
+        cosines.append(cache.stats().as_dict()["query_cosine"])
+    assert abs(cosines[0] - cosines[1]) < 0.05
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_weights_are_refused(family: str) -> None:
+    model = tiny_model(family)
+    with pytest.raises(ValueError, match="output_attentions"):
+        run(model, HybridCache(model, **COVERING), output_attentions=True)
+    with torch.no_grad(), pytest.raises(ValueError, match="output_attentions"):
+        model(prompt(1, 20)[0], past_key_values=HybridCache(model, **COVERING), output_attentions=True)
+    cache = HybridCache(model, **COVERING)
+    assert len(run(model, cache, output_hidden_states=True).hidden_states) == 8
+
+
+@pytest.mark.parametrize("trained", ["all", "model.layers.3.self_attn.q_proj", "model.layers.0.self_attn.v_proj"])
+@pytest.mark.parametrize("tokens", [20, 1])
+def test_gradients_are_refused_wherever_they_begin(trained: str, tokens: int) -> None:
+    model = tiny_model("llama").requires_grad_(trained == "all")
+    if trained != "all":
+        model.get_submodule(trained).requires_grad_(True)
+    cache = HybridCache(model, **COVERING)
+    ids, _ = prompt(1, 40 + tokens)
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"torch\.no_grad\(\)"):
+        model(ids[:, 40:], past_key_values=cache)
+    assert cache.get_seq_length() == 40
+
+
+def test_gradients_that_pass_no_cache_are_right() -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    ids, _ = prompt(1, 20)
+    gradients = []
+    for cache in (None, HybridCache(model, **COVERING)):
+        model.zero_grad()
+        model(ids, labels=ids, past_key_values=cache).loss.backward()
+        gradients.append(model.lm_head.weight.grad.clone())
+    assert torch.allclose(*gradients, atol=1e-6)
+
+
+def test_train_mode() -> None:
+    """Without dropout train mode is eval mode; gradient checkpointing keeps caches away and is refused."""
+    model = tiny_model("llama")
+    want = run(model, DynamicCache(config=model.config)).sequences
+    model.train()
+    assert torch.equal(run(model, HybridCache(model, **COVERING)).sequences, want)
+    model.gradient_checkpointing_enable()
+    cache = HybridCache(model, **COVERING)
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        run(model, cache)
+    model.eval()
+    assert torch.equal(run(model, cache).sequences, want)
+    dropping = tiny_model("llama").train()
+    for layer in dropping.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with pytest.raises(ValueError, match=r"dropout=0\.5"):
+        run(dropping, HybridCache(dropping, **COVERING))
+
+
+def test_encoder_decoder_models_are_refused() -> None:
+    config = BartConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    )
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        HybridCache(BartForConditionalGeneration(config))
+    assert BartForCausalLM  # its decoder alone is another matter
+
+
+COMPILED = {
+    "model.compile()": lambda model: model.compile(backend="eager"),
+    "model.forward": lambda model: vars(model).update(forward=torch.compile(model.forward, backend="eager")),
+    "the stack": lambda model: setattr(model, "model", torch.compile(model.model, backend="eager")),
+    "layers": lambda model: [
+        model.model.layers.__setitem__(i, torch.compile(layer, backend="eager"))
+        for i, layer in enumerate(list(model.model.layers))
+    ],
+    "layers in place": lambda model: [layer.compile(backend="eager") for layer in model.model.layers],
+    "parts": lambda model: [
+        part.compile(backend="aot_eager")
+        for layer in model.model.layers
+        for part in (layer.input_layernorm, layer.self_attn.q_proj, layer.mlp)
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("compiled", "tier"),
+    [
+        pytest.param(name, tier, marks=() if name == "parts" else pytest.mark.slow)
+        for name in COMPILED
+        for tier in TIERS
+    ],
+)
+def test_what_is_compiled_gives_the_same_tokens(compiled: str, tier: str) -> None:
+    torch.compiler.reset()
+    model = tiny_model("llama")
+    caches = [HybridCache(model, **AHEAD, **TIERS[tier])]
+    want = run(model, caches[0], max_new_tokens=5)
+    COMPILED[compiled](model)
+    caches.append(HybridCache(model, **AHEAD, **TIERS[tier]))
+    assert torch.equal(run(model, caches[1], max_new_tokens=5).sequences, want.sequences)
+    first, second = (cache.stats().as_dict()["query_cosine"] for cache in caches)
+    assert first is not None
+    assert second == pytest.approx(first, abs=1e-6)
+
+
+def test_replicas_are_refused() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(TypeError, match=r"DataParallel; use the model inside \(model.module\)"):
+        HybridCache(nn.DataParallel(model))
