@@ -60,6 +60,10 @@ class _Slabs:
             self.free.extend(range(first + (blocks - 1) * self.nbytes, first - 1, -self.nbytes))
         return _pop(self.free, count, np.int64)
 
+    def in_power_of_two(self, blocks: int) -> int:
+        """As many of these blocks as fill a power of two of bytes: so much torch pins, and what is over is lost."""
+        return max((1 << (blocks * self.nbytes).bit_length() - 1) // self.nbytes, 1)
+
 
 def _pop(stack: list[int], count: int, dtype: type[np.generic]) -> np.ndarray:
     """The last `count` of a list, which it loses, the last one first."""

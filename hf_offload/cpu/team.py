@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _POINTER = ir.IntType(8).as_pointer()
 
 def _entry_point() -> int:
     """Address of `GOMP_parallel` in the OpenMP runtime that torch is linked with (libgomp or LLVM's); 0 without one."""
+    if sys.platform != "linux":
+        return 0  # nobody has tried it elsewhere, and what goes wrong in there ends the process
     try:
         function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
     except (OSError, AttributeError):

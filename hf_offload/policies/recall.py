@@ -30,7 +30,7 @@ def load_intervals(path: Path) -> list[int]:
         ValueError: there is no such file, or it is not a profile.
     """
     try:
-        intervals = json.loads(path.read_text())["intervals"]
+        intervals = json.loads(path.read_text(encoding="utf-8"))["intervals"]
         if not all(isinstance(steps, int) and steps >= 1 for steps in intervals):
             raise TypeError("intervals must be whole numbers of steps")
     except FileNotFoundError:
