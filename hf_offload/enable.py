@@ -57,7 +57,7 @@ class _CacheMaker:
             )
         cache = HybridCache(model, self.policy, **self.knobs)
         if generation_config.is_assistant:
-            cache.activate_past_recording()  # type: ignore[no-untyped-call]
+            cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
 
     def __getstate__(self) -> dict[str, Any]:

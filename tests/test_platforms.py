@@ -77,7 +77,7 @@ def test_triton_is_imported_in_kernel_files_and_where_it_may_be_missing() -> Non
     """A file that needs triton is a kernel file, and no file imports one of those when it is itself imported."""
     package = Path(hf_offload.__file__).parent
     for path in sorted(package.rglob("*.py")):
-        top = [node for node in ast.parse(path.read_text(encoding="utf-8")).body]
+        top = ast.parse(path.read_text(encoding="utf-8")).body
         names = {alias.name.partition(".")[0] for node in top if isinstance(node, ast.Import) for alias in node.names}
         froms = {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
         kernels = path.stem.endswith("_kernels")
