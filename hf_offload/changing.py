@@ -41,7 +41,7 @@ class Changing(Cache):
         """
         with self.alone():
             hybrid = hybrid_layers(self)
-            past = min(layer.past for layer in hybrid)
+            past = min((layer.past for layer in hybrid), default=self.get_seq_length())
             for layer in hybrid:
                 layer.prepare_crop(tokens_to_remove)
             self._undo_to = past + int(tokens_to_remove)  # from here on an interruption is made up for by going on

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from hf_offload.attention.announce import check_drafts, watch
-from hf_offload.attention.checks import check_graph, check_model, on_device, stock_layers
+from hf_offload.attention.checks import check_graph, check_model, held_layers, on_device, stock_layers
+from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, hybrid_layers
@@ -101,8 +101,9 @@ class HybridCache(Portable):
         self.policy.check_blocks(block_size)
         stock = stock_layers(config)
         two = tier == "split" or (tier is None and on_device(model))
-        hybrid = sum(type(layer) is DynamicLayer for layer in stock)
-        budget = make_budget(device_budget, resident, hybrid, least_blocks(self.policy, block_size), two_memories=two)
+        held = held_layers(config, stock)
+        least = least_blocks(self.policy, block_size)
+        budget = make_budget(device_budget, resident, sum(held), least, two_memories=two)
         settings = Settings(
             policy=self.policy,
             tier=tier,
@@ -126,14 +127,13 @@ class HybridCache(Portable):
             "prefill_tile": prefill_tile,
             "cuda_graph": cuda_graph,
         }
-        super().__init__(
-            layers=[HybridLayer(i, settings) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
-        )
+        super().__init__(layers=[HybridLayer(i, settings) if held[i] else layer for i, layer in enumerate(stock)])
         if not hybrid_layers(self):
             raise ValueError(
                 f"no layer of {type(model).__name__} is plain full attention (sliding windows and linear layers stay "
                 "as they are), so there is nothing to offload; use DynamicCache"
             )
+        self.fallback = Fallback(type(model).__name__, self.layers, graphs=cuda_graph)
         self._attachment, self._watch = attach(model), watch(model)
         self._looks_ahead: bool | None = None
         self.calls: dict[int, Any] = {}
@@ -148,6 +148,16 @@ class HybridCache(Portable):
         owned = weakref.WeakSet(model.modules())
         for layer in hybrid_layers(self):
             layer.modules = owned.__contains__
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand new K and V to their layer; one that cannot hold them becomes Transformers' own."""
+        self.fallback.admit(layer_idx, key_states, value_states)
+        updated: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return updated
 
     @property
     def looks_ahead(self) -> bool:
@@ -180,7 +190,8 @@ class HybridCache(Portable):
         stock = [layer for layer in self.layers if not isinstance(layer, HybridLayer)]
         tensors = [getattr(layer, name, None) for layer in stock for name in ("keys", "values")]
         other = sum(int(tensor.nbytes) for tensor in tensors if isinstance(tensor, torch.Tensor))
-        return Stats(rows, near + other)
+        numbers = [i for i, layer in enumerate(self.layers) if not isinstance(layer, HybridLayer)]
+        return Stats(rows, near + other, numbers)
 
     def drain(self, *, quiet: bool = False) -> None:
         """Wait for the work in flight of all layers.
@@ -220,7 +231,7 @@ class HybridCache(Portable):
                 "run it again with the inputs that follow these"
             )
         self.calls.clear()
-        self._undo_to = min(layer.past for layer in hybrid_layers(self))
+        self._undo_to = min((layer.past for layer in hybrid_layers(self)), default=self.get_seq_length())
         self.settings.drafts.begin()
         if self.settings.drafts.recording:
             for layer in hybrid_layers(self):
@@ -267,6 +278,7 @@ class HybridCache(Portable):
             layer.rollback.clear()
             layer.crop(min(self._undo_to - layer.past, 0))
             layer.forget_plans()
+        self.fallback.undo(self._undo_to)
         self.settings.padding.truncate(self._undo_to)
         if interrupted:
             mend(layers, self.settings)

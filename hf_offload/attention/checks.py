@@ -23,6 +23,12 @@ def inside(model: Any) -> str:
     return f"; use the model inside (model.{found[0]})" if found else ""
 
 
+def held_layers(config: Any, stock: list[Any]) -> list[bool]:
+    """Which of `DynamicCache`'s layers become ours: plain full attention over the tokens themselves."""
+    elsewhere = set(getattr(config, "cross_attention_layers", None) or ())  # K and V of an image, as in Mllama
+    return [type(layer) is DynamicLayer and index not in elsewhere for index, layer in enumerate(stock)]
+
+
 def check_model(model: PreTrainedModel) -> Any:
     """The config of the model's decoder.
 
@@ -48,7 +54,8 @@ def check_model(model: PreTrainedModel) -> Any:
             f"{type(model).__name__} runs with attn_implementation={used!r}, which reads no HybridCache; load it with "
             f"attn_implementation={NAME!r} or call model.set_attn_implementation({NAME!r})"
         )
-    settable = getattr(model, "_can_set_attn_implementation", None)
+    text: Any = model.get_decoder() if hasattr(model, "get_decoder") else model  # a vision tower may do as it likes
+    settable = getattr(text, "_can_set_attn_implementation", None)
     if settable is not None and not settable():
         raise ValueError(
             f"{type(model).__name__} ignores attn_implementation, so HybridCache cannot serve it; use DynamicCache"
@@ -62,10 +69,10 @@ def check_graph(model: PreTrainedModel, config: Any) -> None:
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         where = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"cuda_graph=True needs a model on one CUDA device, but this one is on {where}; leave it out")
-    if any(type(layer) is not DynamicLayer for layer in stock_layers(config)):
+    if not all(held_layers(config, stock_layers(config))):
         raise ValueError(
-            f"cuda_graph=True: {type(model).__name__} has layers with sliding windows or without attention, whose "
-            "stock caches cannot be captured; leave it out"
+            f"cuda_graph=True: {type(model).__name__} has layers with sliding windows, cross-attention or without "
+            "attention, whose stock caches cannot be captured; leave it out"
         )
     kinds = _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     if kinds & {"dynamic", "longrope"}:

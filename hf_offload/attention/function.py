@@ -13,6 +13,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from hf_offload.attention import lookahead
 from hf_offload.attention.decode import append, decode
 from hf_offload.attention.dense import append_attention
+from hf_offload.attention.fallback import first_mask, note_changed
 from hf_offload.attention.verify import verify
 from hf_offload.cache.around import uncast, uncompiled
 from hf_offload.cache.layer import HybridLayer, HybridLength
@@ -87,21 +88,26 @@ def hybrid_sparse_attention(
     layer = _layer_of(key, value)
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if layer is None and attention_mask is not None and attention_mask.ndim == 2:
-        raise ValueError(
-            f"{type(module).__name__} changes keys or values after the cache; use DynamicCache for this model"
-        )
+    if layer is None:
+        note_changed(module, query, key)
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = first_mask(module, query, key, attention_mask)
     if layer is None and softcap is None and sinks is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if layer is None:
         return _stock_attention(module, query, key, value, attention_mask, dropout, scale, softcap, sinks), None
-    _check(layer, module, kwargs, dropout, query.requires_grad)
+    dense = attention_mask is not None and attention_mask.ndim == 4
+    # One query, or a mask that says everything, leaves nothing for causality to say.
+    _check(layer, module, kwargs, dropout, query.requires_grad, causal=query.shape[2] > 1 and not dense)
     if torch.is_autocast_enabled(query.device.type):  # K and V are cast already; nothing else is to be
         with uncast(query.device.type):
             query = query.to(key.dtype)
-            return hybrid_sparse_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+            out: torch.Tensor = hybrid_sparse_attention(
+                module, query, key, value, attention_mask, dropout, scaling, **kwargs
+            )[0]
+            return out, None
     length, total = query.shape[2], layer.get_seq_length()
     padding = layer.settings.padding
     decoding = length == 1 and total > 1
@@ -111,7 +117,6 @@ def hybrid_sparse_attention(
             f"{type(module).__name__} asks with {length} queries for {key.shape[2]} new tokens, which HybridCache "
             "cannot place; use DynamicCache for this model"
         )
-    dense = attention_mask is not None and attention_mask.ndim == 4
     if not layer.capturing:  # what a mask says was looked at before
         padding.observe(_key_mask(attention_mask, decoding), query.shape[0], total, dense=dense)
         layer.heed_padding()
@@ -149,13 +154,15 @@ def _singles(layer: HybridLayer, module: torch.nn.Module, length: int, dense: bo
 
 
 def _layer_of(key: torch.Tensor, value: torch.Tensor) -> HybridLayer | None:
-    tag = getattr(key, "_hybrid_layer", None)
-    if tag is not getattr(value, "_hybrid_layer", None):
-        raise ValueError("the model changes keys or values after the cache; use DynamicCache for this model family")
-    layer = None if tag is None else tag()
-    if tag is not None and layer is None:
+    tags = [getattr(tensor, "_hybrid_layer", None) for tensor in (key, value)]
+    layers = [None if tag is None else tag() for tag in tags]
+    if any(tag is not None and layer is None for tag, layer in zip(tags, layers, strict=True)):
         raise ValueError("the HybridCache of this forward is gone; keep a reference to it while the model runs")
-    return layer
+    if layers[0] is layers[1]:
+        return layers[0]
+    if any(layer is not None and layer.past for layer in layers):
+        raise ValueError("the model changes keys or values after the cache; use DynamicCache for this model family")
+    return None  # a first forward: what the model has made of K and V is all that is to be attended
 
 
 def _fit(mask: torch.Tensor, keys: int) -> torch.Tensor:
@@ -207,11 +214,17 @@ def _stock_attention(
 
 
 def _check(
-    layer: HybridLayer, module: torch.nn.Module, kwargs: dict[str, Any], dropout: float, gradients: bool
+    layer: HybridLayer,
+    module: torch.nn.Module,
+    kwargs: dict[str, Any],
+    dropout: float,
+    gradients: bool,
+    *,
+    causal: bool,
 ) -> None:
     window = kwargs.get("sliding_window")
     beyond = window is not None and layer.get_seq_length() > window
-    acausal = kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False
+    acausal = causal and (kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False)
     unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if layer.modules(module) and not (beyond or acausal or dropout or unknown or gradients):
         return

@@ -59,6 +59,8 @@ class Attachment:
 
     def after_stack(self, cache: Any, finished: bool) -> None:
         """A forward ends: raise if K and V of a layer were never attended by our function."""
+        if finished:
+            cache.fallback.settle()
         lost = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
         cache.end(finished and not lost)
         if lost and finished:

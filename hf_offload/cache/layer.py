@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_offload.cache.around import attended, uncompiled
 from hf_offload.cache.digests import DIGESTS
+from hf_offload.cache.fits import unsuitable
 from hf_offload.cache.memory import memory_for
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cache.rollback import Rollback, crop
@@ -48,6 +49,8 @@ class HybridLayer(CacheLayerMixin):
         self.policy = settings.policy
         self.modules: Callable[[torch.nn.Module], bool] = lambda module: True
         """Whether an attention module belongs to the model that the cache was made for."""
+        self.compact_masks = True
+        """Whether all layers that share this layer's mask are ours."""
         self.scale: float | None = None
         """Of the softmax; not known before the attention function was called."""
         self.softcap: float | None = None
@@ -62,6 +65,8 @@ class HybridLayer(CacheLayerMixin):
         self.revision = self.settings.padding.revision
         self.resident: ResidentSet | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.changed = False
+        """Whether what is pending reached the attention function, but not as it was announced."""
         self.state: Any = None
         self.scratch: dict[str, np.ndarray] = {}
         self.everything: Selection | None = None
@@ -80,14 +85,9 @@ class HybridLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take sizes, dtype and device from the first K and V `[B, Hkv, T, D]` that arrive."""
-        if key_states.shape != value_states.shape:
-            raise ValueError(
-                f"layer {self.index} has keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} of "
-                "different shapes (compressed KV?), which HybridCache cannot hold; use DynamicCache for this model"
-            )
+        if reason := unsuitable(key_states, value_states):
+            raise ValueError(f"layer {self.index} cannot be held in blocks: {reason}; use DynamicCache")
         batch, heads, _, dim = key_states.shape
-        if dim % 16 or dim > 256:
-            raise ValueError(f"layer {self.index} has head_dim {dim}, not a multiple of 16 up to 256; use DynamicCache")
         if key_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"K and V are {key_states.dtype}; HybridCache holds float32, float16 and bfloat16")
         self.open(batch, heads, dim, key_states.dtype, key_states.device, key_states.shape[2])
@@ -192,7 +192,7 @@ class HybridLayer(CacheLayerMixin):
             )
         # Views are new objects that may carry the tag; the model's own tensors stay as they are.
         key_states, value_states = key_states.view(key_states.shape), value_states.view(value_states.shape)
-        self.pending = (key_states, value_states)
+        self.pending, self.changed = (key_states, value_states), False
         key_states._hybrid_layer = value_states._hybrid_layer = weakref.ref(self)  # type: ignore[attr-defined]
         return key_states, value_states
 
@@ -208,7 +208,8 @@ class HybridLayer(CacheLayerMixin):
     @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Key length and offset of the mask that the model should prepare."""
-        return HybridLength(self.get_seq_length() + query_length), 0
+        length = self.get_seq_length() + query_length
+        return HybridLength(length) if self.compact_masks else length, 0
 
     def drain_ahead(self) -> None:
         """Drop the CPU part that was started ahead, once it has ended."""

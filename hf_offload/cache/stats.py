@@ -111,11 +111,13 @@ class Stats:
     Args:
         layers: one a layer.
         device_bytes: bytes of KV and digests in device memory now, all layers.
+        stock: numbers of the layers that keep Transformers' own cache.
     """
 
-    def __init__(self, layers: list[LayerStats], device_bytes: int) -> None:
+    def __init__(self, layers: list[LayerStats], device_bytes: int, stock: list[int]) -> None:
         self.layers = layers
         self.device_bytes = device_bytes
+        self.stock = stock
 
     def as_dict(self) -> dict[str, Any]:
         """Sums over the layers, means where a mean is meant (cpu_ratio, …), and `layers`, the same per layer."""
@@ -131,6 +133,7 @@ class Stats:
             total[key] = sum(row[key] for row in rows)
         total["recall_interval"] = _mean(sum(row["steps"] for row in rows), total["recalls"])
         total["device_bytes"] = self.device_bytes
+        total["stock_layers"] = self.stock
         total["layers"] = rows
         return total
 

@@ -1,0 +1,134 @@
+"""Every causal language model type of the installed Transformers, tiny and random, against eager attention.
+
+    python eval/families.py                          # all types, about a quarter of an hour on two idle cores
+    python eval/families.py --types llama,deepseek_v3
+
+Each type gets a random model of four small layers, of all the kinds that the type mixes. Logits of a left-padded
+prompt, of a further chunk and of single tokens, and the tokens of greedy and beam search, are compared with those of
+the same weights under eager attention and Transformers' own cache. A type runs in a process of its own with a time
+limit. Results go to the CSV as they come; a walk that was interrupted goes on where it stopped. `docs/models.md` is
+made of them.
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from common import RESULTS, OutOption, command, environment, show
+from walk import configs, page
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+
+
+def _one(model_type: str, pipe: Connection) -> None:
+    from walk.compare import compare
+
+    pipe.send(compare(model_type))
+
+
+def guarded(model_type: str, limit: float) -> dict[str, Any]:
+    """Compare one type in a process of its own, which may crash or hang.
+
+    Args:
+        model_type: as Transformers names it.
+        limit: seconds.
+
+    Returns:
+        An `Outcome` as a dict; of a process without a result, type, status and message alone.
+    """
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_one, args=(model_type, there), daemon=True)
+    process.start()
+    there.close()
+    lost = {"model_type": model_type, "status": "error"}
+    try:
+        if here.poll(limit):
+            return here.recv()
+        return lost | {"message": f"no end after {limit:.0f} s"}
+    except EOFError:
+        process.join()
+        return lost | {"message": f"the process ended with code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows of an earlier walk, by type."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row["model_type"]: row for row in csv.DictReader(file)}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows, each with the environment that it was made in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(
+            {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in row.items()} for row in rows
+        )
+
+
+def walk(
+    types: list[str], rows: dict[str, dict[str, Any]], here: dict[str, str], out: Path, jobs: int, limit: float
+) -> None:
+    """Compare the types, some at a time, and keep `rows` and the CSV up to date."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["walk.compare"])
+    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(types)) as progress:
+        tasks = [pool.submit(guarded, name, limit) for name in types]
+        try:
+            for task in as_completed(tasks):
+                row = task.result()
+                rows[row["model_type"]] = {**row, **here}
+                write(out, [rows[name] for name in sorted(rows)])
+                progress.set_description(f"{row['model_type']}: {row['status']}")
+                progress.update()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def main(
+    types: Annotated[str | None, typer.Option(help="Comma-separated; all by default.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Types that are compared at once.")] = 2,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that a type may take.")] = 300.0,
+    out: OutOption = RESULTS / "families.csv",
+    markdown: Annotated[Path | None, typer.Option(help="The page of results [default: docs/models.md].")] = None,
+) -> None:
+    """Compare every model type with eager attention."""
+    known = [*configs.causal_types(), *configs.multimodal_types()]
+    named = types.replace(" ", "").split(",") if types else []
+    if unknown := [name for name in named if name not in known]:
+        raise typer.BadParameter(f"unknown types {', '.join(unknown)}: choose among {', '.join(known)}")
+    here, rows = environment(), read(out)
+    rows = {name: row for name, row in rows.items() if row["transformers"] == here["transformers"]}
+    done = [name for name, row in rows.items() if row["commit"] == here["commit"]]
+    walk(named or [name for name in known if name not in done], rows, here, out, jobs, limit)
+    results = [rows[name] for name in sorted(rows)]
+    counts = Counter(row["status"] for row in results)
+    show("Model types", [{"result": status, "types": count} for status, count in counts.most_common()])
+    bad = [row for row in results if row["status"] in ("wrong", "error")]
+    for row in bad:
+        print(f"{row['model_type']}: {row['status']}: {row['message']}")
+    if not named or markdown:
+        target = markdown or PAGE
+        target.write_text(page.render(results, set(configs.causal_types())), encoding="utf-8")
+        print(f"wrote {target.name}")
+    raise typer.Exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    command(main)()

@@ -1,0 +1,166 @@
+"""Tiny configs for every model type: what most types name alike, and what some need besides."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+LAYERS = 4
+VOCABULARY = 160
+WINDOW = 8
+OMIT = object()
+"""In place of a value: the config is not to be given this name."""
+
+COMMON: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "hidden_dim", "emb_dim", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
+    "encoder_layers": LAYERS,
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads",), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_key_value_groups", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "index_head_dim", "query_pre_attn_scalar"), 16),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 96),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length"), 512),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "index_topk"), WINDOW),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "zero_expert_num"), 1),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "layerdrop", "decoder_layerdrop", "dropout"), 0.0),
+    **dict.fromkeys(("activation_dropout", "attention_dropout", "hidden_dropout", "embedding_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "relu_dropout"), 0.0),
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "index_n_heads": 2,
+    "moe_layer_start_index": 1,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,
+    "use_cache": True,
+}
+"""Sizes by the names that configs give them; a config takes those that it knows."""
+
+LINEAR = {
+    **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "n_groups"), 2),
+    **dict.fromkeys(("linear_num_value_heads",), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+}
+COMMON |= LINEAR
+
+FULL_ROTATION = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+HALF_ROTATION = FULL_ROTATION | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+"""Rotary positions of three kinds (time, height, width), of 16 channels or of half of them."""
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4}},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16]},
+    "glm4v_text": {"rope_parameters": FULL_ROTATION},
+    "glm4v_moe_text": {"rope_parameters": HALF_ROTATION},
+    "glm_ocr_text": {"rope_parameters": FULL_ROTATION},
+    "paddleocr_vl_text": {"rope_parameters": FULL_ROTATION},
+    "qwen2_vl_text": {"rope_parameters": FULL_ROTATION},
+    "qwen2_5_vl_text": {"rope_parameters": FULL_ROTATION},
+    "qwen2_5_omni_text": {"rope_parameters": FULL_ROTATION},
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mpt": {"attn_config": {"attn_pdrop": 0}},
+    "prophetnet": {"num_hidden_layers": OMIT, "num_encoder_layers": 2, "num_decoder_layers": LAYERS},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "xmod": {"default_language": "en_XX"},
+    "xlnet": {"max_position_embeddings": OMIT},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What single model types need besides."""
+
+
+def causal_types() -> dict[str, str]:
+    """Model types with a causal LM, and the name of its class."""
+    return {name: _first(cls) for name, cls in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+
+
+def multimodal_types() -> dict[str, str]:
+    """Model types that generate text from images and text and are no causal LM themselves, and their classes."""
+    causal = causal_types()
+    named = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return {name: _first(cls) for name, cls in named.items() if name not in causal}
+
+
+def _first(cls: str | tuple[str, ...]) -> str:
+    return cls if isinstance(cls, str) else cls[0]
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    """A config of a few small layers, of each kind that the type mixes at least one that is full attention."""
+    return _tiny(CONFIG_MAPPING[model_type], SPECIAL.get(model_type, {}))
+
+
+def _tiny(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedConfig:
+    standard = kind()
+    values = {name: value for name, value in COMMON.items() if _takes(standard, name)}
+    for alias, name in kind.attribute_map.items():
+        if alias in values and name in values:
+            del values[alias]
+    if "kv_lora_rank" in values:  # latents: each head has its own keys, and head_dim is that of their rotary part
+        values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
+    if _takes(standard, "layer_types") and standard.layer_types:
+        values["layer_types"] = mixed(standard.layer_types)
+    slides = any("sliding" in layer for layer in values.get("layer_types", ()))
+    if "sliding_window" in values and not slides and _may_be_none(kind, "sliding_window"):
+        values["sliding_window"] = None  # a window for all layers would leave no full attention
+    for name in kind.sub_configs:
+        part = getattr(standard, name, None)
+        if part is not None and not isinstance(special.get(name), dict):
+            values[name] = _tiny(type(part), special.get(part.model_type, SPECIAL.get(part.model_type, {})))
+    values |= special
+    return kind(**{name: value for name, value in values.items() if value is not OMIT})
+
+
+def _may_be_none(kind: type[PreTrainedConfig], name: str) -> bool:
+    return any(field.name == name and "None" in str(field.type) for field in dataclasses.fields(kind))
+
+
+def mixed(kinds: list[str]) -> list[str]:
+    """Kinds of the layers of a tiny model: all that the type has, in turn, the rarest last; full attention twice."""
+    distinct = list(dict.fromkeys(kinds))
+    return [distinct[index % len(distinct)] for index in range(LAYERS)]
+
+
+def _takes(config: PreTrainedConfig, name: str) -> bool:
+    """Whether a config has a value of that name, and one that can be set."""
+    try:
+        known = hasattr(config, name)
+    except Exception:  # a property that this config refuses to compute
+        return False
+    real = inspect.getattr_static(type(config), type(config).attribute_map.get(name, name), None)
+    return known and not (isinstance(real, property) and real.fset is None)
+
+
+def model_class(model_type: str) -> Any:
+    """The class that generates text for a type."""
+    return getattr(transformers, (causal_types() | multimodal_types())[model_type])

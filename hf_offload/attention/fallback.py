@@ -1,0 +1,127 @@
+"""Layers whose keys and values a `HybridLayer` cannot hold get `DynamicCache`'s own layer, in the same cache.
+
+Only the tensors tell: either their shapes when they first arrive, or that the model changes them after the cache, which
+shows in the attention function. A first forward is right all the same, since its new keys and values are all there are.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.masking_utils import sdpa_mask
+
+from hf_offload.cache.fits import unsuitable
+from hf_offload.cache.layer import HybridLayer
+
+CHANGED = "the model changes keys or values after the cache"
+_announced = threading.local()
+
+
+class Fallback:
+    """The layers of one cache that had to become stock layers.
+
+    Args:
+        model: the model's name, for messages.
+        layers: the cache's own list of layers.
+        graphs: whether steps are captured as CUDA graphs, which stock layers do not allow.
+    """
+
+    def __init__(self, model: str, layers: list[Any], *, graphs: bool) -> None:
+        self.model, self.layers, self.graphs = model, layers, graphs
+        self.reasons: dict[int, str] = {}
+        """By layer, why it is a stock layer now."""
+        self._told = 0
+        self._choose_masks()
+
+    def admit(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Look at the first K and V of a layer, before it gets them.
+
+        Raises:
+            ValueError: they need a stock layer, but steps are to be captured.
+        """
+        layer = self.layers[index]
+        if not isinstance(layer, HybridLayer) or layer.past:
+            return
+        reason = None if layer.is_initialized else unsuitable(key, value)
+        if reason is None:
+            _announced.layer = weakref.ref(layer)
+        else:
+            self._replace(index, reason)
+
+    def settle(self) -> None:
+        """After a forward: replace layers whose K and V came to the attention function changed, and tell the user."""
+        for layer in list(self.layers):
+            if isinstance(layer, HybridLayer) and layer.pending is not None and layer.changed:
+                key, value = layer.pending
+                layer.pending = None
+                self._replace(layer.index, CHANGED).update(key, value)
+        if len(self.reasons) > self._told:
+            self._told = len(self.reasons)
+            warnings.warn(self._message(), stacklevel=2)
+
+    def undo(self, length: int) -> None:
+        """Drop what plain stock layers hold beyond `length` tokens, after a forward that failed."""
+        for index, layer in enumerate(self.layers):
+            if type(layer) is DynamicLayer and (index in self.reasons or not length):  # others hold an image's tokens
+                layer.crop(min(length - layer.get_seq_length(), 0))
+
+    def _replace(self, index: int, reason: str) -> DynamicLayer:
+        if self.graphs:
+            raise ValueError(
+                f"cuda_graph=True: layer {index} of {self.model} needs Transformers' own cache layer, which cannot be "
+                f"captured ({reason}); leave it out"
+            )
+        stock = self.layers[index] = DynamicLayer()
+        self.reasons[index] = reason
+        self._choose_masks()
+        return stock
+
+    def _choose_masks(self) -> None:
+        """Compact masks are for our layers alone; others with full attention share the mask and need a dense one."""
+        ours = [layer for layer in self.layers if isinstance(layer, HybridLayer)]
+        others: list[Any] = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x not in ours]
+        compact = all(layer.is_sliding for layer in others)
+        for layer in ours:
+            layer.compact_masks = compact
+
+    def _message(self) -> str:
+        left = sum(isinstance(layer, HybridLayer) for layer in self.layers)
+        which = ", ".join(map(str, sorted(self.reasons))) if left else "all"
+        reasons = "; ".join(dict.fromkeys(self.reasons.values()))
+        rest = "" if left else ", and DynamicCache does the same with less work"
+        return (
+            f"HybridCache keeps Transformers' own cache in layers of {self.model} ({which}), because {reasons}: "
+            f"they are exact, but none of their keys and values is offloaded{rest}"
+        )
+
+
+def note_changed(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+    """The attention function got K and V without our tag: they may stand for those announced last, changed."""
+    layer = getattr(_announced, "layer", lambda: None)()
+    if layer is None or layer.pending is None or layer.past or not layer.modules(module):
+        return
+    layer.changed = query.shape[2] == key.shape[2] == layer.pending[0].shape[2]
+
+
+def first_mask(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> Any:
+    """The mask of a first forward for stock attention, from the compact one `[B, keys]`.
+
+    Raises:
+        ValueError: it is not the first forward, so that keys are missing.
+    """
+    if not query.shape[2] == key.shape[2] == mask.shape[1]:
+        raise ValueError(
+            f"{type(module).__name__} changes keys or values after the cache; use DynamicCache for this model"
+        )
+    return sdpa_mask(
+        batch_size=query.shape[0],
+        q_length=query.shape[2],
+        kv_length=key.shape[2],
+        attention_mask=mask,
+        device=query.device,
+    )

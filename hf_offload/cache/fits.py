@@ -1,0 +1,16 @@
+"""Which keys and values the blocks of a `HybridLayer` can hold."""
+
+from __future__ import annotations
+
+import torch
+
+
+def unsuitable(key: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Why K and V `[B, Hkv, T, D]` do not fit into blocks, as the end of a sentence; None if they do."""
+    if key.shape != value.shape:
+        heads = [f"{x.shape[1]} head{'s' * (x.shape[1] > 1)} with {x.shape[3]}" for x in (key, value)]
+        return f"it has keys of {heads[0]} channels and values of {heads[1]} (compressed KV?)"
+    dim = key.shape[-1]
+    if dim % 16 or dim > 256:
+        return f"its head_dim {dim} is not a multiple of 16 up to 256"
+    return None

@@ -1,0 +1,126 @@
+"""Layers whose K and V do not fit into blocks keep Transformers' own layer: exact, and the user is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import SIZES, prompt, spread_weights
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from hf_offload import HybridCache
+from hf_offload.cache.layer import HybridLayer
+
+SCOUT: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16, "lookahead": "select"}
+
+
+def config(family: str) -> PreTrainedConfig:
+    if family == "deepseek_v3":  # keys and values of different shapes
+        return DeepseekV3Config(
+            **SIZES,
+            num_key_value_heads=4,
+            kv_lora_rank=16,
+            q_lora_rank=24,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=32,
+        )
+    if family == "diffllama":  # values are changed after the cache
+        return DiffLlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
+    return LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=24)  # no multiple of 16
+
+
+def build(family: str, attn_implementation: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return spread_weights(AutoModelForCausalLM.from_config(config(family), attn_implementation=attn_implementation))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("deepseek_v3", "keys of 1 head with 16 channels and values of 1 head with 8"),
+        ("diffllama", "the model changes keys or values after the cache"),
+        ("llama", "head_dim 24 is not a multiple of 16 up to 256"),
+    ],
+)
+def test_stock_layers_are_exact_and_told_of(family: str, reason: str) -> None:
+    eager, ours = build(family, "eager"), build(family, "hybrid_sparse")
+    ids, mask = prompt(2, 40)
+    turn = torch.cat([ids, ids[:, 20:]], 1)
+    longer = torch.cat([mask, torch.ones_like(mask[:, 20:])], 1)
+    knobs: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5}
+    stock = DynamicCache(config=eager.config)
+    cache = HybridCache(ours, "scout", tier="split", resident=64, **SCOUT)
+    with pytest.warns(UserWarning, match=reason):
+        first = ours.generate(ids, attention_mask=mask, past_key_values=cache, **knobs)
+    assert torch.equal(first, eager.generate(ids, attention_mask=mask, past_key_values=stock, **knobs))
+    cache.crop(-4)
+    stock.crop(-4)
+    got = ours.generate(turn, attention_mask=longer, past_key_values=cache, **knobs)
+    assert torch.equal(got, eager.generate(turn, attention_mask=longer, past_key_values=stock, **knobs))
+    assert cache.stats().as_dict()["stock_layers"] == [0, 1, 2, 3]
+    cache.reset()
+    beams: dict[str, Any] = {"num_beams": 3, "do_sample": False, "max_new_tokens": 5, "attention_mask": mask}
+    want = eager.generate(ids, past_key_values=DynamicCache(config=eager.config), **beams)
+    assert torch.equal(ours.generate(ids, past_key_values=cache, **beams), want)
+
+
+def test_some_layers_of_a_cache_may_be_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4 has full attention with larger heads; here two layers of a Llama stand for such ones."""
+    from hf_offload.attention import fallback
+
+    eager, ours = (build_llama(name) for name in ("eager", "hybrid_sparse"))
+    cache = HybridCache(ours, "scout", tier="split", resident=64, **SCOUT)
+    known = [layer for layer in cache.layers if isinstance(layer, HybridLayer)]
+
+    def odd(key: torch.Tensor, value: torch.Tensor) -> str | None:
+        first = next(layer for layer in known if not layer.is_initialized and layer in cache.layers)
+        return "odd" if first.index % 2 else None
+
+    monkeypatch.setattr(fallback, "unsuitable", odd)
+    ids, mask = prompt(3, 40)
+    knobs: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 20, "prefill_chunk_size": 16}
+    want = eager.generate(ids, past_key_values=DynamicCache(config=eager.config), **knobs)
+    with pytest.warns(UserWarning, match=r"layers of LlamaForCausalLM \(1, 3\), because odd"):
+        assert torch.equal(ours.generate(ids, past_key_values=cache, **knobs), want)
+    assert cache.stats().as_dict()["stock_layers"] == [1, 3]
+
+
+def build_llama(attn_implementation: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
+    return spread_weights(AutoModelForCausalLM.from_config(sizes, attn_implementation=attn_implementation))
+
+
+def test_a_failed_first_forward_leaves_nothing_in_stock_layers() -> None:
+    model = build("deepseek_v3", "hybrid_sparse")
+    ids, mask = prompt(2, 40)
+    cache = HybridCache(model, "scout", **SCOUT)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    handle = model.model.layers[2].register_forward_hook(fail)
+    with pytest.raises(ArithmeticError), torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    handle.remove()
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="keeps Transformers' own cache"):
+            got = model(ids, attention_mask=mask, past_key_values=cache).logits
+        want = model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config)).logits
+    assert torch.equal(got, want)
