@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import csv
 import multiprocessing
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import threading
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,38 +30,56 @@ from walk import configs, page
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 
 
-def _one(model_type: str, pipe: Connection) -> None:
-    from walk.compare import compare
-
-    pipe.send(compare(model_type))
-
-
-def guarded(model_type: str, limit: float) -> dict[str, Any]:
-    """Compare one type in a process of its own, which may crash or hang.
+class Helper:
+    """A process that compares one type after the other; one that crashes or hangs is replaced.
 
     Args:
-        model_type: as Transformers names it.
-        limit: seconds.
-
-    Returns:
-        An `Outcome` as a dict; of a process without a result, type, status and message alone.
+        limit: seconds that a type may take.
     """
-    context = multiprocessing.get_context("forkserver")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_one, args=(model_type, there), daemon=True)
-    process.start()
-    there.close()
-    lost = {"model_type": model_type, "status": "error"}
-    try:
-        if here.poll(limit):
-            return here.recv()
-        return lost | {"message": f"no end after {limit:.0f} s"}
-    except EOFError:
-        process.join()
-        return lost | {"message": f"the process ended with code {process.exitcode}"}
-    finally:
-        process.kill()
-        process.join()
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._process: multiprocessing.process.BaseProcess | None = None
+
+    def compare(self, model_type: str) -> dict[str, Any]:
+        """An `Outcome` as a dict; of a process that gives none, type, status and message alone."""
+        if self._process is None:
+            self._start()
+        self._pipe.send(model_type)
+        try:
+            if self._pipe.poll(self.limit):
+                return self._pipe.recv()
+            told = f"no end after {self.limit:.0f} s"
+        except (EOFError, ConnectionError):
+            self._process.join()
+            told = f"the process ended with code {self._process.exitcode}"
+        self.stop()
+        return {"model_type": model_type, "status": "error", "message": told}
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+
+def serve(pipe: Connection) -> None:
+    """Compare the types that arrive, until nobody asks any more."""
+    from walk.compare import compare
+
+    while True:
+        try:
+            pipe.send(compare(pipe.recv()))
+        except EOFError:
+            return
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -87,18 +106,30 @@ def walk(
     types: list[str], rows: dict[str, dict[str, Any]], here: dict[str, str], out: Path, jobs: int, limit: float
 ) -> None:
     """Compare the types, some at a time, and keep `rows` and the CSV up to date."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["walk.compare"])
-    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(types)) as progress:
-        tasks = [pool.submit(guarded, name, limit) for name in types]
-        try:
-            for task in as_completed(tasks):
-                row = task.result()
-                rows[row["model_type"]] = {**row, **here}
-                write(out, [rows[name] for name in sorted(rows)])
-                progress.set_description(f"{row['model_type']}: {row['status']}")
+    left, helpers = deque(types), [Helper(limit) for _ in range(jobs)]
+    lock = threading.Lock()
+
+    def work(helper: Helper) -> None:
+        while True:
+            with lock:
+                if not left:
+                    return
+                name = left.popleft()
+            row = helper.compare(name)
+            with lock:
+                rows[name] = {**row, **here}
+                write(out, [rows[key] for key in sorted(rows)])
+                progress.set_description(f"{name}: {row['status']}")
                 progress.update()
+
+    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(types)) as progress:
+        try:
+            for done in [pool.submit(work, helper) for helper in helpers]:
+                done.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            left.clear()
+            for helper in helpers:
+                helper.stop()
 
 
 def main(

@@ -215,7 +215,7 @@ def test_keys_that_changed_on_the_way_are_refused(llama: PreTrainedModel) -> Non
 
     module, keys = llama.model.layers[0].self_attn, torch.zeros(2, 4, 8, 16)
     with pytest.raises(ValueError, match="changes keys or values after the cache"):
-        hybrid_sparse_attention(module, keys, keys, keys, torch.ones(2, 8, dtype=torch.bool))
+        hybrid_sparse_attention(module, keys, keys, keys, torch.ones(2, 12, dtype=torch.bool))
 
 
 def test_a_compiled_model_is_refused(llama: PreTrainedModel) -> None:

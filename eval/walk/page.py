@@ -32,7 +32,7 @@ SECTIONS = {
     "exact": (
         "Exact",
         "*Held*: layers whose keys and values lie in `HybridCache`'s blocks, of all layers of the tiny model. The "
-        "others (sliding windows, linear attention, layers that share another's keys and values) keep Transformers' own.",
+        "others (sliding windows, linear attention, shared keys and values) keep Transformers' own.",
     ),
     "exact by stock fallback": (
         "Exact by stock fallback",

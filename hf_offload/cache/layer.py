@@ -99,6 +99,7 @@ class HybridLayer(CacheLayerMixin):
             tokens: how many arrive first; the device's budget is divided accordingly, unless `slots` is set.
         """
         self.dtype, self.device = dtype, device
+        self.keys = self.values = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)  # Mllama looks here
         if self.settings.tier == "one" and self.device.type != "cpu":
             raise ValueError(f'tier="one" is for models on the CPU, but this one is on {self.device}; leave tier out')
         name = self.policy.digest_name
