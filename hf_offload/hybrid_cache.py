@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_offload.attention.announce import check_drafts, watch
-from hf_offload.attention.checks import check_graph, check_model, held_layers, on_device, stock_layers
+from hf_offload.attention.checks import check_graph, check_model, held_layers, image_layers, on_device, stock_layers
 from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
@@ -133,7 +133,7 @@ class HybridCache(Portable):
                 f"no layer of {type(model).__name__} is plain full attention (sliding windows and linear layers stay "
                 "as they are), so there is nothing to offload; use DynamicCache"
             )
-        self.fallback = Fallback(type(model).__name__, self.layers, graphs=cuda_graph)
+        self.fallback = Fallback(type(model).__name__, self.layers, image_layers(config), graphs=cuda_graph)
         self._attachment, self._watch = attach(model), watch(model)
         self._looks_ahead: bool | None = None
         self.calls: dict[int, Any] = {}
@@ -264,7 +264,7 @@ class HybridCache(Portable):
             interrupted: whether it ended between any two instructions, not by an error that passed through it.
 
         Raises:
-            RuntimeError: sliding-window layers have taken them in and cannot forget.
+            RuntimeError: layers with sliding windows or linear attention have taken them in and cannot forget.
             WorkerError: work in flight does not end in time.
         """
         if self._undo_to is None:
@@ -278,13 +278,10 @@ class HybridCache(Portable):
             layer.rollback.clear()
             layer.crop(min(self._undo_to - layer.past, 0))
             layer.forget_plans()
-        self.fallback.undo(self._undo_to)
         self.settings.padding.truncate(self._undo_to)
         if interrupted:
             mend(layers, self.settings)
-        sliding: list[Any] = [layer for layer in self.layers if getattr(layer, "is_sliding", False)]
-        if any(layer.get_seq_length() not in (0, self._undo_to) for layer in sliding):
-            raise RuntimeError("sliding-window layers cannot undo a forward that failed; call reset() on the cache")
+        self.fallback.undo(self._undo_to)
         self._undo_to = None
 
     def reset(self) -> None:

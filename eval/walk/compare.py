@@ -157,9 +157,15 @@ def compare(model_type: str) -> dict[str, Any]:
     try:
         models = Models(model_type)
         result.model = models.kind.__name__
-        wanted = stock(models, result)
     except Exception as error:
         result.message = tell(error)
+        return result.as_dict()
+    try:
+        wanted = stock(models, result)
+    except Exception as error:
+        result.message = f"with Transformers' own cache: {tell(error)}"
+        if told := refusal(models):  # no oracle is needed
+            result.status, result.message = "refused", told
         return result.as_dict()
     try:
         _ours(models, wanted, result)
@@ -168,6 +174,15 @@ def compare(model_type: str) -> dict[str, Any]:
     except Exception as error:
         result.status, result.message = "error", tell(error)
     return result.as_dict()
+
+
+def refusal(models: Models) -> str | None:
+    """What a user of the type is told when the cache is made, if it is refused."""
+    try:
+        hf_offload.HybridCache(models.ours(), "full")
+    except (KeyError, ValueError) as error:
+        return tell(error)
+    return None
 
 
 def tell(error: BaseException) -> str:

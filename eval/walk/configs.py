@@ -43,7 +43,7 @@ COMMON: dict[str, Any] = {
     "index_n_heads": 2,
     "moe_layer_start_index": 1,
     "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 0,
+    "num_kv_shared_layers": 2,
     "laurel_rank": 4,
     "altup_num_inputs": 2,
     "pad_token_id": 0,
@@ -61,14 +61,23 @@ LINEAR = {
 }
 COMMON |= LINEAR
 
-FULL_ROTATION = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
+FULL_ROTATION = ROTATION | {"mrope_section": [2, 3, 3]}
 HALF_ROTATION = FULL_ROTATION | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 """Rotary positions of three kinds (time, height, width), of 16 channels or of half of them."""
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4}},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROTATION),
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4},
+    },
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16]},
@@ -79,6 +88,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": FULL_ROTATION},
     "qwen2_5_vl_text": {"rope_parameters": FULL_ROTATION},
     "qwen2_5_omni_text": {"rope_parameters": FULL_ROTATION},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -131,8 +146,11 @@ def _tiny(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedCo
     if _takes(standard, "layer_types") and standard.layer_types:
         values["layer_types"] = mixed(standard.layer_types)
     slides = any("sliding" in layer for layer in values.get("layer_types", ()))
-    if "sliding_window" in values and not slides and _may_be_none(kind, "sliding_window"):
-        values["sliding_window"] = None  # a window for all layers would leave no full attention
+    if "sliding_window" in values and not slides:  # a window for all layers would leave no full attention
+        if standard.sliding_window is None:
+            del values["sliding_window"]
+        elif _may_be_none(kind, "sliding_window"):
+            values["sliding_window"] = None
     for name in kind.sub_configs:
         part = getattr(standard, name, None)
         if part is not None and not isinstance(special.get(name), dict):

@@ -23,10 +23,15 @@ def inside(model: Any) -> str:
     return f"; use the model inside (model.{found[0]})" if found else ""
 
 
+def image_layers(config: Any) -> set[int]:
+    """Numbers of the layers that attend an image's tokens, not the text's (Mllama's cross-attention)."""
+    return set(getattr(config, "cross_attention_layers", None) or ())
+
+
 def held_layers(config: Any, stock: list[Any]) -> list[bool]:
-    """Which of `DynamicCache`'s layers become ours: plain full attention over the tokens themselves."""
-    elsewhere = set(getattr(config, "cross_attention_layers", None) or ())  # K and V of an image, as in Mllama
-    return [type(layer) is DynamicLayer and index not in elsewhere for index, layer in enumerate(stock)]
+    """Which of `DynamicCache`'s layers become ours: plain full attention over the text itself."""
+    images = image_layers(config)
+    return [type(layer) is DynamicLayer and index not in images for index, layer in enumerate(stock)]
 
 
 def check_model(model: PreTrainedModel) -> Any:

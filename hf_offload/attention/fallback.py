@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
 from hf_offload.cache.fits import unsuitable
@@ -28,11 +28,12 @@ class Fallback:
     Args:
         model: the model's name, for messages.
         layers: the cache's own list of layers.
+        elsewhere: numbers of the layers that hold other tokens than the text's.
         graphs: whether steps are captured as CUDA graphs, which stock layers do not allow.
     """
 
-    def __init__(self, model: str, layers: list[Any], *, graphs: bool) -> None:
-        self.model, self.layers, self.graphs = model, layers, graphs
+    def __init__(self, model: str, layers: list[Any], elsewhere: set[int], *, graphs: bool) -> None:
+        self.model, self.layers, self.elsewhere, self.graphs = model, layers, elsewhere, graphs
         self.reasons: dict[int, str] = {}
         """By layer, why it is a stock layer now."""
         self._told = 0
@@ -65,10 +66,28 @@ class Fallback:
             warnings.warn(self._message(), stacklevel=2)
 
     def undo(self, length: int) -> None:
-        """Drop what plain stock layers hold beyond `length` tokens, after a forward that failed."""
+        """Drop what stock layers hold beyond `length` tokens, after a forward that failed.
+
+        Raises:
+            RuntimeError: sliding windows or linear attention have taken tokens in and cannot forget.
+        """
+        stuck = False
         for index, layer in enumerate(self.layers):
-            if type(layer) is DynamicLayer and (index in self.reasons or not length):  # others hold an image's tokens
+            if isinstance(layer, HybridLayer):
+                continue
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                stuck |= any(
+                    (*layer.is_conv_states_initialized.values(), *layer.is_recurrent_states_initialized.values())
+                )
+            elif getattr(layer, "is_sliding", False):
+                stuck |= layer.get_seq_length() not in (0, length)
+            elif isinstance(layer, DynamicLayer) and not (index in self.elsewhere and length):
                 layer.crop(min(length - layer.get_seq_length(), 0))
+        if stuck:
+            raise RuntimeError(
+                "layers with sliding windows or linear attention cannot undo a forward that failed; call reset() on the"
+                " cache"
+            )
 
     def _replace(self, index: int, reason: str) -> DynamicLayer:
         if self.graphs:

@@ -99,8 +99,8 @@ def hybrid_sparse_attention(
     if layer is None:
         return _stock_attention(module, query, key, value, attention_mask, dropout, scale, softcap, sinks), None
     dense = attention_mask is not None and attention_mask.ndim == 4
-    # One query, or a mask that says everything, leaves nothing for causality to say.
-    _check(layer, module, kwargs, dropout, query.requires_grad, causal=query.shape[2] > 1 and not dense)
+    # A dense mask says everything and a compact one stands for causality; with one query there is nothing to say.
+    _check(layer, module, kwargs, dropout, query.requires_grad, causal=query.shape[2] > 1 and attention_mask is None)
     if torch.is_autocast_enabled(query.device.type):  # K and V are cast already; nothing else is to be
         with uncast(query.device.type):
             query = query.to(key.dtype)
@@ -116,6 +116,12 @@ def hybrid_sparse_attention(
         raise ValueError(
             f"{type(module).__name__} asks with {length} queries for {key.shape[2]} new tokens, which HybridCache "
             "cannot place; use DynamicCache for this model"
+        )
+    if dense and attention_mask.shape[-1] < total:  # type: ignore[union-attr]
+        layer.pending = None
+        raise ValueError(
+            f"{type(module).__name__} has a mask for {attention_mask.shape[-1]} of {total} keys: it asks the cache for "  # type: ignore[union-attr]
+            "more than attention, or the mask given is too short; use DynamicCache, or a mask for all keys"
         )
     if not layer.capturing:  # what a mask says was looked at before
         padding.observe(_key_mask(attention_mask, decoding), query.shape[0], total, dense=dense)
