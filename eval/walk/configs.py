@@ -106,6 +106,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
+    "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "xmod": {"default_language": "en_XX"},
     "xlnet": {"max_position_embeddings": OMIT},
