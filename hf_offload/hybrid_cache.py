@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -11,11 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_offload.attention.announce import check_drafts, watch
-from hf_offload.attention.checks import check_graph, check_model, held_layers, image_layers, on_device, stock_layers
+from hf_offload.attention.checks import check_graph, check_model, held_layers, image_layers, stock_layers
 from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, hybrid_layers
+from hf_offload.attention.spread import on_device
 from hf_offload.cache.budget import MOST_SLOTS, least_blocks, make_budget
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mending import halt, mend
@@ -23,6 +23,7 @@ from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import Stats
 from hf_offload.cache.turn import Turn
+from hf_offload.cpu.cores import cores
 from hf_offload.cpu.worker import Worker, WorkerError
 from hf_offload.policies import Policy, make_policy
 from hf_offload.portable import Portable
@@ -58,7 +59,8 @@ class HybridCache(Portable):
             prompt on; `generate()` needs nothing else. For models on one CUDA device all of whose layers are full
             attention; a step that is not of the plain kind (embeddings as input, say) runs as without it.
         threads: CPU threads for what runs while the model goes on; by default, with a GPU, all cores but one (at most
-            16), one thread otherwise. What the model waits for runs on torch's own threads (`torch.set_num_threads`).
+            16; of several processes that a launcher started here each has its share), one thread otherwise. What the
+            model waits for runs on torch's own threads (`torch.set_num_threads`).
         timeout: seconds after which waiting for a thread is given up with an error.
         knobs: the policy's own, see its class.
 
@@ -346,6 +348,5 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
 
 
 def default_threads(model: PreTrainedModel) -> int:
-    """Threads beside the model's: with a GPU all cores but one, otherwise one (torch has the cores already)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-    return min(max(cores - 1, 1), MOST_THREADS) if on_device(model) else 1
+    """Threads beside the model's: with a GPU all of this process' cores but one, otherwise one (torch has them)."""
+    return min(max(cores() - 1, 1), MOST_THREADS) if on_device(model) else 1

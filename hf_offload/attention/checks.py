@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_offload.attention.function import NAME
+from hf_offload.attention.spread import check_ranks, ranks_of
 
 
 def stock_layers(config: Any) -> list[Any]:
@@ -65,6 +66,7 @@ def check_model(model: PreTrainedModel) -> Any:
         raise ValueError(
             f"{type(model).__name__} ignores attn_implementation, so HybridCache cannot serve it; use DynamicCache"
         )
+    check_ranks(model, decoder)
     return decoder
 
 
@@ -72,8 +74,13 @@ def check_graph(model: PreTrainedModel, config: Any) -> None:
     """Raise ValueError if decode steps of this model cannot be captured as a CUDA graph, with the reason."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        where = ", ".join(sorted(map(str, devices)))
+        where = ", ".join(sorted("the host, offloaded" if d.type == "meta" else str(d) for d in devices))
         raise ValueError(f"cuda_graph=True needs a model on one CUDA device, but this one is on {where}; leave it out")
+    if ranks_of(model) > 1:
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} is spread over {ranks_of(model)} ranks, whose exchanges in a "
+            "step have not been tried in a graph; leave it out"
+        )
     if not all(held_layers(config, stock_layers(config))):
         raise ValueError(
             f"cuda_graph=True: {type(model).__name__} has layers with sliding windows, cross-attention or without "
@@ -98,8 +105,3 @@ def _rope_types(parameters: Any) -> set[str]:
         return set()
     found = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters}
     return found.union(*(_rope_types(value) for value in parameters.values()))
-
-
-def on_device(model: PreTrainedModel) -> bool:
-    """Whether the model lies on a device beside the CPU."""
-    return next(model.parameters()).device.type != "cpu"

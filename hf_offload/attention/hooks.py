@@ -85,7 +85,7 @@ class Attachment:
         donor = cache.donors.get(target)
         if donor is None or donor not in cache.calls or layer.scale is None:
             return  # not called yet, or the first layer of its kind in this forward: it uses its real query
-        look_ahead(layer, cache.predict_query(target, hidden, args[1:], cache.calls[donor])[:, :, 0])
+        look_ahead(layer, cache.predict_query(target, hidden.to(layer.device), args[1:], cache.calls[donor])[:, :, 0])
 
 
 def _learn_donor(cache: Any, index: int, kwargs: dict[str, Any]) -> None:

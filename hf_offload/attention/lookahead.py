@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from hf_offload.attention.spread import brings_weights, check_whole, hook_of, leave_hooks
+
 _active = threading.local()
 
 
@@ -84,6 +86,7 @@ def capture_query(
         with torch.no_grad():
             layer.forward(hidden, *rest, **named)
     except _Captured as captured:
+        leave_hooks(captured.__traceback__, captured.query)
         return captured.query
     finally:
         _active.on = False
@@ -112,7 +115,7 @@ def make_adapter(layer: nn.Module) -> Adapter | None:
         query = project(norm(hidden))
         query = query.view(*query.shape[:-1], -1, dim)
         query = (query if query_norm is None else query_norm(query)).transpose(1, 2)
-        cos, sin = kwargs["position_embeddings"]
+        cos, sin = (table.to(query.device) for table in kwargs["position_embeddings"])  # as given to another layer
         rotated: torch.Tensor = rotate(query, query[:, :1], cos, sin)[0]
         return rotated
 
@@ -137,19 +140,22 @@ class QueryPredictor:
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
         self.adapter: Adapter | None = None
-        self._known: tuple[Any, Any, Any] | None = None
+        self._known: tuple[Any, ...] | None = None
 
     def __call__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The query `[B, Hq, Q, D]` that the layer would compute from `hidden` `[B, Q, hidden]`."""
         parts = _parts(self.layer)
-        if self._known is not None and all(a is b for a, b in zip(parts, self._known, strict=True)):
+        known = (*parts, *(hook_of(owner) for owner in (self.layer, getattr(self.layer, "self_attn", None), *parts)))
+        if self._known is not None and all(a is b for a, b in zip(known, self._known, strict=True)):
             if self.adapter is not None:
                 return self.adapter(hidden, kwargs)
             return capture_query(self.layer, hidden, args, kwargs)
-        # The first time, or the layer has other parts now (an adapter of another kind, LoRA's): prove it again.
+        check_whole(self.layer)
+        # The first time, or the layer has other parts now (an adapter of another kind, LoRA's; hooks): prove it again.
         query = capture_query(self.layer, hidden, args, kwargs)
-        self.adapter, self._known = make_adapter(self.layer), parts
-        if self.adapter is not None and not self._agrees(hidden, kwargs, query):
+        self.adapter, self._known = make_adapter(self.layer), known
+        alone = all(brings_weights(part) for part in parts if part is not None)
+        if self.adapter is not None and not (alone and self._agrees(hidden, kwargs, query)):
             self.adapter = None
         return query
 

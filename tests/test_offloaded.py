@@ -1,0 +1,190 @@
+"""Models whose weights accelerate's hooks bring for each module's forward: what is predicted must let them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module, attach_align_device_hook
+from tiny import DEVICE, prompt, tiny_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache, hybrid_cache
+from hf_offload.attention import spread
+from hf_offload.attention.lookahead import make_adapter
+from hf_offload.cpu import cores
+
+SMALL: dict[str, Any] = {"budget": 64, "sinks": 8, "recent": 16, "block_size": 8, "synchronous_layers": (0,)}
+MODES: list[dict[str, Any]] = [
+    {"tier": "one", "lookahead": "attend"},
+    {"tier": "split", "lookahead": "attend", "resident": 64},
+    {"tier": "split", "lookahead": "select", "resident": 64},
+]
+
+
+def _spread(model: PreTrainedModel, folder: Path) -> None:
+    """Every other layer on disk, the rest where it computes."""
+    base = model.base_model_prefix
+    places = {name: DEVICE for name, _ in model.named_children() if name != base}
+    places |= {f"{base}.{name}": DEVICE for name, _ in model.base_model.named_children() if name != "layers"}
+    places |= {f"{base}.layers.{i}": "disk" if i % 2 else DEVICE for i in range(4)}
+    dispatch_model(model, places, main_device=DEVICE, offload_dir=str(folder), force_hooks=True)
+
+
+def _by_attention(model: PreTrainedModel, folder: Path) -> None:
+    """Attention modules are brought as a whole: their projections have no hooks of their own."""
+    attach_align_device_hook(
+        model, torch.device(DEVICE), offload=True, preload_module_classes=["LlamaAttention", "GPTNeoXAttention"]
+    )
+
+
+WAYS: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
+    "cpu_offload": lambda model, folder: cpu_offload(model, execution_device=torch.device(DEVICE)),
+    "disk_offload": lambda model, folder: disk_offload(model, str(folder), execution_device=torch.device(DEVICE)),
+    "spread": _spread,
+    "by_attention": _by_attention,
+}
+
+
+def generate(model: PreTrainedModel, mode: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], HybridCache]:
+    ids, mask = prompt(2, 75)
+    cache = HybridCache(model, "scout", **SMALL, **mode)
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    return out, cache.stats().as_dict(), cache
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[tuple[str, int], tuple[torch.Tensor, float | None]]:
+    found = {}
+    for family in ("llama", "gpt_neox"):
+        model = tiny_model(family)
+        for i, mode in enumerate(MODES):
+            out, stats, _ = generate(model, mode)
+            found[family, i] = (out, stats["query_cosine"])
+    return found
+
+
+def _skip_one_memory(mode: dict[str, Any]) -> None:
+    if mode["tier"] == "one" and DEVICE != "cpu":
+        pytest.skip("one memory is for models on the CPU")
+
+
+CASES = [*(("llama", way, mode) for way in WAYS for mode in range(3)), *(("gpt_neox", way, 1) for way in WAYS)]
+
+
+@pytest.mark.parametrize(("family", "way", "mode"), CASES)
+def test_offloaded_weights_change_nothing(wanted: Any, tmp_path: Path, family: str, way: str, mode: int) -> None:
+    _skip_one_memory(MODES[mode])
+    model = tiny_model(family)
+    WAYS[way](model, tmp_path)
+    away = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert away
+    out, stats, cache = generate(model, MODES[mode])
+    assert torch.equal(out, wanted[family, mode][0])
+    assert stats["query_cosine"] == wanted[family, mode][1]  # the same queries were predicted, to the last bit
+    short_cuts = [predictor.adapter is not None for predictor in cache._attachment.predictors]
+    assert any(short_cuts) == (family == "llama" and way != "by_attention")
+    assert [name for name, parameter in model.named_parameters() if parameter.is_meta] == away
+
+
+def test_a_capture_leaves_no_weights_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    _by_attention(model, tmp_path)
+    predict, seen = HybridCache.predict_query, []
+
+    def spy(cache: HybridCache, target: int, *args: Any) -> torch.Tensor:
+        query = predict(cache, target, *args)
+        parameters = cache._attachment.layers[target].parameters()
+        seen.append((query.is_meta, all(parameter.is_meta for parameter in parameters)))
+        return query
+
+    monkeypatch.setattr(HybridCache, "predict_query", spy)
+    generate(model, MODES[1])
+    assert seen
+    assert set(seen) == {(False, True)}
+
+
+def test_a_short_cut_is_proved_again_when_weights_go_away(wanted: Any, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    held = generate(model, MODES[1])[2]
+    assert [predictor.adapter is not None for predictor in held._attachment.predictors] == [False, True, True, True]
+    _by_attention(model, tmp_path)
+    out, stats, cache = generate(model, MODES[1])
+    assert cache._attachment is held._attachment
+    assert torch.equal(out, wanted["llama", 1][0])
+    assert stats["query_cosine"] == wanted["llama", 1][1]
+    assert not any(predictor.adapter for predictor in cache._attachment.predictors)
+
+
+def test_weights_that_nothing_brings_are_refused() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[1]
+    there = layer.self_attn.q_proj.weight
+    layer.self_attn.q_proj.weight = nn.Parameter(torch.empty_like(there, device="meta"))
+    # Brought for the real forward alone, which a prediction does not go through.
+    layer.register_forward_pre_hook(lambda *_: setattr(layer.self_attn.q_proj, "weight", there))
+    layer.register_forward_hook(lambda *_: setattr(layer.self_attn.q_proj, "weight", nn.Parameter(there.to("meta"))))
+    generate(model, {"tier": "split", "lookahead": "off", "resident": 64})
+    with pytest.raises(ValueError, match=r"LlamaDecoderLayer has weights that nothing brings.*lookahead='off'"):
+        generate(model, MODES[1])
+
+
+def test_where_a_model_computes_is_where_its_weights_are_brought_to() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert spread.compute_devices(model) == {torch.device("cpu")}
+    assert not spread.on_device(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert spread.compute_devices(model) == {torch.device("cpu")}
+    hook = AlignDevicesHook(torch.device("cuda", 1), offload=True, weights_map={})
+    add_hook_to_module(model[1], SequentialHook(hook))
+    assert spread.compute_devices(model) == {torch.device("cpu"), torch.device("cuda", 1)}
+    assert spread.on_device(model)
+
+
+def test_a_prediction_for_a_layer_on_another_device_brings_the_positions_there() -> None:
+    model = tiny_model("llama").to("cpu")
+    layer = model.model.layers[1].to("meta")
+    adapter = make_adapter(layer)
+    assert adapter is not None
+    tables = model.model.rotary_emb(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.long))
+    query = adapter(torch.zeros(1, 1, 64, device="meta"), {"position_embeddings": tables})
+    assert query.is_meta
+    assert query.shape == (1, 4, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("own", "launcher", "ranks", "want"),
+    [
+        (16, 16, None, 16),
+        (16, 16, "1", 16),
+        (16, 16, "4", 4),  # all share all
+        (4, 16, "4", 4),  # bound to cores of its own
+        (8, 16, "4", 4),  # bound to a socket that two share
+        (2, 2, "4", 1),
+        (4, 1, "2", 2),  # started by somebody who is bound himself
+    ],
+)
+def test_cores_are_divided_among_local_ranks(
+    monkeypatch: pytest.MonkeyPatch, own: int, launcher: int, ranks: str | None, want: int
+) -> None:
+    monkeypatch.setattr(cores, "_allowed", lambda process: own if process == 0 else launcher)
+    monkeypatch.delenv(cores.LOCAL_RANKS, raising=False)
+    if ranks is not None:
+        monkeypatch.setenv(cores.LOCAL_RANKS, ranks)
+    assert cores.cores() == want
+
+
+def test_threads_beside_a_model_on_a_device_are_those_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(cores, "_allowed", lambda process: 16)
+    monkeypatch.setenv(cores.LOCAL_RANKS, "2")
+    monkeypatch.setattr(hybrid_cache, "on_device", lambda model: True)
+    assert hybrid_cache.default_threads(model) == 7
+    monkeypatch.setattr(hybrid_cache, "on_device", lambda model: False)
+    assert hybrid_cache.default_threads(model) == 1
