@@ -54,7 +54,7 @@ WAYS: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
 def generate(model: PreTrainedModel, mode: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], HybridCache]:
     ids, mask = prompt(2, 75)
     cache = HybridCache(model, "scout", **SMALL, **mode)
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False)
     return out, cache.stats().as_dict(), cache
 
 

@@ -1,0 +1,69 @@
+"""Tensor parallelism: two processes with half of the heads each give the tokens of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import _ranks
+import pytest
+import torch
+from tiny import SIZES, spread_weights, tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config
+
+TESTS = Path(__file__).parent
+
+
+def torchrun(ranks: int, *arguments: str, limit: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run a script on several ranks of this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+    """One launch for all tests here: starting two Pythons costs more than what they compute."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.manual_seed(0)
+    heads = {**SIZES, "num_key_value_heads": 2}
+    models = {family: tiny_model(family) for family in ("llama", "qwen3")}
+    models["olmo2"] = spread_weights(
+        AutoModelForCausalLM.from_config(Olmo2Config(**heads), attn_implementation="hybrid_sparse")
+    )
+    odd = LlamaConfig(**{**SIZES, "hidden_size": 48, "num_attention_heads": 3}, num_key_value_heads=3, head_dim=16)
+    AutoModelForCausalLM.from_config(odd).save_pretrained(folder / "odd")
+    for family, model in models.items():
+        model.to("cpu").save_pretrained(folder / family)
+        tokens = {case: _ranks.generate(model, case)[0] for case in _ranks.FAMILIES[family]}
+        torch.save(tokens, folder / family / "tokens.pt")
+    result = torchrun(2, str(TESTS / "_ranks.py"), str(folder))
+    files = [folder / f"rank{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), result.stderr
+    return result, [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize(
+    ("family", "case"), [(family, case) for family, cases in _ranks.FAMILIES.items() for case in cases]
+)
+def test_tokens_are_those_of_one_rank(run: Any, family: str, case: str) -> None:
+    found = [rank[f"{family} {case}"] for rank in run[1]]
+    assert [rank["equal"] for rank in found] == [True, True]
+    assert [rank["kv_heads"] for rank in found] == [2, 2] if family == "olmo2" else [1, 1]
+    if "attend" in case:
+        assert all(0 < rank["cosine"] < 1 for rank in found)  # queries were predicted
+
+
+def test_heads_that_ranks_cannot_share_are_refused(run: Any) -> None:
+    for rank in run[1]:
+        assert "LlamaForCausalLM has num_attention_heads=3, which 2 ranks of tensor parallelism cannot" in rank["odd"]
+
+
+def test_a_fault_on_one_rank_ends_all(run: Any) -> None:
+    assert run[0].returncode != 0
+    assert "no memory on this rank" in run[0].stderr
