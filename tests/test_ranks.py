@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import _ranks
 import pytest
 import torch
+import torch.distributed as dist
+from launching import TESTS, torchrun
 from tiny import SIZES, spread_weights, tiny_model
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config
 
-TESTS = Path(__file__).parent
-
-
-def torchrun(ranks: int, *arguments: str, limit: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run a script on several ranks of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
-    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+from hf_offload import HybridCache
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +60,30 @@ def test_heads_that_ranks_cannot_share_are_refused(run: Any) -> None:
 def test_a_fault_on_one_rank_ends_all(run: Any) -> None:
     assert run[0].returncode != 0
     assert "no memory on this rank" in run[0].stderr
+
+
+def test_layers_on_other_processes_are_refused() -> None:
+    model = tiny_model("llama")
+    model.config.distributed_config = SimpleNamespace(pp_size=2)
+    with pytest.raises(ValueError, match=r"pp_size=2.*use tp_plan, or device_map"):
+        HybridCache(model)
+
+
+def test_steps_of_several_ranks_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(model, "_tp_size", 2)
+    with pytest.raises(ValueError, match=r"cuda_graph=True: LlamaForCausalLM is spread over 2 ranks"):
+        HybridCache(model, cuda_graph=True)
+
+
+def test_weights_that_fsdp_gathers_are_not_there_for_a_prediction() -> None:
+    model = tiny_model("llama").to("cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        assert _ranks.generate(model, "off-64")[1].get_seq_length() == 75 + _ranks.STEPS - 1
+        with pytest.raises(ValueError, match=r"is sharded by FSDP.*use lookahead='off'"):
+            _ranks.generate(model, "attend-64")
+    finally:
+        dist.destroy_process_group()

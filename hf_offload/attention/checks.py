@@ -72,15 +72,15 @@ def check_model(model: PreTrainedModel) -> Any:
 
 def check_graph(model: PreTrainedModel, config: Any) -> None:
     """Raise ValueError if decode steps of this model cannot be captured as a CUDA graph, with the reason."""
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        where = ", ".join(sorted("the host, offloaded" if d.type == "meta" else str(d) for d in devices))
-        raise ValueError(f"cuda_graph=True needs a model on one CUDA device, but this one is on {where}; leave it out")
     if ranks_of(model) > 1:
         raise ValueError(
             f"cuda_graph=True: {type(model).__name__} is spread over {ranks_of(model)} ranks, whose exchanges in a "
             "step have not been tried in a graph; leave it out"
         )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        where = ", ".join(sorted("the host, offloaded" if d.type == "meta" else str(d) for d in devices))
+        raise ValueError(f"cuda_graph=True needs a model on one CUDA device, but this one is on {where}; leave it out")
     if not all(held_layers(config, stock_layers(config))):
         raise ValueError(
             f"cuda_graph=True: {type(model).__name__} has layers with sliding windows, cross-attention or without "

@@ -48,6 +48,21 @@ def test_a_mask_that_changes_its_mind_is_believed() -> None:
     assert padding.holes[0, 0] == 1
 
 
+def test_the_same_mask_from_another_device_changes_nothing() -> None:
+    """Hooks that align devices copy it for every layer; what mirrors it must not be sent anew each time."""
+    padding = Padding(8)
+    mask = torch.ones(1, 17, dtype=torch.bool)
+    mask[0, :3] = False
+    padding.observe(mask, 1, 17)
+    version, revision = padding.version, padding.revision
+    padding.observe(mask.clone(), 1, 17)
+    assert (padding.version, padding.revision) == (version, revision)
+    mask[0, 3] = False
+    padding.observe(mask.clone(), 1, 17)
+    assert padding.version > version
+    assert padding.first.tolist() == [4]
+
+
 def test_truncate_and_rows() -> None:
     padding = Padding(8)
     mask = torch.ones(2, 20, dtype=torch.bool)
