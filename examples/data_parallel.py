@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import torch
 import typer
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -24,7 +25,7 @@ def main(
     model: Annotated[str | None, typer.Option(help="hub name or folder; SmolLM2-135M without it")] = None,
     dtype: Annotated[str, typer.Option(help="of the model")] = "float32",
 ) -> None:
-    state = PartialState()
+    state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
     network, tokenizer = assets.load_model(model, attn_implementation="hybrid_sparse", dtype=dtype, device=state.device)
     cache = hf_offload.HybridCache(network, "scout", budget=1024)
     answers = []

@@ -69,6 +69,20 @@ def test_layers_on_other_processes_are_refused() -> None:
         HybridCache(model)
 
 
+def test_ranks_that_exchange_in_a_prediction_take_no_short_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether one is proved could differ between them."""
+    model = tiny_model("llama")
+    plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"}
+    monkeypatch.setattr(model, "_tp_plan", {**plan, "layers.*.self_attn.k_proj": "colwise_gather_output"})
+    found = []
+    for ranks in (1, 2):
+        monkeypatch.setattr(model, "_tp_size", ranks)
+        cache = _ranks.generate(model, "attend-64")[1]
+        found.append(any(predictor.adapter for predictor in cache._attachment.predictors))
+        del cache
+    assert found == [True, False]
+
+
 def test_steps_of_several_ranks_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     monkeypatch.setattr(model, "_tp_size", 2)

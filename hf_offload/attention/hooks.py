@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_offload.attention.decode import look_ahead
 from hf_offload.attention.lookahead import QueryPredictor, capturing
+from hf_offload.attention.spread import exchanges
 from hf_offload.attention.verify import predict_drafts
 from hf_offload.cache.around import uncompiled
 from hf_offload.cache.layer import HybridLayer, unconsumed
@@ -30,7 +31,7 @@ class Attachment:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.stack, self.layers = find_layers(model)
-        self.predictors = [QueryPredictor(layer) for layer in self.layers]
+        self.predictors = [QueryPredictor(layer, short_cut=not exchanges(model)) for layer in self.layers]
         me = weakref.ref(self)
         handles = [
             layer.register_forward_pre_hook(_BeforeLayer(me, index), with_kwargs=True)

@@ -135,10 +135,11 @@ class QueryPredictor:
 
     Args:
         layer: the decoder layer whose query is wanted.
+        short_cut: whether there may be one; not where its proof might end differently on ranks that must do the same.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
+    def __init__(self, layer: nn.Module, *, short_cut: bool = True) -> None:
+        self.layer, self.short_cut = layer, short_cut
         self.adapter: Adapter | None = None
         self._known: tuple[Any, ...] | None = None
 
@@ -153,7 +154,7 @@ class QueryPredictor:
         check_whole(self.layer)
         # The first time, or the layer has other parts now (an adapter of another kind, LoRA's; hooks): prove it again.
         query = capture_query(self.layer, hidden, args, kwargs)
-        self.adapter, self._known = make_adapter(self.layer), known
+        self.adapter, self._known = make_adapter(self.layer) if self.short_cut else None, known
         alone = all(brings_weights(part) for part in parts if part is not None)
         if self.adapter is not None and not (alone and self._agrees(hidden, kwargs, query)):
             self.adapter = None

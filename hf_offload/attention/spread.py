@@ -11,8 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _HOOKS = "accelerate.hooks"
-_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
-"""Modules that give keys, by the names that plans of tensor parallelism use."""
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+_PROJECTIONS = (*_KEYS, "q_proj", "v_proj")
+"""Modules that give queries, keys and values, by the names that plans of tensor parallelism use."""
 
 
 def compute_devices(model: nn.Module) -> set[torch.device]:
@@ -36,6 +37,17 @@ def ranks_of(model: nn.Module) -> int:
     return getattr(model, "tp_size", None) or 1
 
 
+def exchanges(model: nn.Module) -> bool:
+    """Whether computing a query takes part in an exchange of all ranks, each of which must then do the very same."""
+    return bool(_styles(model, _PROJECTIONS) - {"colwise"})
+
+
+def _styles(model: nn.Module, names: tuple[str, ...]) -> set[str]:
+    """How tensor parallelism has spread modules of these names; nothing without it."""
+    plan = getattr(model, "tp_plan", None) if ranks_of(model) > 1 else None
+    return {style for name, style in (plan or {}).items() if name.rpartition(".")[2] in names}
+
+
 def check_ranks(model: PreTrainedModel, config: Any) -> None:
     """Raise ValueError if a model is spread over processes in a way that a cache cannot follow.
 
@@ -49,10 +61,8 @@ def check_ranks(model: PreTrainedModel, config: Any) -> None:
             f"{type(model).__name__} is spread over {stages} processes by its layers (pp_size={stages}), of which "
             "HybridCache would see a part; use tp_plan, or device_map in one process"
         )
-    ranks, plan = ranks_of(model), getattr(model, "tp_plan", None) or {}
-    if ranks == 1 or not any(
-        name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for name, style in plan.items()
-    ):
+    ranks = ranks_of(model)
+    if "colwise" not in _styles(model, _KEYS):
         return  # every rank holds all heads
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
