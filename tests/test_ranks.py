@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import TESTS, torchrun
-from tiny import SIZES, spread_weights, tiny_model
+from tiny import DEVICE, SIZES, spread_weights, tiny_model
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config
 
 from hf_offload import HybridCache
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the ranks here are processes on the CPU")
 
 
 @pytest.fixture(scope="module")
