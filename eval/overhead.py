@@ -1,0 +1,259 @@
+"""What a decode step costs outside the kernels, a layer: hooks, checks, plans, tables, statistics, Python.
+
+    python eval/overhead.py
+    python eval/overhead.py --rows scout,scout-attend --rounds 200
+
+Three steps take turns, round after round, all with the same weights:
+
+- bare: the model with a cache that keeps nothing and an attention function that returns zeros at once; no hooks.
+- plain: with a `HybridCache`, as users run it. Plain − bare is all that it adds (`added`).
+- metered: the same with the CPU part off. The work of each kernel is done off the clock just before the kernel is
+  launched, and then it is launched with no task left: arguments are checked and handed over, threads are woken and
+  waited for, but nothing is computed. Metered − bare − the time off the clock is what is added outside kernels
+  (`outside`); the time off the clock itself is `kernels`.
+
+The query that layer-ahead predicts (norm, projection and rotation of the next layer) is the model's own arithmetic, but
+nobody would compute it without a cache that looks ahead: it counts. With two memories the work of a GPU is done by
+torch operators where there is none, and they count too: such rows show the logic, not what a GPU would take.
+
+All numbers are microseconds a layer and token, over the steps that fill no block. A block that is full is summarised,
+once in `block_size` tokens: `sealing` is what that adds to `outside` in such a step, divided by `block_size`. `cpu` is
+`outside` in CPU time of the whole process: the better number where other programs want the cores too.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
+
+from common import (
+    RESULTS,
+    DtypeOption,
+    ModelOption,
+    OutOption,
+    Row,
+    choose,
+    command,
+    load,
+    numbers,
+    percentiles,
+    prefill,
+    show,
+    write_csv,
+)
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.worker import Job, Worker
+
+BARE = "bare"
+BLOCK_SIZE = 32
+WARM_UP = 4  # rounds
+NAMES = ("bare", "added", "outside", "cpu", "kernels", "full")
+LIMITS = {"full": 100, "scout": 100, "scout-select": 250, "scout-attend": 250}
+"""Microseconds a layer that one memory may take outside kernels."""
+
+
+def make_rows(budget: int) -> list[Row]:
+    """The rows to choose from; where a row looks ahead, all of its layers do but the first."""
+    rows = [Row("full", "full", {"tier": "one"})]
+    for tier, prefix in (("one", ""), ("split", "split-")):
+        for lookahead, suffix in (("off", ""), ("select", "-select"), ("attend", "-attend")):
+            knobs = {"budget": budget, "lookahead": lookahead, "synchronous_layers": (0,), "tier": tier}
+            rows.append(Row(f"{prefix}scout{suffix}", "scout", {**knobs, "block_size": BLOCK_SIZE}))
+    return rows
+
+
+class BareCache(DynamicCache):
+    """A cache that keeps nothing and says that it holds `length` tokens."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+
+def bare_attention(
+    module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Zeros in place of attention."""
+    batch, heads, length, dim = query.shape
+    return query.new_zeros(batch, length, heads, dim), None
+
+
+def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A model over the very same weights that attends to nothing, and whose modules get no hooks of a cache."""
+    AttentionInterface.register(BARE, bare_attention)
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    twin.set_attn_implementation(BARE)
+    return twin
+
+
+class Meter:
+    """Does the work of kernels off the clock.
+
+    Attributes:
+        wall, cpu: seconds off the clock, of wall time and of the process's CPU time.
+    """
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Count the time inside as off the clock."""
+        cpu, wall = time.process_time(), time.perf_counter()
+        yield
+        self.wall += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+
+    @contextmanager
+    def metering(self) -> Iterator[None]:
+        """Let launches inside do their work off the clock, to be made without tasks then."""
+        run, submit = Launch.run, Worker.submit
+
+        def without_tasks(launch: Launch) -> Launch:
+            launch.ticket[:2] = 0
+            return replace(launch, tasks=0)
+
+        def metered_run(launch: Launch, label: str = "a kernel") -> None:
+            with self.off():
+                run(launch, label)
+                idle = without_tasks(launch)
+            run(idle, label)
+
+        def metered_submit(worker: Worker, work: Callable[[], Any], *args: Any, **kwargs: Any) -> Job:
+            with self.off():
+                work()
+                idle = without_tasks(work) if isinstance(work, Launch) else bool
+            return submit(worker, idle, *args, **kwargs)
+
+        Launch.run, Worker.submit = metered_run, metered_submit
+        try:
+            yield
+        finally:
+            Launch.run, Worker.submit = run, submit
+
+
+def time_step(model: PreTrainedModel, cache: Cache, token: torch.Tensor) -> tuple[float, float]:
+    """Decode one token `[1, 1]`: seconds of wall time and of CPU time."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    model(token, past_key_values=cache)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+class Series:
+    """The steps of one row, in turns with bare ones.
+
+    Args:
+        model: with `hybrid_sparse` attention.
+        bare: its `bare_copy`.
+        row: what to measure.
+        ids: `[1, N]`, the context.
+    """
+
+    def __init__(self, model: PreTrainedModel, bare: PreTrainedModel, row: Row, ids: torch.Tensor) -> None:
+        self.model, self.bare, self.row = model, bare, row
+        self.cache, self.empty, self.meter = row.make_cache(model), BareCache(ids.shape[1]), Meter()
+        prefill(model, self.cache, ids, chunk=1024)
+        self.micro = 1e6 / len(self.cache.layers)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was measured: it was a warm-up."""
+        self.found: dict[str, list[float]] = {name: [] for name in NAMES}
+
+    def round(self, token: torch.Tensor, dice: random.Random) -> None:
+        """One step of each kind; in an order that changes, so that the step that fills a block is of any kind."""
+        wall, cpu = {}, {}
+        full = ""
+        for kind in dice.sample(("bare", "plain", "metered"), 3):
+            if kind == "bare":
+                wall[kind], cpu[kind] = time_step(self.bare, self.empty, token)
+            elif kind == "plain":
+                wall[kind], cpu[kind] = time_step(self.model, self.cache, token)
+            else:
+                self.meter.wall = self.meter.cpu = 0.0
+                with self.meter.metering():
+                    wall[kind], cpu[kind] = time_step(self.model, self.cache, token)
+            if kind != "bare" and self.cache.get_seq_length() % BLOCK_SIZE == 0:
+                full = kind
+        outside = wall["metered"] - wall["bare"] - self.meter.wall
+        values = {"bare": wall["bare"], "kernels": self.meter.wall}
+        if full != "plain":
+            values["added"] = wall["plain"] - wall["bare"]
+        if full != "metered":
+            values |= {"outside": outside, "cpu": cpu["metered"] - cpu["bare"] - self.meter.cpu}
+        else:
+            values["full"] = outside
+        for name, value in values.items():
+            self.found[name].append(value * self.micro)
+
+    def record(self) -> dict[str, Any]:
+        """Medians; of what is added, the 20th and 80th percentile too."""
+        found = {name: percentiles(values or [float("nan")]) for name, values in self.found.items()}
+        outside = found["outside"]
+        return {
+            "row": self.row.name,
+            "added": found["added"]["p50"],
+            "added_p20": found["added"]["p20"],
+            "added_p80": found["added"]["p80"],
+            "outside": outside["p50"],
+            "outside_p20": outside["p20"],
+            "outside_p80": outside["p80"],
+            "limit": LIMITS.get(self.row.name),
+            "cpu": found["cpu"]["p50"],
+            "sealing": (found["full"]["p50"] - outside["p50"]) / BLOCK_SIZE,
+            "kernels": found["kernels"]["p50"],
+            "bare": found["bare"]["p50"],
+        }
+
+
+def main(
+    context: Annotated[str, typer.Option(help="Tokens in the cache; k is 1,024.")] = "2k",
+    rows: Annotated[str | None, typer.Option(help="By name, comma-separated; a wrong one lists them.")] = None,
+    budget: Annotated[int, typer.Option(help="Tokens a step attends.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each kind and row that count.")] = 100,
+    model: ModelOption = None,
+    dtype: DtypeOption = "bfloat16",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of torch.")] = 1,
+    out: OutOption = RESULTS / "overhead.csv",
+) -> None:
+    """Measure what a decode step costs outside the kernels."""
+    chosen, (length,) = choose(make_rows(budget), rows), numbers(context)[:1]
+    language_model, _ = load(model, dtype, threads)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(100, language_model.config.vocab_size, (1, length + WARM_UP + rounds), generator=generator)
+    bare, dice = bare_copy(language_model), random.Random(0)
+    with torch.inference_mode():
+        series = [Series(language_model, bare, row, ids[:, :length]) for row in tqdm(chosen, desc="prompts")]
+        tokens = ids[:, length:].split(1, 1)
+        for number, token in enumerate(tqdm(tokens, desc="steps")):
+            for one in series:
+                one.round(token, dice)
+                if number < WARM_UP:
+                    one.clear()
+    records = [one.record() | {"context": length, "budget": budget, "rounds": rounds, "dtype": dtype} for one in series]
+    write_csv(out, records)
+    show("microseconds a layer and token", [dict(list(r.items())[:12]) for r in records])
+
+
+if __name__ == "__main__":
+    command(main)()
