@@ -52,6 +52,7 @@ from common import (
     write_csv,
 )
 from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.standing import Standing
 from hf_offload.cpu.worker import Job, Worker
 
 BARE = "bare"
@@ -127,29 +128,33 @@ class Meter:
     @contextmanager
     def metering(self) -> Iterator[None]:
         """Let launches inside do their work off the clock, to be made without tasks then."""
-        run, submit = Launch.run, Worker.submit
+        once, again, submit = Launch.run, Standing.run, Worker.submit
 
-        def without_tasks(launch: Launch) -> Launch:
-            launch.ticket[:2] = 0
-            return replace(launch, tasks=0)
-
-        def metered_run(launch: Launch, label: str = "a kernel") -> None:
+        def metered_once(launch: Launch, label: str = "a kernel") -> None:
             with self.off():
-                run(launch, label)
-                idle = without_tasks(launch)
-            run(idle, label)
+                once(launch, label)
+                launch.ticket[:2] = 0
+                idle = replace(launch, tasks=0)
+            once(idle, label)
+
+        def metered_again(standing: Standing) -> None:
+            with self.off():
+                again(standing)
+                tasks = standing.tasks
+                standing.set("tasks", 0)
+            again(standing)
+            standing.set("tasks", tasks)
 
         def metered_submit(worker: Worker, work: Callable[[], Any], *args: Any, **kwargs: Any) -> Job:
             with self.off():
                 work()
-                idle = without_tasks(work) if isinstance(work, Launch) else bool
-            return submit(worker, idle, *args, **kwargs)
+            return submit(worker, bool, *args, **kwargs)
 
-        Launch.run, Worker.submit = metered_run, metered_submit
+        Launch.run, Standing.run, Worker.submit = metered_once, metered_again, metered_submit
         try:
             yield
         finally:
-            Launch.run, Worker.submit = run, submit
+            Launch.run, Standing.run, Worker.submit = once, again, submit
 
 
 def time_step(model: PreTrainedModel, cache: Cache, token: torch.Tensor) -> tuple[float, float]:

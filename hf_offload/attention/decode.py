@@ -132,8 +132,8 @@ def _decode(
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
     if fresh:
-        store.append(key, value)
-    step = HostStep(layer, query[:, :, 0], store.length, scale, softcap)
+        store.append_token(key, value)
+    step = HostStep(layer, query.squeeze(2), store.length, scale, softcap)
     plan = layer.policy.plan(step)
     partials = []
     if plan.host is not None:
@@ -150,4 +150,4 @@ def _decode(
     layer.policy.after_layer(step, plan)
     if store.length % store.block_size == 0 and store.sealed < store.num_blocks:
         seal(store, layer.settings.prefill_tile)
-    return out.to(query.dtype).unsqueeze(1)
+    return out.to(query.dtype, copy=True).unsqueeze(1)  # the step's own buffers are written again

@@ -8,13 +8,17 @@ import numpy as np
 import torch
 
 from hf_offload.attention.ahead import Ahead
-from hf_offload.attention.step import Step, fp32
+from hf_offload.attention.host_kernels import kernels_of
+from hf_offload.attention.step import Step
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu import choose as choosing
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu import select as selecting
-from hf_offload.cpu.selections import common_blocks, split_blocks
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.scoring import Digest
+from hf_offload.cpu.selections import common_blocks, part_always
+from hf_offload.cpu.standing import Kept, Standing
 from hf_offload.policies.base import Plan, Selection
 
 
@@ -33,7 +37,9 @@ class HostStep(Step):
         self, layer: HybridLayer, query: torch.Tensor, length: int, scale: float, softcap: float | None = None
     ) -> None:
         super().__init__(layer, length, scale, softcap)
-        self.query = fp32(query).numpy()
+        self.kernels = kernels_of(layer, query.shape, ahead=length > self.store.length)
+        self.kernels.query_tensor.copy_(query.detach())
+        self.query = self.kernels.query
 
     # --- choosing blocks ---------------------------------------------------------------------------------------------
 
@@ -42,52 +48,64 @@ class HostStep(Step):
         """First block and end of each row's sinks, `[B]` each."""
         return self.store.padding.sinks(self.layer.policy.sink_tokens)
 
-    def _buffer(self, name: str, *shape: int) -> np.ndarray:
-        """An fp32 buffer that lives for this step only: the next step of any mode overwrites it."""
-        found = self.layer.scratch.get(name)
-        if found is None or found.shape[:-1] != shape[:-1] or found.shape[-1] < shape[-1]:
-            found = np.empty((*shape[:-1], (max(shape[-1] * 5 // 4, 64) + 15) // 16 * 16), np.float32)
-            self.layer.scratch[name] = found
-        return found
-
     def score(self, join: str) -> np.ndarray:
-        return self._score(join)
+        self._choose(join, None)
+        return self.kernels.score
 
     def choose(self, join: str, blocks: int) -> tuple[np.ndarray, Selection]:
-        selection, bounds = self._room(blocks, self.recent_blocks)
-        select = (*bounds, self.recent_blocks, self.num_blocks, blocks, selection.blocks, selection.counts)
-        return self._score(join, select), selection
+        self._choose(join, blocks)
+        assert self.kernels.chosen is not None
+        return self.kernels.score, self.kernels.chosen
 
-    def _score(self, join: str, select: Any = None) -> np.ndarray:
-        store, sealed, query = self.store, self.store.sealed, self.query
-        assert store.digests is not None, "a policy without a digest cannot score"
-        batch, heads, _ = query.shape
-        masses = self._buffer("masses", batch, heads, sealed)
-        score = self._buffer("score", batch, store.num_kv_heads, sealed)
-        if not store.digests.frozen or sealed == 0:  # no block has a digest, or all are padding
-            score[:, :, :sealed] = -np.inf
-            if select is not None:
-                self._run_select(score, *select)
-            return score
-        tail, unsealed = np.full((batch, heads), -np.inf, np.float32), None
+    def _choose(self, join: str, blocks: int | None) -> None:
+        """Score the sealed blocks, and choose so many by it unless that is None."""
+        store, kernels = self.store, self.kernels
+        digests, padding, sealed = store.digests, store.padding, store.sealed
+        assert digests is not None, "a policy without a digest cannot score"
+        kernels.make_room(store.num_kv_heads, sealed)
+        if not digests.frozen or sealed == 0:  # no block has a digest, or all are padding
+            kernels.score[:, :, :sealed] = -np.inf
+            kernels.chosen = None if blocks is None else self.select(kernels.score, blocks)
+            kernels.choosing.forget()
+            return
         # What is there: a layer ahead, this step's own token is not.
-        if join != "raw" and sealed * self.block_size < store.length:
+        reads_tail = join != "raw" and sealed * self.block_size < store.length
+        bundle = digests.arrays(self.query, self.scale)
+        low, high = self.sinks
+        arrays = (bundle, store.table, store.pool.block_ptr, padding.valid, padding.holes, low, high, kernels.score)
+        numbers = (join, blocks, sealed, self.num_blocks, self.recent_blocks, self.scale, reads_tail)
+        standing = kernels.choosing.find(arrays, numbers)
+        if standing is None:
+            launch = self._choice(bundle, join, blocks, reads_tail)
+            covered = min(padding.valid.shape[1], min(padding.holes.shape[1], store.table.shape[1]) * self.block_size)
+            standing = kernels.choosing.keep(launch, arrays, numbers, length=covered)
+        if reads_tail:
+            standing.set("length", store.length)
+        standing.run()
+
+    def _choice(self, bundle: Digest, join: str, blocks: int | None, reads_tail: bool) -> Launch:
+        store, kernels = self.store, self.kernels
+        unsealed, select = None, None
+        if reads_tail:
             padding = store.padding
             unsealed = (store.pool.block_ptr, padding.holes, padding.valid, store.length, self.block_size)
-        launch = choosing.choose_blocks(
-            query, store.digests.arrays(query, self.scale), store.table, sealed, masses, tail, score, join=join,
+        if blocks is not None:
+            kernels.chosen, bounds = self._room(blocks, self.recent_blocks)
+            chosen = (kernels.chosen.blocks, kernels.chosen.counts)
+            select = (*bounds, self.recent_blocks, self.num_blocks, blocks, *chosen)
+        tail = np.full(self.query.shape[:2], -np.inf, np.float32)
+        return choosing.choose_blocks(
+            self.query, bundle, store.table, store.sealed, kernels.masses, tail, kernels.score, join=join,
             scale=self.scale, kv_dtype=store.dtype, unsealed=unsealed, select=select,
         )  # fmt: skip
-        launch.run(self.label("scoring"))
-        return score
 
     def select(self, score: np.ndarray, blocks: int) -> Selection:
         return self._select(score, blocks, self.recent_blocks)
 
     def recent(self, blocks: int) -> Selection:
         unsealed, sinks = self.num_blocks - self.store.sealed, -(-self.layer.policy.sink_tokens // self.block_size)
-        score = self._buffer("score", self.store.batch, self.store.num_kv_heads, self.store.sealed)
-        return self._select(score, 0, max(blocks - unsealed - sinks, 0))
+        self.kernels.make_room(self.store.num_kv_heads, self.store.sealed)
+        return self._select(self.kernels.score, 0, max(blocks - unsealed - sinks, 0))
 
     def _room(self, blocks: int, recent: int) -> tuple[Selection, tuple[np.ndarray, np.ndarray]]:
         """An empty selection for `blocks` blocks or those that are always kept, and the bounds of the sinks."""
@@ -99,15 +117,11 @@ class HostStep(Step):
 
     def _select(self, score: np.ndarray, blocks: int, recent: int) -> Selection:
         selection, bounds = self._room(blocks, recent)
-        self._run_select(score, *bounds, recent, self.num_blocks, blocks, selection.blocks, selection.counts)
-        return selection
-
-    def _run_select(
-        self, score: np.ndarray, low: np.ndarray, high: np.ndarray, recent: int, n_blocks: int, k: int,
-        blocks: np.ndarray, counts: np.ndarray,
-    ) -> None:  # fmt: skip
-        launch = selecting.select_blocks(score, self.store.sealed, n_blocks, low, high, recent, k, blocks, counts)
+        launch = selecting.select_blocks(
+            score, self.store.sealed, self.num_blocks, *bounds, recent, blocks, selection.blocks, selection.counts
+        )
         launch.run(self.label("selection"))
+        return selection
 
     def all_blocks(self) -> Selection:
         shape = (self.store.batch, self.store.num_kv_heads)
@@ -125,41 +139,51 @@ class HostStep(Step):
         return None, selection
 
     def split_early(self, selection: Selection) -> tuple[Selection, Selection]:
-        low, high = self.sinks
-        number = np.arange(self.num_blocks, dtype=np.int32)
+        here, there = self.kernels.parts(selection)
         newest = self.store.sealed - self.recent_blocks
-        always = (number >= newest) | ((number >= low[:, None]) & (number < high[:, None]))
-        mark = np.where(always, np.int32(0), np.int32(-1))[:, None].repeat(self.store.num_kv_heads, 1)
-        (here, _, here_counts), (there, there_counts) = split_blocks(selection.blocks, selection.counts, mark)
-        return Selection(here, here_counts), Selection(there, there_counts)
+        part_always(
+            selection.blocks, selection.counts, *self.sinks, newest, here.blocks, here.counts, there.blocks,
+            there.counts,
+        )  # fmt: skip
+        return here, there
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
-    def _launch(self, host: Selection, out: np.ndarray, lse: np.ndarray, kbar: np.ndarray | None) -> Any:
-        store = self.store
+    def _attention(self, kept: Kept, host: Selection, kbar: np.ndarray | None) -> Standing:
+        """The launch that attends blocks with this step's query."""
+        store, padding, kernels = self.store, self.store.padding, self.kernels
         store.check_selected(host.blocks, host.counts)
-        return cpu_decode.sparse_decode(
-            self.query, store.pool.block_ptr, store.table, host.blocks, host.counts, store.padding.holes,
-            store.padding.valid, self.length, out, lse, kbar, kv_dtype=store.dtype, block_size=self.block_size,
-            scale=self.scale, softcap=self.softcap, packed=store.packs,
-        )  # fmt: skip
+        arrays = (host.blocks, host.counts, store.table, store.pool.block_ptr, padding.valid, padding.holes, kbar)
+        numbers = (self.scale, self.softcap)
+        standing = kept.find(arrays, numbers)
+        if standing is None:
+            launch = cpu_decode.sparse_decode(
+                self.query, store.pool.block_ptr, store.table, host.blocks, host.counts, padding.holes, padding.valid,
+                self.length, kernels.out, kernels.lse, kbar, kv_dtype=store.dtype, block_size=self.block_size,
+                scale=self.scale, softcap=self.softcap, packed=store.packs,
+            )  # fmt: skip
+            covered = min(padding.valid.shape[1], padding.holes.shape[1] * self.block_size)
+            standing = kept.keep(launch, arrays, numbers, length=covered)
+        standing.set("length", self.length)
+        return standing
 
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend blocks now with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32."""
-        out, lse = np.empty_like(self.query), np.empty(self.query.shape[:2], np.float32)
-        launch = self._launch(host, out, lse, None)
-        launch.run(self.label("CPU attention"))
-        return torch.from_numpy(out), torch.from_numpy(lse)
+        """Attend blocks now with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32, until the next step."""
+        kernels = self.kernels
+        self._attention(kernels.attending, host, None).run()
+        return kernels.out_tensor, kernels.lse_tensor
 
     def attend_early(self, host: Selection, *, correct: bool) -> Ahead | None:
         if host.total == 0:
             return None
-        ahead = Ahead(self.query, host, self.scale, correct)
+        kernels = self.kernels
+        ahead = Ahead(kernels, host, self.scale, correct)
         # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
-        launch = self._launch(host, ahead.out, ahead.lse, ahead.kbar)
+        standing = self._attention(kernels.starting, host, kernels.kbar if correct else None)
         worker = self.layer.settings.worker
-        launch.ticket[2] = shares = min(worker.threads, launch.tasks)
-        ahead.job = worker.submit(launch, self.label("early CPU attention"), shares=shares, keep=self.store.pool)
+        shares = min(worker.threads, standing.tasks)
+        standing.open(shares)
+        ahead.job = worker.submit(standing, standing.label, shares=shares, keep=(self.store.pool, kernels))
         self.layer.ahead = ahead
         return ahead
 

@@ -68,7 +68,8 @@ class HybridLayer(CacheLayerMixin):
         self.changed = False
         """Whether what is pending reached the attention function, but not as it was announced."""
         self.state: Any = None
-        self.scratch: dict[str, np.ndarray] = {}
+        self.kernels: dict[Any, Any] = {}
+        """What is prepared for the steps that come, with one memory (`attention.host_kernels.HostKernels`)."""
         self.everything: Selection | None = None
         """The selection of all blocks, made again when a block is added."""
         self.ahead: Any = None
@@ -322,7 +323,7 @@ class HybridLayer(CacheLayerMixin):
             self.resident.select_rows(rows)
         if self.last_queries is not None:
             self.last_queries = self.last_queries[torch.from_numpy(rows).to(self.last_queries.device)]
-        self.scratch.clear()
+        self.kernels.clear()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search."""

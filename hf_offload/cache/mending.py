@@ -22,7 +22,7 @@ def halt(layers: Sequence[HybridLayer], settings: Settings) -> None:
     for layer in layers:
         if layer.is_initialized:
             layer.unplace()
-            layer.scratch.clear()
+            layer.kernels.clear()
             layer.everything = None
 
 

@@ -17,6 +17,7 @@ from hf_offload.cache.packing import gathering_packed, pack_blocks, pack_tokens
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.sharing import own_block
 from hf_offload.cache.tiles import LOWER_TILE, TILE, tiles_ahead
+from hf_offload.cache.token_writer import TokenWriter
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import Worker
@@ -82,6 +83,7 @@ class BlockStore:
         """The blocks before this one are all packed."""
         self.sealed = 0
         """Blocks that have a digest: all full ones, once `sealing.seal` has run."""
+        self._writer = TokenWriter()
         self.event: torch.cuda.Event | None = None
         """After the last work that writes into blocks, on a CUDA device."""
         if device.type == "cuda":
@@ -190,6 +192,13 @@ class BlockStore:
             self._release(self.num_blocks)
             raise
         self.length = stop
+
+    def append_token(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """`append` for one token `[B, Hkv, 1, D]` on the CPU."""
+        if self.length == self.reserved * self.block_size or self.pool.shared:
+            self.reserve(self.length + 1)
+        self._writer.write(self, k, v)
+        self.length += 1
 
     def packed_on_arrival(self, start: int, stop: int) -> range:
         """Blocks that are packed on the way in when tokens start … stop - 1 arrive: they are old as they come."""

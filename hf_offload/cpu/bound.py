@@ -29,12 +29,17 @@ class Bound:
     Args:
         entry: address of the function that makes the call.
         place: address of what it reads.
-        keep: what lies at these addresses; must outlive the calls.
+        memory: int64, what lies there; must outlive the calls, as must `launch`.
+        offsets: where in `memory` ticket, tasks and the launch's arguments lie, in entries of 8 bytes; a number among
+            them may be written there between calls.
+        launch: what was bound.
     """
 
     entry: int
     place: int
-    keep: tuple[Any, ...]
+    memory: Array
+    offsets: tuple[int, ...]
+    launch: Launch
 
 
 def _borrow(context: Any, builder: Any, kind: Any, value: Any) -> Any:
@@ -66,6 +71,21 @@ def _stored_bytes(typing: Any, args: Any) -> Any:
         return ir.Constant(_LONG, context.get_abi_sizeof(_stored(context, args)))
 
     return types.int64(args), emit
+
+
+@lowered
+def _argument_offsets(typing: Any, args: Any) -> Any:
+    """Bytes from a place to each of the arguments behind the team."""
+    count = len(args.types[1].types)
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        data, kind = context.target_data, _stored(context, args)
+        bundle, rest = kind.elements[1], kind.elements[1].elements[1]
+        begin = kind.get_element_offset(data, 1) + bundle.get_element_offset(data, 1)
+        offsets = [ir.Constant(_LONG, begin + rest.get_element_offset(data, i)) for i in range(count)]
+        return context.make_tuple(builder, sig.return_type, offsets)
+
+    return types.UniTuple(types.int64, count)(args), emit
 
 
 @lowered
@@ -117,8 +137,47 @@ def _place_bytes(args: Any) -> int:
 
 
 @jit
+def _offsets(args: Any) -> tuple[int, ...]:
+    return _argument_offsets(args)  # type: ignore[no-any-return]
+
+
+@jit
 def _bind(target: int, args: Any, place: int) -> int:
     return int(_write_call(target, args, place))
+
+
+_Layout = tuple[int, int, tuple[int, ...]]
+_layouts: dict[tuple[Any, ...], _Layout] = {}  # by kernel and types of its arguments; Numba takes long to name types
+
+
+def _types_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What decides the compiled form of a kernel that gets these arguments."""
+    return tuple(
+        [
+            (x.dtype, x.ndim)
+            if isinstance(x, np.ndarray)
+            else (type(x), *_types_of(x))
+            if isinstance(x, tuple)
+            else type(x)
+            for x in args
+        ]
+    )
+
+
+def _layout_of(launch: Launch, args: tuple[Any, ...]) -> _Layout:
+    """Address of the compiled kernel, bytes of a place for its arguments, and where in it they lie."""
+    compiled: Any = launch.kernel
+    if not hasattr(compiled, "overloads"):
+        raise TypeError(f"{launch.kernel!r} is not a compiled kernel")
+    key = (compiled, _types_of(args))
+    if key not in _layouts:
+        team, rest = numba.typeof(args).types
+        kinds = (team, types.StarArgTuple.from_types(rest.types))  # as Numba names what a kernel takes after its team
+        compiled.compile(kinds)
+        result = compiled.overloads[kinds]
+        target = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
+        _layouts[key] = target, _place_bytes(args), tuple([offset // 8 for offset in _offsets(args)])
+    return _layouts[key]
 
 
 def bind(launch: Launch) -> Bound:
@@ -127,15 +186,8 @@ def bind(launch: Launch) -> Bound:
     Raises:
         TypeError: the launch's kernel is not one that `launch.kernel` made.
     """
-    compiled: Any = launch.kernel
-    if not hasattr(compiled, "overloads"):
-        raise TypeError(f"{launch.kernel!r} is not a compiled kernel")
     args = (ALONE, (launch.ticket, launch.tasks, *launch.args))
-    team, rest = numba.typeof(args).types
-    kinds = (team, types.StarArgTuple.from_types(rest.types))  # as Numba names what a kernel takes after its team
-    compiled.compile(kinds)
-    result = compiled.overloads[kinds]
-    target = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
-    memory: Array = np.zeros(-(-_place_bytes(args) // 8), np.int64)
-    entry = _bind(target, args, memory.ctypes.data)
-    return Bound(entry, memory.ctypes.data, (memory, launch))
+    target, nbytes, offsets = _layout_of(launch, args)
+    memory: Array = np.zeros(-(-nbytes // 8), np.int64)
+    place = memory.ctypes.data
+    return Bound(_bind(target, args, place), place, memory, offsets, launch)

@@ -118,13 +118,16 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
     """Compile a kernel `(ticket, tasks, *args)` that does one participant's share of the tasks.
 
     The result takes a team before these arguments (`ALONE`, or what `team()` returned) and lets all of it take part.
+    Its `names` are those of the arguments.
     """
     body = jit(function)
 
     def call(team: Any, *args: Any) -> None:
         share(team, body, args)
 
-    return cast(Callable[..., None], _compile(call, function, _SharedKernelCache))
+    compiled = _compile(call, function, _SharedKernelCache)
+    compiled.names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return cast(Callable[..., None], compiled)
 
 
 class _SharedKernelCache(_KernelCache):

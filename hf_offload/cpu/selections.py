@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from .launch import Array, jit
 
 
-@njit(nogil=True, cache=True)
-def _split(blocks, counts, slot_of, here, here_slots, here_counts, there, there_counts):  # type: ignore[no-untyped-def]
+@jit
+def part_always(
+    blocks: Array, counts: Array, low: Array, high: Array, newest: int, here: Array, here_counts: Array, there: Array,
+    there_counts: Array,
+) -> None:  # fmt: skip
+    """Part blocks into those that are always attended and the others, in the same order.
+
+    Args:
+        blocks: `[B, Hkv, C]` int32 logical blocks; counts: `[B, Hkv]` int32, how many of them are meant.
+        low, high: `[B]` int32, the sinks of each row: first block and end.
+        newest: this block and those behind it are always attended too.
+        here, here_counts: like blocks and counts, written: sinks and newest blocks.
+        there, there_counts: the same for the others.
+    """
     for b in range(blocks.shape[0]):
         for h in range(blocks.shape[1]):
             near, far = 0, 0
             for i in range(counts[b, h]):
                 block = blocks[b, h, i]
-                slot = slot_of[b, h, block]
-                if slot >= 0:
+                if block >= newest or low[b] <= block < high[b]:
                     here[b, h, near] = block
-                    here_slots[b, h, near] = slot
                     near += 1
                 else:
                     there[b, h, far] = block
@@ -25,30 +36,8 @@ def _split(blocks, counts, slot_of, here, here_slots, here_counts, there, there_
             there_counts[b, h] = far
 
 
-def split_blocks(
-    blocks: np.ndarray, counts: np.ndarray, slot_of: np.ndarray
-) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Part blocks into those that have a slot and those that have none.
-
-    Args:
-        blocks: `[B, Hkv, C]` int32 logical blocks; counts: `[B, Hkv]` int32, how many of them are meant.
-        slot_of: `[B, Hkv, N]` int32, the slot of each block, negative = none.
-
-    Returns:
-        (blocks, slots, counts) with a slot and (blocks, counts) without, in the same order.
-    """
-    if slot_of.shape[:2] != blocks.shape[:2] or counts.shape != blocks.shape[:2]:
-        raise ValueError(
-            f"blocks {blocks.shape}, counts {counts.shape} and slot_of {slot_of.shape} do not fit together"
-        )
-    here, slots, there = np.empty_like(blocks), np.zeros_like(blocks), np.empty_like(blocks)
-    here_counts, there_counts = np.empty_like(counts), np.empty_like(counts)
-    _split(blocks, counts, slot_of, here, slots, here_counts, there, there_counts)
-    return (here, slots, here_counts), (there, there_counts)
-
-
-@njit(nogil=True, cache=True)
-def _overlap(a, a_counts, b, b_counts):  # type: ignore[no-untyped-def]
+@jit
+def _overlap(a: Array, a_counts: Array, b: Array, b_counts: Array) -> int:
     common = 0
     for row in range(a.shape[0]):
         for h in range(a.shape[1]):

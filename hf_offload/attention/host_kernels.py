@@ -1,0 +1,62 @@
+"""The kernels of one layer with one memory, prepared: in most steps nothing but the length has changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cpu.standing import Kept
+from hf_offload.policies.base import Selection
+
+
+class HostKernels:
+    """The buffers and the standing launches of one layer for queries of one shape.
+
+    What a step returns lies in these buffers and is good until the next step that uses them. The real and the predicted
+    query have their own.
+
+    Args:
+        layer: its number in the model.
+        shape: (B, Hq, D) of the query.
+    """
+
+    def __init__(self, layer: int, shape: torch.Size) -> None:
+        with torch.inference_mode(False):  # written in inference mode and out of it
+            self.query_tensor, self.out_tensor = torch.empty(shape), torch.empty(shape)
+            self.lse_tensor = torch.empty(shape[:2])
+        self.query, self.out, self.lse = self.query_tensor.numpy(), self.out_tensor.numpy(), self.lse_tensor.numpy()
+        self.kbar = np.empty(shape, np.float32)
+        self.masses = np.empty((*shape[:2], 0), np.float32)
+        self.score = np.empty((shape[0], 0, 0), np.float32)
+        """`[B, Hkv, N]`, of the last choice."""
+        self.chosen: Selection | None = None
+        """The last choice."""
+        self.choosing = Kept(f"the choice of blocks of layer {layer}")
+        self.attending = Kept(f"CPU attention of layer {layer}")
+        self.starting = Kept(f"early CPU attention of layer {layer}")
+        self._whole: np.ndarray | None = None
+        self._parts: tuple[Selection, Selection] | None = None
+
+    def make_room(self, kv_heads: int, blocks: int) -> None:
+        """Have room for the masses and the score of so many blocks."""
+        if self.score.shape[1] != kv_heads or self.score.shape[2] < blocks:
+            width = (max(blocks * 5 // 4, 64) + 15) // 16 * 16
+            self.masses = np.empty((*self.masses.shape[:2], width), np.float32)
+            self.score = np.empty((self.score.shape[0], kv_heads, width), np.float32)
+
+    def parts(self, whole: Selection) -> tuple[Selection, Selection]:
+        """Room for a selection in two parts: the same arrays for the same selection."""
+        if self._parts is None or whole.blocks is not self._whole:
+            self._whole = whole.blocks
+            empty = [Selection(np.empty_like(whole.blocks), np.empty_like(whole.counts)) for _ in range(2)]
+            self._parts = empty[0], empty[1]
+        return self._parts
+
+
+def kernels_of(layer: HybridLayer, shape: torch.Size, *, ahead: bool) -> HostKernels:
+    """What a layer has prepared for queries `[B, Hq, D]`: the real one's or, `ahead`, the predicted one's."""
+    found: HostKernels | None = layer.kernels.get((ahead, shape))
+    if found is None:
+        found = layer.kernels[ahead, shape] = HostKernels(layer.index, shape)
+    return found
