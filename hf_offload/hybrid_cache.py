@@ -138,6 +138,7 @@ class HybridCache(Portable):
         self.fallback = Fallback(type(model).__name__, self.layers, image_layers(config), graphs=cuda_graph)
         self._attachment, self._watch = attach(model), watch(model)
         self._looks_ahead: bool | None = None
+        self._may_look_ahead = self.policy.may_look_ahead(beside_device=on_device(model))
         self.calls: dict[int, Any] = {}
         """Keyword arguments of the decoder layers that the forward now running has reached (the model's hooks)."""
         self.donors: dict[int, int] = {}
@@ -164,9 +165,12 @@ class HybridCache(Portable):
     @property
     def looks_ahead(self) -> bool:
         """Whether any layer wants its query predicted; until the first token has arrived, whether one may."""
-        if self._looks_ahead is None and all(layer.is_initialized for layer in hybrid_layers(self)):
-            self._looks_ahead = any(layer.policy.looks_ahead(layer) for layer in hybrid_layers(self))
-        return self._looks_ahead is not False
+        if self._looks_ahead is None:
+            layers = hybrid_layers(self)
+            if not all(layer.is_initialized for layer in layers):
+                return self._may_look_ahead
+            self._looks_ahead = any(layer.policy.looks_ahead(layer) for layer in layers)
+        return self._looks_ahead
 
     def predict_query(
         self, target: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import numpy as np
-import torch
-
 from hf_offload.attention.host_kernels import HostKernels
+from hf_offload.cpu.early import take_in
 from hf_offload.cpu.worker import Job, WorkerError
 from hf_offload.policies.base import Selection
 
@@ -20,29 +18,28 @@ class Ahead:
         host: the blocks that it attends.
         scale: softmax scale.
         correct: whether the result is corrected to the real query.
+        job: computes it.
     """
 
-    def __init__(self, kernels: HostKernels, host: Selection, scale: float, correct: bool) -> None:
-        self.kernels, self.host, self.scale, self.correct = kernels, host, scale, correct
-        self.job: Job | None = None
+    def __init__(self, kernels: HostKernels, host: Selection, scale: float, correct: bool, job: Job) -> None:
+        self.kernels, self.host, self.scale, self.correct, self.job = kernels, host, scale, correct, job
 
-    def partial(self, query: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the part; its lse corrected to first order in `query - self.query`: + scale·Δq·k̄."""
-        assert self.job is not None
+    def wait(self) -> None:
+        """Wait for the part.
+
+        Raises:
+            WorkerError: it failed.
+        """
         self.job.result()
-        lse = self.kernels.lse
-        if self.correct:
-            lse = lse + self.scale * ((query - self.kernels.query) * self.kernels.kbar).sum(-1)
-        return self.kernels.out_tensor, torch.from_numpy(lse)
 
-    def cosine(self, query: np.ndarray) -> float:
-        """Mean cosine between the predicted query and the real one."""
-        predicted = self.kernels.query
-        norms = np.linalg.norm(predicted, axis=-1) * np.linalg.norm(query, axis=-1)
-        return float(((predicted * query).sum(-1) / np.maximum(norms, 1e-12)).mean())
+    def join(self, real: HostKernels) -> float:
+        """Take the part, once it has ended, into what the real query attended; the mean cosine of the two queries."""
+        mine = self.kernels
+        return take_in(
+            real.query, real.out, real.lse, mine.query, mine.out, mine.lse, mine.kbar, self.correct, self.scale
+        )
 
     def cancel(self) -> None:
         """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change."""
-        if self.job is not None:
-            with suppress(WorkerError):  # nobody asks for this result any more
-                self.job.result()
+        with suppress(WorkerError):  # nobody asks for this result any more
+            self.job.result()

@@ -135,16 +135,15 @@ def _decode(
         store.append_token(key, value)
     step = HostStep(layer, query.squeeze(2), store.length, scale, softcap)
     plan = layer.policy.plan(step)
-    partials = []
-    if plan.host is not None:
-        partials.append(step.attend_host(plan.host))
+    out, lse = step.nothing() if plan.host is None else step.attend_host(plan.host)
     if plan.ahead is not None:
         with stats.waiting():
-            partials.append(plan.ahead.partial(step.query))
-        stats.query_cosine += plan.ahead.cosine(step.query)
+            plan.ahead.wait()
+        stats.query_cosine += plan.ahead.join(step.kernels)
         stats.queries += 1
     layer.ahead = None
-    out = merge_partials(partials, None if sinks is None else sinks.float().view(1, -1))[0]
+    if sinks is not None:
+        out = merge_partials([(out, lse)], sinks.float().view(1, -1))[0]
     stats.steps += 1
     store.pack_old(store.length - 1)  # before anything reads this layer's blocks again; the new token may be undone
     layer.policy.after_layer(step, plan)

@@ -20,6 +20,8 @@ from hf_offload.cache.layer import HybridLayer, HybridLength
 
 NAME = "hybrid_sparse"
 _UNSUPPORTED = ("position_bias", "indices", "cache")  # additive biases, indexed sparse attention, paged caches
+_TELLING = frozenset((*_UNSUPPORTED, "sliding_window", "is_causal"))
+"""Arguments that may ask for what cannot be served; in most calls none of them is there."""
 
 
 def register() -> None:
@@ -228,11 +230,14 @@ def _check(
     *,
     causal: bool,
 ) -> None:
+    ours, acausal = layer.modules(module), causal and getattr(module, "is_causal", True) is False
+    if ours and not (acausal or dropout or gradients) and _TELLING.isdisjoint(kwargs):
+        return
     window = kwargs.get("sliding_window")
     beyond = window is not None and layer.get_seq_length() > window
-    acausal = causal and (kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False)
+    acausal = acausal or (causal and kwargs.get("is_causal") is False)
     unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if layer.modules(module) and not (beyond or acausal or dropout or unknown or gradients):
+    if ours and not (beyond or acausal or dropout or unknown or gradients):
         return
     reasons = [*unknown]
     if beyond:
@@ -243,7 +248,7 @@ def _check(
         reasons.append(f"dropout={dropout} (put the model in eval mode)")
     if gradients:
         reasons.append("gradients of queries (run the model under torch.no_grad())")
-    if not layer.modules(module):
+    if not ours:
         reasons.append("a model other than the one that the cache was made for (make a cache for this one)")
     layer.pending = None
     raise ValueError(f"HybridCache cannot serve {type(module).__name__}: {', '.join(reasons)}; or use DynamicCache")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,8 +23,8 @@ from hf_offload.cache.layer import HybridLayer, unconsumed
 class Attachment:
     """The hooks of one model.
 
-    Before each decoder layer: layer-ahead work for the next one. After the stack of layers: a check that all K and V
-    went through our attention function.
+    Before each decoder layer: layer-ahead work for the next one, as soon as a cache looks ahead. After the stack of
+    layers: a check that all K and V went through our attention function.
 
     Args:
         model: the model whose decoder layers are hooked.
@@ -32,14 +33,22 @@ class Attachment:
     def __init__(self, model: PreTrainedModel) -> None:
         self.stack, self.layers = find_layers(model)
         self.predictors = [QueryPredictor(layer, short_cut=not exchanges(model)) for layer in self.layers]
+        self._lock, self._watches = threading.Lock(), False
         me = weakref.ref(self)
-        handles = [
-            layer.register_forward_pre_hook(_BeforeLayer(me, index), with_kwargs=True)
-            for index, layer in enumerate(self.layers)
+        self._handles = [
+            self.stack.register_forward_pre_hook(_BeforeStack(me), with_kwargs=True),
+            self.stack.register_forward_hook(_AfterStack(me), with_kwargs=True, always_call=True),
         ]
-        handles.append(self.stack.register_forward_pre_hook(_BeforeStack(me), with_kwargs=True))
-        handles.append(self.stack.register_forward_hook(_AfterStack(me), with_kwargs=True, always_call=True))
-        self._finalizer = weakref.finalize(self, _remove, handles)
+        self._finalizer = weakref.finalize(self, _remove, self._handles)
+
+    def _watch_layers(self) -> None:
+        """Hook the layers: a hook costs every layer of every step something, so only caches that need it bring it."""
+        with self._lock:
+            if not self._watches:
+                me = weakref.ref(self)
+                for index, layer in enumerate(self.layers):
+                    self._handles.append(layer.register_forward_pre_hook(_BeforeLayer(me, index), with_kwargs=True))
+                self._watches = True
 
     def before_stack(self, cache: Any, kwargs: dict[str, Any]) -> None:
         """A forward starts.
@@ -56,6 +65,8 @@ class Attachment:
             raise ValueError(
                 "gradient checkpointing keeps the cache from a model in train mode; call model.eval() before generating"
             )
+        if cache.looks_ahead and not self._watches:
+            self._watch_layers()
         cache.begin()
 
     def after_stack(self, cache: Any, finished: bool) -> None:
@@ -69,8 +80,6 @@ class Attachment:
 
     def before_layer(self, index: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decoder layer `index` is about to run: predict the next layer's query and let its policy begin."""
-        if not cache.looks_ahead:
-            return
         _learn_donor(cache, index, kwargs)
         cache.calls[index] = kwargs
         hidden = args[0] if args else kwargs.get("hidden_states")
@@ -99,8 +108,7 @@ def _learn_donor(cache: Any, index: int, kwargs: dict[str, Any]) -> None:
 
 
 def _same_positions(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    names = [name for name in {*a, *b} if "position" in name]
-    return all(_same(a.get(name), b.get(name)) for name in names)
+    return all(_same(a.get(name), b.get(name)) for name in {*a, *b} if "position" in name)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -153,6 +161,9 @@ def hybrid_layers(cache: Any) -> list[HybridLayer]:
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The HybridCache among a forward's arguments, under whatever name the family gives it, or None."""
+    usual = kwargs.get("past_key_values")
+    if getattr(usual, "is_hybrid_offload", False):
+        return usual
     for value in (*kwargs.values(), *args):
         if getattr(value, "is_hybrid_offload", False):
             return value
@@ -194,10 +205,10 @@ class _AfterStack(_Hook):
 
 class _BeforeLayer(_Hook):
     @uncompiled
-    @torch.no_grad()
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if found := self.context(args, kwargs):
-            found[0].before_layer(self.index, found[1], args, kwargs)
+        if (found := self.context(args, kwargs)) and found[1].looks_ahead:
+            with torch.no_grad():
+                found[0].before_layer(self.index, found[1], args, kwargs)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.standing import Kept
+from hf_offload.cpu.worker import Job
 from hf_offload.policies.base import Selection
 
 
@@ -35,8 +36,17 @@ class HostKernels:
         self.choosing = Kept(f"the choice of blocks of layer {layer}")
         self.attending = Kept(f"CPU attention of layer {layer}")
         self.starting = Kept(f"early CPU attention of layer {layer}")
+        self.lent = False
+        """Whether a job is being started that works in these buffers."""
+        self.job: Job | None = None
+        """The last job that worked in them."""
         self._whole: np.ndarray | None = None
         self._parts: tuple[Selection, Selection] | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody works in the buffers any more: a job that was given up may still run."""
+        return not self.lent and (self.job is None or self.job.done())
 
     def make_room(self, kv_heads: int, blocks: int) -> None:
         """Have room for the masses and the score of so many blocks."""
@@ -57,6 +67,6 @@ class HostKernels:
 def kernels_of(layer: HybridLayer, shape: torch.Size, *, ahead: bool) -> HostKernels:
     """What a layer has prepared for queries `[B, Hq, D]`: the real one's or, `ahead`, the predicted one's."""
     found: HostKernels | None = layer.kernels.get((ahead, shape))
-    if found is None:
+    if found is None or not found.free:
         found = layer.kernels[ahead, shape] = HostKernels(layer.index, shape)
     return found

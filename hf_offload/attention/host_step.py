@@ -173,18 +173,23 @@ class HostStep(Step):
         self._attention(kernels.attending, host, None).run()
         return kernels.out_tensor, kernels.lse_tensor
 
+    def nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `attend_host` gives for no block."""
+        return self.kernels.out_tensor.fill_(0.0), self.kernels.lse_tensor.fill_(float("-inf"))
+
     def attend_early(self, host: Selection, *, correct: bool) -> Ahead | None:
-        if host.total == 0:
+        if not host.counts.any():
             return None
         kernels = self.kernels
-        ahead = Ahead(kernels, host, self.scale, correct)
         # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
         standing = self._attention(kernels.starting, host, kernels.kbar if correct else None)
         worker = self.layer.settings.worker
         shares = min(worker.threads, standing.tasks)
+        kernels.lent = True  # an interruption from here on leaves a job that nobody knows
         standing.open(shares)
-        ahead.job = worker.submit(standing, standing.label, shares=shares, keep=(self.store.pool, kernels))
-        self.layer.ahead = ahead
+        kernels.job = worker.submit(standing, standing.label, shares=shares, keep=(self.store.pool, kernels))
+        self.layer.ahead = ahead = Ahead(kernels, host, self.scale, correct, kernels.job)
+        kernels.lent = False
         return ahead
 
     def read_ahead(self, host: Selection) -> None:

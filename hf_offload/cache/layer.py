@@ -69,7 +69,7 @@ class HybridLayer(CacheLayerMixin):
         """Whether what is pending reached the attention function, but not as it was announced."""
         self.state: Any = None
         self.kernels: dict[Any, Any] = {}
-        """What is prepared for the steps that come, with one memory (`attention.host_kernels.HostKernels`)."""
+        """What is prepared for steps with one memory (`attention.host_kernels.HostKernels`)."""
         self.everything: Selection | None = None
         """The selection of all blocks, made again when a block is added."""
         self.ahead: Any = None
@@ -192,8 +192,8 @@ class HybridLayer(CacheLayerMixin):
                 f"layer {self.index} holds {self.dtype} from {self.device}, but {key_states.dtype} on "
                 f"{key_states.device} arrived; call reset() or make a new cache"
             )
-        # Views are new objects that may carry the tag; the model's own tensors stay as they are.
-        key_states, value_states = key_states.view(key_states.shape), value_states.view(value_states.shape)
+        # These are new objects that may carry the tag; the model's own tensors stay as they are.
+        key_states, value_states = key_states.detach(), value_states.detach()
         self.pending, self.changed = (key_states, value_states), False
         key_states._hybrid_layer = value_states._hybrid_layer = weakref.ref(self)  # type: ignore[attr-defined]
         return key_states, value_states

@@ -73,7 +73,7 @@ class BlockStore:
         self.pool = HostPool(num_kv_heads, block_size, head_dim, dtype, pin=device.type == "cuda")
         self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, device)
         self.table = np.zeros((batch, 0), np.int32)
-        self.tables = TableMirror(self)
+        self.tables, self._writer = TableMirror(self), TokenWriter()
         self.revision = 0
         """Rises whenever the table has changed."""
         self.length = 0
@@ -83,7 +83,6 @@ class BlockStore:
         """The blocks before this one are all packed."""
         self.sealed = 0
         """Blocks that have a digest: all full ones, once `sealing.seal` has run."""
-        self._writer = TokenWriter()
         self.event: torch.cuda.Event | None = None
         """After the last work that writes into blocks, on a CUDA device."""
         if device.type == "cuda":

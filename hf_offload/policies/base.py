@@ -123,6 +123,14 @@ class Policy(ABC):
         """Whether `before_layer` wants this layer's predicted query one layer early."""
         return False
 
+    def may_look_ahead(self, *, beside_device: bool) -> bool:
+        """Whether `looks_ahead` may become true for a layer once tokens are there.
+
+        Args:
+            beside_device: whether the model lies on a device beside the CPU.
+        """
+        return type(self).looks_ahead is not Policy.looks_ahead
+
     def before_layer(self, step: Step) -> None:
         """Layer-ahead work: called one decoder layer early, with `step.query` predicted."""
         return

@@ -169,6 +169,9 @@ class Scout(Policy):
     def looks_ahead(self, layer: HybridLayer) -> bool:
         return self.mode(layer) != "off"
 
+    def may_look_ahead(self, *, beside_device: bool) -> bool:
+        return beside_device if self.lookahead == "auto" else self.lookahead != "off"
+
     def before_layer(self, step: Step) -> None:
         """Algorithm 1, lines 3–7: choose the next layer's blocks by its predicted query and start the CPU part."""
         state: ScoutState = step.state

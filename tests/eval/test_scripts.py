@@ -9,10 +9,11 @@ import cpu_ratio
 import decode
 import fidelity
 import needle
+import overhead
 import save_load
 import soak
 
-MAINS = [cpu_ratio.main, decode.main, fidelity.main, needle.main, save_load.main]
+MAINS = [cpu_ratio.main, decode.main, fidelity.main, needle.main, overhead.main, save_load.main]
 
 
 @pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__module__)
@@ -60,6 +61,8 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (soak.main, "--rows"),
         (save_load.main, "--rows"),
         (save_load.main, "--kind"),
+        (overhead.main, "--rows"),
+        (overhead.main, "--context"),
     ],
 )
 def test_unknown_names_are_refused(main, option, monkeypatch):
