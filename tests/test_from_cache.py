@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_exactness import assert_equal, knobs_of
+from test_families import build
 from tiny import ONE_MEMORY, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
@@ -143,6 +144,18 @@ def test_a_cache_made_without_a_config_and_in_inference_mode(oracle: dict[Any, A
         prefill(tiny_model("gemma3", "sdpa"), filled, prompt(3, PROMPT)[0], mask)
         cache = HybridCache.from_cache(filled, model, "full", attention_mask=mask, block_size=BLOCK)
     assert_equal(decode(model, cache, token, mask), want)
+
+
+def test_linear_layers_are_taken_over_and_given_back() -> None:
+    stock, ours = build("qwen3_next", "sdpa"), build("qwen3_next", "hybrid_sparse")
+    ids, mask = prompt(1, PROMPT)
+    filled = DynamicCache(config=stock.config)
+    token = prefill(stock, filled, ids, mask)
+    cache = HybridCache.from_cache(filled, ours, "full", block_size=BLOCK)
+    back = cache.to_dynamic()
+    want = decode(stock, filled, token, mask, 9)
+    assert_equal(decode(ours, cache, token, mask, 9), want)
+    assert_equal(decode(stock, back, token, mask, 9), want)
 
 
 def test_padding_may_be_told_later(oracle: dict[Any, Any]) -> None:
