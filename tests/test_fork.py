@@ -82,7 +82,9 @@ def test_every_cache_goes_on_as_one_alone(models: dict[str, PreTrainedModel], ca
     assert not torch.equal(strange[1], want[1])
 
 
-@pytest.mark.parametrize(("case", "tier"), [("scout", "one"), ("scout-attend-int8", "split")])
+@pytest.mark.parametrize(
+    ("case", "tier"), [("scout", "one"), pytest.param("scout-attend-int8", "split", marks=pytest.mark.slow)]
+)
 def test_what_only_a_fork_holds_is_freed_with_it(models: dict[str, PreTrainedModel], case: str, tier: str) -> None:
     model = models["llama"]
     ids, mask = prompt(1, 2000)
