@@ -1,0 +1,209 @@
+"""Transformers' contract of a cache, whatever its version: what it says of itself, and what is done to its rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt, tiny_model
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_offload import HybridCache
+from hf_offload.cache.layer import HybridLayer
+
+BLOCK = 8
+TIERS: dict[str, dict[str, Any]] = {"one": {"tier": "one"}, "split": {"tier": "split", "resident": 48}}
+SCOUT: dict[str, Any] = {"budget": 48, "sinks": 8, "recent": 8, "block_size": BLOCK}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[tuple[str, str], PreTrainedModel]:
+    return {(f, a): tiny_model(f, a) for f in ("llama", "gemma3") for a in ("hybrid_sparse", "sdpa")}
+
+
+# --- what a cache says of itself --------------------------------------------------------------------------------------
+
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "get_seq_length": lambda cache: [cache.get_seq_length(i) for i in (0, 1, 3, 99)],
+    "get_max_length": lambda cache: [cache.get_max_length(i) for i in (None, 0, 1, 99)],
+    "get_mask_sizes": lambda cache: [tuple(map(int, cache.get_mask_sizes(q, i))) for q in (1, 7) for i in (0, 1, 99)],
+    "get_query_offset": lambda cache: [cache.get_query_offset(), cache.get_query_offset(1)],
+    "is_croppable": lambda cache: cache.is_croppable,
+    "is_initialized": lambda cache: cache.is_initialized,
+    "is_sliding": lambda cache: cache.is_sliding,
+    "is_linear": lambda cache: cache.is_linear,
+    "is_dummy": lambda cache: cache.is_dummy,
+    "is_recording_past": lambda cache: [cache.is_recording_past(0)],
+    "get_max_cache_shape": lambda cache: cache.get_max_cache_shape(1),
+    "max_cache_len": lambda cache: cache.max_cache_len,
+}
+"""What a `HybridCache` answers as `DynamicCache` does."""
+
+DONE = {
+    "update", "reset", "crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices",
+    "activate_past_recording", "offload", "prefetch", "early_initialization", "is_compileable",
+    "batch_size", "max_batch_size",
+}  # fmt: skip
+"""What is tried elsewhere here, or is asked of it below."""
+
+LINEAR = {
+    "has_previous_state", "get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state",
+    "update_indexer",
+}  # fmt: skip
+"""What goes to stock layers alone."""
+
+
+def test_every_name_of_the_contract_is_known() -> None:
+    """A version that asks a cache for more fails here first."""
+    names = {name for name in dir(Cache) if not name.startswith("_")}
+    assert names <= set(ASKED) | DONE | LINEAR
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_it_answers_as_dynamic_cache_does(
+    models: dict[tuple[str, str], PreTrainedModel], family: str, tier: str
+) -> None:
+    model, stock = models[family, "hybrid_sparse"], models[family, "sdpa"]
+    ours, theirs = HybridCache(model, **SCOUT, **TIERS[tier]), DynamicCache(config=stock.config)
+    ids, mask = prompt(2, 40)
+
+    def compare(rows: int) -> None:
+        assert ours.batch_size == rows  # of which DynamicCache knows nothing
+        assert len(ours) == len(theirs) == 4
+        assert not ours.is_compileable
+        for name in sorted(set(ASKED) & set(dir(Cache))):
+            assert ASKED[name](ours) == ASKED[name](theirs), name
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # names that are to go
+        compare(-1)
+        for start, stop in ((0, 30), (30, 31), (31, 40)):
+            for each, cache in ((model, ours), (stock, theirs)):
+                each(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+            compare(2)
+        for cache in (ours, theirs):
+            cache.batch_repeat_interleave(2)
+        compare(4)
+        for cache in (ours, theirs):
+            cache.batch_select_indices(torch.tensor([3, 0, 1]))
+        compare(3)
+        if family == "llama":  # sliding windows that are full were not told to record
+            for cache in (ours, theirs):
+                cache.crop(-3)
+                cache.crop(0)
+            compare(3)
+    for layer in ours.layers:
+        if isinstance(layer, HybridLayer):  # blocks are moved by the policy alone
+            layer.offload()
+            layer.prefetch()
+    ours.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+    ours.reset()
+    assert ours.get_seq_length() == 0
+    assert not ours.is_initialized
+    assert ours.batch_size == -1
+
+
+# --- what is done to its rows -----------------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {"block_size": BLOCK}),
+    "window": ("window", {"budget": 48, "sinks": 8, "block_size": BLOCK}),
+    "submean": ("scout", SCOUT | {"lookahead": "off"}),
+    "quest": ("scout", SCOUT | {"lookahead": "select", "digest": "quest", "synchronous_layers": (0,)}),
+    "mean, int8": ("scout", SCOUT | {"lookahead": "off", "digest": "mean", "host_dtype": "int8"}),
+}
+
+
+def _crop(cache: HybridCache) -> list[int]:
+    cache.crop(0)
+    cache.crop(-1)
+    cache.crop(torch.tensor(-1))
+    return [0, 1, 2]
+
+
+def _reorder(cache: HybridCache) -> list[int]:
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    return [2, 2, 0]
+
+
+def _repeat(cache: HybridCache) -> list[int]:
+    cache.batch_repeat_interleave(2)
+    return [0, 0, 1, 1, 2, 2]
+
+
+def _select(cache: HybridCache) -> list[int]:
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    return [2, 0]
+
+
+def _mask(cache: HybridCache) -> list[int]:
+    cache.batch_select_indices(torch.tensor([False, True, True]))
+    return [1, 2]
+
+
+CHANGES = {"crop": _crop, "reorder": _reorder, "repeat": _repeat, "select": _select, "mask": _mask}
+
+
+def combinations() -> list[Any]:
+    """Every change with every tier; all kinds with all changes only in the long form."""
+    rows = []
+    for i, change in enumerate(CHANGES):
+        for j, tier in enumerate(TIERS):
+            for k, kind in enumerate(KINDS):
+                quick = k == (i + 2 * j) % len(KINDS)
+                rows.append(pytest.param(change, kind, tier, marks=() if quick else pytest.mark.slow))
+    return rows
+
+
+def feed(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, mask: torch.Tensor, stop: int) -> torch.Tensor:
+    """Feed the tokens up to `stop` that are not cached yet: a prompt of 150, then one by one."""
+    logits = []
+    while (start := cache.get_seq_length()) < stop:
+        end = max(start + 1, 150)
+        positions = (mask[:, :end].cumsum(-1) - 1).clamp(min=0)[:, start:]
+        inputs = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], "position_ids": positions}
+        with torch.no_grad():
+            logits.append(model(**inputs, past_key_values=cache).logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize(("change", "kind", "tier"), combinations())
+def test_rows_go_on_as_they_would_have(
+    models: dict[tuple[str, str], PreTrainedModel], change: str, kind: str, tier: str
+) -> None:
+    """Recalls are still on their way when the rows change; a row's blocks, digests and padding go where it goes."""
+    model = models["llama", "hybrid_sparse"]
+    (name, knobs), (ids, mask) = KINDS[kind], prompt(3, 166)
+    extra = {"recall": 1} if name == "scout" else {}
+    alone, changed = (HybridCache(model, name, **knobs, **extra, **TIERS[tier]) for _ in range(2))
+    want = feed(model, alone, ids, mask, 166)[:, -6:]
+    changed.settings.worker.delay = 0.005
+    feed(model, changed, ids, mask, 162 if change == "crop" else 160)
+    rows = CHANGES[change](changed)
+    assert changed.get_seq_length() == 160
+    assert changed.batch_size == len(rows)
+    got = feed(model, changed, ids[rows], mask[rows], 166)
+    # With two memories a block that comes to its slot anew comes from the host, where it may be packed by now.
+    assert torch.allclose(got, want[rows], atol=0.05 if "int8" in kind and tier == "split" else 1e-4)
+
+
+def test_a_positive_crop_and_one_of_too_many_are_refused(models: dict[tuple[str, str], PreTrainedModel]) -> None:
+    model = models["llama", "hybrid_sparse"]
+    cache = HybridCache(model, **SCOUT)
+    cache.crop(0)
+    with torch.no_grad():
+        model(prompt(1, 20)[0], past_key_values=cache)
+    for count, message in ((3, "positive"), (-21, "only 20 tokens")):
+        with pytest.raises(ValueError, match=message):
+            cache.crop(count)
+    assert cache.get_seq_length() == 20
+    cache.crop(-20)
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        again = model(prompt(1, 20)[0], past_key_values=cache).logits
+        assert torch.allclose(again, model(prompt(1, 20)[0]).logits, atol=1e-4)
