@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging import version
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -115,6 +118,10 @@ def _later(kind: str) -> Mode:
             mask = torch.cat([mask, mask.new_ones(batch, 6), seen], 1)
             past = cache.get_seq_length()
             fed = ids[:, past:] if kind == "new" else ids
+            if kind == "chunked" and version.parse(transformers.__version__) < version.parse("5.18"):
+                pytest.skip(
+                    "generate() feeds cached tokens again when a later turn comes in chunks, whatever the cache"
+                )
             chunks = {"prefill_chunk_size": 4} if kind == "chunked" else {}
             out = model.generate(
                 fed, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False, **chunks

@@ -58,7 +58,7 @@ def test_a_covering_budget_gives_the_tokens_of_dynamic_cache(
     ours: PreTrainedModel, stock: PreTrainedModel, wanted: dict[Any, torch.Tensor],
     mode: str, policy: str, tier: str, batch: int,
 ) -> None:  # fmt: skip
-    # In 5.17 a stock cache that holds tokens takes in chunks wrongly; what comes in one piece is right.
+    # What comes in one piece is right in all versions.
     oracle = "turns, all ids" if mode == "turns, chunked" else mode
     if (oracle, batch) not in wanted:
         wanted[oracle, batch] = MODES[oracle](stock, DynamicCache(config=stock.config), batch)
