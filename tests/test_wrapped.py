@@ -10,9 +10,10 @@ from test_hybrid_cache import COVERING, TIERS
 from tiny import DEVICE, FAMILIES, prompt, tiny_model
 from torch import nn
 from transformers import BartConfig, DynamicCache, PreTrainedModel
-from transformers.models.bart import BartForCausalLM, BartForConditionalGeneration
+from transformers.models.bart import BartForConditionalGeneration
 
 from hf_offload import HybridCache, disable, enable
+from hf_offload.attention import function
 from hf_offload.attention.hooks import find_layers
 from hf_offload.attention.lookahead import QueryPredictor, capture_query
 
@@ -67,8 +68,6 @@ def assert_predictor_is_right(model: PreTrainedModel, cache: HybridCache, adapte
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         inputs.append((args[0] if args else kwargs["hidden_states"], args[1:], kwargs))
 
-    from hf_offload.attention import function
-
     def record(layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         queries.append(query)
         return original(layer, query, *args, **kwargs)
@@ -90,7 +89,7 @@ def assert_predictor_is_right(model: PreTrainedModel, cache: HybridCache, adapte
         assert (predictor.adapter is not None) == adapter
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("wrap", [lora, pack])
 def test_queries_are_predicted_by_the_wrapped_projections(family: str, wrap: Any) -> None:
     plain = run(tiny_model(family, "sdpa"), None)
@@ -144,8 +143,10 @@ def test_prompt_tuning_works() -> None:
     assert torch.equal(got.sequences, want)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.1), (torch.float16, 0.015)])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float16, 0.015), pytest.param(torch.bfloat16, 0.1, marks=pytest.mark.slow)]
+)
 def test_autocast_is_what_it_is_without(family: str, dtype: torch.dtype, most: float) -> None:
     stock, ours = tiny_model(family, "sdpa"), tiny_model(family)
     with torch.autocast(DEVICE, dtype):
@@ -257,7 +258,6 @@ def test_encoder_decoder_models_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="encoder-decoder"):
         HybridCache(BartForConditionalGeneration(config))
-    assert BartForCausalLM  # its decoder alone is another matter
 
 
 COMPILED = {
@@ -280,7 +280,7 @@ COMPILED = {
 @pytest.mark.parametrize(
     ("compiled", "tier"),
     [
-        pytest.param(name, tier, marks=() if name == "parts" else pytest.mark.slow)
+        pytest.param(name, tier, marks=() if (name, tier) == ("parts", "split") else pytest.mark.slow)
         for name in COMPILED
         for tier in TIERS
     ],
