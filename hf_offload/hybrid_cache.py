@@ -135,7 +135,10 @@ class HybridCache(Portable):
                 f"no layer of {type(model).__name__} is plain full attention (sliding windows and linear layers stay "
                 "as they are), so there is nothing to offload; use DynamicCache"
             )
-        self.fallback = Fallback(type(model).__name__, self.layers, image_layers(config), graphs=cuda_graph)
+        shares = bool(getattr(config, "num_kv_shared_layers", 0))
+        self.fallback = Fallback(
+            type(model).__name__, self.layers, image_layers(config), compact=not shares, graphs=cuda_graph
+        )
         self._attachment, self._watch = attach(model), watch(model)
         self._looks_ahead: bool | None = None
         self._may_look_ahead = self.policy.may_look_ahead(beside_device=on_device(model))

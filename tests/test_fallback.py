@@ -12,9 +12,11 @@ from transformers import (
     DeepseekV3Config,
     DiffLlamaConfig,
     DynamicCache,
+    Gemma4TextConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3NextConfig,
 )
 
 from hf_offload import HybridCache
@@ -124,3 +126,60 @@ def test_a_failed_first_forward_leaves_nothing_in_stock_layers() -> None:
             got = model(ids, attention_mask=mask, past_key_values=cache).logits
         want = model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config)).logits
     assert torch.equal(got, want)
+
+
+def test_layers_with_linear_attention_do_not_repeat_a_failed_forward() -> None:
+    """Their state has taken the tokens in; a second time would count them twice."""
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+    kinds = ["linear_attention", "full_attention"] * 2
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    tiny = Qwen3NextConfig(
+        **sizes, **linear, **experts, linear_value_head_dim=16, shared_expert_intermediate_size=32, layer_types=kinds
+    )
+    model = spread_weights(AutoModelForCausalLM.from_config(tiny, attn_implementation="hybrid_sparse"))
+    cache = HybridCache(model, "full", block_size=16)
+    ids = prompt(1, 40)[0]
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    with torch.no_grad():
+        want = model(ids, past_key_values=cache).logits
+        handle = model.model.layers[3].register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(ids[:, :1], past_key_values=cache)
+        handle.remove()
+        with pytest.raises(RuntimeError, match=r"linear attention cannot undo a forward that failed; call reset\(\)"):
+            model(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(model(ids, past_key_values=cache).logits, want)
+
+
+def test_a_mask_for_fewer_keys_than_are_cached_is_refused() -> None:
+    model = build_llama("hybrid_sparse")
+    ids = prompt(1, 40)[0]
+    cache = HybridCache(model, "full", block_size=16)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="has a mask for 1 of 41 keys"):
+            model(ids[:, :1], attention_mask=torch.zeros(1, 1, 1, 1), past_key_values=cache)
+
+
+def test_a_model_that_slices_masks_for_shared_keys_gets_dense_ones() -> None:
+    """Gemma 4 computes the last layers for the last token alone, and cuts their masks."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    heads: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "hidden_size_per_layer_input": 8}
+    tiny = Gemma4TextConfig(
+        **heads, sliding_window=8, layer_types=kinds, num_kv_shared_layers=2, vocab_size_per_layer_input=160
+    )
+    torch.manual_seed(0)
+    eager = spread_weights(AutoModelForCausalLM.from_config(tiny, attn_implementation="eager"))
+    ours = AutoModelForCausalLM.from_config(tiny, attn_implementation="hybrid_sparse").to(eager.device).eval()
+    ours.load_state_dict(eager.state_dict())
+    ids, mask = prompt(2, 40)
+    knobs: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 5, "eos_token_id": None}
+    want = eager.generate(ids, past_key_values=DynamicCache(config=eager.config), **knobs)
+    cache = HybridCache(ours, "full", block_size=16)
+    with pytest.warns(UserWarning, match="head_dim 512"):
+        assert torch.equal(ours.generate(ids, past_key_values=cache, **knobs), want)

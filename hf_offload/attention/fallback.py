@@ -29,11 +29,12 @@ class Fallback:
         model: the model's name, for messages.
         layers: the cache's own list of layers.
         elsewhere: numbers of the layers that hold other tokens than the text's.
+        compact: whether the model itself leaves masks alone (one whose layers share K and V may slice them).
         graphs: whether steps are captured as CUDA graphs, which stock layers do not allow.
     """
 
-    def __init__(self, model: str, layers: list[Any], elsewhere: set[int], *, graphs: bool) -> None:
-        self.model, self.layers, self.elsewhere, self.graphs = model, layers, elsewhere, graphs
+    def __init__(self, model: str, layers: list[Any], elsewhere: set[int], *, compact: bool, graphs: bool) -> None:
+        self.model, self.layers, self.elsewhere, self.compact, self.graphs = model, layers, elsewhere, compact, graphs
         self.reasons: dict[int, str] = {}
         """By layer, why it is a stock layer now."""
         self._told = 0
@@ -104,7 +105,7 @@ class Fallback:
         """Compact masks are for our layers alone; others with full attention share the mask and need a dense one."""
         ours = [layer for layer in self.layers if isinstance(layer, HybridLayer)]
         others: list[Any] = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x not in ours]
-        compact = all(layer.is_sliding for layer in others)
+        compact = self.compact and all(layer.is_sliding for layer in others)
         for layer in ours:
             layer.compact_masks = compact
 
