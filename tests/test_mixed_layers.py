@@ -1,0 +1,58 @@
+"""Layers of one cache on unlike devices: some with two memories and some with one, or with a mirror of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from tiny import DEVICE, prompt, tiny_model
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_offload import HybridCache
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="layers that lie on the CPU stand for a second device")
+
+KINDS = ("one memory", "another mirror")
+
+
+def mixed_cache(model: PreTrainedModel, kind: str, **knobs: Any) -> HybridCache:
+    """A cache whose first two layers have two memories, as on a device, and whose others are of another kind."""
+    cache = HybridCache(
+        model, "scout", tier="split", block_size=8, resident=64, sinks=8, recent=16, synchronous_layers=(0,), **knobs
+    )
+    settings = dataclasses.replace(cache.settings, tier="one" if kind == "one memory" else "split", mirrors={})
+    for layer in cache.layers[2:]:
+        layer.settings = settings
+    return cache
+
+
+@pytest.mark.parametrize("lookahead", ["select", "attend"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_decodes_where_it_lies(kind: str, lookahead: str) -> None:
+    model, (ids, mask) = tiny_model("llama"), prompt(2, 75)
+    budget = 64 if lookahead == "attend" else 512
+    cache = mixed_cache(model, kind, lookahead=lookahead, budget=budget)
+    knobs: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **knobs)
+    assert [layer.resident is not None for layer in cache.layers] == [True, True, *[kind != "one memory"] * 2]
+    if budget == 512:
+        full = model.generate(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config), **knobs)
+        assert torch.equal(out, full)
+    elif kind == "another mirror":  # what is attended early is what is not resident, the same with one mirror
+        one = HybridCache(
+            model, "scout", tier="split", block_size=8, resident=64, sinks=8, recent=16, synchronous_layers=(0,),
+            lookahead=lookahead, budget=budget,
+        )  # fmt: skip
+        assert torch.equal(out, model.generate(ids, attention_mask=mask, past_key_values=one, **knobs))
+    assert cache.stats().as_dict()["selection_overlap"] > 0
+    tokens = cache.get_seq_length()
+    cache.crop(-9)
+    cache.batch_repeat_interleave(2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [tokens - 9] * 4
+    again, valid = out[:, :-1].repeat_interleave(2, 0), torch.cat([mask, mask.new_ones(2, 20)], 1)
+    second = model.generate(again, attention_mask=valid[:, :-1].repeat_interleave(2, 0), past_key_values=cache, **knobs)
+    if budget == 512:
+        assert torch.equal(second[::2, : out.shape[1]], out)
+        assert torch.equal(second[::2], second[1::2])
