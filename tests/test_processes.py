@@ -112,4 +112,4 @@ def test_an_interpreter_ends_at_once_with_work_in_flight(tier: str, lookahead: s
         tier,
         lookahead,
     )
-    assert time.time() - float(out) < 10
+    assert time.time() - float(out) < 25  # the sleep has not been waited for
