@@ -20,7 +20,7 @@ from hf_offload.cpu.worker import Worker, WorkerError
 
 SCOUT: dict[str, Any] = {
     "budget": 1024, "sinks": 8, "recent": 0, "block_size": 8, "prefill_tile": 32, "lookahead": "select",
-    "synchronous_layers": (0,), "timeout": 20.0,
+    "synchronous_layers": (0,), "timeout": 120.0,
 }  # fmt: skip
 SETTINGS = {
     "one": Setting(2, 16, "scout", {**SCOUT, "tier": "one"}, True),
