@@ -314,7 +314,7 @@ class HybridCache(Portable):
     @property
     def is_initialized(self) -> bool:
         """Whether tokens have arrived; models ask that to tell a prompt from a decode step."""
-        return all(layer.is_initialized for layer in hybrid_layers(self) or self.layers)
+        return self.get_seq_length() > 0
 
     def activate_past_recording(self) -> None:
         """Expect drafts, as assisted decoding does: a forward with `logits_to_keep=n + 1` then ends with n of them.
