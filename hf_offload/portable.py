@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_offload.attention.checks import check_model, stock_layers
+from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.hooks import Attachment, find_layers
 from hf_offload.cache.fingerprint import difference, fingerprint
 from hf_offload.cache.forking import fork_layers
@@ -35,6 +36,7 @@ class Portable(Changing):
     _config: Any
     _model: weakref.ref[PreTrainedModel]
     _attachment: Attachment
+    fallback: Fallback
     _knobs: dict[str, Any]
     """How the cache was made, but for the policy, its threads and their timeout."""
 
@@ -66,6 +68,7 @@ class Portable(Changing):
         """
         made = cls._make(model, policy, **knobs)
         take_over(made.layers, cache, made._attachment.layers, attention_mask, made._config)
+        made.fallback.taken_over()
         return made
 
     @torch.inference_mode(False)
@@ -98,7 +101,8 @@ class Portable(Changing):
         worker = self.settings.worker
         made = self._make(model, self.policy, threads=worker.threads, timeout=worker.timeout, **self._knobs)
         with self.alone():
-            fork_layers(self.layers, made.layers)
+            fork_layers(self.layers, made.layers, self.settings.padding, made.settings.padding)
+            made.fallback.taken_over()
         made.donors = dict(self.donors)
         return made
 
@@ -121,7 +125,7 @@ class Portable(Changing):
             "model": fingerprint(self._config, self._attachment.stack),
         }
         with self.alone():
-            save_cache(Path(folder), self.layers, about)
+            save_cache(Path(folder), self.layers, self.settings.padding, about)
 
     @classmethod
     @torch.inference_mode(False)
@@ -150,5 +154,6 @@ class Portable(Changing):
         made = cls._make(model, saved_policy(saved.about["policy"]), **merge_knobs(saved.about["knobs"], knobs))
         place = not knobs.keys() & {"resident", "device_budget"}
         saved.restore(made.layers, stock_layers(config), made._attachment.layers, place=place)
+        made.fallback.taken_over()
         made.donors = dict(saved.about["donors"])
         return made

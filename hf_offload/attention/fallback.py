@@ -38,6 +38,19 @@ class Fallback:
         self.reasons: dict[int, str] = {}
         """By layer, why it is a stock layer now."""
         self._told = 0
+        self._ours = [index for index, layer in enumerate(layers) if isinstance(layer, HybridLayer)]
+        self._choose_masks()
+
+    def taken_over(self) -> None:
+        """The layers hold now what another cache held, which may have had stock layers where this one had none.
+
+        Raises:
+            ValueError: they need a stock layer, but steps are to be captured.
+        """
+        for index in self._ours:
+            if not isinstance(self.layers[index], HybridLayer) and index not in self.reasons:
+                self._note(index, "they were so in the cache before this one")
+        self._told = len(self.reasons)
         self._choose_masks()
 
     def admit(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -91,15 +104,18 @@ class Fallback:
             )
 
     def _replace(self, index: int, reason: str) -> DynamicLayer:
+        self._note(index, reason)
+        stock = self.layers[index] = DynamicLayer()
+        self._choose_masks()
+        return stock
+
+    def _note(self, index: int, reason: str) -> None:
         if self.graphs:
             raise ValueError(
                 f"cuda_graph=True: layer {index} of {self.model} needs Transformers' own cache layer, which cannot be "
                 f"captured ({reason}); leave it out"
             )
-        stock = self.layers[index] = DynamicLayer()
         self.reasons[index] = reason
-        self._choose_masks()
-        return stock
 
     def _choose_masks(self) -> None:
         """Compact masks are for our layers alone; others with full attention share the mask and need a dense one."""

@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.padding import Padding
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.sharing import share_blocks
 from hf_offload.cache.stock import copy_layer
 
 
-def fork_layers(source: list[Any], target: list[Any]) -> None:
+def fork_layers(source: list[Any], target: list[Any], padding: Padding, copied: Padding) -> None:
     """Let the empty layers of a new cache hold what those of another hold, nothing of which is in flight.
 
     Host blocks and their digests are shared. Resident sets, what policies remember, padding and stock layers are
     copied, so that both caches go on as the first would have gone on alone.
+
+    Args:
+        source, target: the layers.
+        padding, copied: validity of the tokens in each.
     """
-    padding = next(layer.settings.padding for layer in source if isinstance(layer, HybridLayer))
-    known = padding.valid[:, : padding.seen]
-    next(layer.settings.padding for layer in target if isinstance(layer, HybridLayer)).copy_from(
-        known, dense=padding.dense
-    )
+    copied.copy_from(padding.valid[:, : padding.seen], dense=padding.dense)
     for index, layer in enumerate(source):
         if isinstance(layer, HybridLayer):
             _fork(layer, target[index])
@@ -32,6 +33,7 @@ def _fork(source: HybridLayer, target: HybridLayer) -> None:
     target.scale, target.softcap, target.revision = source.scale, source.softcap, target.settings.padding.revision
     if source.store is None:
         return
+    source.rollback.clear()  # what it would put back is shared from here on
     source.write_back()
     target.slots = None if source.resident is None else source.resident.slots
     target.open(source.store.batch, source.store.num_kv_heads, source.store.head_dim, source.dtype, source.device)

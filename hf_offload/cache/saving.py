@@ -28,6 +28,7 @@ import torch
 from safetensors.torch import save
 
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.padding import Padding
 from hf_offload.cache.stock import pack
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.unchecked import record_sums
@@ -40,12 +41,13 @@ _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", to
 _RUN = 1 << 24  # bytes that are written at once
 
 
-def save_cache(folder: Path, layers: list[Any], about: dict[str, Any]) -> None:
+def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any]) -> None:
     """Write the layers of a cache, nothing of which is in flight; a saved cache that is there is replaced.
 
     Args:
         folder: where to.
         layers: of the cache.
+        padding: of its tokens.
         about: what is to be known of it beside them, for `json`.
 
     Raises:
@@ -61,7 +63,7 @@ def save_cache(folder: Path, layers: list[Any], about: dict[str, Any]) -> None:
     partial = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.partial"
     partial.mkdir()
     try:
-        _write(partial, layers, about)
+        _write(partial, layers, padding, about)
         _replace(folder, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -81,7 +83,7 @@ def _replace(folder: Path, partial: Path) -> None:
     shutil.rmtree(old)  # a cache that was loaded from there keeps its file
 
 
-def _write(folder: Path, layers: list[Any], about: dict[str, Any]) -> None:
+def _write(folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any]) -> None:
     tensors: dict[str, torch.Tensor] = {}
     digests: dict[str, torch.Tensor] = {}
     stores: dict[int, tuple[BlockStore, np.ndarray]] = {}
@@ -103,7 +105,6 @@ def _write(folder: Path, layers: list[Any], about: dict[str, Any]) -> None:
             described.append(_describe(layer))
             tensors |= {prefix + name: tensor for name, tensor in _tensors(layer, ids).items()}
             digests |= {prefix + name: tensor for name, tensor in _digests(layer.store, ids).items()}
-    padding = next(layer.settings.padding for layer in layers if isinstance(layer, HybridLayer))
     tensors["padding"] = torch.from_numpy(padding.valid[:, : padding.seen].copy())
     with (folder / BLOCKS).open("wb") as file:
         header = _write_blocks(file, stores, tensors)

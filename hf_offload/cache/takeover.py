@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from hf_offload.cache.fits import unsuitable
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.stock import copy_layer
@@ -45,7 +46,9 @@ def take_over(
     for index, (layer, old) in enumerate(zip(layers, theirs, strict=True)):
         device = device_of(modules[index])
         if isinstance(layer, HybridLayer):
-            if _holds(old):
+            if _holds(old) and unsuitable(old.keys, old.values):
+                layers[index] = copy_layer(old, device)
+            elif _holds(old):
                 layer.settings.padding.observe(mask, batch, tokens)
                 _fill(layer, old.keys.detach().to(device), old.values.detach().to(device))
         elif type(old) is type(layer):
@@ -117,7 +120,7 @@ def _check(layers: list[Any], theirs: list[Any], modules: Sequence[nn.Module], c
         if not _holds(old):
             first = index if first is None else first
             continue
-        if old.keys.ndim != 4 or old.keys.shape != old.values.shape:
+        if old.keys.ndim != 4 or old.keys.ndim != old.values.ndim or old.keys.shape[2] != old.values.shape[2]:
             raise ValueError(
                 f"layer {index} of the cache has keys {tuple(old.keys.shape)} and values {tuple(old.values.shape)}; "
                 "both must be [rows, KV heads, tokens, head_dim]"
@@ -129,7 +132,8 @@ def _check(layers: list[Any], theirs: list[Any], modules: Sequence[nn.Module], c
                 f"{tokens}; take over a cache between two forwards"
             )
         batch, tokens = rows, length
-        _check_model(index, heads, dim, old.keys.dtype, modules[index], config)
+        if not unsuitable(old.keys, old.values):
+            _check_model(index, heads, dim, old.keys.dtype, modules[index], config)
     if tokens and first is not None and not getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(f"layer {first} of the cache is empty, others hold {tokens} tokens: not a cache of this model")
     for index, old in enumerate(theirs):
