@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,3 +184,52 @@ def test_a_model_that_slices_masks_for_shared_keys_gets_dense_ones() -> None:
     cache = HybridCache(ours, "full", block_size=16)
     with pytest.warns(UserWarning, match="head_dim 512"):
         assert torch.equal(ours.generate(ids, past_key_values=cache, **knobs), want)
+
+
+@pytest.mark.filterwarnings("ignore:HybridCache keeps Transformers' own cache")
+@pytest.mark.parametrize("way", ["fork", "save", "from_cache"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama", "mixed"])
+def test_stock_layers_go_along(family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if family == "mixed":
+        from hf_offload.attention import fallback
+        from hf_offload.cache import fits, takeover
+
+        def odd(key: torch.Tensor, value: torch.Tensor) -> str | None:
+            return "odd" if key.shape[1] == 4 else fits.unsuitable(key, value)
+
+        for module in (fallback, takeover):
+            monkeypatch.setattr(module, "unsuitable", odd)
+        model = build_llama("hybrid_sparse")
+        wide_layer(model, 1)
+    else:
+        model = build(family, "hybrid_sparse")
+    ids, mask = prompt(2, 40)
+    cache, stock = HybridCache(model, "scout", **SCOUT), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for each in (cache, stock):
+            model(ids, attention_mask=mask, past_key_values=each)
+        if way == "fork":
+            made = cache.fork()
+        elif way == "save":
+            cache.save(tmp_path / "saved")
+            made = HybridCache.load(tmp_path / "saved", model)
+        else:
+            made = HybridCache.from_cache(stock, model, "scout", attention_mask=mask, **SCOUT)
+        assert made.stats().as_dict()["stock_layers"] == cache.stats().as_dict()["stock_layers"] != []
+        for length in (7, 1, 1):
+            mask = torch.cat([mask, mask.new_ones(2, length)], 1)
+            more = torch.full((2, length), 9)
+            got = model(more, attention_mask=mask, past_key_values=made).logits
+            want = model(more, attention_mask=mask, past_key_values=stock).logits
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def wide_layer(model: PreTrainedModel, index: int) -> None:
+    """Give one layer of a model twice the KV heads of the others."""
+    attention = model.model.layers[index].self_attn
+    for name in ("k_proj", "v_proj"):
+        old = getattr(attention, name)
+        new = torch.nn.Linear(old.in_features, 2 * old.out_features, bias=False)
+        new.weight.data = torch.cat([old.weight.data, old.weight.data.flip(0)])
+        setattr(attention, name, new)
+    attention.num_key_value_groups //= 2
