@@ -1,0 +1,56 @@
+"""The walk over model types: what it starts, what it survives, and the page that it writes."""
+
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+import common
+import families
+from walk import configs, page
+
+
+def test_unknown_types_are_refused():
+    result = CliRunner().invoke(common.command(families.main), ["--types", "llama,nonesuch"])
+    assert result.exit_code == 2
+    assert "nonesuch" in result.output
+
+
+def _die(pipe):
+    if pipe.recv() == "hangs":
+        pipe.recv()
+    os._exit(7)
+
+
+def test_a_type_that_crashes_or_hangs_does_not_end_the_walk(monkeypatch):
+    monkeypatch.setattr(families, "serve", _die)
+    helper = families.Helper(limit=60)
+    assert helper.compare("crashes") == {
+        "model_type": "crashes",
+        "status": "error",
+        "message": "the process ended with code 7",
+    }
+    helper.limit = 0.2
+    assert helper.compare("hangs")["message"] == "no end after 0 s"
+    helper.stop()
+
+
+@pytest.mark.parametrize(("model_type", "kinds"), [("llama", None), ("gemma3_text", {"sliding", "full"})])
+def test_a_tiny_config_has_all_kinds_of_layers(model_type, kinds):
+    config = configs.tiny_config(model_type)
+    assert config.num_hidden_layers == configs.LAYERS
+    if kinds:
+        assert {kind.removesuffix("_attention") for kind in config.layer_types} == kinds
+
+
+def test_the_page_says_what_became_of_each_type():
+    here = {"transformers": "5", "torch": "2", "python": "3", "commit": "abc", "command": "python eval/families.py"}
+    rows = [
+        {"model_type": "a", "status": "exact", "model": "A", "held": 2, "layers": 4, "error": "1e-06", "message": ""},
+        {"model_type": "b", "status": "refused", "model": "B", "message": "ValueError: no | layer"},
+    ]
+    text = page.render([row | here for row in rows], {"a"})
+    assert "| exact | 1 | 0 |" in text
+    assert "| wrong | 0 | 0 |" in text
+    assert "| `a` | A | 2 of 4 | 1e-06 |" in text
+    assert "| `b` | B | ValueError: no \\| layer |" in text
