@@ -43,7 +43,7 @@ SECTIONS = {
     "not run": (
         "Not run",
         "A tiny model could not be built or run with Transformers' own cache, or without an image; the message says "
-        "why. The tests run three vision-language models with an image.",
+        "why. `tests/test_vision.py` runs four vision-language models with an image.",
     ),
     "wrong": ("Wrong", "Other logits or tokens than eager attention: a bug."),
     "error": ("Errors", "Another error than a clear refusal: a bug."),
