@@ -170,14 +170,15 @@ def test_a_change_of_the_rows_is_interrupted_anywhere(memory: str, name: str, mo
         history = begun(SETTINGS[memory])
         cache = history.caches[0]
         interrupt(history, point, act)
+        kept = rows
         if torn(cache):
             with pytest.raises(RuntimeError, match=r"call reset\(\)"):
                 history.feed(*tokens(2, 1, 0))
             cache.reset()
-            rows = []
+            kept = []
         batch = cache.layers[0].batch_size
-        if batch == len(rows) and (name != "reorder" or torch.equal(held(cache), held_by(history, rows))):
-            history.keep_rows(torch.tensor(rows))
+        if batch == len(kept) and (name != "reorder" or torch.equal(held(cache), held_by(history, kept))):
+            history.keep_rows(torch.tensor(kept))
         if cache.get_seq_length() == 0:
             history.ids = history.mask = torch.zeros(2, 0, dtype=torch.long, device=DEVICE)
             history.feed(*tokens(2, 40, point))

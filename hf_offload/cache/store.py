@@ -314,9 +314,9 @@ class BlockStore:
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens; nothing has happened if that fails."""
         self.open(length)
-        self.length = length
         self.sealed = min(self.sealed, length // self.block_size)
         self.packed_blocks = min(self.packed_blocks, length // self.block_size)
+        self.length = length  # after what it bounds: an interruption before this is made up for by another crop
         self._release(self.num_blocks)
 
     def open(self, length: int) -> None:
