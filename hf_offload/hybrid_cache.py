@@ -16,7 +16,7 @@ from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, hybrid_layers
 from hf_offload.attention.spread import on_device
-from hf_offload.cache.budget import MOST_SLOTS, least_blocks, make_budget
+from hf_offload.cache.budget import least_blocks, make_budget, resident_tokens
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mending import halt, mend
 from hf_offload.cache.padding import Padding
@@ -30,7 +30,6 @@ from hf_offload.portable import Portable
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MOST_THREADS = 16  # by default: more hardly read faster
-DEFAULT_RESIDENT = 2048  # for policies without a budget
 
 
 class HybridCache(Portable):
@@ -336,27 +335,6 @@ class HybridCache(Portable):
 
     def __repr__(self) -> str:
         return f"HybridCache({self.policy!r}, tokens={self.get_seq_length()})"
-
-
-def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> int:
-    """The resident set in tokens, a whole number of blocks.
-
-    Raises:
-        ValueError: it is too small for what is always resident, or larger than can be managed.
-    """
-    least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
-    if resident is None:
-        resident = min(max(policy.budget_tokens or DEFAULT_RESIDENT, least), most)
-    if isinstance(resident, bool) or not isinstance(resident, int) or resident < least:
-        raise ValueError(
-            f"resident={resident!r} tokens leave no room beside sinks, recent tokens and the tail; use at least {least}"
-        )
-    if resident > most:
-        raise ValueError(
-            f"resident={resident} tokens are more than {MOST_SLOTS} blocks of {block_size} for each row and KV head; "
-            f"use at most {most}, or a larger block_size"
-        )
-    return resident // block_size * block_size
 
 
 def default_threads(model: PreTrainedModel) -> int:

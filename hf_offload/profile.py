@@ -15,7 +15,8 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
-from hf_offload.hybrid_cache import BLOCK_SIZES, HybridCache, resident_tokens
+from hf_offload.cache.budget import resident_tokens
+from hf_offload.hybrid_cache import BLOCK_SIZES, HybridCache
 from hf_offload.policies import Scout, make_policy
 
 VERSION = 1

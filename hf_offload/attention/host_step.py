@@ -11,6 +11,7 @@ from hf_offload.attention.ahead import Ahead
 from hf_offload.attention.host_kernels import kernels_of
 from hf_offload.attention.step import Step
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.unchecked import check_selected
 from hf_offload.cpu import choose as choosing
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu import pool as movers
@@ -152,7 +153,7 @@ class HostStep(Step):
     def _attention(self, kept: Kept, host: Selection, kbar: np.ndarray | None) -> Standing:
         """The launch that attends blocks with this step's query."""
         store, padding, kernels = self.store, self.store.padding, self.kernels
-        store.check_selected(host.blocks, host.counts)
+        check_selected(store, host.blocks, host.counts)
         arrays = (host.blocks, host.counts, store.table, store.pool.block_ptr, padding.valid, padding.holes, kbar)
         numbers = (self.scale, self.softcap)
         standing = kept.find(arrays, numbers)

@@ -15,6 +15,7 @@ from hf_offload.policies.base import Policy
 if TYPE_CHECKING:
     from hf_offload.cache.store import BlockStore
 
+DEFAULT_RESIDENT = 2048  # tokens, for policies without a budget
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B", re.IGNORECASE)
 
 
@@ -119,3 +120,24 @@ def make_budget(
             'CPU with tier="split")'
         )
     return DeviceBudget(given, parse_bytes("device_budget", given), layers, least)
+
+
+def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> int:
+    """The resident set in tokens, a whole number of blocks.
+
+    Raises:
+        ValueError: it is too small for what is always resident, or larger than can be managed.
+    """
+    least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
+    if resident is None:
+        resident = min(max(policy.budget_tokens or DEFAULT_RESIDENT, least), most)
+    if isinstance(resident, bool) or not isinstance(resident, int) or resident < least:
+        raise ValueError(
+            f"resident={resident!r} tokens leave no room beside sinks, recent tokens and the tail; use at least {least}"
+        )
+    if resident > most:
+        raise ValueError(
+            f"resident={resident} tokens are more than {MOST_SLOTS} blocks of {block_size} for each row and KV head; "
+            f"use at most {most}, or a larger block_size"
+        )
+    return resident // block_size * block_size

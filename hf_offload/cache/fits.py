@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from hf_offload.cache.layer import HybridLayer
 
 
 def unsuitable(key: torch.Tensor, value: torch.Tensor) -> str | None:
@@ -14,3 +19,25 @@ def unsuitable(key: torch.Tensor, value: torch.Tensor) -> str | None:
     if dim % 16 or dim > 256:
         return f"its head_dim {dim} is not a multiple of 16 up to 256"
     return None
+
+
+def check_arrivals(layer: HybridLayer, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise ValueError unless new K and V `[B, Hkv, T, D]` are like those that a layer holds."""
+    store, index = layer.store, layer.index
+    assert store is not None
+    batch, heads, _, dim = key.shape
+    if (batch, heads, dim) != (store.batch, store.num_kv_heads, store.head_dim):
+        raise ValueError(
+            f"layer {index} holds {store.batch} rows, {store.num_kv_heads} KV heads and head_dim {store.head_dim}, but "
+            f"{batch}, {heads} and {dim} arrived; call reset() or make a new cache for another batch or model"
+        )
+    if key.dtype != value.dtype:
+        raise ValueError(
+            f"layer {index} got {key.dtype} keys and {value.dtype} values; load the model in the dtype that it should "
+            "run in"
+        )
+    if key.dtype != layer.dtype or key.device != layer.device:
+        raise ValueError(
+            f"layer {index} holds {layer.dtype} from {layer.device}, but {key.dtype} on {key.device} arrived; call "
+            "reset() or make a new cache"
+        )

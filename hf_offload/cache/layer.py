@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_offload.cache.around import attended, uncompiled
 from hf_offload.cache.digests import DIGESTS
-from hf_offload.cache.fits import unsuitable
+from hf_offload.cache.fits import check_arrivals, unsuitable
 from hf_offload.cache.memory import memory_for
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cache.rollback import Rollback, crop
@@ -175,23 +175,7 @@ class HybridLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
-        batch, heads, _, dim = key_states.shape
-        if (batch, heads, dim) != (self.store.batch, self.store.num_kv_heads, self.store.head_dim):
-            raise ValueError(
-                f"layer {self.index} holds {self.store.batch} rows, {self.store.num_kv_heads} KV heads and head_dim "
-                f"{self.store.head_dim}, but {batch}, {heads} and {dim} arrived; call reset() or make a "
-                "new cache for another batch or model"
-            )
-        if key_states.dtype != value_states.dtype:
-            raise ValueError(
-                f"layer {self.index} got {key_states.dtype} keys and {value_states.dtype} values; load the model in "
-                "the dtype that it should run in"
-            )
-        if key_states.dtype != self.dtype or key_states.device != self.device:
-            raise ValueError(
-                f"layer {self.index} holds {self.dtype} from {self.device}, but {key_states.dtype} on "
-                f"{key_states.device} arrived; call reset() or make a new cache"
-            )
+        check_arrivals(self, key_states, value_states)
         # These are new objects that may carry the tag; the model's own tensors stay as they are.
         key_states, value_states = key_states.detach(), value_states.detach()
         self.pending, self.changed = (key_states, value_states), False

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load
@@ -18,7 +19,7 @@ from hf_offload.cache.memory import host_empty, host_mapped
 from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS
 from hf_offload.cache.stock import unpack
 from hf_offload.cache.takeover import device_of
-from hf_offload.cache.unchecked import Unchecked
+from hf_offload.cache.unchecked import Unchecked, check_blocks
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 RUNNING = {"tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout"}
@@ -141,9 +142,15 @@ class SavedCache:
         plain, packed = (self._slab(f"layers.{layer.index}.{kind}", layer, mapped) for kind in ("blocks", "packed"))
         store.pool.adopt(plain, packed, table)
         store.pool.unchecked = Unchecked(sums, self.folder / BLOCKS)
-        store.adopt(table, told["width"], told["length"], told["sealed"], told["packed"])
+        # Room for as many blocks as there was before: what a device computes may be rounded by it.
+        store.table = np.zeros((store.batch, told["width"]), np.int32)
+        store.table[:, : table.shape[1]] = table
+        store.length, store.reserved = told["length"], table.shape[1]
+        store.sealed, store.packed_blocks = told["sealed"], told["packed"]
+        store.reserve_digests()
+        store.revision += 1
         # The block that is written into next is read before it is asked for; with two memories all have been read now.
-        store.check(0 if layer.has_slots else store.length // store.block_size, store.num_blocks)
+        check_blocks(store, 0 if layer.has_slots else store.length // store.block_size, store.num_blocks)
         if store.digests is not None:
             with safe_open(self.folder / DIGESTS, "pt") as file:
                 for name in store.digests.tensors() if store.sealed else ():

@@ -31,7 +31,7 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.stock import pack
 from hf_offload.cache.store import BlockStore
-from hf_offload.cache.unchecked import record_sums
+from hf_offload.cache.unchecked import check_blocks, record_sums
 
 FORMAT = 1
 """Rises when a cache that was saved before cannot be read any more, such as with another layout of packed records."""
@@ -99,7 +99,7 @@ def _write(folder: Path, layers: list[Any], padding: Padding, about: dict[str, A
         else:
             layer.write_back()
             layer.store.settle()
-            layer.store.check(0, layer.store.num_blocks)
+            check_blocks(layer.store, 0, layer.store.num_blocks)
             ids = _blocks(layer.store)
             stores[index] = layer.store, ids
             described.append(_describe(layer))

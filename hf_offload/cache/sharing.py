@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hf_offload.cache.unchecked import check_blocks
 from hf_offload.cpu.pool import copy_records
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def own_block(store: BlockStore, block: int) -> None:
     if (pool.refcount[ids] == 1).all():
         return
     store.settle()
-    store.check(block, block + 1)
+    check_blocks(store, block, block + 1)
     for row in range(store.batch):
         old = ids[row]
         if pool.refcount[old] == 1:

@@ -18,6 +18,7 @@ from hf_offload.cache.padding import Padding
 from hf_offload.cache.sharing import own_block
 from hf_offload.cache.tiles import LOWER_TILE, TILE, tiles_ahead
 from hf_offload.cache.token_writer import TokenWriter
+from hf_offload.cache.unchecked import check_blocks
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import Worker
@@ -280,30 +281,10 @@ class BlockStore:
             first: token.
         """
         self.settle()
-        self.check(first // self.block_size, -(-(first + k.shape[2]) // self.block_size))
+        check_blocks(self, first // self.block_size, -(-(first + k.shape[2]) // self.block_size))
         if self.packs:
             return gathering_packed(self, k, v, first)
         return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
-
-    def check(self, first: int, stop: int) -> None:
-        """Compare logical blocks of a mapped file that were not read before with what was saved.
-
-        Raises:
-            ValueError: the file was altered.
-        """
-        unchecked = self.pool.unchecked
-        if unchecked is not None:
-            ids = np.unique(self.table[:, first:stop]).astype(np.int64)
-            heads = np.tile(np.arange(self.num_kv_heads), len(ids))
-            unchecked.check(self.pool, np.repeat(ids, self.num_kv_heads), heads)
-
-    def check_selected(self, blocks: np.ndarray, counts: np.ndarray) -> None:
-        """As `check`, the blocks that each row and KV head chose: `[B, Hkv, C]` and `[B, Hkv]` int32."""
-        unchecked = self.pool.unchecked
-        if unchecked is not None:
-            meant = np.arange(blocks.shape[2]) < counts[:, :, None]
-            rows, heads, _ = np.nonzero(meant)
-            unchecked.check(self.pool, self.table[rows, blocks[meant]].astype(np.int64), heads)
 
     def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """The first `stop` tokens as pieces of at most `tile` tokens: (first token, K, V), each until the next one."""
@@ -323,7 +304,7 @@ class BlockStore:
         """Make the block that is the last one of `length` tokens fit to be appended to: unpack it; it stays whole."""
         block = length // self.block_size
         if length % self.block_size:
-            self.check(block, block + 1)  # it will be written into
+            check_blocks(self, block, block + 1)  # it will be written into
             if (self.pool.block_ptr[self.table[:, block]] & 1).any():
                 self._reopen(block)
 
@@ -358,21 +339,6 @@ class BlockStore:
         self.table = np.ascontiguousarray(kept)
         self.revision += 1
         self.batch = len(rows)
-
-    def adopt(self, table: np.ndarray, width: int, length: int, sealed: int, packed: int) -> None:
-        """Hold blocks that the pool holds already, each as often as the table names it.
-
-        Args:
-            table: `[B, N]` int32.
-            width: logical blocks that the table is to have room for: what a device computes may be rounded by it.
-            length, sealed, packed: as the attributes.
-        """
-        self.table = np.zeros((self.batch, width), np.int32)
-        self.table[:, : table.shape[1]] = table
-        self.length, self.reserved = length, table.shape[1]
-        self.sealed, self.packed_blocks = sealed, packed
-        self.reserve_digests()
-        self.revision += 1
 
     def __del__(self) -> None:
         pool = getattr(self, "pool", None)

@@ -11,6 +11,7 @@ from hf_offload.cpu.checksum import checksum_records
 
 if TYPE_CHECKING:
     from hf_offload.cache.host_pool import HostPool
+    from hf_offload.cache.store import BlockStore
 
 
 class Unchecked:
@@ -52,6 +53,28 @@ class Unchecked:
     def forget(self, ids: np.ndarray) -> None:
         """These blocks get something else to hold."""
         self.todo[ids[ids < len(self.todo)]] = False
+
+
+def check_blocks(store: BlockStore, first: int, stop: int) -> None:
+    """Compare logical blocks of a mapped file that were not read before with what was saved.
+
+    Raises:
+        ValueError: the file was altered.
+    """
+    unchecked = store.pool.unchecked
+    if unchecked is not None:
+        ids = np.unique(store.table[:, first:stop]).astype(np.int64)
+        heads = np.tile(np.arange(store.num_kv_heads), len(ids))
+        unchecked.check(store.pool, np.repeat(ids, store.num_kv_heads), heads)
+
+
+def check_selected(store: BlockStore, blocks: np.ndarray, counts: np.ndarray) -> None:
+    """As `check_blocks`, the blocks that each row and KV head chose: `[B, Hkv, C]` and `[B, Hkv]` int32."""
+    unchecked = store.pool.unchecked
+    if unchecked is not None:
+        meant = np.arange(blocks.shape[2]) < counts[:, :, None]
+        rows, heads, _ = np.nonzero(meant)
+        unchecked.check(store.pool, store.table[rows, blocks[meant]].astype(np.int64), heads)
 
 
 def record_sums(addresses: np.ndarray, plain_bytes: int, packed_bytes: int) -> np.ndarray:
