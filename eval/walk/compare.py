@@ -70,8 +70,9 @@ class Models:
     def __init__(self, model_type: str) -> None:
         self.kind = model_class(model_type)
         self.config = tiny_config(model_type)
-        if not isinstance(self.config, self.kind.config_class):
-            self.config = self.config.get_text_config(decoder=True)
+        text = self.config.get_text_config(decoder=True)
+        if not isinstance(self.config, self.kind.config_class) and isinstance(text, self.kind.config_class):
+            self.config = text
         self.eager = self._build("eager")
 
     def ours(self) -> PreTrainedModel:
