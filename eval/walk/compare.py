@@ -169,8 +169,11 @@ def compare(model_type: str) -> dict[str, Any]:
         wanted = stock(models, result)
     except Exception as error:
         result.message = f"with Transformers' own cache: {tell(error)}"
-        if told := refusal(models):  # no oracle is needed
-            result.status, result.message = "refused", told
+        try:
+            if told := refusal(models):  # no oracle is needed
+                result.status, result.message = "refused", told
+        except Exception as other:
+            result.status, result.message = "error", tell(other)
         return result.as_dict()
     try:
         _ours(models, wanted, result)

@@ -54,6 +54,10 @@ def check_model(model: PreTrainedModel) -> Any:
             f"{type(model).__name__} is an encoder-decoder model, which HybridCache does not serve; use DynamicCache"
         )
     decoder = config.get_text_config(decoder=True)
+    if not hasattr(decoder, "num_hidden_layers"):
+        raise ValueError(
+            f"{type(model).__name__} is no single stack of decoder layers, which HybridCache needs; use DynamicCache"
+        )
     used = decoder._attn_implementation
     if used != NAME:
         raise ValueError(
