@@ -49,7 +49,8 @@ class HybridCache(Portable):
         resident: tokens that a row and KV head keeps on the device, in two tiers; by default the policy's budget.
         device_budget: in place of `resident`: device memory that the resident blocks of all layers take, in bytes or as
             a string such as `"2GiB"` or `"512MiB"`. It is divided when the first tokens arrive. Their digests, if the
-            policy has any, come out of it; digests of later tokens come on top.
+            policy has any, come out of it; digests of later tokens come on top. Or `"64 blocks"`: so many for each row
+            and KV head of a layer.
         host_dtype: `"int8"`: the host keeps all but the newest blocks in int8, half the memory, with a scale for each
             channel of a block's keys and for each token of its values. None: in the model's dtype.
         prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time; in two tiers the next ones come

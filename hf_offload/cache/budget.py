@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_offload.cache.store import BlockStore
 
 DEFAULT_RESIDENT = 2048  # tokens, for policies without a budget
+_BLOCKS = re.compile(r"(\d+) blocks?")
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B", re.IGNORECASE)
 
 
@@ -60,12 +61,14 @@ class DeviceBudget:
         nbytes: the same in bytes.
         layers: layers that share it.
         least: blocks that must be resident for a row and KV head.
+        blocks: how many may be, where the user gave their number in place of an amount.
     """
 
     given: int | str
     nbytes: int
     layers: int
     least: int
+    blocks: int | None = None
 
     def slots(self, store: BlockStore, tokens: int) -> int:
         """Blocks that a row and KV head of one layer keeps resident.
@@ -77,6 +80,8 @@ class DeviceBudget:
         Raises:
             ValueError: the budget does not reach for what is always resident.
         """
+        if self.blocks is not None:
+            return self.blocks
         lines = store.batch * store.num_kv_heads
         block = lines * store.pool.record_bytes
         digests = 0
@@ -106,7 +111,7 @@ def make_budget(
         two_memories: whether anything is resident.
 
     Raises:
-        ValueError: the amount is none, both knobs are given, or there is one memory.
+        ValueError: the amount is none, both knobs are given, there is one memory, or so few or many blocks cannot be.
     """
     if given is None:
         return None
@@ -119,6 +124,14 @@ def make_budget(
             f"device_budget={given!r}: with one memory nothing is resident; leave it out (or try two memories on the "
             'CPU with tier="split")'
         )
+    if isinstance(given, str) and (found := _BLOCKS.fullmatch(given.strip())):
+        blocks = int(found[1])
+        if not least <= blocks <= MOST_SLOTS:
+            raise ValueError(
+                f"device_budget={given!r} is not within {least} blocks, which sinks, recent tokens and the tail take "
+                f"and leave room beside, and {MOST_SLOTS}, for each row and KV head of a layer"
+            )
+        return DeviceBudget(given, 0, layers, least, blocks)
     return DeviceBudget(given, parse_bytes("device_budget", given), layers, least)
 
 

@@ -64,6 +64,9 @@ def test_contradictions_are_refused(llama: PreTrainedModel) -> None:
     for tier in (None, "one"):
         with pytest.raises(ValueError, match="device_budget='1MiB': with one memory nothing is resident"):
             HybridCache(llama, device_budget="1MiB", tier=tier)
+    for few in ("1 block", "100000 blocks"):
+        with pytest.raises(ValueError, match=f"device_budget='{few}' is not within"):
+            HybridCache(llama, device_budget=few, tier="split")
     with pytest.raises(ValueError, match="device_budget='1MiBi' is not an amount"):
         HybridCache(llama, device_budget="1MiBi", tier="split")
 
@@ -118,3 +121,9 @@ def test_another_batch_is_measured_anew(llama: PreTrainedModel) -> None:
         slots.append(cache.layers[0].resident.slots)
         cache.reset()
     assert slots == [16, 4]
+
+
+def test_a_number_of_blocks(llama: PreTrainedModel) -> None:
+    cache = HybridCache(llama, "full", device_budget="7 blocks", **SPLIT)
+    take_in(llama, cache, 2, 75)
+    assert all(layer.resident.slots == 7 for layer in cache.layers)  # type: ignore[attr-defined]
