@@ -90,7 +90,12 @@ def remembered(cache: HybridCache) -> list[dict[str, Any]]:
     rows = []
     for layer in hybrid_layers(cache):
         store, resident, clock = layer.store, layer.resident, getattr(layer.state, "clock", None)
-        row = {"length": store.length, "sealed": store.sealed, "packed": store._packed, "unplaced": layer.unplaced}
+        row = {
+            "length": store.length,
+            "sealed": store.sealed,
+            "packed": store.packed_blocks,
+            "unplaced": layer.unplaced,
+        }
         if clock is not None:
             row |= {"since": clock.since, "ratio": clock.ratio, "steps": layer.state.steps}
         if resident is not None:

@@ -121,13 +121,13 @@ def broken(*args: object, **kwargs: object) -> None:
     raise Broken
 
 
-@pytest.mark.parametrize("name", ["pack_records", "movers.write_tokens"])
+@pytest.mark.parametrize("name", ["packing.pack_records", "store.movers.write_tokens"])
 def test_what_fails_changes_nothing_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     store, (k, v) = make_store(), tokens(600)
     fill(store, k[:, :, :139], v[:, :, :139], [])
     before, used = store.gather(0, 139), store.host_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(f"hf_offload.cache.store.{name}", broken)
+        patch.setattr(f"hf_offload.cache.{name}", broken)
         with pytest.raises(Broken):
             fill(store, k[:, :, 139:], v[:, :, 139:], [1, 2, 3, 4, 5, 6])
     store.crop(139)
