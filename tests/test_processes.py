@@ -54,7 +54,12 @@ def run(code: str, tier: str, lookahead: str, limit: float = 120.0) -> str:
     return done.stdout
 
 
-CASES = [("one", "off"), ("one", "attend"), ("split", "off"), ("split", "attend")]
+CASES = [
+    ("one", "off"),
+    ("split", "attend"),
+    pytest.param("one", "attend", marks=pytest.mark.slow),
+    pytest.param("split", "off", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="CUDA does not survive a fork")

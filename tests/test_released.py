@@ -138,7 +138,10 @@ def live(
     return [weakref.ref(part) for part in parts], list(cache.settings.worker._pool)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+QUICK = ("one", "split, attends ahead")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS])
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 def test_a_cache_goes_with_its_last_name(
     model: PreTrainedModel, act: Callable[[PreTrainedModel, HybridCache], None], name: str

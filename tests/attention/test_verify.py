@@ -194,8 +194,11 @@ def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tens
         ).logits  # fmt: skip
 
 
+QUICK = ("llama", "gemma3")
+
+
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_padded_rows_of_every_family_verified_by_hand(family: str, tier: str) -> None:
     model = tiny_model(family)
     (ids, mask), (wrong, _) = prompt(3, 90), prompt(3, 90, seed=5)

@@ -16,7 +16,7 @@ import hf_offload
 
 FOLDER = Path(__file__).parent
 SUBJECTS = [path.stem.removeprefix("cases_") for path in sorted(FOLDER.glob("cases_*.py"))]
-TARGETS = [80, 90, pytest.param(86, marks=pytest.mark.slow), pytest.param(89, marks=pytest.mark.slow)]
+TARGETS = [90, *(pytest.param(target, marks=pytest.mark.slow) for target in (80, 86, 89))]
 
 
 def run_apart(folder: str, *arguments: str) -> str:
