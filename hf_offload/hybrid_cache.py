@@ -279,6 +279,7 @@ class HybridCache(Portable):
         if self._undo_to is None:
             return
         layers = hybrid_layers(self)
+        self.calls.clear()  # they hold this cache, too
         self.drain(quiet=True)  # the fault that ended that forward is on its way to the caller
         if interrupted:
             halt(layers, self.settings)

@@ -84,6 +84,22 @@ def interrupt(model: PreTrainedModel, cache: HybridCache) -> None:
     _stop(model, cache, KeyboardInterrupt)
 
 
+def end_interrupted(model: PreTrainedModel, cache: HybridCache) -> None:
+    """As `interrupt`, and nothing comes after it but `crop(0)`."""
+    decode(model, cache)
+    handle = model.model.layers[2].mlp.register_forward_pre_hook(_interrupted)
+    try:
+        with torch.no_grad(), suppress(KeyboardInterrupt):
+            model(prompt(2, 20)[0], past_key_values=cache)
+    finally:
+        handle.remove()
+    cache.crop(0)
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def _stop(model: PreTrainedModel, cache: HybridCache, error: type[BaseException]) -> None:
     decode(model, cache)
 
@@ -121,7 +137,7 @@ def refuse(model: PreTrainedModel, cache: HybridCache) -> None:
 
 
 ACTS: list[Callable[[PreTrainedModel, HybridCache], None]] = [
-    prefill, decode, generate, beams, change, fail, interrupt, lose_a_job, refuse,
+    prefill, decode, generate, beams, change, fail, interrupt, end_interrupted, lose_a_job, refuse,
 ]  # fmt: skip
 
 
