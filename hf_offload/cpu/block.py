@@ -13,7 +13,7 @@ import numpy as np
 from .launch import Array, jit
 from .memory import LINE, get, prefetch, put
 from .tile import dot_quad, load_columns, load_tile, outer_fma, spread, store_quads, store_tile
-from .vector import MASKED, choose_less, exp, fma, lane_max, lane_sum, load_f32, splat, store, vmax
+from .vector import MASKED, NOTHING, choose_less, exp, fma, lane_max, lane_sum, load_f32, splat, store, vmax
 
 # Scores of this many tokens go through one softmax step: enough to fill vectors when blocks are small.
 STEP_TOKENS = 128
@@ -75,6 +75,21 @@ def clear_scores(count: int, scores: int, stride: int, begin: int, end: int) -> 
     for head in range(count):
         for token in range(begin, end):
             put(scores + head * stride + 4 * token, MASKED)
+
+
+@jit
+def copy_scores(count: int, scores: int, stride: int, tokens: int, target: int, target_stride: int) -> None:
+    """target[head, token] = score, -inf where it is MASKED; nothing is written behind the tokens."""
+    nothing, none = splat(NOTHING), splat(np.float32(-np.inf))
+    whole = tokens & ~15
+    for head in range(count):
+        row, to = scores + head * stride, target + head * target_stride
+        for token in range(0, whole, 16):
+            score = load_f32(row + 4 * token)
+            store(to + 4 * token, choose_less(score, nothing, none, score))
+        for token in range(whole, tokens):
+            score = get(row + 4 * token)
+            put(to + 4 * token, np.float32(-np.inf) if score < NOTHING else score)
 
 
 @jit

@@ -14,6 +14,7 @@ from .block import (
     STEP_TOKENS,
     bend_weights,
     clear_scores,
+    copy_scores,
     mask_scores,
     scale_weights,
     shrink_sums,
@@ -44,6 +45,8 @@ from .parts import NO_KBAR, PART_TOKENS, PARTS, clear_part, merge_parts, partial
 from .record import add_vectors, record_of, score_keys, touch
 from .vector import load_f32, splat, store
 
+_NO_SCORES = np.empty((0, 0, 0), np.float32)
+
 
 @jit
 def _attend(
@@ -67,6 +70,8 @@ def _attend(
     state: int,
     out: int,
     kbar: int,
+    raw: int,
+    raw_stride: int,
     prefetches: bool,
     packed: Any,
     spare: int,
@@ -102,6 +107,8 @@ def _attend(
         if begin + block_size > length or holes[chosen[i]] != 0:
             place = scores + 4 * (i - first) * block_size
             mask_scores(group, place, stride, valid, begin, length - begin, block_size)
+    if raw != 0:
+        copy_scores(group, scores, stride, tokens, raw + 4 * first * block_size, raw_stride)
     bent = scores + group * stride
     if cap > 0.0 and kbar != 0:
         bend_weights(group, scores, bent, stride, padded, cap)
@@ -167,6 +174,7 @@ def decode_kernel(
     out: Array,
     lse: Array,
     kbar: Array,
+    raw: Array,
     block_size: int,
     scale: float,
     cap: float,
@@ -185,6 +193,7 @@ def decode_kernel(
     step = max(1, STEP_TOKENS // block_size)
     stride = 4 * max(STEP_TOKENS, block_size)
     wants_kbar = kbar.shape[0] > 0
+    raw_stride = 4 * raw.shape[2]
     share = (blocks.shape[2] + parts - 1) // parts
     share = (share + step - 1) // step * step
     # A partial result: sum of V, sum of K [group, dim] each; peak, mass, fade [group] each.
@@ -208,6 +217,7 @@ def decode_kernel(
         key_sums = sums + part if wants_kbar else 0
         state = sums + state_offset
         source = address_of(query) + head * part
+        raw_scores = address_of(raw) + head * group * raw_stride + 4 * begin * block_size if raw_stride > 0 else 0
         for place in range(0, part, 64):
             store(queries + place, load_f32(source + place) * splat(np.float32(scale)))
         clear_part(sums, dim, group, wants_kbar)
@@ -227,7 +237,8 @@ def decode_kernel(
             last = min(first + step, mine)
             _attend(
                 tag, full, rest, group, addresses, chosen, first, last, valid[b], holes[b], length, queries, dim,
-                block_size, cap, scores, stride, state, sums, key_sums, prefetches, packed, spare,
+                block_size, cap, scores, stride, state, sums, key_sums, raw_scores, raw_stride, prefetches,
+                packed, spare,
             )  # fmt: skip
         if count_up(finished, head) == parts - 1:
             origin = address_of(partial) + head * parts * partial_step
@@ -260,6 +271,7 @@ def sparse_decode(
     softcap: float | None,
     packed: bool = False,
     prefetch: bool = True,
+    scores: Array | None = None,
 ) -> Launch:
     """Prepare exact softmax attention of one query token a row over chosen blocks.
 
@@ -283,6 +295,9 @@ def sparse_decode(
         softcap: c in score = c * tanh(score / c), or None.
         packed: whether any block may be packed.
         prefetch: False shows what prefetching is worth.
+        scores: float32 [B, Hq, C * block_size] or None, written: of each token of the listed blocks, in the order of
+            the lists, the score as it enters the softmax; -inf where it is not attended. What lies behind the counts
+            is left as it is.
 
     Raises:
         ValueError: shapes that contradict each other, a memory layout or a size that the kernel does not cover.
@@ -305,6 +320,10 @@ def sparse_decode(
         kbar = NO_KBAR
     else:
         require("kbar", kbar, F32, query.shape)
+    if scores is None:
+        scores = _NO_SCORES
+    else:
+        require("scores", scores, F32, (batch, query_heads, capacity * block_size))
     if min(valid.shape[1], holes.shape[1] * block_size) < length:
         raise ValueError(f"valid {valid.shape} or holes {holes.shape} covers fewer tokens than length {length}")
     if softcap is not None and not softcap > 0:
@@ -316,7 +335,7 @@ def sparse_decode(
     group = query_heads // kv_heads
     partial, finished = partial_results(heads * parts, group, dim, kbar is not NO_KBAR), np.zeros(heads, np.int64)
     args = (
-        tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, int(length), out, lse, kbar,
+        tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, int(length), out, lse, kbar, scores,
         int(block_size), float(scale), float(softcap or 0.0), parts, partial, finished,
         0 if packed else None, packed_bytes(dim, block_size), bool(prefetch),
     )  # fmt: skip

@@ -79,6 +79,34 @@ def sparse_decode(
     return out.view(query.shape), lse.view(query.shape[:2]), kbar.view(query.shape)
 
 
+def listed_scores(
+    query: Tensor,
+    pool: Tensor,
+    table: Tensor,
+    blocks: Tensor,
+    counts: Tensor,
+    valid: Tensor,
+    length: int,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Return `scores` [B, Hq, C * block_size], float64, of `decode.sparse_decode`; NaN where it leaves them alone."""
+    group, size = query.shape[1] // pool.shape[1], pool.shape[3]
+    scores = torch.full((*query.shape[:2], blocks.shape[2], size), math.nan, dtype=torch.float64)
+    for b, heads in enumerate(query.double()):
+        for hq, vector in enumerate(heads):
+            for c in range(int(counts[b, hq // group])):
+                n = int(blocks[b, hq // group, c])
+                found = pool[int(table[b, n]), hq // group, 0].double() @ vector * scale
+                if softcap is not None:
+                    found = softcap * torch.tanh(found / softcap)
+                positions = n * size + torch.arange(size)
+                seen = (positions < length) & valid[b, positions.clamp(max=valid.shape[1] - 1)].bool()
+                scores[b, hq, c] = torch.where(seen, found, -math.inf)
+    return scores.flatten(2)
+
+
 def tail_lse(
     query: Tensor, pool: Tensor, table: Tensor, first_block: int, length: int, valid: Tensor, *, scale: float
 ) -> Tensor:

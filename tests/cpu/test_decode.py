@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -29,17 +30,19 @@ def _choose(case: Case, kv_heads: int, capacity: int) -> tuple[torch.Tensor, tor
     return blocks, counts
 
 
-def _check(case: Case, group: int, dtype: torch.dtype, softcap: float | None, kbar: bool, threads: int) -> None:
+def _check(
+    case: Case, group: int, dtype: torch.dtype, softcap: float | None, kbar: bool, threads: int, scores: bool
+) -> None:
     batch, kv_heads, dim = len(case.table), case.clean.shape[1], case.clean.shape[4]
     block_size, scale = case.clean.shape[3], dim**-0.5
     query = torch.randn(batch, kv_heads * group, dim) * 3
     blocks, counts = _choose(case, kv_heads, capacity=9)
     out, means = torch.full_like(query, 7), torch.full_like(query, 7)
-    lse = torch.full(query.shape[:2], 7.0)
+    lse, raw = torch.full(query.shape[:2], 7.0), torch.full((*query.shape[:2], 9 * block_size), 7.0)
     launch = sparse_decode(
         query.numpy(), case.block_ptr, case.table.numpy(), blocks.numpy(), counts.numpy(), case.holes.numpy(),
         case.valid.numpy(), case.length, out.numpy(), lse.numpy(), means.numpy() if kbar else None,
-        kv_dtype=dtype, block_size=block_size, scale=scale, softcap=softcap,
+        kv_dtype=dtype, block_size=block_size, scale=scale, softcap=softcap, scores=raw.numpy() if scores else None,
     )  # fmt: skip
     assert launch.tasks % (batch * kv_heads) == 0
     assert launch.cost > 0
@@ -52,6 +55,11 @@ def _check(case: Case, group: int, dtype: torch.dtype, softcap: float | None, kb
     torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=bound)
     if kbar:
         torch.testing.assert_close(means.double(), want[2], rtol=0, atol=bound)
+    if scores:
+        expected = reference.listed_scores(
+            query, case.clean, case.table, blocks, counts, case.valid, case.length, scale=scale, softcap=softcap
+        )
+        torch.testing.assert_close(raw.double(), expected.nan_to_num(7.0, neginf=-math.inf), rtol=0, atol=bound)
 
 
 # Head tiles compile separately: the sizes are spread over dtypes so that every one is met, few of them twice.
@@ -73,7 +81,7 @@ def test_decode(group: int, dim: int, block_size: int, dtype: torch.dtype) -> No
     torch.manual_seed(group)
     length = 5 * block_size + 3
     case = make_case(3, 2, dim, block_size, length, dtype, padding=(0, block_size + 3, length), scattered=0.05)
-    _check(case, group, dtype, softcap=None, kbar=True, threads=1)
+    _check(case, group, dtype, softcap=None, kbar=True, threads=1, scores=True)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0, 50.0])
@@ -82,14 +90,14 @@ def test_decode_softcap(softcap: float | None, kbar: bool) -> None:
     torch.manual_seed(1)
     for block_size in (8, 32):
         case = make_case(2, 3, 64, block_size, 4 * block_size, torch.bfloat16, padding=(0, block_size // 2))
-        _check(case, 3, torch.bfloat16, softcap, kbar, threads=1)
+        _check(case, 3, torch.bfloat16, softcap, kbar, threads=1, scores=not kbar)
 
 
 def test_decode_shared_by_threads() -> None:
     torch.manual_seed(2)
     case = make_case(16, 4, 64, 32, 32 * 9 + 1, torch.bfloat16, padding=(5,) * 16)
     for _ in range(5):
-        _check(case, 3, torch.bfloat16, None, True, threads=4)
+        _check(case, 3, torch.bfloat16, None, True, threads=4, scores=True)
 
 
 def test_large_scores_stay_finite() -> None:
@@ -144,6 +152,7 @@ def _decode_arguments(**changes: Any) -> tuple[list[Any], dict[str, Any]]:
         ({"block_size": 24}, ValueError, "24"),
         ({"kv_dtype": torch.float64}, TypeError, "float64"),
         ({"softcap": -1.0}, ValueError, "softcap"),
+        ({"scores": np.zeros((1, 3, 127), np.float32)}, ValueError, "scores"),
     ],
 )
 def test_decode_refuses(changes: dict[str, Any], error: type[Exception], text: str) -> None:

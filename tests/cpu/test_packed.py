@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -121,11 +123,13 @@ def test_decode_over_packed_and_plain_blocks(
     chosen = torch.stack([torch.randperm(blocks) for _ in range(4)]).view(2, kv_heads, blocks).int()
     counts = torch.tensor([[blocks, 3], [1, 0]], dtype=torch.int32)
     out, lse, means = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0), torch.full_like(query, 7)
+    scores = torch.full((*query.shape[:2], blocks * block_size), 7.0)
     arrays = (table, chosen, counts, holes, valid)
     tables, picks, many, gaps, seen = (x.numpy() for x in arrays)
     sparse_decode(
         query.numpy(), pool.block_ptr, tables, picks, many, gaps, seen, length, out.numpy(), lse.numpy(),
         means.numpy() if kbar else None, kv_dtype=dtype, block_size=block_size, scale=0.3, softcap=softcap, packed=True,
+        scores=scores.numpy(),
     ).run()  # fmt: skip
     want = reference.sparse_decode(query, held, table, chosen, counts, valid, length, scale=0.3, softcap=softcap)
     bound = 1e-5 * (1 + want[1][want[1].isfinite()].abs().max().item()) * held.abs().max().item()
@@ -133,6 +137,8 @@ def test_decode_over_packed_and_plain_blocks(
     torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=bound)
     if kbar:
         torch.testing.assert_close(means.double(), want[2], rtol=0, atol=bound)
+    expected = reference.listed_scores(query, held, table, chosen, counts, valid, length, scale=0.3, softcap=softcap)
+    torch.testing.assert_close(scores.double(), expected.nan_to_num(7.0, neginf=-math.inf), rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize(("dim", "block_size"), GEOMETRIES)
