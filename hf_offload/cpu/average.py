@@ -1,0 +1,104 @@
+"""Moving averages of attention weights, one a token and query head.
+
+Source: HGCA, algorithm 1, line 8: A = (1 - alpha) A + alpha (the weights of this step).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .edges import load_first, load_marks, store_first
+from .launch import F32, U8, Array, Launch, kernel, new_ticket, require
+from .memory import address_of, count_up
+from .vector import choose_less, exp, fma, splat
+
+_TASK_TOKENS = 8192  # averages of a task, at most, unless a head has more
+_ALL_VALID = np.empty((0, 0), np.uint8)
+
+
+@kernel
+def average_kernel(
+    ticket: Array,
+    tasks: int,
+    average: Array,
+    scores: Array,
+    lse: Array,
+    first: int,
+    length: int,
+    alpha: float,
+    valid: Array,
+    chunk: int,
+) -> None:
+    """One task = `chunk` pairs of a row and a query head."""
+    query_heads = lse.shape[1]
+    pairs = lse.shape[0] * query_heads
+    keep, share, zero = splat(np.float32(1.0 - alpha)), splat(np.float32(alpha)), splat(np.float32(0.0))
+    while True:
+        task = count_up(ticket, 0)
+        if task >= tasks:
+            break
+        for pair in range(task * chunk, min((task + 1) * chunk, pairs)):
+            b, h = pair // query_heads, pair % query_heads
+            total = lse[b, h]
+            # Nothing attended: every weight is exp(-inf).
+            shift = splat(np.float32(np.inf) if total == -np.inf else total)
+            place = address_of(average) + 4 * (pair * average.shape[2] + first)
+            source = address_of(scores) + 4 * pair * scores.shape[2]
+            marks = address_of(valid) + b * valid.shape[1] + first
+            for token in range(0, length - first, 16):
+                count = length - first - token
+                weight = exp(load_first(source + 4 * token, count) - shift)
+                mean = fma(load_first(place + 4 * token, count), keep, weight * share)
+                if valid.shape[0] > 0:
+                    mean = choose_less(zero, load_marks(marks + token, count), mean, zero)
+                store_first(place + 4 * token, count, mean)
+        count_up(ticket, 1)
+
+
+def move_averages(
+    average: Array,
+    scores: Array,
+    lse: Array,
+    first: int,
+    length: int,
+    *,
+    alpha: float,
+    valid: Array | None = None,
+) -> Launch:
+    """Prepare taking one step's attention weights into the averages of tokens first..length-1 of every row.
+
+    A weight is exp(score - lse). As a `Standing`, `first` and `length` may be set, as long as they are within what
+    the arrays cover: length - first at most W, length at most T.
+
+    Args:
+        average: float32 [B, Hq, T], finite where a token is valid, written.
+        scores: float32 [B, Hq, W], of tokens from `first` on, as they entered the softmax; -inf where not attended.
+        lse: float32 [B, Hq], natural log of the sum of exp(score); -inf where nothing was attended: weights are 0.
+        first: the first token.
+        length: the token after the last.
+        alpha: what the weights count in the average, 0 to 1.
+        valid: uint8 [B, T'], T' at least `length`, or None: averages of tokens that are not valid become 0.
+
+    Raises:
+        ValueError: shapes that contradict each other, or a memory layout that the kernel does not cover.
+        TypeError: an array of another dtype.
+    """
+    batch, query_heads, capacity = average.shape
+    width = scores.shape[-1]
+    require("average", average, F32, average.shape)
+    require("scores", scores, F32, (batch, query_heads, width))
+    require("lse", lse, F32, (batch, query_heads))
+    covered = capacity
+    if valid is None:
+        valid = _ALL_VALID
+    else:
+        require("valid", valid, U8, (batch, valid.shape[-1]))
+        covered = min(covered, valid.shape[1])
+    if not 0 <= first <= length <= covered or length - first > width:
+        raise ValueError(f"tokens {first}..{length}: the averages or marks hold {covered} tokens, the scores {width}")
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"alpha must be within 0..1, got {alpha}")
+    pairs = batch * query_heads
+    chunk = max(1, min(_TASK_TOKENS // max(width, 1), pairs))
+    args = (average, scores, lse, int(first), int(length), float(alpha), valid, chunk)
+    return Launch(average_kernel, -(-pairs // chunk), args, new_ticket(), 8 * pairs * width)
