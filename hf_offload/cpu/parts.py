@@ -61,7 +61,7 @@ def _merge(first: int, rows: int, step: int, dim: int, group: int, sums: int, ma
 
 
 @jit
-def _shares(first: int, rows: int, step: int, group: int, state: int, state_step: int, lse: Array) -> None:
+def merge_masses(first: int, rows: int, step: int, group: int, state: int, state_step: int, lse: Array) -> None:
     """Write each head's lse [group], and into each part's fade what its sums count in the whole."""
     for head in range(group):
         place = first + state + 4 * head
@@ -86,7 +86,7 @@ def merge_parts(
 ) -> None:
     """Merge `rows` partial results, `step` bytes apart, into lse [G] and, at addresses, out [G, D] and kbar [G, D]."""
     state, state_step = partial_state(group, dim, wants_kbar), 4 * group
-    _shares(first, rows, step, group, state, state_step, lse)
+    merge_masses(first, rows, step, group, state, state_step, lse)
     shares = state + 2 * state_step
     _merge(first, rows, step, dim, group, 0, shares, out)
     if wants_kbar:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from .reference import read_tokens
+
 
 def move_averages(
     average: Tensor, scores: Tensor, lse: Tensor, first: int, length: int, *, alpha: float, valid: Tensor | None
@@ -19,4 +21,59 @@ def move_averages(
     if valid is not None:
         moved = torch.where(valid[:, None, first:length] == 0, 0.0, moved)
     new[..., first:length] = moved
+    return new
+
+
+def query_scores(
+    query: Tensor,
+    pool: Tensor,
+    table: Tensor,
+    valid: Tensor,
+    first: int,
+    stop: int,
+    start: int,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Return the scores [B, Hq, Q, stop - first], float64, of which `query_lse.query_lse` makes sums; -inf if not seen.
+
+    Args:
+        query: [B, Hq, Q, D], query i at position start + i.
+        pool, table: as in `reference.py`; the others as in `query_lse.query_lse`.
+    """
+    keys, _ = read_tokens(pool, table, first, stop - first)
+    grouped = keys.double().repeat_interleave(query.shape[1] // pool.shape[1], 1)
+    scores = query.double() @ grouped.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    positions, at = torch.arange(first, stop), start + torch.arange(query.shape[2])
+    seen = (positions <= at[:, None]) & valid[:, None, first:stop].bool() & valid[:, at, None].bool()
+    return torch.where(seen[:, None], scores, -math.inf)
+
+
+def weigh_tokens(
+    scores: Tensor,
+    lse: Tensor,
+    coefficient: Tensor | None,
+    decay: float,
+    average: Tensor,
+    valid: Tensor,
+    first: int,
+    stop: int,
+) -> Tensor:
+    """Return the averages [B, Hq, T], float64, as `weigh.weigh_tokens` leaves them.
+
+    Args:
+        scores: from `query_scores`; the others as in `weigh.weigh_tokens`.
+    """
+    total = lse.double()[..., None]
+    weights = torch.where((scores == -math.inf) | (total == -math.inf), 0.0, torch.exp(scores - total))
+    new = average.double().clone()
+    old = decay * new[..., first:stop] if decay > 0 else torch.zeros_like(new[..., first:stop])
+    if coefficient is None:
+        joined = torch.maximum(old, weights.amax(2))
+    else:
+        joined = old + torch.einsum("q,bhqt->bht", coefficient.double(), weights)
+    new[..., first:stop] = torch.where(valid[:, None, first:stop] == 0, 0.0, joined)
     return new
