@@ -50,6 +50,32 @@ def _store_some(typing: Any, address: Any, count: Any, vector: Any) -> Any:
     return types.void(types.int64, types.int64, VECTOR), emit
 
 
+def _emit_octets(builder: Any, vector: Any) -> Any:
+    return builder.trunc(builder.fptoui(vector, WORDS), _BYTES)
+
+
+@lowered
+def _store_all_marks(typing: Any, address: Any, vector: Any) -> Any:
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(_emit_octets(builder, args[1]), pointer(builder, args[0], _BYTES), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, VECTOR), emit
+
+
+@lowered
+def _store_some_marks(typing: Any, address: Any, count: Any, vector: Any) -> Any:
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        place = pointer(builder, args[0], _BYTES)
+        signature = ir.FunctionType(ir.VoidType(), [_BYTES, place.type, BITS32, _MASK])
+        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.store.v16i8.p0")
+        octets = _emit_octets(builder, args[2])
+        builder.call(function, [octets, place, ir.Constant(BITS32, 1), _first_lanes(builder, args[1])])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, VECTOR), emit
+
+
 @lowered
 def _load_some_marks(typing: Any, address: Any, count: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -86,3 +112,12 @@ def store_first(address: int, count: int, vector: Any) -> None:
 def load_marks(address: int, count: int) -> Any:
     """The first `count` of 16 unsigned bytes at `address` as float32, 0 in the other lanes."""
     return _load_all_marks(address) if count >= 16 else _load_some_marks(address, count)
+
+
+@jit
+def store_marks(address: int, count: int, vector: Any) -> None:
+    """Write the first `count` of 16 lanes, whole numbers of 0 to 255, as bytes at `address`; all if count is more."""
+    if count >= 16:
+        _store_all_marks(address, vector)
+    else:
+        _store_some_marks(address, count, vector)

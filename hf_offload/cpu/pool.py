@@ -88,7 +88,7 @@ def touch_kernel(ticket: Array, tasks: int, addresses: Array, nbytes: int, chunk
         count_up(ticket, 1)
 
 
-def _layout(x: Array | torch.Tensor) -> tuple[int, tuple[int, ...], int]:
+def layout_of(x: Array | torch.Tensor) -> tuple[int, tuple[int, ...], int]:
     """Address, strides in bytes and bytes of an element; asking a tensor is much cheaper than asking its array."""
     if isinstance(x, torch.Tensor):
         size = x.element_size()
@@ -108,8 +108,8 @@ def _move(
     batch, heads, tokens, dim = k.shape
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(f"k is {k.dtype} {k.shape} but v is {v.dtype} {v.shape}; they must agree")
-    key, key_strides, size = _layout(k)
-    value, value_strides, _ = _layout(v)
+    key, key_strides, size = layout_of(k)
+    value, value_strides, _ = layout_of(v)
     if dim > 1 and (key_strides[3] != size or value_strides[3] != size):
         raise ValueError("k and v need a contiguous last dimension")
     if block_size not in BLOCK_SIZES:

@@ -77,3 +77,24 @@ def weigh_tokens(
         joined = old + torch.einsum("q,bhqt->bht", coefficient.double(), weights)
     new[..., first:stop] = torch.where(valid[:, None, first:stop] == 0, 0.0, joined)
     return new
+
+
+def count_kept(
+    average: Tensor,
+    valid: Tensor,
+    threshold_old: Tensor,
+    threshold_new: Tensor,
+    border: int,
+    first: int,
+    stop: int,
+    *,
+    kv_heads: int,
+    rule: str,
+) -> tuple[Tensor, Tensor]:
+    """Return kept, bool [B, Hkv, stop - first], and the joined averages that decide, as `keep.count_kept` does."""
+    batch, query_heads, _ = average.shape
+    grouped = average[..., first:stop].double().reshape(batch, kv_heads, query_heads // kv_heads, stop - first)
+    joined = grouped.amax(2) if rule == "any" else grouped.mean(2)
+    old = torch.arange(first, stop) < border
+    bar = torch.where(old, threshold_old[:, None], threshold_new[:, None]).double()
+    return (joined > bar[:, None]) & valid[:, None, first:stop].bool(), joined
