@@ -21,7 +21,7 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mending import halt, mend
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import Settings
-from hf_offload.cache.stats import Stats
+from hf_offload.cache.stats import Stats, report
 from hf_offload.cache.turn import Turn
 from hf_offload.cpu.cores import cores
 from hf_offload.cpu.worker import Worker, WorkerError
@@ -99,7 +99,7 @@ class HybridCache(Portable):
         if host_dtype not in (None, "int8"):
             raise ValueError(f'host_dtype={host_dtype!r} is not supported; use "int8", or None for the model\'s dtype')
         if cuda_graph:
-            check_graph(model, config)
+            check_graph(model, self.policy, config)
         self.policy.check_blocks(block_size)
         stock = stock_layers(config)
         two = tier == "split" or (tier is None and on_device(model))
@@ -190,7 +190,7 @@ class HybridCache(Portable):
     def stats(self) -> Stats:
         """What the cache has done since it was made or reset."""
         layers = hybrid_layers(self)
-        rows = [layer.report() for layer in layers]
+        rows = [report(layer) for layer in layers]
         near = sum(
             row.resident_bytes + row.digest_bytes if layer.has_slots else row.host_bytes + row.digest_bytes
             for layer, row in zip(layers, rows, strict=True)

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_offload.attention.function import NAME
 from hf_offload.attention.spread import check_ranks, ranks_of
+from hf_offload.policies.base import Policy
 
 
 def stock_layers(config: Any) -> list[Any]:
@@ -74,8 +75,12 @@ def check_model(model: PreTrainedModel) -> Any:
     return decoder
 
 
-def check_graph(model: PreTrainedModel, config: Any) -> None:
+def check_graph(model: PreTrainedModel, policy: Policy, config: Any) -> None:
     """Raise ValueError if decode steps of this model cannot be captured as a CUDA graph, with the reason."""
+    if policy.salience is not None:
+        raise ValueError(
+            f"cuda_graph=True: with policy {policy.name!r} the host decides between steps what it attends; leave it out"
+        )
     if ranks_of(model) > 1:
         raise ValueError(
             f"cuda_graph=True: {type(model).__name__} is spread over {ranks_of(model)} ranks, whose exchanges in a "

@@ -15,6 +15,7 @@ from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cache.around import uncast
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
+from hf_offload.cache.window import set_window
 
 FEW_QUERIES = 16
 """Appends of at most so many tokens read the cached blocks where they lie; more are worth bringing them together."""
@@ -59,6 +60,9 @@ def append(
     if fresh:
         store.append(key, value)
         seal(store, tile, key)
+        if layer.salience is not None:
+            set_window(layer, layer.salience)
+            layer.salience.take_in(query, scale=scale, softcap=softcap)
     layer.scale, layer.softcap = scale, softcap
     window = layer.policy.query_window
     if window and layer.has_slots:
@@ -131,11 +135,16 @@ def _decode(
     store, stats = layer.store, layer.stats
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
+    if layer.salience is not None:
+        layer.salience.catch_up()
     if fresh:
         store.append_token(key, value)
     step = HostStep(layer, query.squeeze(2), store.length, scale, softcap)
     plan = layer.policy.plan(step)
-    out, lse = step.nothing() if plan.host is None else step.attend_host(plan.host)
+    if plan.kept is not None:
+        out, lse = step.attend_kept(plan, learn=fresh)
+    else:
+        out, lse = step.nothing() if plan.host is None else step.attend_host(plan.host)
     if plan.ahead is not None:
         with stats.waiting():
             plan.ahead.wait()
@@ -149,4 +158,6 @@ def _decode(
     layer.policy.after_layer(step, plan)
     if store.length % store.block_size == 0 and store.sealed < store.num_blocks:
         seal(store, layer.settings.prefill_tile)
+    if fresh and layer.salience is not None:
+        layer.salience.advance()
     return out.to(query.dtype, copy=True).unsqueeze(1)  # the step's own buffers are written again

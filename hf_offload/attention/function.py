@@ -147,7 +147,7 @@ def _singles(layer: HybridLayer, module: torch.nn.Module, length: int, dense: bo
     Raises:
         ValueError: drafts that cannot be attended like that.
     """
-    if layer.policy.budget_tokens is None:
+    if not layer.policy.leaves_out:
         return 0
     singles = layer.settings.drafts.singles(length, layer.past)
     shared = layer.pending is None

@@ -29,17 +29,24 @@ class HostKernels:
         self.query, self.out, self.lse = self.query_tensor.numpy(), self.out_tensor.numpy(), self.lse_tensor.numpy()
         self.kbar = np.empty(shape, np.float32)
         self.masses = np.empty((*shape[:2], 0), np.float32)
+        self.weights = np.empty((*shape[:2], 0), np.float32)
+        """`[B, Hq, W]`, scores of the window's tokens."""
+        self.kept_out, self.kept_lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
         self.score = np.empty((shape[0], 0, 0), np.float32)
         """`[B, Hkv, N]`, of the last choice."""
         self.chosen: Selection | None = None
         """The last choice."""
         self.choosing = Kept(f"the choice of blocks of layer {layer}")
         self.attending = Kept(f"CPU attention of layer {layer}")
+        self.keeping = Kept(f"attention to kept tokens of layer {layer}")
+        self.averaging = Kept(f"averages of layer {layer}")
         self.starting = Kept(f"early CPU attention of layer {layer}")
         self.lent = False
         """Whether a job is being started that works in these buffers."""
         self.job: Job | None = None
         """The last job that worked in them."""
+        self.window: tuple[int, Selection] | None = None
+        """The blocks of the window from a number on."""
         self._whole: np.ndarray | None = None
         self._parts: tuple[Selection, Selection] | None = None
 

@@ -71,12 +71,12 @@ class HostPart:
         """Whether the buffers have the sizes for such a step."""
         return self.shape == query.shape and self.capacity == capacity
 
-    def start(self, step: Step, host: Selection, *, correct: bool, label: str) -> HostPart:
+    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> HostPart:
         """Start to attend host blocks with the step's query.
 
         Args:
             step: its query is the one to attend with.
-            host: sealed blocks.
+            host: sealed blocks; None: they are known here.
             correct: whether to return k̄ for the first-order correction.
             label: what an error message calls it.
         """
@@ -99,10 +99,11 @@ class HostPart:
         self._job = worker.submit(attend, step.label(label), shares=shares, keep=(step.store.pool, self))
         return self
 
-    def _send(self, query: torch.Tensor, host: Selection) -> torch.cuda.Event | None:
+    def _send(self, query: torch.Tensor, host: Selection | None) -> torch.cuda.Event | None:
         self.cancel()
         self.layer.mirror.pause()
         self.query.copy_(query, non_blocking=True)
+        assert host is not None
         self.blocks.copy_(host.blocks, non_blocking=True)
         self.counts.copy_(host.counts, non_blocking=True)
         if not query.is_cuda or self.layer.mirror.capture is not None:

@@ -10,12 +10,15 @@ import torch
 from hf_offload.attention.ahead import Ahead
 from hf_offload.attention.host_kernels import kernels_of
 from hf_offload.attention.step import Step
+from hf_offload.cache.context import Context
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.unchecked import check_selected
+from hf_offload.cpu import average as averaging
 from hf_offload.cpu import choose as choosing
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu import select as selecting
+from hf_offload.cpu.early import take_in
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.scoring import Digest
 from hf_offload.cpu.selections import common_blocks, part_always
@@ -133,6 +136,16 @@ class HostStep(Step):
             self.layer.everything = known
         return known
 
+    def window(self) -> Selection:
+        salience, shape = self.layer.salience, (self.store.batch, self.store.num_kv_heads)
+        assert salience is not None
+        first, known = salience.evicted, self.kernels.window
+        if known is None or known[0] != first or known[1].blocks.shape != (*shape, self.num_blocks - first):
+            numbers = np.arange(first, self.num_blocks, dtype=np.int32)
+            blocks = np.ascontiguousarray(np.broadcast_to(numbers, (*shape, len(numbers))))
+            known = self.kernels.window = first, Selection(blocks, np.full(shape, len(numbers), np.int32))
+        return known[1]
+
     def resident_blocks(self) -> None:
         return None
 
@@ -150,18 +163,21 @@ class HostStep(Step):
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
-    def _attention(self, kept: Kept, host: Selection, kbar: np.ndarray | None) -> Standing:
+    def _attention(
+        self, kept: Kept, host: Selection, kbar: np.ndarray | None, scores: np.ndarray | None = None
+    ) -> Standing:
         """The launch that attends blocks with this step's query."""
         store, padding, kernels = self.store, self.store.padding, self.kernels
         check_selected(store, host.blocks, host.counts)
-        arrays = (host.blocks, host.counts, store.table, store.pool.block_ptr, padding.valid, padding.holes, kbar)
+        arrays = (host.blocks, host.counts, store.table, store.pool.block_ptr, padding.valid, padding.holes, kbar,
+                  scores)  # fmt: skip
         numbers = (self.scale, self.softcap)
         standing = kept.find(arrays, numbers)
         if standing is None:
             launch = cpu_decode.sparse_decode(
                 self.query, store.pool.block_ptr, store.table, host.blocks, host.counts, padding.holes, padding.valid,
                 self.length, kernels.out, kernels.lse, kbar, kv_dtype=store.dtype, block_size=self.block_size,
-                scale=self.scale, softcap=self.softcap, packed=store.packs,
+                scale=self.scale, softcap=self.softcap, packed=store.packs, scores=scores,
             )  # fmt: skip
             covered = min(padding.valid.shape[1], padding.holes.shape[1] * self.block_size)
             standing = kept.keep(launch, arrays, numbers, length=covered)
@@ -173,6 +189,64 @@ class HostStep(Step):
         kernels = self.kernels
         self._attention(kernels.attending, host, None).run()
         return kernels.out_tensor, kernels.lse_tensor
+
+    def attend_kept(self, plan: Plan, *, learn: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend the window and the kept tokens: as `attend_host`.
+
+        Args:
+            plan: its host part is the window.
+            learn: whether the averages of the window's tokens take in this step's weights.
+        """
+        assert plan.host is not None
+        if learn:
+            self._attend_window(plan.host)
+        else:
+            self.attend_host(plan.host)
+        if plan.kept.counts.any():
+            self._take_in_kept(plan.kept)
+        return self.kernels.out_tensor, self.kernels.lse_tensor
+
+    def _attend_window(self, window: Selection) -> None:
+        """Attend the window, and move the averages of its tokens' weights."""
+        salience, kernels, first = self.layer.salience, self.kernels, int(window.blocks[0, 0, 0]) * self.block_size
+        assert salience is not None
+        salience.reserve(self.length, self.query.shape[1])
+        alpha, width = salience.rule.alpha, window.blocks.shape[2] * self.block_size
+        if kernels.weights.shape[2] != width:
+            kernels.weights = np.empty((*self.query.shape[:2], width), np.float32)
+        self._attention(kernels.attending, window, None, kernels.weights).run()
+        arrays, numbers = (salience.average, kernels.weights), (alpha, first)
+        standing = kernels.averaging.find(arrays, numbers)
+        if standing is None:
+            launch = averaging.move_averages(
+                salience.average, kernels.weights, kernels.lse, first, self.length, alpha=alpha
+            )
+            standing = kernels.averaging.keep(launch, arrays, numbers, length=first + width)
+        standing.set("length", self.length)
+        standing.run()
+
+    def _take_in_kept(self, context: Context) -> None:
+        """Attend the kept tokens, and take that into what was attended last."""
+        kernels, lists = self.kernels, context.lists
+        arrays = (
+            context.blocks, context.block_counts, context.table, context.pool.block_ptr, context.valid, context.holes,
+        )  # fmt: skip
+        numbers = (self.scale, self.softcap)
+        standing = kernels.keeping.find(arrays, numbers)
+        if standing is None:
+            shape = (lists, self.query.shape[1] * self.query.shape[0] // lists, self.query.shape[2])
+            launch = cpu_decode.sparse_decode(
+                self.query.reshape(shape), context.pool.block_ptr, context.table, context.blocks, context.block_counts,
+                context.holes, context.valid, context.capacity, kernels.kept_out.reshape(shape),
+                kernels.kept_lse.reshape(shape[:2]), None, kv_dtype=context.dtype, block_size=context.block_size,
+                scale=self.scale, softcap=self.softcap,
+            )  # fmt: skip
+            standing = kernels.keeping.keep(launch, arrays, numbers)
+        standing.run()
+        take_in(
+            self.query, kernels.out, kernels.lse, self.query, kernels.kept_out, kernels.kept_lse, kernels.kbar, False,
+            self.scale,
+        )  # fmt: skip
 
     def nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What `attend_host` gives for no block."""

@@ -80,6 +80,15 @@ class Step(ABC):
         """Every resident block; None with one memory."""
 
     @abstractmethod
+    def window(self) -> Selection:
+        """The blocks that have not left the window, the tail included."""
+
+    def kept(self) -> Any:
+        """The tokens that are kept of those that have left the window (`Plan.kept`)."""
+        assert self.layer.salience is not None, "only a policy with a salience rule keeps tokens"
+        return self.layer.salience.context
+
+    @abstractmethod
     def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
         """Part a selection into (on the device, on the host); with one memory the host has all."""
 

@@ -8,6 +8,7 @@ from hf_offload.attention.host_part import HostPart
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
+from hf_offload.cache.window import load_averages, make_room
 from hf_offload.gpu.merge import merge
 
 
@@ -23,6 +24,9 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
         return
     assert store is not None
     resident.clear()
+    make_room(layer)
+    resident = layer.resident
+    assert resident is not None
     store.reserve_table(store.num_blocks + 2)  # there is always room for the block that comes next
     resident.reserve()
     starts_block = store.length % store.block_size == 0
@@ -39,6 +43,7 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     resident.load(chosen.blocks.gather(2, kept.long()), counts, step.label("placement"))
     layer.stats.placement_bytes += int(counts.sum()) * store.pool.record_bytes
     layer.stats.placements += 1
+    load_averages(layer)
     layer.unplaced = False
     if starts_block:
         _open_block(layer)
@@ -55,6 +60,8 @@ def _open_block(layer: HybridLayer) -> None:
     limits = layer.mirror.limits("opened", store.length, store.sealed)
     recent = -(-policy.recent_tokens // store.block_size)
     resident.open_block(limits, layer.mirror.sinks(policy.sink_tokens)[1], recent)
+    if layer.salience is not None and layer.salience.near is not None:
+        layer.salience.near.open(store.length // store.block_size)
 
 
 def decode(
@@ -68,11 +75,14 @@ def decode(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend with one token on both sides; arguments as in `attention.decode.decode`."""
-    store, resident, stats = layer.store, layer.resident, layer.stats
+    store, stats = layer.store, layer.stats
     assert store is not None
-    assert resident is not None
     fresh, layer.pending = layer.pending is not None, None
+    if layer.salience is not None:
+        layer.salience.catch_up()
     place(layer, query)
+    resident = layer.resident
+    assert resident is not None
     with stats.waiting():
         resident.wait()  # what the last step recalled is visible from here on
     if fresh:
@@ -83,8 +93,12 @@ def decode(
         resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
     plan = layer.policy.plan(step)
     part: HostPart | None = plan.ahead if plan.host is None else step.attend_host(plan.host)
+    if plan.kept is not None:
+        part = step.attend_kept(plan.kept)
     assert plan.device is not None, "with two memories the newest block is attended by the device"
     out, lse = step.attend_device(plan.device)
+    if plan.kept is not None and fresh:
+        step.learn_window(plan.device, lse)
     host = None
     if part is not None:
         with stats.waiting():
@@ -99,6 +113,8 @@ def decode(
     layer.policy.after_layer(step, plan)
     if layer.mirror.capture is None:
         close_step(layer)
+        if fresh and layer.salience is not None:
+            layer.salience.advance()
     return merged.unsqueeze(1)
 
 

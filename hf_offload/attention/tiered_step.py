@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from hf_offload.attention.host_part import HostPart
+from hf_offload.attention.kept_part import KeptPart
 from hf_offload.attention.step import Step, fp32
+from hf_offload.cache.context import Context
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.gpu.join import join_heads
 from hf_offload.gpu.paged import paged_attention
 from hf_offload.gpu.select import select_blocks, split_blocks
+from hf_offload.gpu.weights import update_weights
 from hf_offload.policies.base import Plan, Selection
 
 COMPARE_EVERY = 8  # steps between two looks at what the prediction missed
@@ -107,6 +110,14 @@ class TieredStep(Step):
         count = (self.limits[:1] + self.block_size - 1) // self.block_size
         return Selection(blocks, count.expand(shape[:2]).contiguous())
 
+    def window(self) -> Selection:
+        salience, shape = self.layer.salience, (self.store.batch, self.store.num_kv_heads)
+        assert salience is not None
+        first, device = salience.evicted, self.query.device
+        blocks = torch.arange(first, first + self.resident.slots, dtype=torch.int32, device=device)
+        counts = torch.full(shape, self.num_blocks - first, dtype=torch.int32, device=device)
+        return Selection(blocks.clamp(max=self.store.table.shape[1] - 1).expand(*shape, -1).contiguous(), counts)
+
     def resident_blocks(self) -> Selection:
         nowhere = torch.iinfo(torch.int32).max
         held = self.resident.block_of
@@ -135,6 +146,31 @@ class TieredStep(Step):
     def attend_host(self, host: Selection) -> HostPart:
         """Start the CPU part with this step's query."""
         return self._host_part(host.blocks.shape[2]).start(self, host, correct=False, label="CPU attention")
+
+    def attend_kept(self, context: Context) -> KeptPart | None:
+        """Start the CPU part over the kept tokens; None if there are none."""
+        if not context.counts.any():
+            return None
+        part: KeptPart | None = self.layer.host_part
+        if part is None or not part.fits(self.query, 0):
+            part = self.layer.host_part = KeptPart(self.layer, self.query)
+        return part.attend(self, context)
+
+    def learn_window(self, device: Selection, lse: torch.Tensor) -> None:
+        """Let the averages of the window's tokens take in their weights in this step.
+
+        Args:
+            device: the window.
+            lse: `[B, Hq, S]`, of the shares in which it was attended.
+        """
+        salience = self.layer.salience
+        assert salience is not None
+        assert salience.near is not None
+        update_weights(
+            salience.near.average, self.query, self.resident.pool, device.slots, device.blocks, device.counts,
+            self.limits, self.mirror.valid(), lse.logsumexp(-1), scale=self.scale, softcap=self.softcap,
+            alpha=salience.rule.alpha,
+        )  # fmt: skip
 
     def attend_early(self, host: Selection, *, correct: bool) -> HostPart:
         part = self._host_part(host.blocks.shape[2]).start(self, host, correct=correct, label="early CPU attention")
@@ -166,6 +202,9 @@ class TieredStep(Step):
 
     def cpu_ratio(self, plan: Plan) -> torch.Tensor:
         """Tokens that the CPU attends, as a share of the budget (of everything, without one); fp32 `[]`."""
+        if plan.kept is not None:
+            tokens = self.store.batch * self.store.num_kv_heads * self.length
+            return torch.tensor(plan.kept.counts.sum() / tokens, dtype=torch.float32, device=self.query.device)
         host = plan.host if plan.ahead is None else plan.ahead.host
         if host is None:
             return torch.zeros((), device=self.query.device)

@@ -100,6 +100,15 @@ class DeviceBudget:
         return min(slots, MOST_SLOTS)
 
 
+def check_slots(slots: int, block_size: int, what: str) -> None:
+    """Raise ValueError if these are more slots than can be managed."""
+    if slots > MOST_SLOTS:
+        raise ValueError(
+            f"{what} takes {slots} blocks of {block_size} for each row and KV head, more than {MOST_SLOTS}; use a "
+            "smaller one, or a larger block_size"
+        )
+
+
 def make_budget(
     given: int | str | None, resident: int | None, layers: int, least: int, *, two_memories: bool
 ) -> DeviceBudget | None:
@@ -141,6 +150,13 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
     Raises:
         ValueError: it is too small for what is always resident, or larger than can be managed.
     """
+    window = policy.window_tokens(0)
+    if window is not None:  # and a block whose tokens are being looked at
+        if resident is not None:
+            raise ValueError(f"resident={resident!r}: what is resident is the window of {policy}; leave it out")
+        slots = -(-window // block_size) + 1
+        check_slots(slots, block_size, f"the window of {window} tokens")
+        return slots * block_size
     least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
     if resident is None:
         resident = min(max(policy.budget_tokens or DEFAULT_RESIDENT, least), most)

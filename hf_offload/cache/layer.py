@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,12 @@ from hf_offload.cache.fits import check_arrivals, unsuitable
 from hf_offload.cache.memory import memory_for
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cache.rollback import Rollback, crop
+from hf_offload.cache.salience import Salience
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
+from hf_offload.cache.window import make_salience
 from hf_offload.cpu.worker import WorkerError
 from hf_offload.policies.base import Selection
 
@@ -64,6 +65,7 @@ class HybridLayer(CacheLayerMixin):
         self.store: BlockStore | None = None
         self.revision = self.settings.padding.revision
         self.resident: ResidentSet | None = None
+        self.salience: Salience | None = None  # for policies that keep tokens by their attention weights
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.changed = False
         """Whether what is pending reached the attention function, but not as it was announced."""
@@ -126,6 +128,7 @@ class HybridLayer(CacheLayerMixin):
             nbytes = batch * heads * slots * self.store.pool.record_bytes
             with memory_for("resident blocks", "a smaller resident or device_budget or fewer rows need less", nbytes):
                 self.resident = ResidentSet(self.store, slots, self.mirror)
+        self.salience = make_salience(self)
         self.state = self.policy.new_state(self)
         self.is_initialized = True
 
@@ -213,6 +216,8 @@ class HybridLayer(CacheLayerMixin):
         self.drain_ahead()
         if getattr(self, "resident", None) is not None:
             self.resident.synchronize()  # type: ignore[union-attr]
+        if getattr(self, "salience", None) is not None:
+            self.salience.settle()  # type: ignore[union-attr]
 
     def count(self, name: str, value: torch.Tensor) -> None:
         """Remember a tensor for the statistics (`Tally.add`)."""
@@ -239,6 +244,8 @@ class HybridLayer(CacheLayerMixin):
             self.store.sealed = padding.changed_block
             seal(self.store, self.settings.prefill_tile)
             self.forget_plans()
+            if self.salience is not None:
+                self.salience.keep_all()
         self.revision = padding.revision
 
     def forget_plans(self) -> None:
@@ -260,6 +267,8 @@ class HybridLayer(CacheLayerMixin):
         """Bring what only the device holds to the host; what is resident is decided again at the next decode."""
         self.drain_ahead()
         self.write_back()
+        if self.salience is not None:
+            self.salience.unplace()
         if self.resident is not None and not self.unplaced:
             self.unplaced = True  # the host has all of it, and a slot may be another block's from here on
             self.resident.clear()
@@ -305,6 +314,8 @@ class HybridLayer(CacheLayerMixin):
         self.store.select_rows(rows)
         if self.resident is not None:
             self.resident.select_rows(rows)
+        if self.salience is not None:
+            self.salience.select_rows(rows)
         if self.last_queries is not None:
             self.last_queries = self.last_queries[torch.from_numpy(rows).to(self.last_queries.device)]
         self.kernels.clear()
@@ -327,15 +338,6 @@ class HybridLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Nothing to do: blocks are fetched by the policy."""
-
-    def report(self) -> LayerStats:
-        """A copy of the counters, with the memory in use now."""
-        self.tally.count()
-        if self.store is not None:
-            self.stats.host_bytes, self.stats.digest_bytes = self.store.host_bytes, self.store.digest_bytes
-            self.stats.shared_bytes = self.store.shared_bytes
-            self.stats.resident_bytes = self.resident.nbytes if self.resident is not None else 0
-        return replace(self.stats, cpu_ratio_by_step=list(self.stats.cpu_ratio_by_step))
 
 
 def unconsumed(layer: int) -> str:

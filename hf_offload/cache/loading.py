@@ -14,12 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load
 from torch import nn
 
+from hf_offload.cache import knowledge
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import host_empty, host_mapped
 from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS
 from hf_offload.cache.stock import unpack
 from hf_offload.cache.takeover import device_of
 from hf_offload.cache.unchecked import Unchecked, check_blocks
+from hf_offload.cache.window import load_averages
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 RUNNING = {"tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout"}
@@ -165,9 +167,13 @@ class SavedCache:
             layer.last_queries = tensors["queries"].to(layer.device)
         state = {name.removeprefix("state."): part for name, part in tensors.items() if name.startswith("state.")}
         layer.policy.unpack_state(layer.state, state)
+        if layer.salience is not None:
+            known = {name.removeprefix("salience."): part for name, part in tensors.items() if "salience." in name}
+            knowledge.unpack(layer.salience, known, window=layer.policy.window_tokens(0) is not None)
         if layer.resident is not None and layer.slots is not None and told["placed"]:
             with layer.mirror.current():
                 layer.resident.reload(tensors["block_of"], tensors["worth"], tensors["known"])
+            load_averages(layer)
             layer.unplaced = False
 
     def _slab(self, name: str, layer: HybridLayer, mapped: torch.Tensor | None) -> torch.Tensor | None:

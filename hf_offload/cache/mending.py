@@ -34,5 +34,7 @@ def mend(layers: Sequence[HybridLayer], settings: Settings) -> None:
         if store is not None:
             store.revision += 1
             store.pool.revision += 1
+            if layer.salience is not None:
+                layer.salience.keep_all()
             if store.sealed < store.length // store.block_size:
                 seal(store, settings.prefill_tile)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_offload.cache import knowledge
 from hf_offload.cache.host_pool import HostPool
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def crop(layer: HybridLayer, length: int) -> None:
     else:
         layer.store.unpack(state.packed)
     layer.store.crop(length)
+    if layer.salience is not None and (state is None or state.salience is None):
+        layer.salience.crop(length)
     if state is not None:
         state.put_back(layer)
 
@@ -85,12 +88,14 @@ class LayerState:
         packed: which blocks were packed (`BlockStore.packed_so_far`).
         frozen: whether the statistics of the digests were fixed, which the first full block does.
         resident: what was resident (`ResidentSet.state`); None if that was not decided yet.
+        salience: what was known of its tokens' attention.
     """
 
     policy: Any
     packed: tuple[int, int]
     frozen: bool
     resident: tuple[torch.Tensor, ...] | None
+    salience: knowledge.Remembered | None = None
 
     def put_back(self, layer: HybridLayer) -> None:
         """Make the layer, whose blocks have been cropped, what it was."""
@@ -98,6 +103,8 @@ class LayerState:
         layer.unplaced = self.resident is None
         if layer.store is not None and layer.store.digests is not None:
             layer.store.digests.frozen = self.frozen
+        if layer.salience is not None and self.salience is not None:
+            knowledge.restore(layer.salience, self.salience)
         if layer.resident is None:
             return
         if self.resident is None:
@@ -121,7 +128,8 @@ class Rollback:
         decided = layer.resident is not None and not layer.unplaced
         resident = layer.resident.state() if decided else None  # type: ignore[union-attr]
         frozen = store.digests is not None and store.digests.frozen
-        self._states[layer.past] = LayerState(_copied(layer.state), store.packed_so_far(), frozen, resident)
+        salience = None if layer.salience is None else knowledge.remember(layer.salience)
+        self._states[layer.past] = LayerState(_copied(layer.state), store.packed_so_far(), frozen, resident, salience)
 
     def knows(self, length: int) -> bool:
         """Whether there is a state with `length` tokens."""

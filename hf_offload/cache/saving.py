@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from hf_offload.cache import knowledge
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.stock import pack
@@ -164,6 +165,8 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
         found["queries"] = layer.last_queries
     for name, tensor in layer.policy.pack_state(layer.state).items():
         found[f"state.{name}"] = tensor
+    if layer.salience is not None:
+        found |= {f"salience.{name}": tensor for name, tensor in knowledge.pack(layer.salience).items()}
     if layer.resident is not None:
         resident = layer.resident
         found |= {"block_of": resident.block_of, "worth": resident.worth, "known": resident.known}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from hf_offload.cache.layer import HybridLayer
 
 
 @dataclass(slots=True)
@@ -28,6 +31,11 @@ class LayerStats:
         selection_overlap: sum of the share of wanted blocks that the prediction found; selections: how many.
         resident_bytes, host_bytes, digest_bytes: memory in use when the report was made.
         shared_bytes: of host_bytes, what forks of the cache hold too.
+        context_bytes: copies of the tokens that are kept for the CPU; salience_bytes: what is known of all tokens.
+        kept_share_by_head: kept tokens as a share of those that have left the window, of all rows, for each KV head.
+        evictions: blocks that have left the window; eviction_seconds: until it was decided which tokens are kept.
+        reevaluations: prompts and appends after which it was decided which tokens are kept; reevaluation_seconds: how
+            long that took, beside the model.
     """
 
     layer: int
@@ -47,6 +55,13 @@ class LayerStats:
     host_bytes: int = 0
     digest_bytes: int = 0
     shared_bytes: int = 0
+    context_bytes: int = 0
+    salience_bytes: int = 0
+    kept_share_by_head: list[float] = field(default_factory=list)
+    evictions: int = 0
+    eviction_seconds: float = 0.0
+    reevaluations: int = 0
+    reevaluation_seconds: float = 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -64,7 +79,25 @@ class LayerStats:
         row["query_cosine"] = _mean(self.query_cosine, row.pop("queries"))
         row["selection_overlap"] = _mean(self.selection_overlap, row.pop("selections"))
         row["recall_interval"] = _mean(self.steps, self.recalls)
+        row["kept_share"] = _mean(sum(self.kept_share_by_head), len(self.kept_share_by_head))
         return row
+
+
+def report(layer: HybridLayer) -> LayerStats:
+    """A copy of a layer's counters, with the memory in use now."""
+    layer.tally.count()
+    stats, store, salience = layer.stats, layer.store, layer.salience
+    if store is not None:
+        stats.host_bytes, stats.digest_bytes, stats.shared_bytes = (
+            store.host_bytes,
+            store.digest_bytes,
+            store.shared_bytes,
+        )
+        stats.resident_bytes = layer.resident.nbytes if layer.resident is not None else 0
+    if salience is not None:
+        salience.report()
+        stats.resident_bytes += 0 if salience.near is None else salience.near.average.nbytes
+    return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))
 
 
 class Tally:
@@ -123,12 +156,13 @@ class Stats:
         """Sums over the layers, means where a mean is meant (cpu_ratio, …), and `layers`, the same per layer."""
         rows = [layer.as_dict() for layer in self.layers]
         total: dict[str, Any] = {"steps": max((row["steps"] for row in rows), default=0)}
-        for key in ("cpu_ratio", "query_cosine", "selection_overlap"):
+        for key in ("cpu_ratio", "query_cosine", "selection_overlap", "kept_share"):
             seen = [row[key] for row in rows if row[key] is not None]
             total[key] = _mean(sum(seen), len(seen))
         for key in (
             "recalls", "recall_blocks", "recall_bytes", "placements", "placement_bytes", "wait_seconds",
-            "resident_bytes", "host_bytes", "digest_bytes", "shared_bytes",
+            "resident_bytes", "host_bytes", "digest_bytes", "shared_bytes", "context_bytes", "salience_bytes",
+            "evictions", "eviction_seconds", "reevaluations", "reevaluation_seconds",
         ):  # fmt: skip
             total[key] = sum(row[key] for row in rows)
         total["recall_interval"] = _mean(sum(row["steps"] for row in rows), total["recalls"])

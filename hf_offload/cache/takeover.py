@@ -14,6 +14,7 @@ from hf_offload.cache.fits import unsuitable
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.stock import copy_layer
+from hf_offload.cache.window import set_window
 
 
 def take_over(
@@ -63,6 +64,9 @@ def _fill(layer: HybridLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
     layer.revision = layer.settings.padding.revision
     layer.store.append(keys, values)
     seal(layer.store, layer.settings.prefill_tile, keys)
+    if layer.salience is not None:
+        set_window(layer, layer.salience)
+        layer.salience.keep_all()
 
 
 def give_back(layer: HybridLayer, made: DynamicLayer) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
+    from hf_offload.policies.salience import SalienceRule
 
 
 @dataclass(slots=True)
@@ -42,11 +43,14 @@ class Plan:
         device: resident blocks, attended by the device.
         host: blocks attended by the CPU with the query of this step.
         ahead: a CPU part that was started one layer early, with a predicted query.
+        kept: single tokens that the CPU attends, a list for each row and KV head (`cache.context.Context`); the blocks
+            beside them are the window, whose tokens' weights are averaged.
     """
 
     device: Selection | None = None
     host: Selection | None = None
     ahead: Any = None
+    kept: Any = None
 
 
 def check_tokens(name: str, value: Any, *, least: int = 1) -> None:
@@ -79,6 +83,20 @@ class Policy(ABC):
     @property
     def budget_tokens(self) -> int | None:
         """Tokens a row and KV head attends in a step, or None for all of them."""
+        return None
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a step may leave out tokens that are cached."""
+        return self.budget_tokens is not None
+
+    @property
+    def salience(self) -> SalienceRule | None:
+        """How single tokens are kept for the CPU by their attention weights, or None: nobody averages weights."""
+        return None
+
+    def window_tokens(self, length: int) -> int | None:
+        """Tokens of the window, of `length` that are cached; None: as many as are resident."""
         return None
 
     @property

@@ -1,0 +1,193 @@
+"""The tokens that the CPU attends for each row and KV head, apart from the others: lists of their own lengths."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from hf_offload.cache.host_pool import HostPool
+from hf_offload.cpu import keep
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.pool import copy_records
+from hf_offload.policies.salience import Rule
+
+LIST_STEP = 4
+"""Lists get room for so many blocks more at a time: what a kernel was prepared with stays good until then."""
+
+
+class Context:
+    """K and V of kept tokens, contiguous for each row and KV head: list row · Hkv + head, in ascending order.
+
+    Lists lie in blocks of a pool with one KV head, so that rows and forks share what they both hold, and whoever
+    appends to a shared block gets a copy first. To a kernel the lists are rows with one KV head.
+
+    Args:
+        lists: rows times KV heads.
+        block_size, head_dim, dtype: as of the tokens' own blocks.
+    """
+
+    def __init__(self, lists: int, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.block_size, self.head_dim, self.dtype = block_size, head_dim, dtype
+        self.pool = HostPool(1, block_size, head_dim, dtype)
+        self.counts = np.zeros(lists, np.int64)
+        """Tokens of each list."""
+        self._shape(lists, 0)
+
+    def _shape(self, lists: int, blocks: int) -> None:
+        """Have empty lists with room for so many blocks each."""
+        tokens = blocks * self.block_size
+        self.table = np.zeros((lists, blocks), np.int32)
+        self.positions = np.zeros((lists, tokens), np.int32)
+        """Which tokens of their rows the lists hold."""
+        self.salience = np.zeros((lists, tokens), np.float32)
+        """Their averages of attention weights when they were kept, joined over the group's heads."""
+        self.valid = np.zeros((lists, tokens), np.uint8)
+        self.holes = np.ones((lists, blocks), np.uint8)
+        self.blocks = np.ascontiguousarray(np.broadcast_to(np.arange(blocks, dtype=np.int32), (lists, 1, blocks)))
+        self.block_counts = np.zeros((lists, 1), np.int32)
+
+    @property
+    def lists(self) -> int:
+        """Rows times KV heads."""
+        return len(self.counts)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a list has room for."""
+        return self.positions.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V, each once."""
+        held = [self.table[i, :n] for i, n in self._held()]
+        return self.pool.bytes_of(np.unique(np.concatenate(held))) if held else 0
+
+    def weights(self, index: int) -> np.ndarray:
+        """The averages of a list's tokens, made to sum to one; float32. Source: HGCA, section 3.2.2."""
+        kept = self.salience[index, : self.counts[index]]
+        weights: np.ndarray = kept / max(kept.sum(dtype=np.float32), np.finfo(np.float32).tiny)
+        return weights
+
+    def _held(self) -> Iterator[tuple[int, int]]:
+        return ((i, int(n)) for i, n in enumerate(self.block_counts[:, 0]) if n)
+
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, kept: np.ndarray, more: np.ndarray, first: int, average: np.ndarray,
+        rule: Rule,
+    ) -> Launch:  # fmt: skip
+        """Add the kept ones among a run of tokens, which follow those that are there; the launch copies K and V.
+
+        Args:
+            k, v: `[B, Hkv, t, D]`, contiguous, on the CPU: tokens `first` to `first + t - 1`.
+            kept: `[B, Hkv, T]` uint8, by token.
+            more: int64 `[B, Hkv]`, how many of these tokens are kept.
+            first: the number of the first one in its row.
+            average: `[B, Hq, T]` float32.
+            rule: how a group's averages are joined.
+        """
+        counts = self.counts + more.ravel()
+        self._reserve(counts)
+        launch = keep.copy_kept(
+            k, v, kept, first, self.pool.block_ptr, self.table, self.counts.copy(), self.positions, self.salience,
+            average, block_size=self.block_size, kv_dtype=self.dtype, rule=rule,
+        )  # fmt: skip
+        for i in np.flatnonzero(more.ravel()):
+            self.valid[i, self.counts[i] : counts[i]] = 1
+            self.holes[i, self.counts[i] // self.block_size : counts[i] // self.block_size] = 0
+        self.counts[:] = counts
+        return launch
+
+    def _reserve(self, counts: np.ndarray) -> None:
+        """Have blocks of one's own for lists that grow to these lengths."""
+        need = (-(-counts // self.block_size)).astype(np.int32)
+        widest = int(need.max(initial=0))
+        if widest > self.table.shape[1]:
+            self._widen(-(-max(widest, self.table.shape[1] * 5 // 4) // LIST_STEP) * LIST_STEP)
+        grows = np.flatnonzero(counts > self.counts)
+        if self.pool.shared:
+            self._own(grows[self.counts[grows] % self.block_size > 0])
+        have = self.block_counts[:, 0]
+        missing = np.maximum(need - have, 0)
+        taken = self.pool.allocate(int(missing.sum()))
+        place = 0
+        for i in np.flatnonzero(missing):
+            self.table[i, have[i] : need[i]] = taken[place : place + missing[i]]
+            place += missing[i]
+        np.maximum(have, need, out=have)
+
+    def _widen(self, blocks: int) -> None:
+        names = ("table", "positions", "salience", "valid", "holes")
+        old: list[np.ndarray] = [getattr(self, name) for name in names]
+        counts = self.block_counts
+        self._shape(self.lists, blocks)
+        for name, before in zip(names, old, strict=True):
+            getattr(self, name)[:, : before.shape[1]] = before
+        self.block_counts[:] = counts
+
+    def _own(self, lists: np.ndarray) -> None:
+        """Have the last blocks of lists to oneself."""
+        for i in lists:
+            place = self.counts[i] // self.block_size
+            old = self.table[i, place]
+            if self.pool.refcount[old] == 1:
+                continue
+            new = self.pool.allocate(1)
+            source = self.pool.block_ptr[old : old + 1]
+            copy_records(source, self.pool.block_ptr[new], self.pool.record_bytes).run("a copy of kept tokens")
+            self.table[i, place] = new[0]
+            self.pool.release(np.array([old]))
+
+    def truncate(self, border: int) -> None:
+        """Drop the tokens from number `border` on."""
+        for i in range(self.lists):
+            self._cut(i, int(np.searchsorted(self.positions[i, : self.counts[i]], border)))
+
+    def cut(self, counts: np.ndarray) -> None:
+        """Keep so many tokens of each list, int64 `[B · Hkv]`."""
+        for i in np.flatnonzero(self.counts > counts):
+            self._cut(int(i), int(counts[i]))
+
+    def _cut(self, index: int, count: int) -> None:
+        if count == self.counts[index]:
+            return
+        have, need = int(self.block_counts[index, 0]), -(-count // self.block_size)
+        self.counts[index] = count
+        self.valid[index, count:] = 0
+        self.holes[index, count // self.block_size :] = 1
+        unused = self.table[index, need:have].copy()
+        self.block_counts[index, 0] = need
+        self.pool.release(unused)
+
+    def clear(self) -> None:
+        """Drop all tokens."""
+        self.cut(np.zeros_like(self.counts))
+
+    def select_lists(self, index: np.ndarray) -> None:
+        """Keep the lists of an index, in its order and as often as it names them; K and V are not copied."""
+        before = [self.table[i, :n].copy() for i, n in self._held()]
+        for i in index:
+            self.pool.retain(self.table[i, : self.block_counts[i, 0]])
+        names = ("counts", "table", "positions", "salience", "valid", "holes", "blocks", "block_counts")
+        for name in names:
+            setattr(self, name, np.ascontiguousarray(getattr(self, name)[index]))
+        for ids in before:
+            self.pool.release(ids)
+
+    def fork(self) -> Context:
+        """Another one over the same K and V."""
+        other = Context(self.lists, self.block_size, self.head_dim, self.dtype)
+        other.pool = self.pool
+        for i, n in self._held():
+            self.pool.retain(self.table[i, :n])
+        for name in ("counts", "table", "positions", "salience", "valid", "holes", "blocks", "block_counts"):
+            setattr(other, name, getattr(self, name).copy())
+        return other
+
+    def __del__(self) -> None:
+        pool = getattr(self, "pool", None)
+        if pool is not None and pool.shared and not sys.is_finalizing():  # otherwise the pool goes, too
+            for i, n in self._held():
+                pool.leave(self.table[i, :n])

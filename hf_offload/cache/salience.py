@@ -1,0 +1,311 @@
+"""How much each token of a layer was attended, and which of those that left the window the CPU goes on attending."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hf_offload.cache.context import Context
+from hf_offload.cache.memory import host_empty
+from hf_offload.cache.stats import LayerStats
+from hf_offload.cache.store import BlockStore
+from hf_offload.cache.weighing import Span, Weighing
+from hf_offload.cpu import keep
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.query_lse import query_lse
+from hf_offload.cpu.stages import Stages
+from hf_offload.cpu.weigh import weigh_tokens
+from hf_offload.cpu.worker import Job, Worker
+from hf_offload.policies.salience import SalienceRule
+
+if TYPE_CHECKING:
+    from hf_offload.cache.near import NearAverages
+
+TILE = 4096
+"""Tokens that are looked at and copied at a time."""
+KEEP_ALL = -np.inf
+"""A threshold that every valid token exceeds."""
+
+
+class Salience:
+    """The moving averages of attention weights of a layer's tokens, and the tokens that are kept by them.
+
+    Blocks before `evicted` have left the window; of their tokens `context` holds those that are kept. What is decided
+    when blocks leave, or after a prompt or append, is decided by a thread beside the model's; `settle` waits for it.
+    Source: HGCA, section 3.2, algorithm 1.
+
+    Args:
+        store: the layer's blocks.
+        rule: what is kept.
+        worker: whose threads decide.
+        stats: of the layer.
+        stagger: tokens by which this layer's blocks leave later than at the next block: not all layers' at once.
+    """
+
+    def __init__(self, store: BlockStore, rule: SalienceRule, worker: Worker, stats: LayerStats, stagger: int) -> None:
+        self.store, self.rule, self.worker, self.stats = store, rule, worker, stats
+        self.stagger = stagger % store.block_size
+        self.window_blocks = 1
+        """Blocks of the window; there may be one more, until the oldest one's tokens have been looked at."""
+        lists = store.batch * store.num_kv_heads
+        self.context = Context(lists, store.block_size, store.head_dim, store.dtype)
+        self.evicted = 0
+        self.average = np.zeros((store.batch, 0, 0), np.float32)
+        """`[B, Hq, T]`, by token; with two memories the resident tokens' own lie on the device meanwhile."""
+        self.kept = np.zeros((store.batch, store.num_kv_heads, 0), np.uint8)
+        """`[B, Hkv, T]`, 1 for tokens before the window that are kept."""
+        self.known = True
+        """Whether the averages come from attention: a cache that was taken over has none, and keeps every token."""
+        self.weighing = Weighing(rule)
+        self.near: NearAverages | None = None
+        """The averages of what is resident, with two memories."""
+        self._job: Job | None = None
+        self._adopt: Callable[[], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the averages and marks of all tokens."""
+        return self.average.nbytes + self.kept.nbytes
+
+    def due(self, length: int) -> int:
+        """Blocks that have left the window once the rows have `length` tokens; what has left it does not come back."""
+        return max(self._outside(length), self.evicted)
+
+    def _outside(self, length: int) -> int:
+        return max((length - self.stagger) // self.store.block_size + 1 - self.window_blocks, 0)
+
+    def reserve(self, length: int, query_heads: int) -> None:
+        """Have averages for so many tokens; those of tokens that are new begin with 0."""
+        have = self.average.shape[2]
+        if have < length or self.average.shape[1] != query_heads:
+            tokens = -(-max(length, have * 5 // 4, 1024) // self.store.block_size) * self.store.block_size
+            average = np.zeros((self.store.batch, query_heads, tokens), np.float32)
+            kept = np.zeros((*self.kept.shape[:2], tokens), np.uint8)
+            if self.average.shape[1] == query_heads:
+                average[:, :, :have] = self.average
+            kept[:, :, : self.kept.shape[2]] = self.kept
+            self.average, self.kept = average, kept
+
+    # --- in flight ---------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for what is being decided; it holds from here on.
+
+        Raises:
+            WorkerError: it failed, or does not end in time. Then nothing was decided, and the blocks are still in the
+                window, or what was kept before still is.
+        """
+        job, adopt = self._job, self._adopt
+        if job is None:
+            return
+        try:
+            job.result()
+        except BaseException:
+            if job.done():
+                self._job = self._adopt = None
+                self.context.truncate(self.evicted * self.store.block_size)
+            raise
+        assert adopt is not None
+        adopt()
+        self._job = self._adopt = None
+
+    def _start(self, stages: Iterator[Launch], adopt: Callable[[], None], label: str) -> None:
+        self._adopt = adopt
+        keep = (self.store.pool, self.context.pool)
+        self._job = self.worker.submit(Stages(stages), label, shares=self.worker.threads, keep=keep)
+
+    # --- a prompt or an append ---------------------------------------------------------------------------------------
+
+    def take_in(self, query: torch.Tensor, *, scale: float, softcap: float | None) -> None:
+        """Let the queries `[B, Hq, Q, D]` of the newest Q tokens, which are stored, weigh what is cached."""
+        self.settle()
+        store, rule, count = self.store, self.rule, query.shape[2]
+        length, past, size = store.length, store.length - query.shape[2], store.block_size
+        self.reserve(length, query.shape[1])
+        self.average[:, :, past:length] = 0.0
+        self.weighing.begin(past, self.evicted * size)
+        border = self.weighing.border
+        anew = rule.reevaluate or not self.known or border == 0
+        spans = self.weighing.spans(length, count, anew=anew)
+        self.known = self.known or anew
+        most = max(span.queries for span in spans)
+        queries = query[:, :, count - most :].detach().to("cpu", torch.float32).contiguous().numpy()
+        if anew:
+            context, first = Context(self.context.lists, size, store.head_dim, store.dtype), 0
+        else:
+            context, first = self.context.fork(), border // size
+            context.truncate(border)
+        evicted, began, stats = max(self._outside(length), first), time.perf_counter(), self.stats
+        kept = self.kept.copy()
+
+        def adopt() -> None:
+            self.context, self.evicted, self.kept = context, evicted, kept
+            stats.reevaluations += 1
+            stats.reevaluation_seconds += time.perf_counter() - began
+
+        def stages() -> Iterator[Launch]:
+            store.settle()
+            for span in spans:
+                yield from self._weigh(span, queries, length, scale, softcap)
+            yield from self._keep(context, kept, first, evicted, border, length)
+
+        self._start(stages(), adopt, f"what {count} tokens leave to the CPU in layer {stats.layer}")
+
+    def _weigh(
+        self, span: Span, queries: np.ndarray, length: int, scale: float, softcap: float | None
+    ) -> Iterator[Launch]:
+        store, padding = self.store, self.store.padding
+        mine = np.ascontiguousarray(queries[:, :, queries.shape[2] - span.queries :])
+        lse = np.empty(mine.shape[:3], np.float32)
+        where = (
+            mine, store.pool.block_ptr, store.table, padding.holes, padding.valid, span.first, span.stop,
+            length - span.queries, lse,
+        )  # fmt: skip
+        form: dict[str, Any] = {
+            "kv_dtype": store.dtype, "block_size": store.block_size, "scale": scale, "softcap": softcap,
+            "packed": store.packs, "kv_heads": store.num_kv_heads,
+        }  # fmt: skip
+        yield query_lse(*where, **form)
+        yield weigh_tokens(*where, span.share, span.decay, self.average, **form)
+
+    # --- blocks that leave the window --------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """After a decode step: begin to look at the tokens of blocks that have left the window."""
+        self.weighing.decoded = True
+        length, evicted = self.store.length, self.due(self.store.length)
+        if evicted == self.evicted:
+            return
+        self.settle()
+        first, context, began, stats = self.evicted, self.context, time.perf_counter(), self.stats
+        arrive, free = (None, None) if self.near is None else self.near.leave(first, evicted)
+
+        def adopt() -> None:
+            self.evicted = evicted
+            if free is not None:
+                free()
+            stats.evictions += evicted - first
+            stats.eviction_seconds += time.perf_counter() - began
+
+        def stages() -> Iterator[Launch]:
+            if arrive is not None:
+                arrive()
+            self.store.settle()
+            yield from self._keep(context, self.kept, first, evicted, first * self.store.block_size, length)
+
+        self._start(stages(), adopt, f"what block {evicted - 1} of layer {stats.layer} leaves to the CPU")
+
+    def _keep(
+        self, context: Context, kept: np.ndarray, first: int, evicted: int, border: int, length: int
+    ) -> Iterator[Launch]:
+        """Mark and copy the tokens of blocks `first` to `evicted - 1` that are kept.
+
+        Those before token `border` shared their weights among one another, the others with all up to `length`.
+        """
+        store, size, rule = self.store, self.store.block_size, self.rule
+        valid = store.padding.valid
+        old, new = self._threshold(valid[:, :border]), self._threshold(valid[:, border:length])
+        counts = np.zeros((store.batch, store.num_kv_heads), np.int64)
+        for start in range(first * size, evicted * size, TILE):
+            stop = min(start + TILE, evicted * size)
+            yield keep.count_kept(
+                self.average, valid, old, new, border, start, stop, kept, counts, kv_heads=store.num_kv_heads,
+                rule=rule.group,
+            )  # fmt: skip
+            self._keep_sinks(kept, start, stop, counts)
+            if counts.any():
+                yield from self._copy(context, kept, start, stop, counts)
+
+    def _copy(self, context: Context, kept: np.ndarray, start: int, stop: int, counts: np.ndarray) -> Iterator[Launch]:
+        store = self.store
+        shape = (store.batch, store.num_kv_heads, stop - start, store.head_dim)
+        k, v = (host_empty(shape, store.gather_dtype, brief=True, what="kept tokens") for _ in range(2))
+        yield store.gathering(k, v, start)
+        k, v = store.narrowed(k), store.narrowed(v)
+        yield context.append(k, v, kept, counts, start, self.average, self.rule.group)
+
+    def _threshold(self, valid: np.ndarray) -> np.ndarray:
+        """What averages must exceed in each row, `[B]`, where these tokens shared the weights."""
+        if self.rule.beta == 0 or not self.known:
+            return np.full(len(valid), KEEP_ALL, np.float32)
+        thresholds: np.ndarray = (self.rule.beta / np.maximum(valid.sum(1), 1)).astype(np.float32)
+        return thresholds
+
+    def _keep_sinks(self, kept: np.ndarray, start: int, stop: int, counts: np.ndarray) -> None:
+        if not self.rule.sinks:
+            return
+        for row, begin in enumerate(self.store.padding.first):
+            low, high = max(int(begin), start), min(int(begin) + self.rule.sinks, stop)
+            if low < high:
+                counts[row] += (kept[row, :, low:high] == 0).sum(1)
+                kept[row, :, low:high] = 1
+
+    def report(self) -> None:
+        """Bring the statistics up to date."""
+        store, stats, tokens = self.store, self.stats, self.evicted * self.store.block_size
+        stats.context_bytes, stats.salience_bytes = self.context.nbytes, self.nbytes
+        outside = int(np.count_nonzero(store.padding.valid[:, :tokens]))
+        counts = self.kept[:, :, :tokens].sum((0, 2), dtype=np.int64)
+        stats.kept_share_by_head = (counts / max(outside, 1)).tolist()
+
+    # --- changes -----------------------------------------------------------------------------------------------------
+
+    def keep_all(self) -> None:
+        """Keep every valid token until the next append: nobody knows how much they were attended."""
+        self.known = False
+        length = self.store.length
+        self.reserve(length, max(self.average.shape[1], self.store.num_kv_heads))
+        self.evicted = self.due(length)
+        stop = self.evicted * self.store.block_size
+        self.kept[:, :, :stop] = self.store.padding.valid[:, None, :stop]
+        self.rebuild()
+
+    def catch_up(self) -> None:
+        """Have all that should have left the window out of it: what is decided now is waited for.
+
+        Raises:
+            WorkerError: as `settle`.
+        """
+        self.settle()
+        if self.due(self.store.length) > self.evicted:
+            self.advance()
+            self.settle()
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens; nothing is in flight."""
+        size = self.store.block_size
+        self.evicted = min(self.evicted, length // size)
+        self.weighing.border = min(self.weighing.border, self.evicted * size)
+        self.average[:, :, length:] = 0.0
+        self.kept[:, :, self.evicted * size :] = 0
+        self.context.truncate(self.evicted * size)
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Keep the rows of an index, in its order."""
+        heads = self.store.num_kv_heads
+        self.context.select_lists((rows[:, None] * heads + np.arange(heads)).ravel())
+        self.average, self.kept = self.average[rows], self.kept[rows]
+        if self.near is not None:
+            self.near.select_rows(rows)
+
+    def rebuild(self) -> None:
+        """Copy the tokens before the window that are marked as kept."""
+        store, size = self.store, self.store.block_size
+        context = Context(self.context.lists, size, store.head_dim, store.dtype)
+        for start in range(0, self.evicted * size, TILE):
+            stop = min(start + TILE, self.evicted * size)
+            counts = self.kept[:, :, start:stop].sum(2, dtype=np.int64)
+            for launch in self._copy(context, self.kept, start, stop, counts):
+                launch.run("kept tokens")
+        self.context = context
+
+    def unplace(self) -> None:
+        """Nothing is resident any more, from here on."""
+        self.settle()
+        if self.near is not None:
+            self.near.write_back()
+            self.near = None

@@ -1,0 +1,100 @@
+"""HGCA (Deng et al. 2025): dense attention over a window on the device, per-head sparse attention on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
+from hf_offload.policies.salience import Rule, SalienceRule
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+
+
+@dataclass(frozen=True)
+class HGCA(Policy):
+    """Attend the newest tokens densely and, of the older ones, those that were attended much, for each KV head.
+
+    The window lies on the device (with one memory it is a part of the pool). Each of its tokens has a moving average of
+    attention weights for each query head, A ← (1 − alpha)·A + alpha·weight; the weights sum to one over the window.
+    When a block leaves the window the CPU keeps those of its tokens for which A > beta / (tokens in the window); the
+    others stay in host memory. What is kept stays so until the next append. An append attends everything, and the
+    weights that its queries give to the host's tokens, A_cpu, decide anew: kept is what exceeds beta / (tokens on the
+    host). What a prompt leaves on the host is decided by the prompt's own attention, with weights that sum to one over
+    all of it. Source: HGCA, section 3.2, algorithms 1 and 2.
+
+    Args:
+        window: tokens of the window, a row; rounded up to blocks. With neither `window` nor `gpu_ratio` it is what
+            `resident` or `device_budget` of the cache say.
+        gpu_ratio: in place of `window`: share of the cached tokens, 0 … 1; reckoned when decoding starts after a prompt
+            or append, and constant until the next one.
+        beta: how strict the selection is; 0 keeps every token.
+        alpha: share of a step in the moving average, in (0, 1].
+        group: how the query heads of a KV head decide: `"any"`: one is enough; `"mean"`: by the mean of their averages.
+        append: `"max"`: A_cpu is the largest weight that any of an append's queries gives, so that a short question in
+            a long turn is not diluted; `"mean"`: their mean.
+        append_queries: so many of an append's last queries are weighed for A_cpu; None: all of them.
+        prompt_queries: None: A of a prompt's tokens is the moving average over its queries; n: the mean over its last
+            n.
+        reevaluate: False: an append changes nothing about the tokens that are on the host.
+        sinks: so many first tokens are kept whatever their weights; 0: they are tokens like others.
+
+    Raises:
+        ValueError: a number out of range, or both `window` and `gpu_ratio`.
+    """
+
+    name = "hgca"
+    window: int | None = None
+    gpu_ratio: float | None = None
+    beta: float = 1.0
+    alpha: float = 0.1
+    group: Rule = "any"
+    append: str = "max"
+    append_queries: int | None = None
+    prompt_queries: int | None = None
+    reevaluate: bool = True
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            check_tokens("window", self.window)
+        if self.window is not None and self.gpu_ratio is not None:
+            raise ValueError(f"window={self.window} and gpu_ratio={self.gpu_ratio} say the same; use one of them")
+        if self.gpu_ratio is not None and not 0 < self.gpu_ratio <= 1:
+            raise ValueError(f"gpu_ratio={self.gpu_ratio!r} is not a share of the tokens; use a number in (0, 1]")
+        if not self.beta >= 0:
+            raise ValueError(f"beta={self.beta!r} is not a threshold; use 0 (keep all) or more")
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha!r} is not a share of a step; use a number in (0, 1]")
+        for name, value, allowed in (("group", self.group, ("any", "mean")), ("append", self.append, ("max", "mean"))):
+            if value not in allowed:
+                raise ValueError(f'{name}={value!r} is not known; use "{allowed[0]}" or "{allowed[1]}"')
+        for name in ("append_queries", "prompt_queries"):
+            if getattr(self, name) is not None:
+                check_tokens(name, getattr(self, name))
+        check_tokens("sinks", self.sinks, least=0)
+
+    @property
+    def salience(self) -> SalienceRule:
+        return SalienceRule(
+            self.alpha, self.beta, self.group, self.append, self.append_queries, self.prompt_queries, self.reevaluate,
+            self.sinks,
+        )  # fmt: skip
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.beta > 0
+
+    def window_tokens(self, length: int) -> int | None:
+        if self.gpu_ratio is not None:
+            return max(int(self.gpu_ratio * length), 1)
+        return self.window
+
+    def plan(self, step: Step) -> Plan:
+        """Algorithm 2: the window where it is, the kept tokens on the CPU."""
+        device, host = step.split(step.window())
+        return Plan(device=device, host=None if step.layer.has_slots else host, kept=step.kept())
+
+    def place(self, step: Step, slots: int) -> Selection:
+        return step.window()

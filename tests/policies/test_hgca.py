@@ -1,0 +1,183 @@
+"""HGCA: what is kept, when it is decided, and that with everything kept it is full attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import FAMILIES, prompt, tiny_model
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_offload
+from hf_offload.attention import function
+from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.policies import HGCA
+
+BLOCK = 16
+TURNS = (40, 33, 21, 50)  # a prompt and three appends
+STEPS = 37
+
+
+def run(model: PreTrainedModel, cache: Any, batch: int, chunk: int | None = None) -> torch.Tensor:
+    """Logits `[B, T, V]` of a conversation in turns, with steps of one token between them; rows are left padded."""
+    ids, mask = prompt(batch, sum(TURNS) + len(TURNS) * STEPS)
+    pieces, start = [], 0
+    for turn in TURNS:
+        for first in range(start, start + turn, chunk or turn):
+            pieces.append((first, min(first + (chunk or turn), start + turn)))
+        pieces += [(t, t + 1) for t in range(start + turn, start + turn + STEPS)]
+        start += turn + STEPS
+    logits = []
+    with torch.no_grad():
+        for first, stop in pieces:
+            positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, first:]
+            out = model(
+                input_ids=ids[:, first:stop], attention_mask=mask[:, :stop], position_ids=positions,
+                past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+            logits.append(out.logits)
+    return torch.cat(logits, 1)[:, -STEPS:]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> dict[Any, Any]:
+    return {}
+
+
+def wanted(oracle: dict[Any, Any], family: str, batch: int) -> tuple[PreTrainedModel, torch.Tensor]:
+    if (family, batch) not in oracle:
+        stock = tiny_model(family, "sdpa")
+        oracle[family, batch] = tiny_model(family), run(stock, DynamicCache(config=stock.config), batch)
+    return oracle[family, batch]
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize("window", [{"window": 1}, {"window": 50}, {"gpu_ratio": 0.3}, {}])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_every_token_kept_it_is_full_attention(
+    oracle: dict[Any, Any], family: str, batch: int, window: dict[str, Any], tier: str
+) -> None:
+    model, want = wanted(oracle, family, batch)
+    extra = {} if window else {"resident": 4 * BLOCK}
+    cache = hf_offload.HybridCache(
+        model, "hgca", beta=0.0, tier=tier, block_size=BLOCK, prefill_tile=32, **window, **extra
+    )
+    got = run(model, cache, batch, 19 if window else None)
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    assert (got - want).abs().max() <= 1e-5 * max(1.0, want.abs().max())
+    for row in cache.stats().layers:
+        if row.layer not in cache.stats().stock:
+            assert row.evictions >= 2
+            assert row.kept_share_by_head == [1.0] * len(row.kept_share_by_head)
+
+
+# --- what is kept, against a direct computation -----------------------------------------------------------------------
+
+
+class Record:
+    """The queries of one layer, as they reach the attention functions: (first position, `[B, Hq, Q, D]`)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+        self.turns: list[tuple[int, torch.Tensor]] = []
+        for name in ("append", "decode"):
+            monkeypatch.setattr(function, name, self._recording(getattr(function, name), index))
+
+    def _recording(self, attend: Any, index: int) -> Any:
+        def record(layer: HybridLayer, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if layer.index == index:
+                self.turns.append((layer.past, query.double()))
+            return attend(layer, query, *args, **kwargs)
+
+        return record
+
+
+def weights(query: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, start: int, first: int, stop: int) -> Any:
+    """Weights `[B, Hq, Q, T]` of queries from position `start` on, normalised over tokens first … stop - 1."""
+    group = query.shape[1] // keys.shape[1]
+    scores = query @ keys.repeat_interleave(group, 1).transpose(2, 3) * query.shape[3] ** -0.5
+    token, position = torch.arange(keys.shape[2]), start + torch.arange(query.shape[2])
+    seen = (token <= position[:, None]) & (token >= first) & (token < stop) & valid[:, None, None]
+    found = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1).nan_to_num(0.0)
+    return found * valid[:, None, start : start + query.shape[2], None]
+
+
+def direct(
+    turns: list[tuple[int, torch.Tensor]], keys: torch.Tensor, valid: torch.Tensor, rule: HGCA, stagger: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Algorithm 1, query by query: the least distance of an average from its threshold, marks, tokens outside."""
+    batch, kv_heads, length = keys.shape[:3]
+    average = torch.zeros(batch, turns[0][1].shape[1], length, dtype=torch.float64)
+    kept = torch.zeros(batch, kv_heads, length, dtype=torch.bool)
+    margin = torch.full((), float("inf"), dtype=torch.float64)
+    assert rule.window is not None
+    blocks, outside, decoded, border = -(-rule.window // BLOCK), 0, False, 0
+
+    def decide(first: int, stop: int, size: torch.Tensor) -> None:
+        nonlocal margin
+        joined = average.unflatten(1, (kv_heads, -1))
+        joined = joined.amax(2) if rule.group == "any" else joined.mean(2)
+        over = joined[:, :, first:stop] - rule.beta / size.clamp(min=1)[:, None, None]
+        real = valid[:, None, first:stop].expand_as(over)
+        margin = torch.minimum(margin, over[real].abs().min() if real.any() else margin)
+        kept[:, :, first:stop] = (over > 0) & real
+
+    for start, query in turns:
+        count = query.shape[2]
+        stop = start + count
+        if count == 1 and start:
+            w = weights(query, keys, valid, start, outside, stop)[:, :, 0]
+            average[:, :, outside:] = ((1 - rule.alpha) * average + rule.alpha * w)[:, :, outside:]
+            decoded, due = True, max((stop - stagger) // BLOCK + 1 - blocks, 0) * BLOCK
+            if due > outside:
+                decide(outside, due, valid[:, outside:stop].sum(1))
+                outside = due
+            continue
+        if decoded or not start:
+            border, decoded, fresh = outside, False, True
+        else:
+            fresh = False
+        w = weights(query, keys, valid, start, border, stop)
+        for i in range(count):
+            moved = (1 - rule.alpha) * average + rule.alpha * w[:, :, i]
+            average[:, :, border:] = moved[:, :, border:]
+        if border and rule.reevaluate:
+            most = weights(query, keys, valid, start, 0, border).amax(2)
+            average[:, :, :border] = (most if fresh else torch.maximum(average, most))[:, :, :border]
+            decide(0, border, valid[:, :border].sum(1))
+        outside = max((stop - stagger) // BLOCK + 1 - blocks, 0 if rule.reevaluate else border // BLOCK) * BLOCK
+        kept[:, :, border if border and not rule.reevaluate else outside :] = False
+        decide(border, outside, valid[:, border:stop].sum(1))
+    return margin, kept, outside
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize("knobs", [{}, {"group": "mean", "alpha": 0.4, "beta": 0.6}, {"reevaluate": False}])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_is_kept_is_what_the_algorithm_keeps(
+    monkeypatch: pytest.MonkeyPatch, batch: int, knobs: dict[str, Any], tier: str
+) -> None:
+    model = tiny_model("llama")
+    policy = HGCA(window=40, **knobs)
+    cache = hf_offload.HybridCache(model, policy, tier=tier, block_size=BLOCK, prefill_tile=32)
+    record = Record(monkeypatch, 2)
+    run(model, cache, batch, 19)
+    layer = hybrid_layers(cache)[2]
+    layer.drain()
+    salience = layer.salience
+    assert salience is not None
+    keys = cache.to_dynamic().layers[2].keys.double()
+    valid = torch.from_numpy(layer.settings.padding.valid[:, : layer.past] != 0)
+    margin, kept, outside = direct(record.turns, keys, valid, policy, salience.stagger)
+    assert outside == salience.evicted * BLOCK >= 5 * BLOCK
+    assert margin > 1e-7, "an average is too near to its threshold for a comparison"
+    assert torch.equal(torch.from_numpy(salience.kept[:, :, :outside] != 0), kept[:, :, :outside])
+    assert 0.02 < kept[:, :, :outside].float().mean() < 0.9
+    context = salience.context
+    for i in range(context.lists):
+        found = context.positions[i, : context.counts[i]]
+        assert np.array_equal(found, kept.flatten(0, 1)[i].nonzero()[:, 0].numpy())
+        assert context.weights(i).sum() == pytest.approx(1.0 if len(found) else 0.0, abs=1e-5)
