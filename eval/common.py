@@ -36,6 +36,9 @@ ProseOption = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, h
 TierOption = Annotated[str | None, typer.Option(help='"one" or "split" memory; the default follows the device.')]
 OutOption = Annotated[Path, typer.Option(help="Where the CSV goes; a plot goes beside it.")]
 
+# Where the windows of a text begin, in tokens.
+OFFSETS = {"prose": (2_000, 20_000, 40_000), "code": (5_000, 30_000, 60_000), "documentation": (5_000, 30_000, 60_000)}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -111,6 +114,21 @@ def numbers(text: str) -> list[int]:
         return [int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in text.replace(" ", "").split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 128,2k") from None
+
+
+def decimals(text: str) -> list[float]:
+    """Parse a comma-separated list of positive numbers ("0.25, 1" → [0.25, 1.0]).
+
+    Raises:
+        typer.BadParameter: not a list of positive numbers.
+    """
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < value < float("inf") for value in found):
+        raise typer.BadParameter(f"{text!r} is not a list of positive numbers like 0.25,1")
+    return found
 
 
 def load(name: str | None, dtype: str, threads: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -238,3 +256,10 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v) for v in row.values()))
     # A file or a pipe has no width of its own.
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def show_markdown(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print rows as a table in Markdown; the first row names the columns."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    print(f"{title}\n")
+    print("\n".join(f"| {' | '.join(cells)} |" for cells in lines))

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from common import (
     FULL,
+    OFFSETS,
     RESULTS,
     DtypeOption,
     ModelOption,
@@ -42,9 +43,6 @@ from common import (
     write_csv,
 )
 from hf_offload import Scout
-
-# Where the windows begin, in tokens of the text of their kind.
-OFFSETS = {"prose": (2_000, 20_000, 40_000), "code": (5_000, 30_000, 60_000), "documentation": (5_000, 30_000, 60_000)}
 
 
 def make_rows(budget: int, memory: dict[str, Any]) -> list[Row]:

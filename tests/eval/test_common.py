@@ -31,6 +31,18 @@ def test_numbers_reads_k_as_1024():
         common.numbers("1,x")
 
 
+def test_decimals_reads_positive_numbers():
+    assert common.decimals("0.25, 1") == [0.25, 1.0]
+    for wrong in ("0.1,x", "", "-1", "0", "inf", "nan"):
+        with pytest.raises(typer.BadParameter, match="is not a list of positive numbers"):
+            common.decimals(wrong)
+
+
+def test_tables_in_markdown(capsys):
+    common.show_markdown("two", [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}])
+    assert capsys.readouterr().out == "two\n\n| a | b |\n| --- | --- |\n| 1 | 2 |\n| 3 | 4 |\n"
+
+
 def test_kinds_of_refuses_unknown_kinds():
     assert common.kinds_of("code, prose") == ["code", "prose"]
     with pytest.raises(typer.BadParameter, match="unknown kinds poetry"):

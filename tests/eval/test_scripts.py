@@ -10,10 +10,11 @@ import decode
 import fidelity
 import needle
 import overhead
+import perplexity
 import save_load
 import soak
 
-MAINS = [cpu_ratio.main, decode.main, fidelity.main, needle.main, overhead.main, save_load.main]
+MAINS = [cpu_ratio.main, decode.main, fidelity.main, needle.main, overhead.main, perplexity.main, save_load.main]
 
 
 @pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__module__)
@@ -62,6 +63,9 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (save_load.main, "--rows"),
         (save_load.main, "--kind"),
         (overhead.main, "--rows"),
+        (perplexity.main, "--rows"),
+        (perplexity.main, "--betas"),
+        (perplexity.main, "--texts"),
         (overhead.main, "--context"),
     ],
 )

@@ -1,0 +1,42 @@
+"""Long runs go on from the newest whole state, and only from one with the same settings."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from resume import Progress
+
+
+def test_the_newest_state_stays_alone(tmp_path):
+    progress = Progress(tmp_path / "run", {"tokens": 3})
+    assert progress.latest("a") is None
+    for position in (5, 40):
+        progress.save("a", position, lambda folder, text=str(position): (folder / "x").write_text(text))
+    progress.save("b", 1, lambda folder: None)
+    assert (progress.latest("a") / "x").read_text() == "40"
+    assert [path.name for path in (tmp_path / "run" / "a").iterdir()] == ["000000040"]
+    progress.remove()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_state_that_was_cut_short_does_not_count(tmp_path):
+    progress = Progress(tmp_path, {})
+    progress.save("a", 5, lambda folder: None)
+
+    def cut(folder):
+        (folder / "x").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        progress.save("a", 6, cut)
+    assert progress.latest("a").name == "000000005"
+    progress.save("a", 6, lambda folder: None)
+    assert list(progress.latest("a").iterdir()) == []
+
+
+def test_other_settings_are_refused(tmp_path):
+    Progress(tmp_path, {"tokens": 3, "model": None})
+    Progress(tmp_path, {"model": None, "tokens": 3})
+    with pytest.raises(typer.BadParameter, match="holds what a run with other settings has reached: remove it"):
+        Progress(tmp_path, {"tokens": 4, "model": None})
