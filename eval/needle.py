@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import torch
@@ -63,6 +64,33 @@ def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: Row, pr
     }
 
 
+def hunt(count: int, kinds: Iterable[str], ask_all: Callable[[int, str], bool]) -> tuple[int, int]:
+    """Ask for needle after needle, until full attention has found so many of them.
+
+    Args:
+        count: needles to be found.
+        kinds: of text, in turns.
+        ask_all: asks for a needle by its seed in a text of a kind; returns whether it counts.
+
+    Returns:
+        How many were found of how many.
+
+    Raises:
+        typer.BadParameter: full attention finds less than a tenth of them.
+    """
+    found = asked = 0
+    with tqdm(total=count, desc="numbers found by full attention") as progress:
+        for kind in itertools.cycle(kinds):
+            if found == count:
+                break
+            if asked >= 20 and found * 10 < asked:
+                raise typer.BadParameter(f"full attention found {found} of {asked} numbers: give fewer --tokens")
+            found += ask_all(asked, kind)
+            asked += 1
+            progress.update(found - progress.n)
+    return found, asked
+
+
 def main(
     count: Annotated[int, typer.Option(min=1, help="Needles found by full attention to count.")] = 20,
     tokens: Annotated[int, typer.Option(help="Length of each prompt.")] = 6500,
@@ -97,21 +125,12 @@ def main(
                 return False
         return True
 
-    found = asked = 0
-    with tqdm(total=count, desc="numbers found by full attention") as progress:
-        for kind in itertools.cycle(sources):
-            if found == count:
-                break
-            if asked >= 20 and found * 10 < asked:
-                raise typer.BadParameter(f"full attention found {found} of {asked} numbers: give fewer --tokens")
-            found += ask_all(asked, kind)
-            asked += 1
-            progress.update(found - progress.n)
+    found, asked = hunt(count, sources, ask_all)
     write_csv(out, records)
     show(f"{found} of {asked} numbers found by full attention", [summary(records, row.name, sources) for row in chosen])
 
 
-def summary(records: list[dict[str, Any]], row: str, kinds: Any) -> dict[str, Any]:
+def summary(records: list[dict[str, Any]], row: str, kinds: Iterable[str]) -> dict[str, Any]:
     """One line of the table: lost of found, by kind and in all."""
     mine = [r for r in records if r["row"] == row]
     line: dict[str, Any] = {"row": row}

@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 KINDS = ("prose", "documentation", "code")
 
+QUESTION = "What is the secret number of the lighthouse keeper? Answer with the number only."
+"""What is asked for a hidden number."""
+
 _NEEDLE = "The secret number of the lighthouse keeper is {number}. Remember it: the secret number is {number}."
-_QUESTION = "What is the secret number of the lighthouse keeper? Answer with the number only."
 _FRAME_TOKENS = 90  # room for the needle, the question and the chat template
 
 
@@ -155,7 +157,7 @@ def hide_number(
     tokens: int = 6500,
     depth: float = 0.5,
     number: int = 7482915,
-    question: str = _QUESTION,
+    question: str = QUESTION,
 ) -> Needle:
     """Hide a number in the beginning of a text and ask for it.
 
@@ -197,7 +199,9 @@ def hide_number(
     return Needle(cast(torch.Tensor, prompt), str(number))
 
 
-def random_needle(text: str, tokenizer: PreTrainedTokenizerBase, seed: int, *, tokens: int = 6500) -> Needle:
+def random_needle(
+    text: str, tokenizer: PreTrainedTokenizerBase, seed: int, *, tokens: int = 6500, question: str = QUESTION
+) -> Needle:
     """Hide a random number at a random depth of a random stretch of a text: needle `seed` of an evaluation.
 
     Args: as for `hide_number`; the same seed gives the same needle.
@@ -205,4 +209,5 @@ def random_needle(text: str, tokenizer: PreTrainedTokenizerBase, seed: int, *, t
     draw = random.Random(seed)
     number, depth = draw.randrange(1_000_000, 10_000_000), draw.uniform(0.02, 0.98)
     last = max(0, len(text) - 7 * tokens)  # the last stretch that is certainly long enough
-    return hide_number(text[draw.randint(0, last) :], tokenizer, tokens=tokens, depth=depth, number=number)
+    stretch = text[draw.randint(0, last) :]
+    return hide_number(stretch, tokenizer, tokens=tokens, depth=depth, number=number, question=question)

@@ -12,9 +12,19 @@ import needle
 import overhead
 import perplexity
 import save_load
+import second_turn
 import soak
 
-MAINS = [cpu_ratio.main, decode.main, fidelity.main, needle.main, overhead.main, perplexity.main, save_load.main]
+MAINS = [
+    cpu_ratio.main,
+    decode.main,
+    fidelity.main,
+    needle.main,
+    overhead.main,
+    perplexity.main,
+    save_load.main,
+    second_turn.main,
+]
 
 
 @pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__module__)
@@ -66,6 +76,8 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (perplexity.main, "--rows"),
         (perplexity.main, "--betas"),
         (perplexity.main, "--texts"),
+        (second_turn.main, "--rows"),
+        (second_turn.main, "--kinds"),
         (overhead.main, "--context"),
     ],
 )
