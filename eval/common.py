@@ -175,6 +175,14 @@ def kv_bytes(cache: Cache) -> int:
     return sum(t.nbytes for t in tensors if t is not None)
 
 
+def token_bytes(model: PreTrainedModel, layers: int) -> int:
+    """Bytes of one token's keys and values in so many layers, by the model's config and dtype."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * layers * heads * size * model.dtype.itemsize)
+
+
 def synchronize() -> None:
     """Wait for the GPU, where there is one."""
     if torch.cuda.is_available():

@@ -73,6 +73,12 @@ def test_prefill_in_chunks_is_the_same_as_at_once(tiny):
     assert parts.get_seq_length() == 10
 
 
+def test_bytes_of_a_token_are_those_that_a_cache_takes(tiny):
+    cache = common.FULL.make_cache(tiny)
+    common.prefill(tiny, cache, torch.arange(10)[None])
+    assert common.kv_bytes(cache) == 10 * common.token_bytes(tiny, 2)
+
+
 def test_text_of_takes_a_book_for_the_prose(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("Call me Ishmael.", encoding="utf-8")

@@ -14,6 +14,7 @@ import perplexity
 import save_load
 import second_turn
 import soak
+import steady
 
 MAINS = [
     cpu_ratio.main,
@@ -78,6 +79,8 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (perplexity.main, "--texts"),
         (second_turn.main, "--rows"),
         (second_turn.main, "--kinds"),
+        (steady.main, "--rows"),
+        (steady.main, "--kind"),
         (overhead.main, "--context"),
     ],
 )
