@@ -3,6 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
+import attention_stats
 import bench_cpu
 import common
 import cpu_ratio
@@ -61,6 +62,7 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
 @pytest.mark.parametrize(
     ("main", "option"),
     [
+        (attention_stats.main, "--layers"),
         (bench_cpu.main, "--sections"),
         (bench_cpu.main, "--dtypes"),
         (cpu_ratio.main, "--kind"),

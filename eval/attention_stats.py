@@ -1,0 +1,216 @@
+"""Where attention weight lies, for a model and texts of your own (HGCA, Figures 3 to 5).
+
+    python eval/attention_stats.py
+    python eval/attention_stats.py --layers 0,15,29 --layer 15 --head 4 --tokens 4096 --text novel.txt --text other.txt
+
+The weights are exact: a text runs through the model in chunks, and beside Transformers' sdpa the softmax of the
+queries that are looked at is taken over all keys, from the model's own q and k. No more rows than these are kept.
+
+- windows (Figure 3): the share of the weight that a window of first and one of newest entries hold together, for an
+  entry, a middle and an exit layer, averaged over heads and the text's last queries.
+- heads (Figure 4): the share of entries that hold 0.99 of a head's weight, the heaviest first, for each text,
+  averaged over its last queries.
+- positions (Figure 5): the weights of one layer and head over the positions, at three quarters of the text and at its
+  end, and a line above which are the heaviest that hold 0.9 at the end.
+
+Figures go beside the CSV, which has the windows: OUT_windows.png, OUT_heads.png, OUT_positions.png; so do the shares by
+head (OUT_heads.csv) and the entries above the line (OUT_positions.csv).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from tqdm import tqdm
+
+from common import (
+    RESULTS,
+    DtypeOption,
+    ModelOption,
+    ThreadsOption,
+    command,
+    load,
+    numbers,
+    show,
+    text_of,
+    window,
+    write_csv,
+)
+from weights import record
+
+HOLDS = 0.99  # of a head's weight, Figure 4
+LINE = 0.9  # of a head's weight, Figure 5
+
+
+def window_sums(weights: list[torch.Tensor], starts: list[int], recents: list[int]) -> np.ndarray:
+    """The weight that the first `s` and the newest `r` entries hold together, `[starts, recents]`.
+
+    Args:
+        weights: `[Hq, entries]` of some queries; averaged over queries and heads. An entry in both windows counts once.
+    """
+    sums = np.zeros((len(starts), len(recents)))
+    for rows in weights:
+        total = rows.shape[1]
+        running = np.concatenate([[0.0], rows.double().mean(0).cumsum(0).numpy()])
+        for i, start in enumerate(starts):
+            for j, recent in enumerate(recents):
+                sums[i, j] += running[min(start, total)] + running[-1] - running[max(total - recent, min(start, total))]
+    return sums / len(weights)
+
+
+def needed_share(weights: torch.Tensor, holds: float) -> torch.Tensor:
+    """The least share of entries that holds so much of the weight, for each row of `[rows, entries]`."""
+    running = weights.double().sort(-1, descending=True).values.cumsum(-1)
+    return ((running < holds * running[:, -1:]).sum(-1) + 1) / weights.shape[-1]
+
+
+def line_at(weights: torch.Tensor, holds: float) -> float:
+    """The least weight among the heaviest entries that together hold so much of the weight `[entries]`."""
+    count = round(float(needed_share(weights[None], holds)) * len(weights))
+    return float(weights.sort(descending=True).values[count - 1])
+
+
+def sizes(tokens: int) -> list[int]:
+    """Sizes of windows: none, and powers of two up to a text's length."""
+    return [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
+
+
+def plot_windows(sums: dict[int, np.ndarray], edges: list[int], path: Path) -> None:
+    """Draw Figure 3: a heat map a layer."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(sums), figsize=(4 * len(sums), 4), layout="constrained", squeeze=False)
+    for one, (layer, values) in zip(axes[0], sums.items(), strict=True):
+        image = one.imshow(values, origin="lower", vmin=0, vmax=1, cmap="viridis")
+        one.set(title=f"layer {layer}", xlabel="newest entries", ylabel="first entries")
+        one.set_xticks(range(len(edges)), edges, rotation=90)
+        one.set_yticks(range(len(edges)), edges)
+    figure.colorbar(image, ax=axes, label="share of the weight")
+    _save(figure, path)
+
+
+def plot_heads(shares: dict[str, np.ndarray], layer: int, path: Path) -> None:
+    """Draw Figure 4: bars a head, one for each text."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for number, (name, values) in enumerate(shares.items()):
+        width = 0.8 / len(shares)
+        axes.bar(np.arange(len(values)) + number * width, 100 * values, width, label=name)
+    axes.set(xlabel=f"query head of layer {layer}", ylabel=f"% of entries that hold {HOLDS}")
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) -> None:
+    """Draw Figure 5: the weights of two queries over the positions, and the line of the later one."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for weights, color in zip(rows[::-1], ("black", "tab:orange"), strict=True):
+        axes.plot(weights, ".", markersize=2, color=color, label=f"query {len(weights) - 1}")
+    axes.axhline(line_at(rows[-1], LINE), color="red", linewidth=1, label=f"those above hold {LINE} at the end")
+    axes.set(yscale="log", ylim=(1e-8, 1), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
+    axes.legend(markerscale=4)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")
+
+
+def read_texts(paths: list[Path]) -> dict[str, str]:
+    """Texts by name: the files given, or prose and code from the Python installation."""
+    return {p.stem: p.read_text(encoding="utf-8") for p in paths} or {k: text_of(k) for k in ("prose", "code")}
+
+
+def main(
+    layers: Annotated[str | None, typer.Option(help="Layers of Figure 3 [default: first, middle, last].")] = None,
+    layer: Annotated[int | None, typer.Option(help="Layer of Figures 4 and 5 [default: the middle one].")] = None,
+    head: Annotated[int, typer.Option(min=0, help="Query head of Figure 5.")] = 6,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text.")] = 4096,
+    queries: Annotated[int, typer.Option(min=1, help="Last queries of a text to average over.")] = 32,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="A text; give it twice [default: prose and code]."),
+    ] = None,
+    start: Annotated[int, typer.Option(min=0, help="Token of each text to begin with.")] = 2000,
+    model: ModelOption = None,
+    dtype: DtypeOption = "float32",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens taken in at a time.")] = 512,
+    threads: ThreadsOption = 0,
+    out: Annotated[Path, typer.Option(help="Where the CSV goes; figures and further numbers go beside it.")] = (
+        RESULTS / "attention_stats.csv"
+    ),
+) -> None:
+    """Show where attention weight lies."""
+    asked = None if layers is None else numbers(layers)
+    language_model, tokenizer = load(model, dtype, threads)
+    config = language_model.config.get_text_config(decoder=True)
+    last = config.num_hidden_layers - 1
+    three, middle = asked or [0, (last + 1) // 2, last], (last + 1) // 2 if layer is None else layer
+    if not all(0 <= one <= last for one in (*three, middle)):
+        raise typer.BadParameter(f"layers {three} and {middle}: the model has layers 0 to {last}")
+    if head >= config.num_attention_heads:
+        raise typer.BadParameter(f"head {head}: the model has heads 0 to {config.num_attention_heads - 1}")
+    if queries > tokens // 4:
+        raise typer.BadParameter(f"{queries} queries of {tokens} tokens: give at most a quarter")
+    early = tokens * 3 // 4 - 1
+    positions = [early, *range(tokens - queries, tokens)]
+    found = {}
+    with torch.inference_mode():
+        for name, content in tqdm(read_texts(text or []).items(), desc="texts"):
+            ids = window(content, tokenizer, start, tokens).to(language_model.device)
+            found[name] = record(language_model, ids, positions, sorted({*three, middle}), chunk)
+    edges = sizes(tokens)
+    first = next(iter(found.values()))
+    sums = {one: window_sums(first[one][1:], edges, edges) for one in three}
+    shares = {
+        name: torch.stack([needed_share(rows, HOLDS) for rows in weights[middle][1:]]).mean(0).numpy()
+        for name, weights in found.items()
+    }
+    pair = [first[middle][0][head], first[middle][-1][head]]
+    plot_windows(sums, edges, out.with_name(f"{out.stem}_windows.png"))
+    plot_heads(shares, middle, out.with_name(f"{out.stem}_heads.png"))
+    plot_positions(pair, middle, head, out.with_name(f"{out.stem}_positions.png"))
+    write_csv(
+        out,
+        [
+            {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(values[i, j])}
+            for one, values in sums.items()
+            for i, j in np.ndindex(values.shape)
+        ],
+    )
+    by_head = [
+        {"text": name, "layer": middle, "head": number, "share": float(value), "holds": HOLDS}
+        for name, values in shares.items()
+        for number, value in enumerate(values)
+    ]
+    write_csv(out.with_name(f"{out.stem}_heads.csv"), by_head)
+    heaviest = (pair[1] >= line_at(pair[1], LINE)).nonzero()[:, 0].tolist()
+    write_csv(
+        out.with_name(f"{out.stem}_positions.csv"),
+        [
+            {"layer": middle, "head": head, "position": p, "weight": float(pair[1][p])}
+            | {"weight_before": float(pair[0][p]) if p <= early else None, "hold": LINE}
+            for p in heaviest
+        ],
+    )
+    table = []
+    for name, values in shares.items():
+        least, most = int(values.argmin()), int(values.argmax())
+        table.append(
+            {"text": name, "least": f"{values.min():.1%} (head {least})", "most": f"{values.max():.1%} (head {most})"}
+            | {"mean": f"{values.mean():.1%}"}
+        )
+    show(f"entries that hold {HOLDS} of a head's weight, layer {middle}", table)
+
+
+if __name__ == "__main__":
+    command(main)()

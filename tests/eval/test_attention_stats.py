@@ -1,0 +1,125 @@
+"""Recorded weights and what is made of them, against eager attention and plain sums."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+from tiny import FAMILIES, prompt, tiny_model
+from typer.testing import CliRunner
+
+import attention_stats
+import common
+from weights import record
+
+TOKENS = 70
+POSITIONS = [9, 31, 32, 68, 69]
+
+
+def eager(family, ids):
+    """Weights of every query, `[Hq, N, N]` a layer."""
+    model = tiny_model(family, "eager")
+    return [layer[0].cpu() for layer in model(ids, output_attentions=True).attentions]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma3"])
+def test_weights_are_those_of_eager_attention(family):
+    model, ids = tiny_model(family, "sdpa"), prompt(1, TOKENS)[0]
+    want, plain = eager(family, ids), model(ids).logits
+    got = record(model, ids, POSITIONS, [0, 2], chunk=32)
+    assert sorted(got) == [0, 2]
+    for layer, rows in got.items():
+        for position, row in zip(POSITIONS, rows, strict=True):
+            torch.testing.assert_close(row, want[layer][:, position, : position + 1], atol=1e-5, rtol=1e-4)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(ids).logits, plain)
+
+
+@torch.inference_mode()
+def test_layers_with_windows_are_refused_unless_left_out():
+    model, ids = tiny_model("gemma3", "sdpa"), prompt(1, TOKENS)[0]
+    assert len(record(model, ids, [69], [1, 3], chunk=32)[3]) == 1
+    with pytest.raises(ValueError, match="layer 0 of Gemma3Attention has sliding_window: give other --layers"):
+        record(model, ids, [69], [0], chunk=32)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@torch.inference_mode()
+def test_windows_sum_what_eager_attention_gives():
+    ids = prompt(1, TOKENS)[0]
+    rows = eager("llama", ids)[1]
+    recorded = [rows[:, p, : p + 1] for p in POSITIONS]
+    edges = attention_stats.sizes(TOKENS)
+    assert edges == [0, 1, 2, 4, 8, 16, 32, 64, 70]
+    sums = attention_stats.window_sums(recorded, edges, edges)
+    for i, start in enumerate(edges):
+        for j, recent in enumerate(edges):
+            want = 0.0
+            for p in POSITIONS:
+                inside = [n < start or n > p - recent for n in range(p + 1)]
+                want += float(rows[:, p, : p + 1][:, inside].sum(-1).mean()) / len(POSITIONS)
+            assert sums[i, j] == pytest.approx(want, abs=1e-5)
+
+
+def test_entries_that_hold_a_share():
+    weights = torch.tensor([[0.1, 0.5, 0.2, 0.2], [0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0]])
+    assert attention_stats.needed_share(weights, 0.85).tolist() == [0.75, 1.0, 0.25]
+    assert attention_stats.needed_share(weights, 0.6).tolist() == [0.5, 0.75, 0.25]
+    assert attention_stats.line_at(weights[0], 0.6) == pytest.approx(0.2)
+    assert attention_stats.line_at(weights[2], 0.9) == 1.0
+
+
+@torch.inference_mode()
+def test_figures_and_numbers_of_two_texts(tmp_path, monkeypatch):
+    model = tiny_model("llama", "sdpa")
+    texts = {name: prompt(1, TOKENS, seed)[0] for seed, name in enumerate(("one", "two"))}
+    for name in texts:
+        (tmp_path / f"{name}.txt").write_text(name, encoding="utf-8")
+    monkeypatch.setattr(attention_stats, "load", lambda *_: (model, None))
+    monkeypatch.setattr(attention_stats, "window", lambda text, tokenizer, start, tokens: texts[text][:, :tokens])
+    out = tmp_path / "stats.csv"
+    options = [f"--text={tmp_path / name}.txt" for name in texts]
+    options += ["--tokens", str(TOKENS), "--queries", "5", "--head", "3", "--layer", "1", "--layers", "0,3"]
+    result = CliRunner().invoke(common.command(attention_stats.main), [*options, "--chunk", "16", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    weights = {name: eager("llama", ids) for name, ids in texts.items()}
+    with out.open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    line = next(r for r in lines if (r["layer"], r["first"], r["newest"]) == ("3", "4", "8"))
+    rows = [weights["one"][3][:, p, : p + 1] for p in range(65, 70)]
+    want = sum(float((row[:, :4].sum(-1) + row[:, -8:].sum(-1)).mean()) for row in rows) / 5
+    assert float(line["weight"]) == pytest.approx(want, rel=1e-4)
+    with out.with_name("stats_heads.csv").open(encoding="utf-8") as file:
+        heads = list(csv.DictReader(file))
+    assert [(r["text"], r["head"]) for r in heads] == [(name, str(head)) for name in texts for head in range(4)]
+    rows = [weights["two"][1][2, p, : p + 1].sort(descending=True).values.cumsum(0) for p in range(65, 70)]
+    want = sum((int((row < 0.99).sum()) + 1) / len(row) for row in rows) / 5
+    assert float(heads[6]["share"]) == pytest.approx(want, rel=1e-2)
+    with out.with_name("stats_positions.csv").open(encoding="utf-8") as file:
+        heavy = list(csv.DictReader(file))
+    late, early = weights["one"][1][3, 69], weights["one"][1][3, 51, :52]
+    assert 0.9 <= sum(float(r["weight"]) for r in heavy) <= 0.9 + float(late.max())
+    for r in heavy:
+        position = int(r["position"])
+        assert float(r["weight"]) == pytest.approx(float(late[position]), rel=1e-4)
+        before = float(early[position]) if position < 52 else None
+        assert r["weight_before"] == "" if before is None else float(r["weight_before"]) == pytest.approx(before, 1e-4)
+    for name in ("windows", "heads", "positions"):
+        assert out.with_name(f"stats_{name}.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "0,4"], "has layers 0 to 3"),
+        (["--head", "4"], "has heads 0 to 3"),
+        (["--queries", "18", "--tokens", "70"], "at most a quarter"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(options, message, monkeypatch):
+    monkeypatch.setattr(attention_stats, "load", lambda *_: (tiny_model("llama", "sdpa"), None))
+    result = CliRunner().invoke(common.command(attention_stats.main), ["--head", "0", *options])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
