@@ -200,7 +200,7 @@ def main(
     out: OutOption = RESULTS / "steady.csv",
 ) -> None:
     """Measure how steadily tokens come over a long generation."""
-    chosen, (name,) = choose(make_rows(tier), rows), kinds_of(kind)[:1]
+    chosen, (name,) = choose(make_rows(tier), rows), kinds_of(kind)
     language_model, tokenizer = load(model, dtype, threads)
     ids = window(text_of(name, prose), tokenizer, 0, prompt + steps).to(language_model.device)
     times: dict[str, list[np.ndarray]] = {row.name: [] for row in chosen}

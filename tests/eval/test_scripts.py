@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 import attention_stats
 import bench_cpu
 import common
+import context_attention
 import cpu_ratio
 import decode
 import fidelity
@@ -65,6 +66,8 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (attention_stats.main, "--layers"),
         (bench_cpu.main, "--sections"),
         (bench_cpu.main, "--dtypes"),
+        (context_attention.main, "--rows"),
+        (context_attention.main, "--kind"),
         (cpu_ratio.main, "--kind"),
         (decode.main, "--rows"),
         (decode.main, "--contexts"),

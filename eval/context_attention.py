@@ -1,0 +1,251 @@
+"""Attention's share of a decode step in a long context: time, bytes read, and how far from full attention it is.
+
+    python eval/context_attention.py
+    python eval/context_attention.py --contexts 8k --rows hgca-0.1,scout-1024 --steps 64 --prose novel.txt
+
+All rows hold the keys and values of the same real text: full attention's cache reads it, the sparse ones take that
+over, and `hgca`, which learns from a prompt's attention what to keep, reads it too. Then the rows take turns over the
+text's next tokens: some steps of warm-up, then those that count. What they compute at each is compared with full
+attention (KL, top token), so that rows can be compared at equal fidelity and not at equal budgets; `full-hybrid`, which
+attends everything, shows what rounding alone makes of it.
+
+`attention` is the time in the attention function and in the cache's `update`, all layers, `step` that of the whole
+forward: milliseconds, medians. `read` is what the CPU reads of keys, values and digests at each step, by arithmetic:
+everything for full attention, the budget and all digests for `scout`, the window and the kept share of the rest for
+`hgca`. Beyond the length that a model was trained for a text has its size but has lost its order; whether `kept` and
+`kl` there are like those of shorter contexts tells what such times are worth. Memory: each row holds the context.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from tqdm import tqdm
+from transformers import AttentionInterface, Cache, PreTrainedModel
+
+import hf_offload
+from common import (
+    FULL,
+    RESULTS,
+    DtypeOption,
+    ModelOption,
+    OutOption,
+    ProseOption,
+    Row,
+    ThreadsOption,
+    TierOption,
+    choose,
+    command,
+    kinds_of,
+    load,
+    numbers,
+    percentiles,
+    prefill,
+    show,
+    synchronize,
+    text_of,
+    token_bytes,
+    window,
+    write_csv,
+)
+
+WARM_UP = 2
+BLOCK_SIZE = 32
+READS_PROMPTS = ("hgca",)
+"""Policies that learn from a prompt's attention, so that keys and values alone are not enough."""
+
+
+def make_rows(tier: str | None) -> list[Row]:
+    """The rows to choose from, beside full attention."""
+    memory = {"block_size": BLOCK_SIZE} | ({} if tier is None else {"tier": tier})
+    return [
+        Row("full-hybrid", "full", memory),
+        *(Row(f"hgca-{ratio:g}", "hgca", {"gpu_ratio": ratio, "beta": 1.0} | memory) for ratio in (0.05, 0.1, 0.25)),
+        *(Row(f"scout-{n}", "scout", {"budget": n} | memory) for n in (256, 512, 1024, 2048)),
+        *(Row(f"window-{n}", "window", {"budget": n} | memory) for n in (1024, 2048)),
+    ]
+
+
+class Watch:
+    """A stopwatch that runs while attention is computed.
+
+    Attributes:
+        seconds: that it has run.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, with the watch running inside."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            synchronize()
+            start = time.perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                synchronize()
+                self.seconds += time.perf_counter() - start
+
+        return run
+
+    @contextmanager
+    def watching(self, name: str, cache: Cache) -> Iterator[None]:
+        """Let the watch run in the attention function of a name and in a cache's `update`."""
+        attend = AttentionInterface()[name]
+        AttentionInterface.register(name, self.timed(attend))
+        cache.update = self.timed(cache.update)
+        try:
+            yield
+        finally:
+            AttentionInterface.register(name, attend)
+            del cache.update  # the class's own is behind it
+
+
+def fill(model: PreTrainedModel, row: Row, ids: torch.Tensor, full: Cache) -> Cache:
+    """A row's cache with the context `[1, N]`, which full attention's cache holds."""
+    if row.policy in READS_PROMPTS:
+        cache = row.make_cache(model)
+        prefill(model, cache, ids, chunk=2048)
+        return cache
+    row.activate(model)
+    return hf_offload.HybridCache.from_cache(full, model, row.policy, **row.options)
+
+
+def decode(
+    model: PreTrainedModel, row: Row, cache: Cache, ids: torch.Tensor
+) -> tuple[dict[str, list[float]], torch.Tensor]:
+    """Feed ids `[1, N]` one by one: milliseconds of the steps after the warm-up, and log-probabilities `[N, V]`."""
+    row.activate(model)
+    times: dict[str, list[float]] = {"attention": [], "step": []}
+    logits, watch = [], Watch()
+    with watch.watching(model.config._attn_implementation, cache):
+        for token in ids.split(1, 1):
+            synchronize()
+            watch.seconds, start = 0.0, time.perf_counter()
+            logits.append(model(token, past_key_values=cache).logits[0, -1])
+            synchronize()
+            times["step"].append(1000 * (time.perf_counter() - start))
+            times["attention"].append(1000 * watch.seconds)
+    return {name: values[WARM_UP:] for name, values in times.items()}, torch.stack(logits).float().log_softmax(-1).cpu()
+
+
+def read_bytes(model: PreTrainedModel, row: Row, cache: Cache) -> float:
+    """Bytes that a step reads, all layers; with the tokens that the cache holds now."""
+    tokens, each = cache.get_seq_length(), token_bytes(model, len(cache.layers))
+    if row is FULL:
+        return float(tokens * each)
+    stats = cache.stats().as_dict()
+    attended = float(min(tokens, row.options.get("budget", tokens)))
+    if "gpu_ratio" in row.options:
+        newest = math.ceil(row.options["gpu_ratio"] * tokens / BLOCK_SIZE) * BLOCK_SIZE
+        attended = newest + stats["kept_share"] * (tokens - newest)
+    return attended * each + stats["digest_bytes"]
+
+
+def compare(mine: torch.Tensor, full: torch.Tensor) -> tuple[float, float]:
+    """Mean KL(full‖mine) and how often the most likely token is the same, of log-probabilities `[N, V]`."""
+    kl = (full.exp() * (full - mine)).sum(-1).mean()
+    return float(kl), float((full.argmax(-1) == mine.argmax(-1)).float().mean())
+
+
+def measure(
+    model: PreTrainedModel, rows: list[Row], ids: torch.Tensor, length: int, rounds: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """One line a row, full attention first, after a context of `length` tokens.
+
+    Args:
+        ids: the context and what follows `[1, length + rounds * steps]`.
+        say: tells what is being done.
+    """
+    say(f"{length} tokens: full attention reads")
+    full = FULL.make_cache(model)
+    prefill(model, full, ids[:, :length], chunk=2048)
+    caches: dict[str, Cache] = {FULL.name: full}
+    for row in rows:
+        say(f"{length} tokens: {row.name} reads")
+        caches[row.name] = fill(model, row, ids[:, :length], full)
+    every = [FULL, *rows]
+    times: dict[str, dict[str, list[float]]] = {row.name: {"attention": [], "step": []} for row in every}
+    apart: dict[str, list[tuple[float, float]]] = {row.name: [] for row in every}
+    for number, tokens in enumerate(ids[:, length:].chunk(rounds, 1)):
+        say(f"{length} tokens: round {number + 1} of {rounds}")
+        seen = {}
+        for row in every:
+            found, seen[row.name] = decode(model, row, caches[row.name], tokens)
+            apart[row.name].append(compare(seen[row.name], seen[FULL.name]))
+            for name, values in found.items():
+                times[row.name][name] += values
+    lines, base = [], {name: percentiles(values)["p50"] for name, values in times[FULL.name].items()}
+    everything = read_bytes(model, FULL, full)
+    for row in every:
+        attention, step = (percentiles(times[row.name][name]) for name in ("attention", "step"))
+        kl, top = np.mean(apart[row.name], axis=0).tolist()
+        read = read_bytes(model, row, caches[row.name])
+        stats = {} if row is FULL else caches[row.name].stats().as_dict()
+        lines.append(
+            {
+                "context": length,
+                "row": row.name,
+                "attention": attention["p50"],
+                "attention_ratio": attention["p50"] / base["attention"],
+                "step": step["p50"],
+                "step_ratio": step["p50"] / base["step"],
+                "read_MiB": read / 2**20,
+                "read_ratio": read / everything,
+                "kept": stats.get("kept_share"),
+                "kl": kl,
+                "top1": top,
+                **{f"attention_{name}": attention[name] for name in ("p20", "p80")},
+                **{f"step_{name}": step[name] for name in ("p20", "p80")},
+            }
+        )
+    return lines
+
+
+def main(
+    contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated; k is 1,024.")] = "6k,32k",
+    rows: Annotated[str, typer.Option(help="By name, comma-separated; a wrong one lists them.")] = (
+        "full-hybrid,hgca-0.1,scout-512,scout-1024,scout-2048"
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count, per round.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")] = 4,
+    kind: Annotated[str, typer.Option(help="prose, documentation or code.")] = "code",
+    tier: TierOption = None,
+    prose: ProseOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = "bfloat16",
+    threads: ThreadsOption = 0,
+    out: OutOption = RESULTS / "context_attention.csv",
+) -> None:
+    """Measure attention in long contexts."""
+    lengths, chosen, (name,) = sorted(numbers(contexts)), choose(make_rows(tier), rows), kinds_of(kind)
+    following = rounds * (WARM_UP + steps)
+    language_model, tokenizer = load(model, dtype, threads)
+    ids = window(text_of(name, prose), tokenizer, 0, max(lengths) + following).to(language_model.device)
+    size = {"steps": steps * rounds, "kind": name, "dtype": dtype, "tier": tier}
+    records: list[dict[str, Any]] = []
+    with torch.inference_mode(), tqdm(total=len(lengths)) as progress:
+        for length in lengths:
+            lines = measure(
+                language_model, chosen, ids[:, : length + following], length, rounds, progress.set_description
+            )
+            records += [line | size for line in lines]
+            write_csv(out, records)
+            gc.collect()
+            progress.update()
+    title = "ms a token, MiB that a step reads, and both against full attention"
+    show(title, [dict(list(r.items())[:11]) for r in records])
+
+
+if __name__ == "__main__":
+    command(main)()

@@ -1,0 +1,118 @@
+"""Attention in long contexts: what is timed, what is read, and what the rows are compared with."""
+
+from __future__ import annotations
+
+import csv
+import time
+
+import pytest
+import torch
+from tiny import prompt, tiny_model
+from transformers import AttentionInterface
+from typer.testing import CliRunner
+
+import common
+import context_attention
+
+BLOCK = {"block_size": 32}
+TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("row", [common.FULL, common.Row("full-hybrid", "full", BLOCK)], ids=lambda row: row.name)
+def test_the_watch_runs_while_attention_is_computed(row, monkeypatch):
+    model, ids = tiny_model("llama"), prompt(1, 40)[0]
+    cache = row.make_cache(model)
+    common.prefill(model, cache, ids)
+    name = model.config._attn_implementation
+    attend, calls = AttentionInterface()[name], []
+
+    def slow(*args, **kwargs):
+        calls.append(1)
+        time.sleep(0.02)
+        return attend(*args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, slow)
+    watch = context_attention.Watch()
+    with watch.watching(name, cache):
+        model(ids[:, :1], past_key_values=cache)
+    assert len(calls) == 4
+    assert watch.seconds > 4 * 0.02
+    assert AttentionInterface()[name] is slow
+    assert "update" not in vars(cache)
+    before = watch.seconds
+    model(ids[:, :1], past_key_values=cache)
+    assert watch.seconds == before
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("policy", "budget"), [("full", None), ("window", 96), ("scout", 192)])
+def test_rows_take_over_what_full_attention_has_read(policy, budget):
+    model, ids = tiny_model("llama"), prompt(1, 300)[0]
+    full = common.FULL.make_cache(model)
+    common.prefill(model, full, ids[:, :-6])
+    row = common.Row(policy, policy, BLOCK | ({} if budget is None else {"budget": budget}))
+    taken = context_attention.fill(model, row, ids[:, :-6], full)
+    row.activate(model)
+    read = row.make_cache(model)
+    common.prefill(model, read, ids[:, :-6])
+    times, mine = context_attention.decode(model, row, taken, ids[:, -6:])
+    assert [len(values) for values in times.values()] == [4, 4]
+    assert all(0 < part < whole for part, whole in zip(times["attention"], times["step"], strict=True))
+    want = torch.cat([model(token, past_key_values=read).logits[:, -1] for token in ids[:, -6:].split(1, 1)])
+    torch.testing.assert_close(mine, want.log_softmax(-1).cpu(), atol=1e-4, rtol=1e-4)
+    digests = taken.stats().as_dict()["digest_bytes"]
+    attended = 300 if budget is None else budget
+    assert context_attention.read_bytes(model, row, taken) == attended * TOKEN + digests
+    assert (digests > 0) == (policy == "scout")
+    assert context_attention.read_bytes(model, common.FULL, full) == 294 * TOKEN
+
+
+def test_bytes_of_a_window_and_what_is_kept():
+    class Kept:
+        layers = range(4)
+
+        def get_seq_length(self):
+            return 1000
+
+        def stats(self):
+            return self
+
+        def as_dict(self):
+            return {"kept_share": 0.25, "digest_bytes": 0}
+
+    rows = {row.name: row for row in context_attention.make_rows(None)}
+    got = context_attention.read_bytes(tiny_model("llama"), rows["hgca-0.1"], Kept())
+    assert got == (128 + 0.25 * (1000 - 128)) * TOKEN
+
+
+def test_rows_are_compared_token_by_token():
+    full = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]).log()
+    mine = torch.tensor([[0.2, 0.6, 0.2], [0.1, 0.1, 0.8]]).log()
+    kl, top = context_attention.compare(mine, full)
+    want = 0.5 * torch.tensor(0.5 / 0.2).log() + 0.3 * torch.tensor(0.3 / 0.6).log()
+    assert kl == pytest.approx(float(want) / 2)
+    assert top == 0.5
+
+
+def test_every_row_is_measured_at_every_length(tmp_path, monkeypatch):
+    ids = prompt(1, 140)[0]
+    monkeypatch.setattr(context_attention, "load", lambda *_: (tiny_model("llama"), None))
+    monkeypatch.setattr(context_attention, "text_of", lambda kind, prose: kind)
+    monkeypatch.setattr(context_attention, "window", lambda text, tokenizer, start, tokens: ids[:, :tokens])
+    out = tmp_path / "context.csv"
+    options = ["--contexts", "128,64", "--rows", "full-hybrid,window-1024", "--steps", "2", "--rounds", "3"]
+    result = CliRunner().invoke(common.command(context_attention.main), [*options, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    with out.open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["context"], line["row"]) for line in lines] == [
+        (context, row) for context in ("64", "128") for row in ("full", "full-hybrid", "window-1024")
+    ]
+    for line in lines:
+        assert float(line["kl"]) == pytest.approx(0, abs=1e-5)
+        assert float(line["attention"]) < float(line["step"])
+    assert [line["attention_ratio"] for line in lines[::3]] == ["1", "1"]
+    assert float(lines[1]["attention_ratio"]) == pytest.approx(
+        float(lines[1]["attention"]) / float(lines[0]["attention"]), rel=1e-4
+    )
