@@ -21,7 +21,7 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mending import halt, mend
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import Settings
-from hf_offload.cache.stats import Stats, report
+from hf_offload.cache.stats import Pace, Stats, report
 from hf_offload.cache.turn import Turn
 from hf_offload.cpu.cores import cores
 from hf_offload.cpu.worker import Worker, WorkerError
@@ -146,6 +146,7 @@ class HybridCache(Portable):
         """Keyword arguments of the decoder layers that the forward now running has reached (the model's hooks)."""
         self.donors: dict[int, int] = {}
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
+        self._pace = Pace()
         self._undo_to: int | None = None
         """Tokens before the forward that is running; None between forwards."""
         self._turn = Turn()
@@ -200,7 +201,7 @@ class HybridCache(Portable):
         tensors = [getattr(layer, name, None) for layer in stock for name in ("keys", "values")]
         other = sum(int(tensor.nbytes) for tensor in tensors if isinstance(tensor, torch.Tensor))
         numbers = [i for i, layer in enumerate(self.layers) if not isinstance(layer, HybridLayer)]
-        return Stats(rows, near + other, numbers)
+        return Stats(rows, near + other, numbers, self._pace.percentiles())
 
     def drain(self, *, quiet: bool = False) -> None:
         """Wait for the work in flight of all layers.
@@ -253,6 +254,7 @@ class HybridCache(Portable):
         self.calls.clear()
         self.settings.drafts.end()
         if finished:
+            self._pace.forward(self.get_seq_length() - (self._undo_to or 0))
             self._undo_to = None
         with suppress(RuntimeError):  # told at the next forward: this one has an error of its own to tell
             self.undo(interrupted=False)
@@ -302,6 +304,7 @@ class HybridCache(Portable):
             if self.graph is not None:
                 self.graph.close()
             self._looks_ahead = self._undo_to = None
+            self._pace = Pace()
             self.settings.drafts.forget()
             for i, fresh in enumerate(stock_layers(self._config)):
                 layer = self.layers[i]

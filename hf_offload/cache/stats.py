@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -100,6 +102,30 @@ def report(layer: HybridLayer) -> LayerStats:
     return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))
 
 
+class Pace:
+    """The time between tokens: between the ends of two forwards of one token that follow each other."""
+
+    KEEP = 1 << 16  # of the newest
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=self.KEEP)
+        self._last: float | None = None
+
+    def forward(self, tokens: int) -> None:
+        """A forward of so many tokens has ended."""
+        now = time.perf_counter()
+        if tokens == 1 and self._last is not None:
+            self._seconds.append(now - self._last)
+        self._last = now
+
+    def percentiles(self) -> dict[str, float] | None:
+        """Seconds between tokens: p50, p95 and p99; None if there were none."""
+        if not self._seconds:
+            return None
+        found = np.percentile(np.array(self._seconds), (50, 95, 99)).tolist()
+        return dict(zip(("p50", "p95", "p99"), found, strict=True))
+
+
 class Tally:
     """Small tensors on the device that will be counted when somebody asks: reading them at once would stop the step."""
 
@@ -145,12 +171,16 @@ class Stats:
         layers: one a layer.
         device_bytes: bytes of KV and digests in device memory now, all layers.
         stock: numbers of the layers that keep Transformers' own cache.
+        seconds: between tokens, by percentile (`Pace.percentiles`).
     """
 
-    def __init__(self, layers: list[LayerStats], device_bytes: int, stock: list[int]) -> None:
+    def __init__(
+        self, layers: list[LayerStats], device_bytes: int, stock: list[int], seconds: dict[str, float] | None = None
+    ) -> None:
         self.layers = layers
         self.device_bytes = device_bytes
         self.stock = stock
+        self.seconds = seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Sums over the layers, means where a mean is meant (cpu_ratio, …), and `layers`, the same per layer."""
@@ -168,6 +198,7 @@ class Stats:
         total["recall_interval"] = _mean(sum(row["steps"] for row in rows), total["recalls"])
         total["device_bytes"] = self.device_bytes
         total["stock_layers"] = self.stock
+        total["time_between_tokens"] = self.seconds
         total["layers"] = rows
         return total
 
@@ -176,7 +207,7 @@ class Stats:
         columns = {
             "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "recalls": "recalls",
             "recall_bytes": "recalled MiB", "resident_bytes": "resident MiB", "host_bytes": "host MiB",
-            "digest_bytes": "digest MiB", "wait_seconds": "waited s", "query_cosine": "query cosine",
+            "context_bytes": "kept MiB", "kept_share": "kept share", "digest_bytes": "digest MiB", "wait_seconds": "waited s", "query_cosine": "query cosine",
             "selection_overlap": "overlap",
         }  # fmt: skip
         for title in columns.values():
@@ -184,7 +215,7 @@ class Stats:
         whole = self.as_dict()
         for row in [*whole["layers"], {**whole, "layer": "all"}]:
             table.add_row(*(_cell(key, row[key]) for key in columns))
-        console = Console(width=140)
+        console = Console(width=160)
         with console.capture() as capture:
             console.print(table)
         return capture.get()
