@@ -46,7 +46,7 @@ class HybridCache(Portable):
         tier: None: two tiers where the model runs on a device, one memory on the CPU. `"split"` forces two tiers on the
             CPU (to try what a GPU would do), `"one"` says that there must be one.
         block_size: tokens a block: 8, 16, 32, 64 or 128.
-        resident: tokens that a row and KV head keeps on the device, in two tiers; by default the policy's budget or window.
+        resident: tokens that a row and KV head keeps on the device, in two tiers; by default the budget or window.
         device_budget: in place of `resident`: device memory that the resident blocks of all layers take, in bytes or as
             a string such as `"2GiB"` or `"512MiB"`. It is divided when the first tokens arrive. Their digests, if the
             policy has any, come out of it; digests of later tokens come on top. Or `"64 blocks"`: so many for each row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -144,3 +144,21 @@ def sent(array: np.ndarray, device: torch.device, old: torch.Tensor | None = Non
         return old.copy_(fresh, non_blocking=True)
     with torch.inference_mode(False):
         return fresh.to(device, copy=True, non_blocking=True)
+
+
+def brought(tensor: torch.Tensor, what: str) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A copy on the host of what a tensor holds now, and what waits for it, in any thread.
+
+    Args:
+        tensor: contiguous.
+        what: it is, for errors.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.clone(), _nothing
+    there = host_empty(tensor.shape, tensor.dtype, pin=True, brief=True, what=what)
+    there.copy_(tensor, non_blocking=True)
+    return there, torch.cuda.current_stream(tensor.device).record_event().synchronize
+
+
+def _nothing() -> None:
+    """It is there already."""

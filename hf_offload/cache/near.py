@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hf_offload.cache.memory import host_empty
+from hf_offload.cache.mirror import brought
 from hf_offload.cache.resident import FREE, ResidentSet
 from hf_offload.cache.salience import Salience
 
@@ -65,17 +65,12 @@ class NearAverages:
 
     def leave(self, first: int, stop: int) -> tuple[Callable[[], None], Callable[[], None]]:
         """Blocks leave the window: what brings their averages to `Salience`, in a thread; what frees their slots."""
-        values, size, event = self.read(first, stop), self.resident.store.block_size, None
-        if values.is_cuda:
-            there = host_empty(values.shape, values.dtype, pin=True, brief=True, what="averages of attention weights")
-            there.copy_(values, non_blocking=True)
-            event = torch.cuda.current_stream(values.device).record_event()
-            values = there
+        values, wait = brought(self.read(first, stop), "averages of attention weights")
+        size = self.resident.store.block_size
         salience, resident = self.salience, self.resident
 
         def arrive() -> None:
-            if event is not None:
-                event.synchronize()
+            wait()
             salience.average[:, :, first * size : stop * size] = values.numpy()
 
         def free() -> None:

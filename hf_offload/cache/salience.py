@@ -11,6 +11,7 @@ import torch
 
 from hf_offload.cache.context import Context
 from hf_offload.cache.memory import host_empty
+from hf_offload.cache.mirror import brought
 from hf_offload.cache.stats import LayerStats
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.weighing import Span, Weighing
@@ -133,7 +134,8 @@ class Salience:
         spans = self.weighing.spans(length, count, anew=anew)
         self.known = self.known or anew
         most = max(span.queries for span in spans)
-        queries = query[:, :, count - most :].detach().to("cpu", torch.float32).contiguous().numpy()
+        there, wait = brought(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
+        queries = there.numpy()
         if anew:
             context, first = Context(self.context.lists, size, store.head_dim, store.dtype), 0
         else:
@@ -148,6 +150,7 @@ class Salience:
             stats.reevaluation_seconds += time.perf_counter() - began
 
         def stages() -> Iterator[Launch]:
+            wait()
             store.settle()
             for span in spans:
                 yield from self._weigh(span, queries, length, scale, softcap)
