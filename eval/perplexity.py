@@ -7,7 +7,8 @@ Teacher forcing from the first token on: nothing is taken in as a prompt, so tha
 by a decode step. `hgca` attends a share of the text's length densely, its newest tokens, rounded up to whole blocks
 (the paper's GPU ratio), and what has left that window as its filter lets it (β). The other rows get as many tokens.
 Full attention is computed in one forward, chunk by chunk. Each token's loss is compared with full attention's for the
-same token: standard errors take tokens as independent of each other.
+same token: standard errors take tokens as independent of each other. `kept_share`, of the host's tokens those that the
+CPU attends, is counted over all texts of a run.
 
 All sequences (`--batch` of each text, one after the other) are decoded as one batch in one cache. A full grid is
 --tokens × 16 steps, whatever the batch: at 65 ms a step (SmolLM2, bf16, two cores) 4,096 tokens take 75 minutes, and

@@ -56,6 +56,20 @@ def test_bytes_are_those_of_the_sizes(tier, device_blocks):
 
 
 @torch.inference_mode()
+def test_what_the_cpu_keeps_is_a_share_of_what_has_left_the_window(monkeypatch):
+    model, ids = tiny_model("llama"), prompt(1, 163)[0]
+    row = common.Row("window", "window", {"budget": 96, "tier": "one", "block_size": 32})
+    cache = row.make_cache(model)
+    common.prefill(model, cache, ids)
+    stats = cache.stats().as_dict() | {"kept_share": 0.5, "context_bytes": 7}
+    monkeypatch.setattr(type(cache.stats()), "as_dict", lambda self: stats)
+    held = steady.memory(model, row, cache)
+    token = 2 * 4 * 2 * 16 * 4
+    assert (held["kept_share"], held["context_bytes"]) == (0.5, 7)
+    assert held["context_due"] == round(0.5 * (163 - 96) * token)
+
+
+@torch.inference_mode()
 def test_rows_take_turns_over_the_same_tokens(tmp_path, monkeypatch):
     ids, seen = prompt(1, 100)[0], []
 
