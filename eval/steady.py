@@ -223,7 +223,7 @@ def main(
     series = list(itertools.chain.from_iterable(turns))
     write_csv(out.with_name(f"{out.stem}_turns.csv"), series)
     plot(series, found, prompt, turn, out.with_suffix(".png"))
-    columns = ("row", "p50", "p95", "p99", "max", "p99_p50", "unsteady", "cpu_p50", "cpu_p99", "slower")
+    columns = ("row", "p50", "p95", "p99", "max", "p99_p50", "unsteady", "cpu_p50", "cpu_p99_p50", "slower")
     show(f"ms between tokens, {prompt} + {steps} tokens", [{c: r[c] for c in columns} for r in records])
     sizes = [k for k in dict.fromkeys(k for r in records for k in r) if k.endswith(("_bytes", "_due"))]
     table = [{"row": r["row"]} | {k: None if r.get(k) is None else r[k] / 2**20 for k in sizes} for r in records]
