@@ -207,9 +207,8 @@ class Stats:
         columns = {
             "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "recalls": "recalls",
             "recall_bytes": "recalled MiB", "resident_bytes": "resident MiB", "host_bytes": "host MiB",
-           
-            "context_bytes": "kept MiB", "kept_share": "kept share", "digest_bytes": "digest MiB", "wait_seconds": "waited s", "query_cosine": "query cosine",
-            "selection_overlap": "overlap",
+            "context_bytes": "kept MiB", "kept_share": "kept share", "digest_bytes": "digest MiB",
+            "wait_seconds": "waited s", "query_cosine": "query cosine", "selection_overlap": "overlap",
         }  # fmt: skip
         for title in columns.values():
             table.add_column(title, justify="right")
