@@ -20,6 +20,8 @@ from hf_offload.cpu.doorbell import Doorbell
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.pool import touch_records
 from hf_offload.cpu.worker import Worker
+from hf_offload.gpu.flags import signal
+from hf_offload.gpu.handover import Inbox, hand_over
 
 LAYERS = 36
 TARGET = 15.0  # microseconds a layer
@@ -89,13 +91,16 @@ class Sent:
 
     def __init__(self, options: Options) -> None:
         shapes = ((1, 32, 128), torch.float32), ((1, 8, 64), torch.int32), ((1, 8), torch.int32)
-        self.here = [torch.zeros(shape, dtype=dtype, device=options.device) for shape, dtype in shapes]
-        self.there = [torch.zeros(shape, dtype=dtype, pin_memory=options.on_gpu) for shape, dtype in shapes]
+        self.query, self.blocks, self.counts = (
+            torch.zeros(shape, dtype=dtype, device=options.device) for shape, dtype in shapes
+        )
+        self.counts.fill_(5)
+        there = (torch.zeros(shape, dtype=dtype, pin_memory=options.on_gpu) for shape, dtype in shapes)
+        self.inbox = Inbox(*there, torch.zeros(1, dtype=torch.int32, device=options.device))
 
-    def go(self) -> None:
-        """Start the copies to the host."""
-        for target, source in zip(self.there, self.here, strict=True):
-            target.copy_(source, non_blocking=True)
+    def go(self, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
+        """Hand it over, and announce it by a flag."""
+        hand_over(self.inbox, self.query, self.blocks, self.counts, flag=flag, epoch=epoch)
 
 
 Work = Callable[[torch.dtype], Callable[[], Launch]]
@@ -126,9 +131,8 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
         capture.parts.clear()
         capture.epoch.add_(1)
         for number, part in enumerate(parts):
-            if sent is not None:
-                sent.go()
-            capture.announce(part, launch, f"item {number}")
+            announce = signal if sent is None else sent.go
+            announce(capture.flag_of(part, launch, f"item {number}"), capture.epoch)
             capture.wait(part)
 
     replay = step

@@ -197,6 +197,30 @@ def copies_all(x: Inputs) -> Operation:
     return _copies(x, 1.0)
 
 
+def _sent(x: Inputs, by_kernel: bool) -> Operation:
+    """What the CPU attends with for five blocks a head, announced by a flag."""
+    from hf_offload.gpu.handover import Inbox
+    from hf_offload.gpu.handover import hand_over as operation
+
+    query, blocks, counts, pin = x.query(), x.blocks(), x.counts(min(5, x.size.chosen)), x.options.on_gpu
+    there = (torch.zeros(part.shape, dtype=part.dtype, pin_memory=pin) for part in (query, blocks, counts))
+    inbox = Inbox(*there, x.ints([0]) if by_kernel else None)
+    flag, epoch = torch.zeros(1, dtype=torch.int32, pin_memory=pin), x.ints([1])
+    listed = counts.nbytes * min(5, x.size.chosen) if by_kernel else blocks.nbytes
+    sent = query.nbytes + listed + counts.nbytes
+    return Operation(
+        lambda: operation(inbox, query, blocks, counts, flag=flag, epoch=epoch), sent, sent, back=True, keep=(inbox,)
+    )
+
+
+def hand_over(x: Inputs) -> Operation:
+    return _sent(x, by_kernel=True)
+
+
+def hand_over_by_copies(x: Inputs) -> Operation:
+    return _sent(x, by_kernel=False)
+
+
 def store_block(x: Inputs) -> Operation:
     from hf_offload.gpu.move import store_block as operation
 
@@ -242,7 +266,8 @@ OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
     operation.__name__: operation
     for operation in (
         paged_attention, merge, merge_with_host, score_submeans, score_vectors, join_heads, select_blocks,
-        split_blocks, exchange, write_token, fetch_recall, copies_recall, fetch_all, copies_all, store_block,
+        split_blocks, exchange, write_token, fetch_recall, copies_recall, fetch_all, copies_all, hand_over,
+        hand_over_by_copies, store_block,
         seal_submeans, update_weights,
     )
 }  # fmt: skip

@@ -65,7 +65,7 @@ class Capture:
         self.late = self.flags[-1, :1]
         """Not 0: a part was not done in time, and what the device computed since then is wrong."""
         self._spins = min(int(timeout * LOOKS), 2**31 - 1)
-        flags.signal(self.flags[0, :1], self.epoch)  # a kernel's first launch loads it, which a capture may refuse
+        # A kernel's first launch loads it, which a capture may refuse.
         flags.wait(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
         self.parts: list[tuple[HostPart, Callable[[], Launch], str]] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
@@ -78,10 +78,10 @@ class Capture:
         if stream is not None:
             self._beside.add(stream)
 
-    def announce(self, part: HostPart, launch: Callable[[], Launch], label: str) -> None:
-        """The buffers of a part are filled: from here on the CPU may work on it."""
-        flags.signal(self.flags[2 * len(self.parts), :1], self.epoch)
+    def flag_of(self, part: HostPart, launch: Callable[[], Launch], label: str) -> torch.Tensor:
+        """The flag of one more part: once it holds the epoch, the CPU works on what is in the part's buffers."""
         self.parts.append((part, launch, label))
+        return self.flags[2 * len(self.parts) - 2, :1]
 
     def wait(self, part: HostPart) -> None:
         """Let the device wait for the CPU's result."""

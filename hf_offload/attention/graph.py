@@ -171,6 +171,9 @@ class StepGraph:
         capture = self._capture = Capture(device, len(self.layers), self.layers[0].settings.worker.timeout)
         with torch.inference_mode(False):
             self._inputs = {name: value.clone() for name, value in inputs.items()}
+        for layer in self.layers:
+            if layer.host_part is not None:
+                layer.host_part.rehearse(capture)
         self._recorded = self.recorder()
 
         def step() -> Any:

@@ -14,10 +14,12 @@ from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import Job, WorkerError
+from hf_offload.gpu.handover import Inbox, hand_over
 from hf_offload.gpu.merge import HostPartial
 from hf_offload.policies.base import Selection
 
 if TYPE_CHECKING:
+    from hf_offload.attention.capture import Capture
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 
@@ -51,7 +53,13 @@ class HostPart:
         self.blocks, self.counts = buffer(*heads, capacity, dtype=torch.int32), buffer(*heads, dtype=torch.int32)
         self.out, self.lse, self.kbar = buffer(*query.shape), buffer(*query.shape[:2]), buffer(*query.shape)
         # Asked once: a capture allows few questions.
-        self._reachable = not pin or all(tensor.is_pinned() for tensor in (self.out, self.lse, self.kbar))
+        buffers = (self.query, self.blocks, self.counts, self.out, self.lse, self.kbar)
+        self._reachable = not pin or all(tensor.is_pinned() for tensor in buffers)
+        arrived = None
+        if self._reachable:
+            with torch.inference_mode(False):
+                arrived = torch.zeros(1, dtype=torch.int32, device=store.device)
+        self._inbox = Inbox(self.query, self.blocks, self.counts, arrived)
         if pin:
             weakref.finalize(self, _settle, store.device).atexit = False
         self.host: Selection | None = None
@@ -81,13 +89,13 @@ class HostPart:
             label: what an error message calls it.
         """
         self.host, self.predicted, self._correct = host, step.query, correct
-        arrived = self._send(step.query, host)
-        if self.layer.mirror.capture is not None:
-            self.layer.mirror.capture.announce(
-                self, functools.partial(self.launch, step.scale, step.softcap), step.label(label)
-            )
+        capture = self.layer.mirror.capture
+        if capture is not None:
+            launching = functools.partial(self.launch, step.scale, step.softcap)
+            self._send(step.query, host, capture.flag_of(self, launching, step.label(label)), capture.epoch)
             return self
-        launch = self.launch(step.scale, step.softcap)
+        self._send(step.query, host)
+        arrived, launch = self._arrived(), self.launch(step.scale, step.softcap)
         worker = self.layer.settings.worker
         launch.ticket[2] = shares = min(worker.threads, launch.tasks)
 
@@ -99,17 +107,30 @@ class HostPart:
         self._job = worker.submit(attend, step.label(label), shares=shares, keep=(step.store.pool, self))
         return self
 
-    def _send(self, query: torch.Tensor, host: Selection | None) -> torch.cuda.Event | None:
+    def _send(
+        self,
+        query: torch.Tensor,
+        host: Selection | None,
+        flag: torch.Tensor | None = None,
+        epoch: torch.Tensor | None = None,
+    ) -> None:
+        assert host is not None
         self.cancel()
         self.layer.mirror.pause()
-        self.query.copy_(query, non_blocking=True)
-        assert host is not None
-        self.blocks.copy_(host.blocks, non_blocking=True)
-        self.counts.copy_(host.counts, non_blocking=True)
-        if not query.is_cuda or self.layer.mirror.capture is not None:
+        hand_over(self._inbox, query, host.blocks, host.counts, flag=flag, epoch=epoch)
+
+    def _arrived(self) -> torch.cuda.Event | None:
+        """After what was sent, on a CUDA device."""
+        if self.layer.device.type != "cuda":
             return None
-        event: torch.cuda.Event = torch.cuda.current_stream(query.device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self.layer.device).record_event()
         return event
+
+    def rehearse(self, capture: Capture) -> None:
+        """Announce a part that is none: a kernel's first launch loads it, which a capture may refuse."""
+        buffers = self.query, self.blocks, self.counts
+        nothing = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
+        hand_over(self._inbox, *nothing, flag=capture.flags[0, :1], epoch=capture.epoch)
 
     def launch(self, scale: float, softcap: float | None) -> Launch:
         """The kernel call that attends what the buffers hold when it runs."""
@@ -125,7 +146,8 @@ class HostPart:
 
     def read(self, step: Step, host: Selection) -> None:
         """Bring host blocks into the CPU's caches, off the critical path."""
-        arrived, store = self._send(step.query, host), step.store
+        self._send(step.query, host)
+        arrived, store = self._arrived(), step.store
         blocks, counts = self.blocks.numpy(), self.counts.numpy()
         size = store.pool.packed_record_bytes if store.packs else store.pool.record_bytes
 

@@ -35,11 +35,16 @@ class KeptPart(HostPart):
         self.start(step, None, correct=False, label="attention to kept tokens")
         return self
 
-    def _send(self, query: torch.Tensor, host: Selection | None) -> torch.cuda.Event | None:
+    def _send(
+        self,
+        query: torch.Tensor,
+        host: Selection | None,
+        flag: torch.Tensor | None = None,
+        epoch: torch.Tensor | None = None,
+    ) -> None:
         self.cancel()
         self.layer.mirror.pause()
         self.query.copy_(query, non_blocking=True)
-        return torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
 
     def launch(self, scale: float, softcap: float | None) -> Launch:
         context = self.context

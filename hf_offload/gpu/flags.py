@@ -26,7 +26,7 @@ def signal(flag: torch.Tensor, epoch: torch.Tensor) -> None:
         ValueError: another shape, or memory that is not pinned.
         TypeError: another dtype.
     """
-    _check(flag, epoch)
+    check(flag, epoch)
     if not on_triton(epoch):
         flag.copy_(epoch)
         return
@@ -50,7 +50,7 @@ def wait(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, *, spins: 
         ValueError: another shape, memory that is not pinned, or a negative `spins`.
         TypeError: another dtype.
     """
-    _check(flag, epoch)
+    check(flag, epoch)
     require("late", late, (torch.int32,), (1,), late.device)
     if spins < 0:
         raise ValueError(f"spins={spins} is not a number of looks")
@@ -71,7 +71,8 @@ def _wait_by_torch(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, 
         time.sleep(0)
 
 
-def _check(flag: torch.Tensor, epoch: torch.Tensor) -> None:
+def check(flag: torch.Tensor, epoch: torch.Tensor) -> None:
+    """Raise unless the epoch can be stored in the flag; as `signal` does."""
     require("flag", flag, (torch.int32,), (1,), flag.device)
     require("epoch", epoch, (torch.int32,), (1,), epoch.device)
     capturing = epoch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,21 @@
+"""What the hand-over is compiled for: (name, kernel, signature, constants, options)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_offload.gpu import handover_kernels
+
+
+def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """Groups and head dimensions of real models, with a flag and without."""
+    integers = dict.fromkeys(("blocks", "counts", "to_blocks", "to_counts", "arrived", "flag", "epoch"), "*i32")
+    signature = {**integers, "query": "*fp32", "to_query": "*fp32", "capacity": "i32"}
+    found: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
+    for group, dim in ((4, 128), (1, 80), (16, 256)):
+        for flagged in (False, True):
+            constants = {"NUMBERS": group * dim, "CHUNK": 512}
+            constants |= {} if flagged else dict.fromkeys(("arrived", "flag", "epoch"))
+            name = f"{group} heads of {dim}{', announced' if flagged else ''}"
+            found.append((name, handover_kernels.hand_over_kernel, signature, constants, {"num_warps": 4}))
+    return found

@@ -1,0 +1,163 @@
+"""Query, blocks and counts on their way to the host, and the flag that announces them."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_offload.cpu.doorbell import Doorbell, Item
+from hf_offload.cpu.launch import Array, Launch, kernel, new_ticket
+from hf_offload.cpu.memory import count_up
+from hf_offload.gpu.flags import wait
+from hf_offload.gpu.handover import Inbox, hand_over
+
+from ._forms import device_of, every_form
+
+GARBAGE = -(10**8)
+SIZES = [(1, 1, 1, 16, 1), (2, 3, 5, 80, 7), (3, 2, 4, 128, 130), (1, 8, 16, 64, 300), (5, 1, 2, 256, 128)]
+
+
+def inbox(device: str, like: tuple[torch.Tensor, ...], *, by_copies: bool = False) -> Inbox:
+    """Host memory for such tensors, full of what nobody may read."""
+    pinned = device == "cuda"
+    query, blocks, counts = (torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in like)
+    arrived = None if by_copies else torch.zeros(1, dtype=torch.int32, device=device)
+    return Inbox(query.fill_(math.nan), blocks.fill_(GARBAGE), counts.fill_(GARBAGE), arrived)
+
+
+def given(device: str, batch: int, heads: int, group: int, dim: int, width: int) -> tuple[torch.Tensor, ...]:
+    """A query, ragged lists of blocks with garbage behind their counts, and the counts."""
+    counts = torch.randint(0, width + 1, (batch, heads), dtype=torch.int32)
+    counts[0, 0], counts[-1, -1] = 0, width
+    blocks = torch.randint(0, 10**6, (batch, heads, width), dtype=torch.int32)
+    blocks[torch.arange(width) >= counts[..., None]] = GARBAGE
+    return tuple(part.to(device) for part in (torch.randn(batch, heads * group, dim), blocks, counts))
+
+
+def settle(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def assert_there(to: Inbox, sent: tuple[torch.Tensor, ...]) -> None:
+    query, blocks, counts = (part.cpu() for part in sent)
+    assert torch.equal(to.query, query)
+    assert torch.equal(to.counts, counts)
+    meant = torch.arange(blocks.shape[2]) < counts[..., None]
+    assert torch.equal(to.blocks[meant], blocks[meant])
+
+
+@every_form
+@pytest.mark.parametrize("by_copies", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_all_of_it_arrives(form: str, by_copies: bool, sizes: Any, request: pytest.FixtureRequest) -> None:
+    device = device_of(form, request)
+    torch.manual_seed(sizes[3])
+    to = inbox(device, given(device, *sizes), by_copies=by_copies)
+    flag = torch.zeros(3, 16, dtype=torch.int32, pin_memory=device == "cuda")
+    for step in range(3):  # into the same memory, with a flag and without
+        sent = given(device, *sizes)
+        hand_over(to, *sent)
+        settle(device)
+        assert_there(to, sent)
+        assert int(flag[1, 0]) == step
+        sent = given(device, *sizes)
+        hand_over(to, *sent, flag=flag[1, :1], epoch=torch.tensor([step + 1], dtype=torch.int32, device=device))
+        settle(device)
+        assert_there(to, sent)
+        assert flag[:, 0].tolist() == [0, step + 1, 0]
+
+
+@kernel
+def sum_kernel(ticket: Array, tasks: int, query: Array, blocks: Array, counts: Array, answer: Array) -> None:
+    """Each task adds up what one row was given."""
+    while True:
+        task = count_up(ticket, 0)
+        if task >= tasks:
+            break
+        total = 0.0
+        for head in range(counts.shape[1]):
+            for i in range(counts[task, head]):
+                total += blocks[task, head, i]
+        for head in range(query.shape[1]):
+            for d in range(query.shape[2]):
+                total += query[task, head, d]
+        answer[task] = total
+        count_up(ticket, 1)
+
+
+@every_form
+def test_whoever_sees_the_flag_sees_all_of_it(form: str, request: pytest.FixtureRequest) -> None:
+    device = device_of(form, request)
+    sizes = (16, 8, 4, 128, 64) if form == "cuda" else (3, 2, 2, 16, 5)
+    batch, _, _, dim, width = sizes
+    pinned = device == "cuda"
+    to = inbox(device, given(device, *sizes))
+    answer = torch.zeros(batch, dtype=torch.float64, pin_memory=pinned)
+    flags = torch.zeros(3, 16, dtype=torch.int32, pin_memory=pinned)
+    arrays = (*(part.numpy() for part in (to.query, to.blocks, to.counts)), answer.numpy())
+    bell = Doorbell(threads=2, spin_seconds=1e-4)
+    launch = Launch(sum_kernel, batch, arrays, new_ticket(), 0)
+    bell.replace([Item(*(int(line.data_ptr()) for line in flags), launch, "work", (flags,))])
+    for step in range(1, 60):
+        epoch = torch.tensor([step], dtype=torch.int32, device=device)
+        query = torch.full((batch, sizes[1] * sizes[2], dim), float(step), device=device)
+        counts = torch.full((batch, sizes[1]), width, dtype=torch.int32, device=device)
+        blocks = torch.full((batch, sizes[1], width), step, dtype=torch.int32, device=device)
+        hand_over(to, query, blocks, counts, flag=flags[0, :1], epoch=epoch)
+        late = torch.zeros(1, dtype=torch.int32, device=device)
+        wait(flags[1, :1], epoch, late, spins=5_000_000)
+        got = answer.to(device, non_blocking=True)
+        settle(device)
+        assert not late.item()
+        assert (got == step * sizes[1] * (width + sizes[2] * dim)).all()
+    bell.check()
+    bell.stop()
+
+
+def test_every_program_arrives_before_the_flag() -> None:
+    """All threads of a program meet, one orders what they wrote and counts it; the flag follows in release order."""
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("ptx.py")
+    command = [sys.executable, script, "cases_handover", "4 heads of 128, announced", "4 heads of 128"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    announced, plain = (
+        [
+            line.split("//")[0].strip()
+            for line in text.splitlines()
+            if "st.global" in line or "atom" in line or "bar." in line
+        ]
+        for text in done.stdout.split("\f")
+    )
+    arrival, flag = (next(i for i, line in enumerate(announced) if kind in line) for kind in ("acq_rel", "release"))
+    assert "sys.acq_rel.add" in announced[arrival]
+    assert "sys.release.exch" in announced[flag]
+    assert announced[arrival - 1].startswith("bar.sync")
+    assert [line for line in announced[arrival:] if "st.global" in line] == [
+        announced[flag - 2]
+    ]  # the count's return to 0
+    assert any("st.global.v4" in line for line in announced[:arrival])
+    assert not any("atom" in line for line in plain)
+
+
+def test_wrong_arguments_are_named() -> None:
+    query, blocks, counts = given("cpu", 2, 2, 2, 16, 3)
+    to = inbox("cpu", (query, blocks, counts))
+    one = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"query has dtype torch\.float16"):
+        hand_over(to, query.half(), blocks, counts)
+    with pytest.raises(ValueError, match=r"blocks has shape \(1, 2, 3\)"):
+        hand_over(to, query, blocks[:1], counts)
+    with pytest.raises(ValueError, match=r"to\.blocks has shape \(2, 2, 3\); expected \(2, 2, 2\)"):
+        hand_over(to, query, blocks[:, :, :2].contiguous(), counts)
+    with pytest.raises(ValueError, match=r"query \(2, 3, 16\) does not fit"):
+        hand_over(inbox("cpu", (query[:, :3], blocks, counts)), query[:, :3].contiguous(), blocks, counts)
+    with pytest.raises(ValueError, match="flag and epoch belong together"):
+        hand_over(to, query, blocks, counts, flag=one)
