@@ -11,6 +11,7 @@ import torch
 
 from hf_offload.attention.host_part import HostPart
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.stats import Ledger
 from hf_offload.cpu.doorbell import Item
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu import flags
@@ -69,6 +70,7 @@ class Capture:
         flags.wait(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
         self.parts: list[tuple[HostPart, Callable[[], Launch], str]] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
+        self._ledger: Ledger | None = None
         self._beside: set[torch.cuda.Stream] = set()
         self._kept: list[Any] = []
 
@@ -113,9 +115,9 @@ class Capture:
         """Add what the last replay counted to the layers' statistics, without waiting for it."""
         if self.counted is None:
             return
-        values = self.counted.clone()
-        for i, (layer, name, _) in enumerate(self._counts):
-            layer.tally.add(name, values[i])
+        if self._ledger is None:
+            self._ledger = Ledger([(layer.tally, name) for layer, name, _ in self._counts])
+        self._ledger.add(self.counted.clone())
 
     def items(self) -> list[Item]:
         """What a doorbell serves: the parts in the order in which they are announced."""

@@ -134,32 +134,38 @@ class StepGraph:
     def _refresh(self) -> None:
         """Bring what kernels read up to date for the step that comes."""
         for layer in self.layers:
-            store, mirror = layer.store, layer.mirror
-            assert store is not None
-            assert layer.resident is not None
-            layer.resident.tables.table()
-            layer.resident.tables.block_ptr()
-            mirror.limits("step", store.length + 1, store.sealed)
-            mirror.limits("ahead", store.length, store.sealed)
-            mirror.sinks(layer.policy.sink_tokens)
-            mirror.valid()
+            assert layer.store is not None
+            layer.store.tables.table()
+            layer.store.tables.block_ptr()
+        first = self.layers[0]  # a graph has one device, on which all layers read the same sizes and padding
+        assert first.store is not None
+        first.mirror.limits("step", first.store.length + 1, first.store.sealed)
+        first.mirror.limits("ahead", first.store.length, first.store.sealed)
+        first.mirror.sinks(first.policy.sink_tokens)
+        first.mirror.valid()
 
     def _signature(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> object:
-        """What a captured step depends on beside the values in its tensors."""
+        """What a captured step depends on beside the values in its tensors; a few microseconds a layer, every step."""
         rows = []
         for layer in self.layers:
-            assert layer.resident is not None
-            valid, digests = layer.mirror.valid(), None if layer.store is None else layer.store.digests
-            resident, tables = layer.resident, layer.resident.tables
-            tensors = (
-                resident.pool, resident.block_of, resident.slot_of, resident.worth, resident.known,
-                tables.table(), tables.block_ptr(),
-                *(() if valid is None else (valid,)), *layer.mirror.sinks(layer.policy.sink_tokens),
+            store, resident = layer.store, layer.resident
+            assert store is not None
+            assert resident is not None
+            table, digests = store.tables.table(), store.digests
+            rows.append(
+                (
+                    id(layer.state), digests is not None and digests.frozen, table.shape[1], resident.slot_of.shape[2],
+                    table.data_ptr(), store.tables.block_ptr().data_ptr(), resident.pool.data_ptr(),
+                    resident.block_of.data_ptr(), resident.slot_of.data_ptr(), resident.worth.data_ptr(),
+                    resident.known.data_ptr(),
+                )
             )  # fmt: skip
-            frozen = digests is not None and digests.frozen
-            rows.append((id(layer.state), frozen, *((tensor.data_ptr(), tensor.shape) for tensor in tensors)))
+        first = self.layers[0]
+        valid = first.mirror.valid()
+        shared = (*first.mirror.sinks(first.policy.sink_tokens), *(() if valid is None else (valid,)))
         shapes = tuple((name, value.shape) for name, value in sorted(inputs.items()))
-        return rows, shapes, {name: value for name, value in fixed.items() if name != "past_key_values"}
+        sizes = [(tensor.data_ptr(), tensor.shape) for tensor in shared]
+        return rows, sizes, shapes, {name: value for name, value in fixed.items() if name != "past_key_values"}
 
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
         self.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -38,6 +39,8 @@ class LayerStats:
         evictions: blocks that have left the window; eviction_seconds: until it was decided which tokens are kept.
         reevaluations: prompts and appends after which it was decided which tokens are kept; reevaluation_seconds: how
             long that took, beside the model.
+        transfer: by which way the last blocks came to the device: "uva" (a kernel read them where they lay) or "copy";
+            None: none has come.
     """
 
     layer: int
@@ -64,6 +67,7 @@ class LayerStats:
     eviction_seconds: float = 0.0
     reevaluations: int = 0
     reevaluation_seconds: float = 0.0
+    transfer: str | None = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -133,10 +137,14 @@ class Tally:
 
     def __init__(self, stats: LayerStats) -> None:
         self.stats, self.record_bytes = stats, 0
+        self.ledger: Ledger | None = None
+        """Where replayed steps count for this tally."""
         self._pending: dict[tuple[str, torch.Size], list[torch.Tensor]] = {}
 
     def add(self, name: str, value: torch.Tensor) -> None:
         """Remember the sum of a tensor: `"cpu_ratio"`, `"cosine"`, `"overlap"`, or `"moves"` (blocks recalled)."""
+        if self.ledger is not None and self.ledger.rows:
+            self.count()
         pending = self._pending.setdefault((name, value.shape), [])
         pending.append(value)
         if len(pending) >= self.KEEP:
@@ -144,11 +152,21 @@ class Tally:
 
     def count(self) -> None:
         """Add what was remembered to the counters."""
+        if self.ledger is not None:
+            self.ledger.count()
+        self.settle()
+
+    def settle(self) -> None:
+        """`count` without the ledger."""
         pending, self._pending = self._pending, {}
-        stats = self.stats
         sums: dict[str, list[float]] = {}
         for (name, _), kept in pending.items():
             sums.setdefault(name, []).extend(torch.stack(kept).view(len(kept), -1).float().sum(1).tolist())
+        self.take(sums)
+
+    def take(self, sums: dict[str, list[float]]) -> None:
+        """Add to the counters, by the names of `add`, a number a step."""
+        stats = self.stats
         stats.cpu_ratio_by_step += sums.get("cpu_ratio", [])
         stats.query_cosine += sum(sums.get("cosine", []))
         stats.queries += len(sums.get("cosine", []))
@@ -158,6 +176,39 @@ class Tally:
         stats.recalls += len(moves)
         stats.recall_blocks += sum(moves)
         stats.recall_bytes += sum(moves) * self.record_bytes
+
+
+class Ledger:
+    """What replayed steps count, one tensor a step for all layers, that is read when somebody asks.
+
+    Args:
+        columns: tally and name (as in `Tally.add`) of each number of a row.
+    """
+
+    def __init__(self, columns: list[tuple[Tally, str]]) -> None:
+        self.rows: list[torch.Tensor] = []
+        self._columns = [(weakref.ref(tally), name) for tally, name in columns]
+        for tally, _ in columns:
+            if tally.ledger is not self:
+                tally.count()
+                tally.ledger = self
+
+    def add(self, row: torch.Tensor) -> None:
+        """Remember a step's numbers, fp32 `[columns]`."""
+        self.rows.append(row)
+        if len(self.rows) >= Tally.KEEP:
+            self.count()
+
+    def count(self) -> None:
+        """Add what was remembered to the counters, behind what the tallies were told before."""
+        rows, self.rows = self.rows, []
+        if not rows:
+            return
+        for (reference, name), numbers in zip(self._columns, torch.stack(rows).T.tolist(), strict=True):
+            tally = reference()
+            if tally is not None:
+                tally.settle()
+                tally.take({name: numbers})
 
 
 def _mean(total: float, count: int) -> float | None:
@@ -199,6 +250,7 @@ class Stats:
         total["device_bytes"] = self.device_bytes
         total["stock_layers"] = self.stock
         total["time_between_tokens"] = self.seconds
+        total["transfer"] = sorted({row["transfer"] for row in rows if row["transfer"] is not None})
         total["layers"] = rows
         return total
 

@@ -1,0 +1,55 @@
+"""What steps count on the device, read when somebody asks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from hf_offload.cache.stats import LayerStats, Ledger, Tally
+
+
+def test_replayed_steps_count_in_their_order() -> None:
+    first, second = (Tally(LayerStats(i)) for i in range(2))
+    first.record_bytes = 10
+    second.add("cpu_ratio", torch.tensor(0.1))
+    ledger = Ledger([(first, "moves"), (second, "cpu_ratio"), (first, "cpu_ratio")])
+    second.add("cpu_ratio", torch.tensor(0.2))
+    for row in ([3.0, 0.3, 0.7], [0.0, 0.4, 0.8], [2.0, 0.5, 0.9]):
+        ledger.add(torch.tensor(row))
+    assert first.stats.recalls == 0  # nothing has been read
+    second.add("cpu_ratio", torch.tensor(0.6))  # a step in Python between replays
+    ledger.add(torch.tensor([0.0, 0.7, 1.0]))
+    second.count()
+    first.count()
+    assert second.stats.cpu_ratio_by_step == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    assert first.stats.cpu_ratio_by_step == pytest.approx([0.7, 0.8, 0.9, 1.0])
+    assert (first.stats.recalls, first.stats.recall_blocks, first.stats.recall_bytes) == (2, 5, 50)
+
+
+def test_another_ledger_goes_on_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tally, "KEEP", 3)
+    tally = Tally(LayerStats(0))
+    for step in range(8):
+        if step % 4 == 0:
+            ledger = Ledger([(tally, "cpu_ratio")])
+        ledger.add(torch.tensor([float(step)]))
+        assert len(ledger.rows) < 3
+    tally.count()
+    assert tally.stats.cpu_ratio_by_step == list(range(8))
+
+
+def test_a_tally_that_is_gone_is_not_counted_for() -> None:
+    tally, other = Tally(LayerStats(0)), Tally(LayerStats(1))
+    ledger, gone = Ledger([(tally, "cpu_ratio"), (other, "cpu_ratio")]), weakref.ref(tally)
+    ledger.add(torch.tensor([1.0, 2.0]))
+    gc.disable()
+    try:
+        del tally
+        assert gone() is None
+    finally:
+        gc.enable()
+    other.count()
+    assert other.stats.cpu_ratio_by_step == [2.0]
