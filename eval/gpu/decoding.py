@@ -206,7 +206,7 @@ def time_steps(options: Options, step: Any) -> list[float]:
     return times
 
 
-def counted(cache: HybridCache) -> dict[str, float]:
+def counted(cache: HybridCache) -> dict[str, Any]:
     """What the cache has counted over all its steps."""
     total = cache.stats().as_dict()
     steps = total["steps"]
@@ -214,6 +214,7 @@ def counted(cache: HybridCache) -> dict[str, float]:
         "cpu_ratio": total["cpu_ratio"], "recall_mib_per_step": total["recall_bytes"] / steps / 2**20,
         "host_wait_ms": 1000 * total["wait_seconds"] / steps, "query_cosine": total["query_cosine"],
         "device_kv_gib": total["device_bytes"] / 2**30, "host_kv_gib": total["host_bytes"] / 2**30,
+        "transfer": " ".join(total["transfer"]),
     }  # fmt: skip
 
 

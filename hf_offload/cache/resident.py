@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hf_offload.cache.copying import Moves, copies, trials
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.mirror import DeviceMirror
-from hf_offload.cache.store import BlockStore, narrow
+from hf_offload.cache.store import BlockStore
 from hf_offload.cpu import pool as movers
-from hf_offload.cpu.packed import unpack_records
 from hf_offload.cpu.worker import Job
 from hf_offload.gpu import exchange as exchanging
-from hf_offload.gpu import move
+from hf_offload.gpu import move, transfer
 
 FREE = -1
 
 
-class Moves(NamedTuple):
-    """Blocks that go into slots, for each row and KV head; entries from `counts` on mean nothing.
-
-    Args:
-        slots, blocks: `[B, Hkv, M]` int32.
-        counts: `[B, Hkv]` int32.
-    """
-
-    slots: torch.Tensor
-    blocks: torch.Tensor
-    counts: torch.Tensor
-
-
 @dataclass(slots=True)
 class Transfer:
-    """Blocks on their way: the job that copies them (CPU tensors) or the event after the copy (CUDA)."""
+    """Blocks on their way: the job that copies them, the event after the copy (CUDA), or an event after both."""
 
     moves: Moves
     job: Job | None = None
@@ -68,6 +53,9 @@ class ResidentSet:
             self.worth = torch.zeros((*shape[:2], 0), dtype=torch.float32, device=store.device)
             self.known = torch.zeros(1, dtype=torch.int32, device=store.device)
         self._transfer: Transfer | None = None
+        self._asked_for = transfer.asked_for()
+        self.came_by: str | None = None
+        """The way by which the last blocks came (`gpu.transfer`)."""
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +95,7 @@ class ResidentSet:
         wanted = (block_of >= 0) & (block_of < self.store.num_blocks)
         order = (~wanted).int().argsort(dim=-1, stable=True)  # slots that get data come first
         moves = Moves(order.int().to(device), block_of.gather(2, order).to(device), wanted.sum(-1).int().to(device))
-        self.fetch(moves, "a saved resident set")
+        self.fetch(moves, "a saved resident set", now=True)
         self.wait()
 
     def learn(self, score: torch.Tensor, limits: torch.Tensor, smoothing: float) -> None:
@@ -142,7 +130,7 @@ class ResidentSet:
         wide = torch.full((*self.slot_of.shape[:2], beyond + 1), FREE, dtype=torch.int32, device=blocks.device)
         wide.scatter_(2, torch.where(meant, blocks, beyond).long(), slots.expand_as(blocks))
         self.slot_of.copy_(wide[:, :, :beyond])
-        self.fetch(Moves(slots.expand_as(blocks).contiguous(), blocks, counts), label)
+        self.fetch(Moves(slots.expand_as(blocks).contiguous(), blocks, counts), label, now=True)
         self.wait()
 
     def exchange(self, limits: torch.Tensor, sink_end: torch.Tensor, recent: int, due: torch.Tensor | None) -> Moves:
@@ -168,18 +156,46 @@ class ResidentSet:
             block_size=self.store.block_size, recent=recent,
         )  # fmt: skip
 
-    def fetch(self, moves: Moves, label: str) -> None:
-        """Bring the data of blocks whose metadata have changed; they are there after the next `wait`."""
+    def fetch(self, moves: Moves, label: str, *, now: bool = False) -> None:
+        """Bring the data of blocks whose metadata have changed; they are there after the next `wait`.
+
+        Args:
+            moves: where they go.
+            label: what an error message calls it.
+            now: they are waited for at once.
+        """
         self.wait()
+        self.came_by = self._way()
         stream = self.mirror.stream
-        if stream is not None and not self.store.pool.pinned:
-            self._copies(moves)()
-            return
-        if stream is None and self.mirror.capture is None:
-            job = self.mirror.worker.submit(self._copies(moves), label, keep=(self.store.pool, self.pool))
+        if self.came_by == "uva":
+            self._read(moves)
+        elif stream is None:
+            job = self.mirror.worker.submit(
+                copies(self.store, self.pool, moves), label, keep=(self.store.pool, self.pool)
+            )
             self._transfer = Transfer(moves, job=job)
-            return
-        tables = self.tables.block_ptr(), self.tables.table()
+        elif now or not self.store.pool.pinned:
+            copies(self.store, self.pool, moves)()
+        else:
+            self._copy_beside(moves, stream, label)
+
+    def _way(self) -> str:
+        """How the blocks that are wanted now come: "uva" or "copy"."""
+        if self.mirror.capture is not None:  # what a graph replays cannot ask the host for addresses
+            return "uva"
+        if self.mirror.stream is None:
+            return self._asked_for or "copy"
+        if not self.store.pool.pinned:
+            return "copy"
+        if self.store.packs:  # the kernel brings int8 over the link, and unpacks it there
+            return "uva"
+        return self._asked_for or transfer.way_for(
+            self.pool.device, self.store.pool.record_bytes, lambda: trials(self.store)
+        )
+
+    def _read(self, moves: Moves) -> None:
+        """Let a kernel read the blocks where they lie, beside the model."""
+        stream, tables = self.mirror.stream, (self.tables.block_ptr(), self.tables.table())
         with self.mirror.beside():
             move.fetch(self.pool, *moves, *tables, packed=self.store.packed)
         if self.mirror.capture is not None:
@@ -189,31 +205,28 @@ class ResidentSet:
                 tensor.record_stream(stream)
             self._transfer = Transfer(moves, event=stream.record_event())
 
-    def _copies(self, moves: Moves) -> Callable[[], None]:
-        """The copies into slots by the CPU, as work for a thread."""
-        slots, blocks, counts = (part.cpu().numpy() for part in moves)
-        rows, heads, column = np.nonzero(np.arange(slots.shape[2]) < counts[..., None])
-        slot, block = slots[rows, heads, column], blocks[rows, heads, column]
-        store, record = self.store, self.store.pool.record_bytes
-        source = store.pool.addresses(store.table[rows, block], heads)
-        index = (rows * self.block_of.shape[1] + heads) * self.slots + slot
-        if store.device.type == "cpu" and not store.packs:
-            return movers.copy_records(source, self.pool.data_ptr() + index * record, record)
-        dtype = torch.float32 if store.packs else store.dtype
-        staging = host_empty((len(rows), 2, store.block_size, store.head_dim), dtype, brief=True, what="a recall")
-        target = staging.data_ptr() + np.arange(len(rows), dtype=np.int64) * (staging[:1].nbytes)
-        first, tokens = np.zeros(len(rows), np.int32), np.full(len(rows), store.block_size, np.int32)
-        launch = movers.copy_records(source, target, record) if not store.packs else unpack_records(
-            source, first, tokens, target, target + staging[:1].nbytes // 2, kv_dtype=store.dtype,
-            dim=store.head_dim, block_size=store.block_size,
-        )  # fmt: skip
+    def _copy_beside(self, moves: Moves, stream: torch.cuda.Stream, label: str) -> None:
+        """Let a thread bring the blocks together and copy them, beside the model."""
+        device = self.pool.device
+        told = Moves(*(host_empty(part.shape, part.dtype, pin=True, brief=True, what="a recall") for part in moves))
+        for target, source in zip(told, moves, strict=True):
+            target.copy_(source, non_blocking=True)
+        # The slots are free, and the host's blocks written, when the lists have arrived.
+        arrived = torch.cuda.current_stream(device).record_event()
+        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
         def copy() -> None:
-            launch()
-            ready = narrow(staging, store.dtype) if store.packs else staging
-            self.pool.flatten(0, 2)[torch.from_numpy(index).to(store.device)] = ready.to(store.device)
+            arrived.synchronize()
+            with self.mirror.current(), torch.cuda.stream(stream):
+                self.mirror.pause()
+                try:
+                    copies(self.store, self.pool, told)()
+                finally:
+                    ended.record(stream)
 
-        return copy
+        self.pool.record_stream(stream)
+        job = self.mirror.worker.submit(copy, label, keep=(self.store.pool, self.pool))
+        self._transfer = Transfer(moves, job, ended)
 
     def wait(self) -> None:
         """Everything that was asked for has arrived, for whatever follows in the stream.
@@ -221,23 +234,28 @@ class ResidentSet:
         Raises:
             WorkerError: a copy failed; the blocks that it carried count as not resident again, nothing is lost.
         """
-        transfer = self._transfer
-        if transfer is None:
+        under_way = self._transfer
+        if under_way is None:
             return
-        if transfer.event is not None:
-            torch.cuda.current_stream(self.pool.device).wait_event(transfer.event)
-        if transfer.job is not None:
+        job = under_way.job
+        if job is not None:
             try:
-                transfer.job.result()
+                job.result()
             except BaseException:
-                if transfer.job.done():  # otherwise it still writes into the slots, and is waited for again
-                    self._forget(transfer.moves)
-                    self._transfer = None
+                if job.done():  # otherwise it still writes into the slots, and is waited for again
+                    self._forget(under_way.moves)
+                    self._follow(under_way)
                 raise
+        self._follow(under_way)
+
+    def _follow(self, under_way: Transfer) -> None:
+        """Let the current stream go on behind a transfer whose job, if it has one, has ended."""
+        if under_way.event is not None:
+            torch.cuda.current_stream(self.pool.device).wait_event(under_way.event)
         self._transfer = None
 
     def _forget(self, moves: Moves) -> None:
-        meant = torch.arange(moves.slots.shape[2]) < moves.counts[..., None]
+        meant = torch.arange(moves.slots.shape[2], device=moves.counts.device) < moves.counts[..., None]
         rows, heads, column = meant.nonzero(as_tuple=True)
         self.block_of[rows, heads, moves.slots[rows, heads, column].long()] = FREE
         self.slot_of[rows, heads, moves.blocks[rows, heads, column].long()] = FREE

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -100,6 +100,7 @@ def report(layer: HybridLayer) -> LayerStats:
             store.shared_bytes,
         )
         stats.resident_bytes = layer.resident.nbytes if layer.resident is not None else 0
+        stats.transfer = layer.resident.came_by if layer.resident is not None else None
     if salience is not None:
         salience.report()
         stats.resident_bytes += 0 if salience.near is None else salience.near.average.nbytes

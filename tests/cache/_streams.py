@@ -50,25 +50,26 @@ class Stream:
     def enqueue(self, work: Callable[[], Any]) -> None:
         self.work.put(work)
 
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
     def wait_event(self, event: Event) -> None:
         reached = event.reached
         if reached is not None:
             self.enqueue(lambda: reached.wait(20))
 
     def wait_stream(self, other: Stream) -> None:
-        event = Event()
-        event.record(other)
-        self.wait_event(event)
+        self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        event = Event()
-        event.record(self)
-        event.synchronize()
+        self.record_event().synchronize()
         assert not self.failed
 
 
 class Device(TorchDispatchMode):
-    """Where copies asked for with `non_blocking` are done by the current stream, later.
+    """Where copies asked for with `non_blocking`, and rows put in their places, are done by the current stream, later.
 
     Args:
         model, side: how slow the model's stream is, and those that are made.
@@ -76,12 +77,20 @@ class Device(TorchDispatchMode):
 
     def __init__(self, model: float, side: float) -> None:
         super().__init__()
-        self.model = self.current = Stream(model)
+        self.model, self._thread = Stream(model), threading.local()
         self.side_slowness, self.sides, self.taken = side, list[Stream](), list[torch.Tensor]()
+
+    @property
+    def current(self) -> Stream:
+        """The stream of this thread."""
+        return getattr(self._thread, "stream", self.model)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and len(args) == 3 and args[2]:
             self.current.enqueue(lambda: func(args[0], args[1]))
+            return args[0]
+        if func is torch.ops.aten.index_copy_.default:
+            self.current.enqueue(lambda: func(*args))
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -108,16 +117,28 @@ class Device(TorchDispatchMode):
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        self.current = stream
+        self._thread.stream = stream
         try:
-            yield
+            with contextlib.nullcontext() if threading.current_thread() is threading.main_thread() else _Guest(self):
+                yield
         finally:
-            self.current = self.model
+            self._thread.stream = self.model
 
     def install(self, patch: Any) -> None:
         """Take the place of `torch.cuda`'s functions."""
-        patch.setattr(torch.cuda, "current_stream", lambda device: self.model)
+        patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "Stream", self.make_stream)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "stream", self.stream)
         patch.setattr(torch, "empty_like", self.empty_like)
+
+
+class _Guest(TorchDispatchMode):
+    """The device, in a thread that has not entered it: modes are a thread's own."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.device.__torch_dispatch__(func, types, args, kwargs)

@@ -1,0 +1,124 @@
+"""Blocks on their way into slots by copies: the CPU brings records together, the device takes them in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_offload.cache.memory import host_empty
+from hf_offload.cache.mirror import sent
+from hf_offload.cache.padding import Padding
+from hf_offload.cache.store import BlockStore, narrow
+from hf_offload.cpu import pool as movers
+from hf_offload.cpu.packed import unpack_records
+from hf_offload.gpu import move, transfer
+
+PIECE_BYTES = 32 << 20
+"""What is brought together at a time."""
+TRIAL_BLOCKS = 5
+"""Blocks of a KV head in a recall of a usual size."""
+
+
+class Moves(NamedTuple):
+    """Blocks that go into slots, for each row and KV head; entries from `counts` on mean nothing.
+
+    Args:
+        slots, blocks: `[B, Hkv, M]` int32.
+        counts: `[B, Hkv]` int32.
+    """
+
+    slots: torch.Tensor
+    blocks: torch.Tensor
+    counts: torch.Tensor
+
+
+def copies(store: BlockStore, pool: torch.Tensor, moves: Moves) -> Callable[[], None]:
+    """The copies of blocks into slots, as work for a thread; on a CUDA device the thread's current stream ends them.
+
+    Args:
+        store: has the blocks.
+        pool: `[B, Hkv, R, 2, block_size, D]`, written by the work.
+        moves: read now.
+    """
+    slots, blocks, counts = (part.cpu().numpy() for part in moves)
+    rows, heads, column = np.nonzero(np.arange(slots.shape[2]) < counts[..., None])
+    slot, block = slots[rows, heads, column], blocks[rows, heads, column]
+    record = store.pool.record_bytes
+    source = store.pool.addresses(store.table[rows, block], heads)
+    index = (rows * pool.shape[1] + heads) * pool.shape[2] + slot
+    if store.device.type == "cpu" and not store.packs:
+        return movers.copy_records(source, pool.data_ptr() + index * record, record)
+    return staged(store, pool.flatten(0, 2), source, index)
+
+
+def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.ndarray) -> Callable[[], None]:
+    """The way over memory of the host in which records lie together, and are unpacked.
+
+    Args:
+        store: says what the records are.
+        into: `[n, 2, block_size, D]`, written by the work.
+        source: addresses of the records, packed ones marked; int64 `[m]`.
+        index: where each goes; `[m]`.
+    """
+    dtype, pin = store.gather_dtype, store.pool.pinned and not store.packs
+    shape = (2, store.block_size, store.head_dim)
+    most = max(PIECE_BYTES // (into[:1].numel() * dtype.itemsize), 1)
+
+    def copy() -> None:
+        for first in range(0, len(source), most):
+            some, places = source[first : first + most], index[first : first + most]
+            together = host_empty((len(some), *shape), dtype, pin=pin, brief=True, what="a recall")
+            _bring_together(store, some, together)
+            there = torch.empty((len(some), *shape), dtype=into.dtype, device=into.device)
+            there.copy_(narrow(together, store.dtype) if store.packs else together, non_blocking=True)
+            into.index_copy_(0, sent(places.astype(np.int64), into.device), there)
+
+    return copy
+
+
+def _bring_together(store: BlockStore, source: np.ndarray, together: torch.Tensor) -> None:
+    nbytes = together[:1].nbytes
+    target = together.data_ptr() + np.arange(len(source), dtype=np.int64) * nbytes
+    if not store.packs:
+        movers.copy_records(source, target, nbytes)()
+        return
+    first, tokens = np.zeros(len(source), np.int32), np.full(len(source), store.block_size, np.int32)
+    unpack_records(
+        source, first, tokens, target, target + nbytes // 2, kv_dtype=store.dtype, dim=store.head_dim,
+        block_size=store.block_size,
+    )()  # fmt: skip
+
+
+def trials(like: BlockStore) -> dict[str, Callable[[], None]]:
+    """For each of `transfer.WAYS`, a recall of a usual size, with blocks and slots of its own.
+
+    Args:
+        like: a store whose blocks have the size.
+    """
+    store = BlockStore(
+        1, like.num_kv_heads, like.head_dim, like.dtype, block_size=like.block_size, device=like.device, digest=None,
+        padding=Padding(like.block_size),
+    )  # fmt: skip
+    there = 2 * transfer.ROUNDS * TRIAL_BLOCKS
+    store.reserve(there * like.block_size)
+    heads = (1, like.num_kv_heads)
+    record = (2, like.block_size, like.head_dim)
+    pool = torch.zeros(*heads, TRIAL_BLOCKS, *record, dtype=like.dtype, device=like.device)
+
+    def each_head(line: np.ndarray) -> torch.Tensor:
+        return sent(np.broadcast_to(line.astype(np.int32), (*heads, len(line))), like.device)
+
+    # Each time other blocks, which no cache of the CPU holds.
+    order = np.random.default_rng(0).permutation(there).reshape(-1, TRIAL_BLOCKS)
+    turn = itertools.cycle([each_head(line) for line in order])
+    slots = each_head(np.arange(TRIAL_BLOCKS))
+    counts = sent(np.full(heads, TRIAL_BLOCKS, np.int32), like.device)
+    tables = store.tables.block_ptr(), store.tables.table()
+    return {
+        "uva": lambda: move.fetch(pool, slots, next(turn), counts, *tables, packed=None),
+        "copy": lambda: copies(store, pool, Moves(slots, next(turn), counts))(),
+    }
