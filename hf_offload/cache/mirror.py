@@ -83,7 +83,14 @@ class DeviceMirror:
         padding = self.padding
         if not padding.ragged:
             return None
-        return self._mirror("valid", padding.version, padding.valid)
+        held, grown = self._held.get("valid"), padding.grown
+        if held is None or grown is None or held[0] != grown[0] or held[1].shape != padding.valid.shape:
+            return self._mirror("valid", padding.version, padding.valid)
+        new = slice(grown[1], padding.seen)  # a long batch is long to send
+        self._held.pop("valid")
+        sent(padding.valid[:, new], self.device, held[1][:, new])
+        self._held["valid"] = padding.version, held[1]
+        return held[1]
 
     def sinks(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """First block and end of each row's first `tokens` valid tokens, int32 `[B]` each."""

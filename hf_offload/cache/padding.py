@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+LONG = 1 << 16
+"""From so many tokens on, of all rows, a mask on a device is compared there with the one before."""
+
 
 class Padding:
     """Validity of every cached token, per row.
@@ -28,6 +31,8 @@ class Padding:
         self.holes = np.zeros((0, 0), np.uint8)
         self.first = np.zeros(0, np.int32)
         self._mask: torch.Tensor | None = None
+        self._copy: tuple[int, torch.Tensor] | None = None
+        """What the last long mask on a device said, and the version to which that belongs."""
         self.dense = False
         self._sinks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.revision = getattr(self, "revision", 0) + 1
@@ -36,6 +41,8 @@ class Padding:
         """Rises whenever anything here has changed."""
         self.changed_block = 0
         """The first block that the last revision touched."""
+        self.grown: tuple[int, int] | None = None
+        """The version before, and how many tokens are as they were then, if the last change was new tokens alone."""
 
     def sinks(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """The blocks that hold the first `tokens` valid tokens of each row: first block and end, int32 `[B]` each."""
@@ -57,23 +64,50 @@ class Padding:
         if total == self.seen and (mask is None or mask is self._mask) and len(self.first) == batch:
             return
         self._reserve(batch, total)
+        same = self._looked_at(mask, total)
         if mask is None:
-            new = self.valid[:, :total].copy()
-            new[:, 0 if self.dense else self.seen :] = 1
+            new = np.ones((batch, total - same), np.uint8)
+            if not self.dense:
+                new[:, : self.seen - same] = self.valid[:, same : self.seen]
         else:
-            new = mask[:, :total].detach().to("cpu", torch.uint8).numpy()
-        start = self.seen // self.block_size
-        differs = (new[:, : self.seen] != self.valid[:, : self.seen]).any(0)
-        if total == self.seen and not differs.any():  # the same mask again, on another device
-            self._mask, self._dense = mask, dense
-            return
-        if differs.any():
-            start = self.changed_block = int(differs.argmax()) // self.block_size
-            self.revision += 1
-        self.valid[:, :total] = new
-        self._mark_holes(start, total)
-        self.seen, self._mask, self.dense = total, mask, dense
-        self.version += 1
+            new = mask[:, same:total].detach().to("cpu", torch.uint8).numpy()
+        differs = (new[:, : self.seen - same] != self.valid[:, same : self.seen]).any(0)
+        self._mask = mask
+        if total > self.seen or differs.any():  # else: the same mask again, on another device
+            start, self.grown = self.seen // self.block_size, (self.version, self.seen)
+            if differs.any():
+                start, self.grown = (same + int(differs.argmax())) // self.block_size, None
+                self.changed_block = start
+                self.revision += 1
+            self.valid[:, same:total] = new
+            self._mark_holes(start, total)
+            self.seen, self.dense = total, dense
+            self.version += 1
+        if self._copy is not None:
+            self._copy = self.version, self._copy[1]
+
+    def _looked_at(self, mask: torch.Tensor | None, total: int) -> int:
+        """How many of the tokens seen need no other look: all of them, where they surely are as they were, or none."""
+        before, self._copy = self._copy, None
+        if mask is None:
+            return 0 if self.dense else self.seen
+        same = self._same_on_host(mask) if mask.device.type == "cpu" else self._same_on_device(mask, total, before)
+        return self.seen if same else 0
+
+    def _same_on_host(self, mask: torch.Tensor) -> bool:
+        told = mask.detach()
+        told = told.view(torch.uint8) if told.dtype == torch.bool else told.to(torch.uint8)
+        return np.array_equal(told[:, : self.seen].numpy(), self.valid[:, : self.seen])
+
+    def _same_on_device(self, mask: torch.Tensor, total: int, before: tuple[int, torch.Tensor] | None) -> bool:
+        """Compare where the mask is: a long one takes longer to come than the answer."""
+        if len(mask) * total < LONG:
+            return False
+        now = mask[:, :total].to(torch.bool, copy=True)  # whoever made it may write into it
+        self._copy = self.version, now
+        if before is None or before[0] != self.version or before[1].device != now.device:
+            return False
+        return torch.equal(before[1][:, : self.seen], now[:, : self.seen])
 
     def _reserve(self, batch: int, total: int) -> None:
         if len(self.first) == batch and self.valid.shape[1] > total:  # a step ahead of this one looks at the next token
@@ -99,6 +133,8 @@ class Padding:
             filled[:, -1, total - last * size :] = 1  # not there yet is not a hole
         self.holes[:, first_block:last] = (filled == 0).any(-1)
         self.ragged = bool(self.holes[:, :last].any())
+        if first_block * size > self.first.max(initial=0) and self.valid[np.arange(len(self.first)), self.first].all():
+            return  # every row's first valid token is known, and lies before what has changed
         first = np.zeros_like(self.first)
         if self.ragged:
             first = (self.valid[:, :total] != 0).argmax(1).astype(np.int32)
@@ -119,7 +155,7 @@ class Padding:
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""
-        self.seen, self._mask = min(self.seen, length), None
+        self.seen, self._mask, self.grown = min(self.seen, length), None, None
         if self.seen == 0:
             self.reset()
             return
@@ -131,7 +167,7 @@ class Padding:
         """Derive anew what is derived from the bitmap, where any token is no valid one."""
         if self.ragged or not self.valid[:, : self.seen].all():
             self._mark_holes(0, self.seen)
-            self.changed_block = 0
+            self.changed_block, self.grown = 0, None
             self.revision += 1
             self.version += 1
 
@@ -139,5 +175,5 @@ class Padding:
         """Keep the rows of an index `[B']`, in its order."""
         if len(self.first):
             self.valid, self.holes, self.first = self.valid[rows], self.holes[rows], self.first[rows]
-            self._mask, self._sinks = None, {}
+            self._mask, self._sinks, self.grown = None, {}, None
             self.version += 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from hf_offload.cache import mirror as mirroring
 from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.padding import Padding
 from hf_offload.cpu.worker import Worker
@@ -49,3 +51,35 @@ def test_rows_that_change_place_are_seen() -> None:
         valid = mirror.valid()
         assert valid is not None
         assert torch.equal(valid[:, :16] != 0, mask)
+
+
+def test_new_tokens_alone_are_sent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    padding, sizes = Padding(8), list[int]()
+    sending = mirroring.sent
+    monkeypatch.setattr(mirroring, "sent", lambda array, *given: sizes.append(array.size) or sending(array, *given))
+    mirror = DeviceMirror(padding, CPU, Worker())
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[1, :9] = False
+    padding.observe(mask, 2, 20)
+    tensor = mirror.valid()
+    assert tensor is not None
+    whole = sizes[-1]
+    for count in (1, 3):
+        mask = torch.cat([mask, torch.tensor([[True], [False]]).expand(2, count)], 1)
+        padding.observe(mask, 2, mask.shape[1])
+        assert mirror.valid() is tensor
+        assert sizes[-1] == 2 * count
+        assert np.array_equal(tensor.numpy(), padding.valid)
+    mask = mask.clone()
+    mask[0, 2] = False
+    padding.observe(mask, 2, mask.shape[1])
+    assert mirror.valid() is tensor
+    assert sizes[-1] == whole
+    for _ in range(2):  # this mirror has missed the first of two changes
+        mask = torch.cat([mask, mask[:, :1]], 1)
+        padding.observe(mask, 2, mask.shape[1])
+    assert mirror.valid() is tensor
+    assert sizes[-1] == whole
+    padding.truncate(11)
+    assert mirror.valid() is tensor
+    assert np.array_equal(tensor.numpy(), padding.valid)

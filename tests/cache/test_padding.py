@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -75,6 +77,63 @@ def test_truncate_and_rows() -> None:
     assert not padding.valid[:, 5:].any()
     padding.observe(None, 3, 9)
     assert padding.valid[0, :9].tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def random_history(seed: int, paddings: list[Padding]) -> None:
+    """Masks that grow, change, end, and whose rows change place, told to several in the same way."""
+    rng = np.random.default_rng(seed)
+    batch = int(rng.integers(1, 4))
+    mask = torch.from_numpy(rng.random((batch, int(rng.integers(1, 40)))) > 0.1)
+    for step in range(20):
+        kind = "grows" if step == 0 else rng.choice(["grows", "grows", "changes", "ends", "rows", "no mask"])
+        if kind == "grows":
+            mask = torch.cat([mask, torch.from_numpy(rng.random((batch, int(rng.integers(1, 12)))) > 0.1)], 1)
+        elif kind == "changes":
+            mask = mask.clone()
+            mask[rng.integers(batch), rng.integers(mask.shape[1])] ^= True
+        elif kind == "ends":
+            mask = mask[:, : int(rng.integers(1, mask.shape[1] + 1))]
+        rows = rng.integers(0, batch, batch)
+        given = mask if rng.random() < 0.5 else mask.long()
+        for padding in paddings:
+            if kind == "ends":
+                padding.truncate(mask.shape[1])
+            elif kind == "rows":
+                padding.select_rows(rows)
+            if kind == "no mask":
+                padding.observe(None, batch, mask.shape[1] + 1, dense=bool(step % 2))
+            else:
+                padding.observe(given if kind != "rows" else given[rows], batch, mask.shape[1])
+        mask = torch.from_numpy(paddings[0].valid[:, : paddings[0].seen] != 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_mask_that_is_compared_where_it_lies_says_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is new comes from a device; who compares there must see what who reads all of it sees."""
+    here, there, whole = Padding(8), Padding(8), Padding(8)
+    monkeypatch.setattr("hf_offload.cache.padding.LONG", 0)
+    copies, looks = list[Any](), list[bool]()
+
+    def on_device(mask: torch.Tensor) -> bool:
+        looks.append(there._same_on_device(mask, mask.shape[1], copies[-1]))
+        return looks[-1]
+
+    look = there._looked_at
+
+    def remember(mask: torch.Tensor | None, total: int) -> int:
+        copies.append(there._copy)
+        return look(mask, total)
+
+    monkeypatch.setattr(there, "_looked_at", remember)
+    monkeypatch.setattr(there, "_same_on_host", on_device)
+    monkeypatch.setattr(whole, "_looked_at", lambda mask, total: 0)
+    random_history(seed, [whole, here, there])
+    assert any(looks)
+    for padding in (here, there):
+        for name in ("valid", "holes", "first"):
+            assert np.array_equal(getattr(padding, name), getattr(whole, name))
+        for name in ("ragged", "seen", "revision", "version", "dense", "changed_block"):
+            assert getattr(padding, name) == getattr(whole, name)
 
 
 def test_another_batch_is_refused() -> None:
