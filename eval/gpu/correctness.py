@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -78,8 +80,7 @@ def run_tests(arguments: list[str], environment: dict[str, str], seconds: float)
             try:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                end(process)
                 status = "ended"
                 out.write(f"\nended after {seconds:.0f} seconds\n")
         spent, text = time.monotonic() - start, log.read_text(encoding="utf-8", errors="replace")
@@ -87,6 +88,21 @@ def run_tests(arguments: list[str], environment: dict[str, str], seconds: float)
             status = "failed"
         row: dict[str, Any] = {"status": status, **_counted(counts)}
     return {**row, "seconds": spent}, text[-LOG_CHARACTERS:]
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a process with all that it has started: workers of pytest that hang outlive it, and hold the device."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            parents[int(path.parent.name)] = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+    family = [process.pid]
+    for pid in family:
+        family += [child for child, parent in parents.items() if parent == pid]
+    for pid in family:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def _plugins() -> list[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import itertools
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,27 @@ def test_a_suite_that_had_less_than_its_time_has_not_failed(
     correctness.run(QUICK, tuple(names), Report(listener.take, time.monotonic() + seconds, lambda: True))
     assert [end[1] for end in ends] == [status]
     assert "so far" in ends[0][2]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not tell who started whom")
+def test_what_a_suite_has_started_ends_with_it() -> None:
+    sleep = "import time; time.sleep(600)"
+    inner = f"import subprocess, sys; a = subprocess.Popen([sys.executable, '-c', {sleep!r}]); print(a.pid); a.wait()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-u', '-c', {inner!r}])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        last = Path("/proc", process.stdout.readline().strip(), "stat")
+        assert last.exists()
+        correctness.end(process)
+        assert process.returncode == -signal.SIGKILL
+        assert process.stdout.read() == ""  # nobody is left who could write
+    for _ in range(1000):
+        if not last.exists() or last.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("what the suite had started goes on")
 
 
 @pytest.mark.parametrize(
