@@ -211,7 +211,7 @@ class HostStep(Step):
         salience, kernels, first = self.layer.salience, self.kernels, int(window.blocks[0, 0, 0]) * self.block_size
         assert salience is not None
         salience.reserve(self.length, self.query.shape[1])
-        alpha, width = salience.rule.alpha, window.blocks.shape[2] * self.block_size
+        alpha, width = salience.alpha, window.blocks.shape[2] * self.block_size
         if kernels.weights.shape[2] != width:
             kernels.weights = np.empty((*self.query.shape[:2], width), np.float32)
         self._attention(kernels.attending, window, None, kernels.weights).run()

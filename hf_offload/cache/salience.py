@@ -72,6 +72,11 @@ class Salience:
         """Bytes of the averages and marks of all tokens."""
         return self.average.nbytes + self.kept.nbytes
 
+    @property
+    def alpha(self) -> float:
+        """Share of a step in the averages."""
+        return self.rule.alpha or 1 / (self.window_blocks * self.store.block_size)
+
     def due(self, length: int) -> int:
         """Blocks that have left the window once the rows have `length` tokens; what has left it does not come back."""
         return max(self._outside(length), self.evicted)
@@ -131,7 +136,7 @@ class Salience:
         self.weighing.begin(past, self.evicted * size)
         border = self.weighing.border
         anew = rule.reevaluate or not self.known or border == 0
-        spans = self.weighing.spans(length, count, anew=anew)
+        spans = self.weighing.spans(length, count, self.alpha, anew=anew)
         self.known = self.known or anew
         most = max(span.queries for span in spans)
         there, wait = brought(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
@@ -173,7 +178,10 @@ class Salience:
             "packed": store.packs, "kv_heads": store.num_kv_heads,
         }  # fmt: skip
         yield query_lse(*where, **form)
-        yield weigh_tokens(*where, span.share, span.decay, self.average, **form)
+        weights = np.empty_like(self.average)
+        share = None if span.largest else np.full(span.queries, 1 / span.queries, np.float32)
+        yield weigh_tokens(*where, share, 0.0, weights, **form)
+        span.take_in(self.average, weights)
 
     # --- blocks that leave the window --------------------------------------------------------------------------------
 

@@ -11,18 +11,29 @@ from hf_offload.policies.salience import SalienceRule
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `first` to `stop - 1`, and how the newest `queries` queries' weights on them are joined.
+    """Tokens `first` to `stop - 1`, which the newest `queries` queries weigh.
 
     Args:
-        share: what each query counts in a sum, `[queries]`; None: the largest weight is taken.
-        decay: what the averages that are there are multiplied with before.
+        largest: whether the largest of a token's weights counts, or their mean over the queries that see it.
+        scale: float32 `[stop - first]`, `queries` over those that see the token.
+        rate: float32 `[stop - first]`, share of these queries in the average; of the largest, 1: what was known before
+            does not count, 0: it does.
     """
 
     first: int
     stop: int
     queries: int
-    share: np.ndarray | None
-    decay: float
+    largest: bool
+    scale: np.ndarray
+    rate: np.ndarray
+
+    def take_in(self, average: np.ndarray, weights: np.ndarray) -> None:
+        """Bring averages `[B, Hq, T]` up to date with these queries' mean or largest weights, as many."""
+        old, new = (part[:, :, self.first : self.stop] for part in (average, weights))
+        if self.largest:
+            np.maximum(old * (1 - self.rate), new, out=old)
+        else:
+            old += self.rate * (new * self.scale - old)
 
 
 @dataclass(slots=True)
@@ -31,9 +42,8 @@ class Weighing:
 
     Args:
         rule: of the policy.
-        border: tokens before this one were on the host when the append began; 0 in a prompt, all of which is weighed as
-            if it were in the window.
-        queries: how many have been joined into what is known of the tokens on the host; in a prompt, of all tokens.
+        border: tokens before this one were on the host when the append began; 0 in a prompt, all of which is weighed.
+        queries: how many have been joined into what is known of the tokens on the host.
         decoded: whether tokens were decoded since then.
     """
 
@@ -47,36 +57,33 @@ class Weighing:
         if self.decoded or not past:
             self.border, self.queries, self.decoded = outside if past else 0, 0, False
 
-    def spans(self, length: int, count: int, *, anew: bool) -> list[Span]:
+    def spans(self, length: int, count: int, alpha: float, *, anew: bool) -> list[Span]:
         """What the `count` newest queries, with `length` tokens in all, say about which tokens.
 
         Args:
             length, count: tokens.
+            alpha: share of a decode step in an average.
             anew: whether it is decided anew which tokens on the host are kept.
         """
-        if self.border:
-            window = self._as_decoded(self.border, length, count)
-            return [window, self._of_append(count)] if anew else [window]
-        among = self.rule.prompt_queries
-        return [self._as_decoded(0, length, count) if among is None else self._evenly(length, min(count, among), among)]
-
-    def _as_decoded(self, first: int, length: int, count: int) -> Span:
-        """The moving average over the queries; those whose share would be nothing are left out."""
-        alpha, queries = self.rule.alpha, min(count, self.rule.horizon)
-        share = alpha * (1 - alpha) ** np.arange(queries - 1, -1, -1, dtype=np.float64)
-        return Span(first, length, queries, share.astype(np.float32), (1 - alpha) ** count)
-
-    def _evenly(self, length: int, queries: int, among: int) -> Span:
-        """The mean over a prompt's last `among` queries, of which these are the newest."""
-        self.queries = min(self.queries + queries, among)
-        share = np.full(queries, 1 / self.queries, np.float32)
-        return Span(0, length, queries, share, 1 - queries / self.queries)
+        age = length - np.arange(self.border, length)
+        met = np.minimum(count, age)
+        among = self.rule.prompt_queries or max(round(1 / alpha), 1)
+        if self.border:  # as many steps
+            rate = np.maximum(1 - (1 - alpha) ** met, met / age)
+            among = min(max(round(1 / alpha), 1), self.rule.append_queries or count)
+        else:  # the mean over a prompt's last queries
+            rate = met / np.minimum(np.maximum(among, met), age)
+        queries = min(count, among)
+        scale = queries / np.minimum(queries, age)
+        spans = [Span(self.border, length, queries, False, scale.astype(np.float32), rate.astype(np.float32))]
+        if self.border and anew:
+            spans.append(self._of_append(count))
+        return spans
 
     def _of_append(self, count: int) -> Span:
         """A_cpu: what an append's queries say about the tokens on the host."""
         queries = min(count, self.rule.append_queries or count)
         before, self.queries = self.queries, self.queries + queries
-        if self.rule.append == "max":
-            return Span(0, self.border, queries, None, 1.0 if before else 0.0)
-        share = np.full(queries, 1 / self.queries, np.float32)
-        return Span(0, self.border, queries, share, before / self.queries)
+        largest, ones = self.rule.append == "max", np.ones(self.border, np.float32)
+        rate = float(not before) if largest else queries / self.queries
+        return Span(0, self.border, queries, largest, ones, ones * np.float32(rate))

@@ -1,6 +1,7 @@
 """Moving averages of attention weights, one a token and query head.
 
-Source: HGCA, algorithm 1, line 8: A = (1 - alpha) A + alpha (the weights of this step).
+Source: HGCA, algorithm 1, line 8: A = (1 - alpha) A + alpha (the weights of this step). A token that has been there
+for n steps takes in 1/n of a step where that is more than alpha: until then the average is the mean.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ def average_kernel(
     lse: Array,
     first: int,
     length: int,
-    alpha: float,
+    rates: Array,
     valid: Array,
     chunk: int,
 ) -> None:
     """One task = `chunk` pairs of a row and a query head."""
     query_heads = lse.shape[1]
     pairs = lse.shape[0] * query_heads
-    keep, share, zero = splat(np.float32(1.0 - alpha)), splat(np.float32(alpha)), splat(np.float32(0.0))
+    zero = splat(np.float32(0.0))
+    ages = address_of(rates) + 4 * (rates.shape[0] - length + first)
     while True:
         task = count_up(ticket, 0)
         if task >= tasks:
@@ -48,7 +50,8 @@ def average_kernel(
             for token in range(0, length - first, 16):
                 count = length - first - token
                 weight = exp(load_first(source + 4 * token, count) - shift)
-                mean = fma(load_first(place + 4 * token, count), keep, weight * share)
+                mean = load_first(place + 4 * token, count)
+                mean = fma(weight - mean, load_first(ages + 4 * token, count), mean)
                 if valid.shape[0] > 0:
                     mean = choose_less(zero, load_marks(marks + token, count), mean, zero)
                 store_first(place + 4 * token, count, mean)
@@ -67,8 +70,8 @@ def move_averages(
 ) -> Launch:
     """Prepare taking one step's attention weights into the averages of tokens first..length-1 of every row.
 
-    A weight is exp(score - lse). As a `Standing`, `first` and `length` may be set, as long as they are within what
-    the arrays cover: length - first at most W, length at most T.
+    A weight is exp(score - lse). The newest token is one step old. As a `Standing`, `first` and `length` may be set, as
+    long as they are within what the arrays cover: length - first at most W, length at most T.
 
     Args:
         average: float32 [B, Hq, T], finite where a token is valid, written.
@@ -76,7 +79,7 @@ def move_averages(
         lse: float32 [B, Hq], natural log of the sum of exp(score); -inf where nothing was attended: weights are 0.
         first: the first token.
         length: the token after the last.
-        alpha: what the weights count in the average, 0 to 1.
+        alpha: what the weights count in the average, 0 to 1; in that of a token n steps old at least 1/n.
         valid: uint8 [B, T'], T' at least `length`, or None: averages of tokens that are not valid become 0.
 
     Raises:
@@ -100,5 +103,6 @@ def move_averages(
         raise ValueError(f"alpha must be within 0..1, got {alpha}")
     pairs = batch * query_heads
     chunk = max(1, min(_TASK_TOKENS // max(width, 1), pairs))
-    args = (average, scores, lse, int(first), int(length), float(alpha), valid, chunk)
+    rates = np.maximum(np.float32(alpha), 1 / np.arange(width, 0, -1, dtype=np.float32))
+    args = (average, scores, lse, int(first), int(length), rates, valid, chunk)
     return Launch(average_kernel, -(-pairs // chunk), args, new_ticket(), 8 * pairs * width)

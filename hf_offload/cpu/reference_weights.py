@@ -17,7 +17,8 @@ def move_averages(
     new = average.double().clone()
     total = lse.double()[..., None]
     weights = torch.where(total == -math.inf, 0.0, torch.exp(scores.double()[..., : length - first] - total))
-    moved = (1 - alpha) * new[..., first:length] + alpha * weights
+    rate = (1 / torch.arange(length - first, 0, -1, dtype=torch.float64)).clamp(min=alpha)
+    moved = (1 - rate) * new[..., first:length] + rate * weights
     if valid is not None:
         moved = torch.where(valid[:, None, first:length] == 0, 0.0, moved)
     new[..., first:length] = moved

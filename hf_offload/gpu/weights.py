@@ -26,8 +26,9 @@ def update_weights(
 ) -> None:
     """Move the average of each attended token's weight towards its weight in this step, in place.
 
-    A ← (1 − alpha)·A + alpha·exp(score − lse). Tokens of listed slots that are padding or not there yet get 0. Slots
-    that are not listed stay as they are. Source: HGCA, section 3.2.1, algorithm 1, line 8.
+    A ← (1 − r)·A + r·exp(score − lse), r = alpha or, where that is more, 1/n for a token that has been there for n
+    steps: until then the average is the mean. Tokens of listed slots that are padding or not there yet get 0. Slots that
+    are not listed stay as they are. Source: HGCA, section 3.2.1, algorithm 1, line 8.
 
     Args:
         average: `[B, Hq, R, block_size]` fp32, changed.
@@ -70,7 +71,8 @@ def _by_torch(
     softcap: float | None, alpha: float,
 ) -> None:  # fmt: skip
     batch, heads, slots_there, _, size, _ = pool.shape
-    _, seen = seen_tokens(blocks, counts, limits, valid, size)
+    position, seen = seen_tokens(blocks, counts, limits, valid, size)
+    rate = (1 / (limits[0] - position[:, :, None]).clamp(min=1)).clamp(min=alpha)
     k = gather_slots(pool, slots, seen)[:, :, :, 0].flatten(2, 3)
     scores = scores_by_torch(query, k, seen.flatten(2), scale, softcap)
     weights = (scores - lse.view(batch, heads, -1, 1)).exp().view(batch, heads, -1, slots.shape[2], size)
@@ -78,5 +80,5 @@ def _by_torch(
     slot = slots[row, head, entry].long()
     cells = average.view(batch, heads, -1, slots_there, size)
     before = cells[row, head, :, slot]
-    moved = before + alpha * (weights[row, head, :, entry] - before)
+    moved = before + rate[row, head, :, entry] * (weights[row, head, :, entry] - before)
     cells[row, head, :, slot] = moved.masked_fill(~seen[row, head, entry].unsqueeze(1), 0.0)

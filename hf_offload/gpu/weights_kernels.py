@@ -50,6 +50,9 @@ def average_tile(
     slots += line * width
     blocks += line * width
     slot, seen = find_tokens(slots, blocks, valid, token, count, length, length, SIZE)
+    block = tl.load(blocks + token // SIZE, mask=seen, other=0)
+    age = length - (block * SIZE + token % SIZE)  # in steps, this one included
+    rate = tl.maximum(alpha, 1.0 / tl.maximum(age, 1).to(tl.float32))
 
     peak = tl.load(lse + heads, mask=real, other=0.0)
     q = tl.load(query + heads[:, None] * D + dim[None, :], mask=real[:, None] & inside, other=0.0)
@@ -64,4 +67,4 @@ def average_tile(
     cell = heads.to(tl.int64)[:, None] * slots_there * SIZE + (slot * SIZE + token % SIZE)[None, :]
     mask = real[:, None] & (token < count * SIZE)[None, :]
     before = tl.load(average + cell, mask=mask, other=0.0)
-    tl.store(average + cell, tl.where(seen[None, :], before + alpha * (weight - before), 0.0), mask=mask)
+    tl.store(average + cell, tl.where(seen[None, :], before + rate[None, :] * (weight - before), 0.0), mask=mask)

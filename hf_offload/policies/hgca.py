@@ -17,7 +17,8 @@ class HGCA(Policy):
     """Attend the newest tokens densely and, of the older ones, those that were attended much, for each KV head.
 
     The window lies on the device (with one memory it is a part of the pool). Each of its tokens has a moving average of
-    attention weights for each query head, A ← (1 − alpha)·A + alpha·weight; the weights sum to one over the window.
+    attention weights for each query head, A ← (1 − alpha)·A + alpha·weight; the weights sum to one over the window. As
+    long as a token has met less than 1/alpha queries, its average is their mean.
     When a block leaves the window the CPU keeps those of its tokens for which A > beta / (tokens in the window); the
     others stay in host memory. What is kept stays so until the next append. An append attends everything, and the
     weights that its queries give to the host's tokens, A_cpu, decide anew: kept is what exceeds beta / (tokens on the
@@ -30,13 +31,13 @@ class HGCA(Policy):
         gpu_ratio: in place of `window`: share of the cached tokens, 0 … 1; reckoned when decoding starts after a prompt
             or append, and constant until the next one.
         beta: how strict the selection is; 0 keeps every token.
-        alpha: share of a step in the moving average, in (0, 1].
+        alpha: share of a step in the moving average, in (0, 1]; None: one over the tokens of the window, so that the
+            average is the mean over a token's time in it.
         group: how the query heads of a KV head decide: `"any"`: one is enough; `"mean"`: by the mean of their averages.
         append: `"max"`: A_cpu is the largest weight that any of an append's queries gives, so that a short question in
             a long turn is not diluted; `"mean"`: their mean.
         append_queries: so many of an append's last queries are weighed for A_cpu; None: all of them.
-        prompt_queries: None: A of a prompt's tokens is the moving average over its queries; n: the mean over its last
-            n.
+        prompt_queries: A of a prompt's tokens is the mean over so many of its last queries; None: 1/alpha of them.
         reevaluate: False: an append changes nothing about the tokens that are on the host.
         sinks: so many first tokens are kept whatever their weights; 0: they are tokens like others.
 
@@ -48,11 +49,11 @@ class HGCA(Policy):
     window: int | None = None
     gpu_ratio: float | None = None
     beta: float = 1.0
-    alpha: float = 0.1
+    alpha: float | None = None
     group: Rule = "any"
     append: str = "max"
-    append_queries: int | None = None
-    prompt_queries: int | None = None
+    append_queries: int | None = 512
+    prompt_queries: int | None = 128
     reevaluate: bool = True
     sinks: int = 0
 
@@ -65,7 +66,7 @@ class HGCA(Policy):
             raise ValueError(f"gpu_ratio={self.gpu_ratio!r} is not a share of the tokens; use a number in (0, 1]")
         if not self.beta >= 0:
             raise ValueError(f"beta={self.beta!r} is not a threshold; use 0 (keep all) or more")
-        if not 0 < self.alpha <= 1:
+        if self.alpha is not None and not 0 < self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha!r} is not a share of a step; use a number in (0, 1]")
         for name, value, allowed in (("group", self.group, ("any", "mean")), ("append", self.append, ("max", "mean"))):
             if value not in allowed:

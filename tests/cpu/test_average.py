@@ -55,7 +55,7 @@ def test_averages_move(first: int, length: int, capacity: int, width: int, marke
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_an_average_may_stay_or_follow(alpha: float) -> None:
+def test_an_average_may_be_the_mean_or_follow(alpha: float) -> None:
     torch.manual_seed(0)
     average, scores, lse, valid = _request(1, 2, 0, 20, 24, 20)
     want = reference.move_averages(average, scores, lse, 0, 20, alpha=alpha, valid=valid)

@@ -34,9 +34,13 @@ def test_averages_move(
     lse = scores.flatten(2).logsumexp(2)
     truth = before.double()
     for row, head, kv_head in listing.heads():
-        for slot in listing.slots[row, kv_head, : listing.counts[row, kv_head]].tolist():
+        count = int(listing.counts[row, kv_head])
+        for entry, slot in enumerate(listing.slots[row, kv_head, :count].tolist()):
             weight = (scores[row, head, slot] - lse[row, head]).exp()
-            moved = 0.75 * truth[row, head, slot] + 0.25 * weight
+            first = int(listing.blocks[row, kv_head, entry]) * size
+            age = (int(listing.limits[0]) - torch.arange(first, first + size)).clamp(min=1)
+            rate = (1 / age.double()).clamp(min=0.25)
+            moved = (1 - rate) * truth[row, head, slot] + rate * weight
             truth[row, head, slot] = moved.where(listing.seen[row, kv_head, slot].cpu(), 0.0)
     average = before.clone().to(device)
     update_weights(

@@ -115,6 +115,7 @@ def direct(
     margin = torch.full((), float("inf"), dtype=torch.float64)
     assert rule.window is not None
     blocks, outside, decoded, border = -(-rule.window // BLOCK), 0, False, 0
+    alpha = rule.alpha or 1 / (blocks * BLOCK)
 
     def decide(first: int, stop: int, size: torch.Tensor) -> None:
         nonlocal margin
@@ -128,9 +129,11 @@ def direct(
     for start, query in turns:
         count = query.shape[2]
         stop = start + count
+        age = (stop - torch.arange(length)).double().clamp(min=1)
         if count == 1 and start:
             w = weights(query, keys, valid, start, outside, stop)[:, :, 0]
-            average[:, :, outside:] = ((1 - rule.alpha) * average + rule.alpha * w)[:, :, outside:]
+            rate = (1 / age).clamp(min=alpha)
+            average[:, :, outside:stop] = (average + rate * (w - average))[:, :, outside:stop]
             decoded, due = True, max((stop - stagger) // BLOCK + 1 - blocks, 0) * BLOCK
             if due > outside:
                 decide(outside, due, valid[:, outside:stop].sum(1))
@@ -140,10 +143,16 @@ def direct(
             border, decoded, fresh = outside, False, True
         else:
             fresh = False
-        w = weights(query, keys, valid, start, border, stop)
-        for i in range(count):
-            moved = (1 - rule.alpha) * average + rule.alpha * w[:, :, i]
-            average[:, :, border:] = moved[:, :, border:]
+        among = min(count, round(1 / alpha) if border or not rule.prompt_queries else rule.prompt_queries)
+        w = weights(query, keys, valid, start, border, stop)[:, :, -among:]
+        mean = w.sum(2) / age.clamp(max=among)
+        for token in range(border, stop):
+            met = min(count, int(age[token]))
+            if border:
+                rate = max(1 - (1 - alpha) ** met, met / age[token])
+            else:
+                rate = met / min(max(rule.prompt_queries or round(1 / alpha), met), age[token])
+            average[:, :, token] += rate * (mean[:, :, token] - average[:, :, token])
         if border and rule.reevaluate:
             most = weights(query, keys, valid, start, 0, border).amax(2)
             average[:, :, :border] = (most if fresh else torch.maximum(average, most))[:, :, :border]
@@ -155,7 +164,14 @@ def direct(
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])
-@pytest.mark.parametrize("knobs", [{}, {"group": "mean", "alpha": 0.4, "beta": 0.6}, {"reevaluate": False}])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"group": "mean", "alpha": 0.4, "beta": 0.6, "prompt_queries": 7},
+        {"reevaluate": False, "prompt_queries": None},
+    ],
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_is_kept_is_what_the_algorithm_keeps(
     monkeypatch: pytest.MonkeyPatch, batch: int, knobs: dict[str, Any], tier: str
