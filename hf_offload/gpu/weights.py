@@ -27,8 +27,8 @@ def update_weights(
     """Move the average of each attended token's weight towards its weight in this step, in place.
 
     A ← (1 − r)·A + r·exp(score − lse), r = alpha or, where that is more, 1/n for a token that has been there for n
-    steps: until then the average is the mean. Tokens of listed slots that are padding or not there yet get 0. Slots that
-    are not listed stay as they are. Source: HGCA, section 3.2.1, algorithm 1, line 8.
+    steps: until then the average is the mean. Tokens of listed slots that are padding or not there yet get 0.
+    Slots that are not listed stay as they are. Source: HGCA, section 3.2.1, algorithm 1, line 8.
 
     Args:
         average: `[B, Hq, R, block_size]` fp32, changed.
