@@ -43,6 +43,8 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     resident.load(chosen.blocks.gather(2, kept.long()), counts, step.label("placement"))
     layer.stats.placement_bytes += int(counts.sum()) * store.pool.record_bytes
     layer.stats.placements += 1
+    if layer.salience is not None:
+        layer.salience.reserve(store.length, query.shape[1])
     load_averages(layer)
     layer.unplaced = False
     if starts_block:

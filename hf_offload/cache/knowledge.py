@@ -46,7 +46,9 @@ def restore(salience: Salience, then: Remembered) -> None:
     salience.average[:, :, first:] = 0.0
     salience.average[:, :, first : first + then.average.shape[2]] = then.average
     salience.kept[:, :, first:] = 0
-    if salience.near is not None and then.near is not None:
+    if then.near is None:  # nothing was resident yet
+        salience.near = None
+    elif salience.near is not None:
         salience.near.average.copy_(then.near)
 
 

@@ -107,17 +107,10 @@ class HybridLayer(CacheLayerMixin):
             raise ValueError(f'tier="one" is for models on the CPU, but this one is on {self.device}; leave tier out')
         name = self.policy.digest_name
         self.store = BlockStore(
-            batch,
-            heads,
-            dim,
-            self.dtype,
-            block_size=self.settings.block_size,
-            device=self.device,
-            digest=DIGESTS[name] if name else None,
-            padding=self.settings.padding,
-            packs=self.settings.packs,
+            batch, heads, dim, self.dtype, block_size=self.settings.block_size, device=self.device,
+            digest=DIGESTS[name] if name else None, padding=self.settings.padding, packs=self.settings.packs,
             worker=self.settings.worker if self.has_slots else None,
-        )
+        )  # fmt: skip
         if self.has_slots:
             budget = self.settings.device_budget if self.slots is None else None
             slots = self.slots or self.settings.resident // self.settings.block_size
@@ -240,12 +233,13 @@ class HybridLayer(CacheLayerMixin):
         if self.revision == padding.revision:
             return
         if self.store is not None and self.store.sealed > padding.changed_block:
+            if self.salience is not None:
+                self.unplace()  # nobody is at work in the blocks, and the window is resident anew
+                self.salience.keep_all()
             self.store.own(range(padding.changed_block, self.store.sealed))
             self.store.sealed = padding.changed_block
             seal(self.store, self.settings.prefill_tile)
             self.forget_plans()
-            if self.salience is not None:
-                self.salience.keep_all()
         self.revision = padding.revision
 
     def forget_plans(self) -> None:

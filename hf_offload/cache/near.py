@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -21,11 +22,19 @@ class NearAverages:
     """
 
     def __init__(self, resident: ResidentSet, salience: Salience) -> None:
-        self.resident, self.salience = resident, salience
+        self.resident = resident
+        self._salience = weakref.ref(salience)  # which holds these
         heads, size = salience.average.shape[1], resident.store.block_size
         shape = (resident.store.batch, heads, resident.slots, size)
         with torch.inference_mode(False):
             self.average = torch.zeros(shape, device=resident.pool.device)
+
+    @property
+    def salience(self) -> Salience:
+        """That of the same layer."""
+        salience = self._salience()
+        assert salience is not None, "these outlive it only while a job ends"
+        return salience
 
     def _grouped(self) -> torch.Tensor:
         """`[B, Hkv, G, R, block_size]`."""
@@ -34,7 +43,7 @@ class NearAverages:
 
     def _index(self, first: int, stop: int) -> torch.Tensor:
         """Where blocks lie, as an index into the slots of `_grouped`."""
-        slots = self.resident.slot_of[:, :, first:stop].long()[:, :, None, :, None]
+        slots = self.resident.slot_of[:, :, first:stop].clamp(min=0).long()[:, :, None, :, None]
         mine = self._grouped()
         return slots.expand(-1, -1, mine.shape[2], -1, mine.shape[4])
 
@@ -57,11 +66,15 @@ class NearAverages:
         self._grouped().scatter_(3, self._index(block, block + 1), 0.0)
 
     def write_back(self) -> None:
-        """Let `Salience` know the averages of all resident tokens."""
+        """Let `Salience` know the averages of all resident tokens; a block whose copy failed is not resident."""
         store, salience = self.resident.store, self.salience
         first, stop, size = salience.evicted, store.num_blocks, store.block_size
         if first < stop:
-            salience.average[:, :, first * size : stop * size] = self.read(first, stop).cpu().numpy()
+            salience.reserve(stop * size, self.average.shape[1])
+            there = (self.resident.slot_of[:, :, first:stop] >= 0).cpu().numpy()
+            there = there.repeat(size, 2).repeat(self.average.shape[1] // there.shape[1], 1)
+            average = salience.average[:, :, first * size : stop * size]
+            np.copyto(average, self.read(first, stop).cpu().numpy(), where=there)
 
     def leave(self, first: int, stop: int) -> tuple[Callable[[], None], Callable[[], None]]:
         """Blocks leave the window: what brings their averages to `Salience`, in a thread; what frees their slots."""

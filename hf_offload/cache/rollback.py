@@ -125,10 +125,10 @@ class Rollback:
         store = layer.store
         assert store is not None
         self._pool = store.pool
+        salience = None if layer.salience is None else knowledge.remember(layer.salience)  # frees slots, maybe
         decided = layer.resident is not None and not layer.unplaced
         resident = layer.resident.state() if decided else None  # type: ignore[union-attr]
         frozen = store.digests is not None and store.digests.frozen
-        salience = None if layer.salience is None else knowledge.remember(layer.salience)
         self._states[layer.past] = LayerState(_copied(layer.state), store.packed_so_far(), frozen, resident, salience)
 
     def knows(self, length: int) -> bool:

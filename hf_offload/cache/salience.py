@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,25 @@ TILE = 4096
 """Tokens that are looked at and copied at a time."""
 KEEP_ALL = -np.inf
 """A threshold that every valid token exceeds."""
+
+
+@dataclass(slots=True)
+class _Decision:
+    """What is being decided, and what holds once it is.
+
+    Args:
+        evicted: blocks that have left the window then.
+        counts: `[B · Hkv]`, tokens that the lists hold now.
+        context, kept: in place of those that are there; None: they are added to.
+        free: frees the slots of the blocks that leave.
+    """
+
+    evicted: int
+    counts: np.ndarray
+    context: Context | None = None
+    kept: np.ndarray | None = None
+    free: Callable[[], None] | None = None
+    began: float = field(default_factory=time.perf_counter)
 
 
 class Salience:
@@ -65,7 +85,9 @@ class Salience:
         self.near: NearAverages | None = None
         """The averages of what is resident, with two memories."""
         self._job: Job | None = None
-        self._adopt: Callable[[], None] | None = None
+        self._decision: _Decision | None = None
+        self._before: tuple[int, Weighing] | None = None
+        """How many tokens there were before the last prompt or append, and how far that was."""
 
     @property
     def nbytes(self) -> int:
@@ -102,25 +124,41 @@ class Salience:
         """Wait for what is being decided; it holds from here on.
 
         Raises:
-            WorkerError: it failed, or does not end in time. Then nothing was decided, and the blocks are still in the
-                window, or what was kept before still is.
+            WorkerError: it failed, or does not end in time. Then nothing was decided: the blocks are still in the
+                window, or what was kept before still is, and every token that leaves the window until the next append.
         """
-        job, adopt = self._job, self._adopt
+        job, decision = self._job, self._decision
         if job is None:
             return
+        assert decision is not None
         try:
             job.result()
         except BaseException:
+            if job.foreign:  # whoever was at work in the lists is not here, and may have left a lock closed
+                self.rebuild()
             if job.done():
-                self._job = self._adopt = None
-                self.context.truncate(self.evicted * self.store.block_size)
+                self.context.cut(decision.counts)
+                self.known = self.known and decision.context is None
+                self._job = self._decision = None
             raise
-        assert adopt is not None
-        adopt()
-        self._job = self._adopt = None
+        self._adopt(decision)
+        self._job = self._decision = None
 
-    def _start(self, stages: Iterator[Launch], adopt: Callable[[], None], label: str) -> None:
-        self._adopt = adopt
+    def _adopt(self, made: _Decision) -> None:
+        stats, seconds = self.stats, time.perf_counter() - made.began
+        if made.context is None or made.kept is None:
+            stats.evictions += made.evicted - self.evicted
+            stats.eviction_seconds += seconds
+        else:
+            self.context, self.kept = made.context, made.kept
+            stats.reevaluations += 1
+            stats.reevaluation_seconds += seconds
+        self.evicted = made.evicted
+        if made.free is not None:
+            made.free()
+
+    def _start(self, stages: Iterator[Launch], decision: _Decision, label: str) -> None:
+        self._decision = decision
         keep = (self.store.pool, self.context.pool)
         self._job = self.worker.submit(Stages(stages), label, shares=self.worker.threads, keep=keep)
 
@@ -131,13 +169,13 @@ class Salience:
         self.settle()
         store, rule, count = self.store, self.rule, query.shape[2]
         length, past, size = store.length, store.length - query.shape[2], store.block_size
+        self._before = past, replace(self.weighing)
         self.reserve(length, query.shape[1])
         self.average[:, :, past:length] = 0.0
         self.weighing.begin(past, self.evicted * size)
         border = self.weighing.border
         anew = rule.reevaluate or not self.known or border == 0
         spans = self.weighing.spans(length, count, self.alpha, anew=anew)
-        self.known = self.known or anew
         most = max(span.queries for span in spans)
         there, wait = brought(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
         queries = there.numpy()
@@ -146,13 +184,7 @@ class Salience:
         else:
             context, first = self.context.fork(), border // size
             context.truncate(border)
-        evicted, began, stats = max(self._outside(length), first), time.perf_counter(), self.stats
-        kept = self.kept.copy()
-
-        def adopt() -> None:
-            self.context, self.evicted, self.kept = context, evicted, kept
-            stats.reevaluations += 1
-            stats.reevaluation_seconds += time.perf_counter() - began
+        evicted, kept = max(self._outside(length), first), self.kept.copy()
 
         def stages() -> Iterator[Launch]:
             wait()
@@ -161,7 +193,9 @@ class Salience:
                 yield from self._weigh(span, queries, length, scale, softcap)
             yield from self._keep(context, kept, first, evicted, border, length)
 
-        self._start(stages(), adopt, f"what {count} tokens leave to the CPU in layer {stats.layer}")
+        self.known = self.known or anew
+        decision = _Decision(evicted, self.context.counts.copy(), context, kept)
+        self._start(stages(), decision, f"what {count} tokens leave to the CPU in layer {self.stats.layer}")
 
     def _weigh(
         self, span: Span, queries: np.ndarray, length: int, scale: float, softcap: float | None
@@ -192,15 +226,9 @@ class Salience:
         if evicted == self.evicted:
             return
         self.settle()
-        first, context, began, stats = self.evicted, self.context, time.perf_counter(), self.stats
+        self.reserve(length, self.average.shape[1])
+        first, context = self.evicted, self.context
         arrive, free = (None, None) if self.near is None else self.near.leave(first, evicted)
-
-        def adopt() -> None:
-            self.evicted = evicted
-            if free is not None:
-                free()
-            stats.evictions += evicted - first
-            stats.eviction_seconds += time.perf_counter() - began
 
         def stages() -> Iterator[Launch]:
             if arrive is not None:
@@ -208,7 +236,8 @@ class Salience:
             self.store.settle()
             yield from self._keep(context, self.kept, first, evicted, first * self.store.block_size, length)
 
-        self._start(stages(), adopt, f"what block {evicted - 1} of layer {stats.layer} leaves to the CPU")
+        decision = _Decision(evicted, context.counts.copy(), free=free)
+        self._start(stages(), decision, f"what block {evicted - 1} of layer {self.stats.layer} leaves to the CPU")
 
     def _keep(
         self, context: Context, kept: np.ndarray, first: int, evicted: int, border: int, length: int
@@ -290,6 +319,10 @@ class Salience:
         """Keep the first `length` tokens; nothing is in flight."""
         size = self.store.block_size
         self.evicted = min(self.evicted, length // size)
+        if self._before is not None and self._before[0] == length:
+            self.weighing = replace(self._before[1])
+        else:  # what comes next is no part of what has been cropped
+            self.weighing.decoded = True
         self.weighing.border = min(self.weighing.border, self.evicted * size)
         self.average[:, :, length:] = 0.0
         self.kept[:, :, self.evicted * size :] = 0

@@ -43,6 +43,11 @@ class Job:
         self._gate = threading.Lock()  # held until the job has ended; twice as fast as an Event
         self._gate.acquire()
 
+    @property
+    def foreign(self) -> bool:
+        """Whether it was handed over in another process, of which this one is a fork."""
+        return self._pid != os.getpid()
+
     def done(self) -> bool:
         """Whether the job has ended, well or not: nothing of it reads or writes any more, nor will."""
         return self._ended
@@ -93,7 +98,7 @@ class Job:
                 self._gate.release()  # for the next who asks
             elif self._ended:  # the gate was in the hands of another who asks
                 break
-            elif self._pid != os.getpid() or not self._worker.alive():
+            elif self.foreign or not self._worker.alive():
                 lost = f"{self.label}: every worker thread has died before the job ended"
                 raise self._withdraw(lost, alone=True)
             elif time.monotonic() >= limit:
