@@ -61,6 +61,7 @@ POLICIES = {
     "scout-select": ("scout", {"lookahead": "select", "synchronous_layers": (0,)}),
     "scout-quest": ("scout", {"lookahead": "off", "digest": "quest", "join": "raw"}),
     "scout-mean": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "digest": "mean", "recall": 3}),
+    "hgca": ("hgca", {"window": 40, "beta": 0.0, "resident": None}),
     "scout-all": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "attend_resident": "all"}),
 }
 
@@ -99,7 +100,7 @@ def test_covering_budget_is_full_attention(
     model, ids, mask, want = reference(oracle, family, batch)
     name, knobs = knobs_of(policy)
     extra = FOUR_BLOCKS if tier == "split" else {}
-    cache = hf_offload.HybridCache(model, name, tier=tier, block_size=BLOCK, prefill_tile=32, **extra, **knobs)
+    cache = hf_offload.HybridCache(model, name, tier=tier, block_size=BLOCK, prefill_tile=32, **(extra | knobs))
     assert_equal(decode_logits(model, cache, ids, mask, chunk), want)
     if tier == "split":
         total = cache.stats().as_dict()

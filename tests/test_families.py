@@ -69,3 +69,6 @@ def test_tokens_are_those_of_eager_attention(family: str) -> None:
                 **memory,
             )
             assert torch.equal(ours.generate(ids, past_key_values=cache, **knobs), want)
+        window: dict[str, Any] = {"window": 24, "beta": 0.0, "block_size": 16, "resident": None}
+        cache = HybridCache(ours, "hgca", **(memory | window))
+        assert torch.equal(ours.generate(ids, past_key_values=cache, **knobs), want)

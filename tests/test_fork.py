@@ -19,6 +19,7 @@ BLOCK = 16
 PROMPT = 205
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
 AHEAD: dict[str, Any] = {**SMALL, "lookahead": "attend", "synchronous_layers": (0,), "recall": 2}
+HGCA: dict[str, Any] = {"window": 60, "resident": None}
 CASES = {
     "full": ("full", {}),
     "full-int8": ("full", {"host_dtype": "int8"}),
@@ -27,19 +28,22 @@ CASES = {
     "scout-quest-int8": ("scout", {**SMALL, "digest": "quest", "host_dtype": "int8"}),
     "scout-attend": ("scout", AHEAD),
     "scout-attend-int8": ("scout", {**AHEAD, "host_dtype": "int8"}),
+    "hgca": ("hgca", HGCA),
+    "hgca-int8": ("hgca", {**HGCA, "host_dtype": "int8"}),
 }
 
 
 def make(model: PreTrainedModel, case: str, tier: str) -> HybridCache:
     policy, knobs = CASES[case]
     resident = {"resident": 128} if tier == "split" else {}
-    return HybridCache(model, policy, block_size=BLOCK, prefill_tile=64, **{**TIERS[tier], **resident}, **knobs)
+    return HybridCache(model, policy, block_size=BLOCK, prefill_tile=64, **{**TIERS[tier], **resident, **knobs})
 
 
 def pool_bytes(*caches: HybridCache) -> int:
     """Bytes of the blocks in use in all pools of some caches, each pool once."""
     layers = [layer for cache in caches for layer in cache.layers if isinstance(layer, HybridLayer)]
-    return sum(pool.used_bytes for pool in {layer.store.pool for layer in layers})
+    contexts = {layer.salience.context.pool for layer in layers if layer.salience is not None}
+    return sum(pool.used_bytes for pool in {layer.store.pool for layer in layers if layer.store} | contexts)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,9 @@ def models() -> dict[str, PreTrainedModel]:
         ("scout-attend", "one", 21),
         ("scout-attend", "split", 21),
         ("scout-attend-int8", "split", 0),
+        ("hgca", "one", 21),
+        ("hgca", "split", 19),
+        ("hgca-int8", "split", 0),
     ],
 )
 def test_every_cache_goes_on_as_one_alone(models: dict[str, PreTrainedModel], case: str, tier: str, when: int) -> None:
@@ -83,15 +90,17 @@ def test_every_cache_goes_on_as_one_alone(models: dict[str, PreTrainedModel], ca
 
 
 @pytest.mark.parametrize(
-    ("case", "tier"), [("scout", "one"), pytest.param("scout-attend-int8", "split", marks=pytest.mark.slow)]
+    ("case", "tier"),
+    [("scout", "one"), ("hgca", "split"), pytest.param("scout-attend-int8", "split", marks=pytest.mark.slow)],
 )
 def test_what_only_a_fork_holds_is_freed_with_it(models: dict[str, PreTrainedModel], case: str, tier: str) -> None:
     model = models["llama"]
     ids, mask = prompt(1, 2000)
     cache = make(model, case, tier)
     token = prefill(model, cache, ids, mask)
-    one = pool_bytes(cache)
-    assert cache.stats().as_dict()["host_bytes"] == one
+    cache.drain()
+    one, stats = pool_bytes(cache), cache.stats().as_dict()
+    assert stats["host_bytes"] + stats["context_bytes"] == one
     forks = [cache.fork() for _ in range(3)]
     assert pool_bytes(cache, *forks) == one
     for i, fork in enumerate(forks):
@@ -115,7 +124,7 @@ def test_what_only_a_fork_holds_is_freed_with_it(models: dict[str, PreTrainedMod
     assert torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("case", ["full-int8", "scout"])
+@pytest.mark.parametrize("case", ["full-int8", "scout", "hgca"])
 def test_a_fork_may_be_cropped_and_reordered(models: dict[str, PreTrainedModel], case: str) -> None:
     model = models["llama"]
     ids, mask = prompt(2, PROMPT)
@@ -134,11 +143,12 @@ def test_a_fork_may_be_cropped_and_reordered(models: dict[str, PreTrainedModel],
     assert pool_bytes(cache) == pool_bytes(alone)
 
 
-def test_padding_that_one_learns_of_is_not_the_others(models: dict[str, PreTrainedModel]) -> None:
+@pytest.mark.parametrize("case", ["scout", "hgca"])
+def test_padding_that_one_learns_of_is_not_the_others(models: dict[str, PreTrainedModel], case: str) -> None:
     model = models["llama"]
     ids, _ = prompt(1, PROMPT)
     mask = torch.ones_like(ids)
-    cache, alone = make(model, "scout", "one"), make(model, "scout", "one")
+    cache, alone = make(model, case, "one"), make(model, case, "one")
     token = prefill(model, cache, ids, mask)
     prefill(model, alone, ids, mask)
     fork, hidden = cache.fork(), mask.clone()
@@ -163,7 +173,7 @@ def test_a_short_prompt_leaves_each_its_own_statistics(models: dict[str, PreTrai
     assert torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("case", ["scout", "scout-attend-int8"])
+@pytest.mark.parametrize("case", ["scout", "scout-attend-int8", "hgca"])
 def test_forks_run_in_threads_of_their_own(models: dict[str, PreTrainedModel], case: str) -> None:
     model = models["llama"]
     ids, mask = prompt(1, PROMPT)

@@ -70,6 +70,8 @@ def stock_run(oracle: dict[Any, Any], family: str, batch: int) -> Any:
         ("llama", "scout-off", 1, "split"),
         ("llama", "scout-quest", 3, "split"),
         ("llama", "scout-all", 1, "split"),
+        ("llama", "hgca", 3, "split"),
+        ("gemma3", "hgca", 3, "one"),
         ("gemma3", "scout-select", 3, "one"),
         ("gemma3", "scout-mean", 3, "split"),
     ],
@@ -78,7 +80,7 @@ def test_decoding_goes_on_exactly(oracle: dict[Any, Any], family: str, policy: s
     model, filled, token, mask, want = stock_run(oracle, family, batch)
     name, knobs = knobs_of(policy)
     cache = HybridCache.from_cache(
-        filled, model, name, attention_mask=mask, block_size=BLOCK, prefill_tile=32, **TIERS[tier], **knobs
+        filled, model, name, attention_mask=mask, block_size=BLOCK, prefill_tile=32, **(TIERS[tier] | knobs)
     )
     assert cache.get_seq_length() == PROMPT
     assert_equal(decode(model, cache, token, mask), want)

@@ -77,7 +77,7 @@ def test_without_a_hybrid_cache_it_is_sdpa_bit_for_bit(family: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "knobs", "named"),
     [
-        ("scuot", {}, "policy='scuot' is unknown; use one of full, scout, window"),
+        ("scuot", {}, "policy='scuot' is unknown; use one of full, hgca, scout, window"),
         ("scout", {"bugdet": 5}, "bugdet: not a knob.*budget"),
         ("scout", {"budget": -1}, "budget=-1"),
         ("scout", {"budget": 64}, "budget=64 is less than"),

@@ -17,6 +17,8 @@ SCOUT: dict[str, Any] = {**KNOBS, "budget": 640, "sinks": 16, "recent": 16}
 CASES = [
     ("full", {}),
     ("full", {"tier": "split", "resident": 64}),
+    ("hgca", {"window": 60, "beta": 0.0}),
+    ("hgca", {"window": 60, "beta": 0.0, "tier": "split"}),
     ("scout", {}),
     ("scout", {"tier": "split", "resident": 96, "recall": 1}),
     ("scout", {"tier": "split", "resident": 96, "recall": 2, "lookahead": "select", "synchronous_layers": (0,)}),

@@ -88,8 +88,9 @@ def test_tokens_that_become_visible_are_seen(llama: PreTrainedModel, tier: str, 
         first = (number <= number[:, None])[None, None] & (first[:, None, None] != 0)
     later = None if dense else torch.ones(1, 90, dtype=torch.long, device=DEVICE)
     logits = []
-    for policy, knobs in (("full", {"block_size": 16}), ("scout", COVERING)):
-        cache = HybridCache(llama, policy, **knobs, **TIERS[tier])
+    hgca = {"window": 20, "beta": 0.0, "block_size": 16, "resident": None}
+    for policy, knobs in (("full", {"block_size": 16}), ("scout", COVERING), ("hgca", hgca)):
+        cache = HybridCache(llama, policy, **(TIERS[tier] | knobs))
         with torch.no_grad():
             llama(ids[:, :80], attention_mask=first, past_key_values=cache)
             rows = [
@@ -102,6 +103,7 @@ def test_tokens_that_become_visible_are_seen(llama: PreTrainedModel, tier: str, 
             ]
         logits.append(torch.cat(rows, 1))
     assert torch.allclose(logits[0], logits[1], atol=5e-5)
+    assert torch.allclose(logits[0], logits[2], atol=5e-5)
 
 
 def test_the_decoder_is_hooked_and_not_a_tower_of_the_same_depth() -> None:

@@ -22,6 +22,7 @@ from hf_offload.attention.hooks import hybrid_layers
 KNOBS: dict[str, Any] = {"budget": 64, "sinks": 16, "recent": 0, "block_size": 16, "synchronous_layers": (0,)}
 ONE: dict[str, Any] = {"tier": "one"} if DEVICE == "cpu" else {}
 SPLIT: dict[str, Any] = {**KNOBS, "tier": "split" if DEVICE == "cpu" else None, "resident": 96, "recall": 1}
+HGCA: dict[str, Any] = {"policy": "hgca", "window": 40, "block_size": 16}
 SETTINGS: dict[str, dict[str, Any]] = {
     "one": {**KNOBS, **ONE},
     "one, attends ahead": {**KNOBS, **ONE, "lookahead": "attend"},
@@ -29,6 +30,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "split, selects ahead": {**SPLIT, "lookahead": "select"},
     "split, attends ahead": {**SPLIT, "lookahead": "attend"},
     "int8": {**SPLIT, "host_dtype": "int8"},
+    "hgca": {**HGCA, "tier": "split" if DEVICE == "cpu" else None},
+    "hgca, one": {**HGCA, **ONE},
 }
 
 
@@ -145,16 +148,19 @@ def live(
     model: PreTrainedModel, act: Callable[[PreTrainedModel, HybridCache], None], knobs: dict[str, Any]
 ) -> tuple[list[weakref.ref[Any]], list[threading.Thread]]:
     """Make a cache, let it live, and let it go; returns what can tell whether parts of it are still there."""
-    cache = HybridCache(model, "scout", **knobs)
+    cache = HybridCache(model, **knobs)
     act(model, cache)
     parts: list[Any] = [cache, cache.settings.worker]
     for layer in hybrid_layers(cache):
-        parts += [layer, layer.store, layer.store.pool, layer.store.digests, *layer.store.pool.slabs]
-        parts += [part for part in (layer.resident, layer.host_part) if part is not None]
+        parts += [layer, layer.store, layer.store.pool, *layer.store.pool.slabs]
+        own = layer.resident, layer.host_part, layer.store.digests, layer.salience
+        parts += [part for part in own if part is not None]
+        if layer.salience is not None:
+            parts += [layer.salience.context, layer.salience.context.pool]
     return [weakref.ref(part) for part in parts], list(cache.settings.worker._pool)
 
 
-QUICK = ("one", "split, attends ahead")
+QUICK = ("one", "split, attends ahead", "hgca")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS])

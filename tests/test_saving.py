@@ -52,6 +52,8 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         ("scout-quest-int8", "one", 0),
         ("scout-attend", "split", 21),
         ("scout-attend-int8", "one", 21),
+        ("hgca", "one", 0),
+        ("hgca", "split", 19),
     ],
 )
 def test_goes_on_bit_by_bit(
@@ -96,15 +98,19 @@ def test_int8_with_two_memories_goes_on_up_to_its_codes(models: dict[str, PreTra
     assert (got[1] - want[1]).abs().max() < 0.02 * want[1].abs().max()
 
 
+@pytest.mark.parametrize("case", ["full", "hgca"])
 @pytest.mark.parametrize(("before", "after"), [("one", "split"), ("split", "one")])
-def test_another_tier_may_go_on(models: dict[str, PreTrainedModel], tmp_path: Path, before: str, after: str) -> None:
+def test_another_tier_may_go_on(
+    models: dict[str, PreTrainedModel], tmp_path: Path, before: str, after: str, case: str
+) -> None:
     model = models["llama"]
     ids, mask = prompt(2, PROMPT)
-    cache = make(model, "full", before)
+    cache = make(model, case, before)
     token = prefill(model, cache, ids, mask)
     cache.save(tmp_path / "cache")
-    want = decode(model, cache, token, mask, 9)
-    assert_equal(decode(model, HybridCache.load(tmp_path / "cache", model, **MEMORIES[after]), token, mask, 9), want)
+    want = decode(model, cache, token, mask, 19)
+    knobs = {"tier": after} if case == "hgca" else MEMORIES[after]  # its window says what is resident
+    assert_equal(decode(model, HybridCache.load(tmp_path / "cache", model, **knobs), token, mask, 19), want)
 
 
 def test_a_loaded_cache_is_a_cache(models: dict[str, PreTrainedModel], saved: Any) -> None:

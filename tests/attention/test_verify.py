@@ -26,6 +26,7 @@ NEW = 34
 PROMPT = 70
 SMALL: dict[str, Any] = {"budget": 48, "sinks": 8, "recent": 8, "block_size": BLOCK}
 AHEAD = SMALL | {"lookahead": "attend", "synchronous_layers": (0,)}
+HGCA: dict[str, Any] = {"window": 24, "resident": None, "block_size": BLOCK}
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {"block_size": BLOCK}),
     "window": ("window", {"budget": 48, "sinks": 8, "block_size": BLOCK}),
@@ -35,6 +36,8 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "attend, all resident": ("scout", AHEAD | {"attend_resident": "all"}),
     "int8": ("scout", AHEAD | {"host_dtype": "int8"}),
     "the paper's": ("scout", AHEAD | {"digest": "quest", "join": "raw", "smoothing": 0.0, "recall": 3}),
+    "hgca": ("hgca", HGCA),
+    "hgca, int8": ("hgca", HGCA | {"host_dtype": "int8", "group": "mean", "beta": 0.7}),
 }
 TIERS = {"one": {"tier": "one"}, "split": {"tier": "split", "resident": 48}}
 
@@ -85,6 +88,26 @@ def drafted(
     return out, drafter
 
 
+def known_tokens(layer: HybridLayer) -> dict[str, Any]:
+    """What is known of the tokens' attention, and which are kept."""
+    salience = layer.salience
+    if salience is None:
+        return {}
+    salience.settle()
+    past, context = salience.evicted * BLOCK, salience.context
+    average = torch.from_numpy(salience.average[:, :, past : layer.past])
+    if salience.near is not None:
+        average = salience.near.read(salience.evicted, layer.store.num_blocks)[:, :, : layer.past - past]
+    return {
+        "evicted": salience.evicted,
+        "decoded": salience.weighing.decoded,
+        "border": salience.weighing.border,
+        "kept": torch.from_numpy(salience.kept[:, :, :past]),
+        "lists": [context.positions[i, :n].tolist() for i, n in enumerate(context.counts)],
+        "average": average,
+    }
+
+
 def remembered(cache: HybridCache) -> list[dict[str, Any]]:
     """All that later tokens may depend on, beside K and V."""
     rows = []
@@ -95,7 +118,7 @@ def remembered(cache: HybridCache) -> list[dict[str, Any]]:
             "sealed": store.sealed,
             "packed": store.packed_blocks,
             "unplaced": layer.unplaced,
-        }
+        } | known_tokens(layer)
         if clock is not None:
             row |= {"since": clock.since, "ratio": clock.ratio, "steps": layer.state.steps}
         if resident is not None:
@@ -120,10 +143,11 @@ def assert_same(got: HybridCache, want: HybridCache, atol: float) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_drafts_change_nothing(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, policy: str, tier: str) -> None:
     name, knobs = POLICIES[policy]
-    ids, _ = prompt(1, PROMPT if policy != "int8" else 160)  # none but old blocks are packed
+    packs = "host_dtype" in knobs
+    ids, _ = prompt(1, 160 if packs else PROMPT)  # none but old blocks are packed
     # A block that has lost its slot to a rejected draft comes back from the host, where it may be packed by now.
-    atol = 1e-2 if policy == "int8" and tier == "split" else 1e-4
-    alone, helped = (HybridCache(llama, name, **knobs, **TIERS[tier]) for _ in range(2))
+    atol = 1e-2 if packs and tier == "split" else 1e-4
+    alone, helped = (HybridCache(llama, name, **(TIERS[tier] | knobs)) for _ in range(2))
     want = generate(llama, alone, ids)
     got, drafter = drafted(monkeypatch, llama, helped, ids, want.sequences)
     assert torch.equal(got.sequences, want.sequences)
@@ -198,11 +222,13 @@ QUICK = ("llama", "gemma3")
 
 
 @pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("policy", ["scout", "hgca"])
 @pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
-def test_padded_rows_of_every_family_verified_by_hand(family: str, tier: str) -> None:
+def test_padded_rows_of_every_family_verified_by_hand(family: str, policy: str, tier: str) -> None:
     model = tiny_model(family)
     (ids, mask), (wrong, _) = prompt(3, 90), prompt(3, 90, seed=5)
-    helped, alone = (HybridCache(model, "scout", **AHEAD, **TIERS[tier]) for _ in range(2))
+    knobs = TIERS[tier] | (HGCA if policy == "hgca" else AHEAD)
+    helped, alone = (HybridCache(model, policy, **knobs) for _ in range(2))
     helped.activate_past_recording()
     for cache in (helped, alone):
         feed(model, cache, ids[:, :60], mask, 1)
@@ -234,6 +260,21 @@ def test_crop_goes_back_as_often_as_one_likes(llama: PreTrainedModel) -> None:
     feed(llama, fresh, ids[:, :70], mask, 1)
     fresh.crop(-5)
     assert torch.allclose(feed(llama, helped, ids[:, 65:66], mask, 1), feed(llama, fresh, ids[:, 65:66], mask, 1))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_turn_after_drafts_that_came_with_the_prompt(llama: PreTrainedModel, tier: str) -> None:
+    """All of them are rejected, so that what the first of them made resident was never there."""
+    ids, mask = prompt(1, 120)
+    rows, caches = [], [HybridCache(llama, "hgca", **(TIERS[tier] | HGCA)) for _ in range(2)]
+    for cache, drafts in zip(caches, (10, 0), strict=True):
+        cache.activate_past_recording()
+        feed(llama, cache, ids[:, : 70 + drafts], mask, drafts + 1)
+        cache.crop(-drafts)
+        feed(llama, cache, ids[:, 70:100], mask, 1)
+        rows.append(torch.cat([feed(llama, cache, ids[:, i : i + 1], mask, 1) for i in range(100, 120)], 1))
+    assert torch.allclose(*rows, atol=1e-4)
+    assert_same(*caches, 1e-4)
 
 
 @pytest.mark.parametrize("tier", TIERS)

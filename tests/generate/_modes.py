@@ -169,6 +169,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
         "scout",
         {"budget": 512, "sinks": 16, "recent": 0, "lookahead": "select", "synchronous_layers": (0,)},
     ),
+    "hgca": ("hgca", {"window": BLOCK, "beta": 0.0, "resident": None}),
 }
 # The digests of two of them are scored by the same arithmetic in both tiers; in the others the CPU rounds the query.
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -179,4 +180,5 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
         {"budget": 48, "sinks": 8, "lookahead": "select", "synchronous_layers": (0,), "digest": "mean", "recent": 0},
     ),
     "attend": ("scout", {"budget": 48, "sinks": 8, "recent": 0, "lookahead": "attend", "synchronous_layers": (0,)}),
+    "hgca": ("hgca", {"window": 16, "resident": None}),
 }
