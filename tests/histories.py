@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.cache.salience import Salience
 
 LATE = 0.0005  # seconds by which every hand-over of the second cache is late
 INT8_ERROR = 0.1  # of the largest logit
@@ -157,14 +158,30 @@ def check_books(histories: list[History], *, leaks: bool = False) -> None:
                 store = layer.store
                 if store is None:
                     continue
+                if layer.salience is not None:
+                    _check_lists(layer.salience, held)
                 assert store.sealed == store.length // store.block_size, "between steps all full blocks are sealed"
                 assert store.reserved >= store.num_blocks
                 pool, tables = held.setdefault(id(store.pool), (store.pool, []))
                 tables.append(store.table[:, : store.reserved].ravel())
     for pool, tables in held.values():
         used = pool.used_blocks  # releases what collected caches held
-        ids, counts = np.unique(np.concatenate(tables), return_counts=True)
+        ids, counts = np.unique(np.concatenate(tables).astype(np.int64), return_counts=True)
         assert np.array_equal(pool.refcount[ids], counts), "references that nobody holds, or holders without one"
         assert leaks or used == len(ids), "blocks that nobody holds are not free"
         addresses = pool.block_ptr[ids]
         assert len(np.unique(addresses)) == len(ids), "two blocks lie in the same place"
+
+
+def _check_lists(salience: Salience, held: dict[int, tuple[Any, list[np.ndarray]]]) -> None:
+    """Unless that is being decided, the lists hold what is marked as kept and nothing else; note their blocks."""
+    if salience._job is not None:
+        return
+    context, stop = salience.context, salience.evicted * salience.store.block_size
+    assert stop <= salience.store.length
+    marks = salience.kept[:, :, :stop].reshape(context.lists, stop)
+    for marked, positions, count in zip(marks, context.positions, context.counts, strict=True):
+        assert np.array_equal(np.flatnonzero(marked), positions[:count]), "lists are not what is marked"
+    held.setdefault(id(context.pool), (context.pool, []))[1].extend(
+        context.table[i, :n] for i, n in enumerate(context.block_counts[:, 0])
+    )

@@ -1,6 +1,6 @@
 """Any sequence of what a cache can be asked for leaves it right: hypothesis draws settings and sequences.
 
-What is drawn here is fixed, so that the same commit gives the same result. Another 2,000 histories, new ones at every
+What is drawn here is fixed, so that the same commit gives the same result. Another 3,000 histories, new ones at every
 run (a failing one is printed, shrunk, with the lines that repeat it):
 
     python -m pytest -m slow tests/test_properties.py
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,22 @@ TIERS = ["one", "split"] if DEVICE == "cpu" else [None]
 
 
 @st.composite
-def some_settings(draw: st.DrawFn) -> Setting:
-    """Caches of all policies, tiers and sizes; with a budget that covers every history, or a small one."""
+def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
+    """Caches of some policies, all tiers and sizes; with a budget that covers every history, or a small one."""
     size = draw(st.sampled_from([8, 16, 32]), label="block_size")
-    policy = draw(st.sampled_from(["scout", "scout", "full", "window"]), label="policy")
+    policy = draw(st.sampled_from(policies), label="policy")
     covers = policy == "full" or draw(st.booleans(), label="covers")
     knobs: dict[str, Any] = {}
+    if policy == "hgca":
+        knobs |= draw(st.sampled_from([{"window": 1}, {"window": 50}, {"gpu_ratio": 0.3}, {}]), label="window")
+        knobs |= {
+            "beta": 0.0 if covers else draw(st.sampled_from([0.5, 1.0]), label="beta"),
+            "group": draw(st.sampled_from(["any", "mean"]), label="group"),
+            "append": draw(st.sampled_from(["max", "mean"]), label="append"),
+            "append_queries": draw(st.sampled_from([None, 3]), label="append_queries"),
+            "prompt_queries": draw(st.sampled_from([None, 5]), label="prompt_queries"),
+            "reevaluate": draw(st.booleans(), label="reevaluate"),
+        }
     if policy != "full":
         knobs["sinks"] = draw(st.sampled_from([0, 8, 16]), label="sinks")
     if policy == "scout":
@@ -59,7 +70,7 @@ def some_settings(draw: st.DrawFn) -> Setting:
             "attend_resident": draw(st.sampled_from(["selected", "all"]), label="attend_resident"),
             "place_queries": draw(st.sampled_from([1, 16]), label="place_queries"),
         }
-    if policy != "full":
+    if policy in ("scout", "window"):
         knobs["budget"] = COVERING
         least = make_policy(policy, knobs).always_blocks(size)
         knobs["budget"] = (
@@ -67,7 +78,9 @@ def some_settings(draw: st.DrawFn) -> Setting:
         )
     tier = draw(st.sampled_from(TIERS), label="tier")
     two = tier != "one"
-    if two:
+    if policy == "hgca" and not knobs.keys() & {"window", "gpu_ratio"}:
+        knobs["resident"] = size * draw(st.sampled_from([3, 5]), label="resident")
+    elif two and policy != "hgca":
         least = least_blocks(make_policy(policy, knobs), size)
         knobs["resident"] = size * (least + draw(st.sampled_from([0, 1, 3, 20]), label="resident over the least"))
     exact = covers and knobs.get("lookahead") != "attend"  # predicted queries are not the real ones
@@ -85,6 +98,8 @@ def some_settings(draw: st.DrawFn) -> Setting:
 class Histories(RuleBasedStateMachine):
     """Up to three histories of one setting that may share blocks."""
 
+    policies = ("scout", "scout", "full", "window", "hgca")
+
     def __init__(self) -> None:
         super().__init__()
         self.histories: list[History] = []
@@ -94,10 +109,10 @@ class Histories(RuleBasedStateMachine):
         self.histories.clear()
         self.folder.cleanup()
 
-    @initialize(setting=some_settings(), rows=st.integers(1, 3), data=st.data(), count=st.integers(1, 300))
-    def begin(self, setting: Setting, rows: int, data: st.DataObject, count: int) -> None:
-        self.setting = setting
-        self.histories.append(empty(setting, rows))
+    @initialize(rows=st.integers(1, 3), data=st.data(), count=st.integers(1, 300))
+    def begin(self, rows: int, data: st.DataObject, count: int) -> None:
+        self.setting = data.draw(some_settings(self.policies), label="setting")
+        self.histories.append(empty(self.setting, rows))
         self.histories[0].feed(*self._tokens(data, rows, count, data.draw(st.booleans(), label="pads")))
 
     def _one(self, data: st.DataObject) -> History:
@@ -248,9 +263,15 @@ class Histories(RuleBasedStateMachine):
         check_books(self.histories)
 
 
-def run(examples: int, fixed: bool) -> None:
+class Kept(Histories):
+    """Histories of caches that keep single tokens."""
+
+    policies = ("hgca",)
+
+
+def run(examples: int, fixed: bool, histories: type[Histories] = Histories) -> None:
     run_state_machine_as_test(
-        Histories,
+        histories,
         settings=settings(
             max_examples=examples,
             stateful_step_count=12,
@@ -269,3 +290,8 @@ def test_any_history_leaves_the_cache_right() -> None:
 @pytest.mark.slow
 def test_many_histories_leave_the_cache_right() -> None:
     run(2000, fixed=False)
+
+
+@pytest.mark.slow
+def test_many_histories_leave_what_is_kept_right() -> None:
+    run(1000, fixed=False, histories=Kept)

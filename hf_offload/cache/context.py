@@ -121,11 +121,16 @@ class Context:
     def _widen(self, blocks: int) -> None:
         names = ("table", "positions", "salience", "valid", "holes")
         old: list[np.ndarray] = [getattr(self, name) for name in names]
-        counts = self.block_counts
+        counts = self._forget_blocks()
         self._shape(self.lists, blocks)
         for name, before in zip(names, old, strict=True):
             getattr(self, name)[:, : before.shape[1]] = before
         self.block_counts[:] = counts
+
+    def _forget_blocks(self) -> np.ndarray:
+        """How many blocks the lists hold, which hold none until they are told: an interruption may lose blocks."""
+        counts, self.block_counts = self.block_counts, np.zeros_like(self.block_counts)
+        return counts
 
     def _own(self, lists: np.ndarray) -> None:
         """Have the last blocks of lists to oneself."""
@@ -170,9 +175,10 @@ class Context:
         before = [self.table[i, :n].copy() for i, n in self._held()]
         for i in index:
             self.pool.retain(self.table[i, : self.block_counts[i, 0]])
-        names = ("counts", "table", "positions", "salience", "valid", "holes", "blocks", "block_counts")
-        for name in names:
+        counts = self._forget_blocks()
+        for name in ("counts", "table", "positions", "salience", "valid", "holes", "blocks"):
             setattr(self, name, np.ascontiguousarray(getattr(self, name)[index]))
+        self.block_counts = np.ascontiguousarray(counts[index])
         for ids in before:
             self.pool.release(ids)
 

@@ -298,6 +298,7 @@ class Salience:
         """Keep every valid token until the next append: nobody knows how much they were attended."""
         self.known = False
         length = self.store.length
+        self.crop(length)
         self.reserve(length, max(self.average.shape[1], self.store.num_kv_heads))
         self.evicted = self.due(length)
         stop = self.evicted * self.store.block_size
