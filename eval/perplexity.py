@@ -67,13 +67,15 @@ class Cell(Row):
     beta: float | None = None
 
 
-def make_rows(tokens: int, ratios: list[float], betas: list[float], tier: str | None) -> list[Row]:
+def make_rows(
+    tokens: int, ratios: list[float], betas: list[float], tier: str | None, alpha: float | None = None
+) -> list[Row]:
     """The rows to choose from: the grid of hgca first, then those to compare it with."""
     memory = {"block_size": BLOCK_SIZE} | ({} if tier is None else {"tier": tier})
     newest = {ratio: math.ceil(ratio * tokens / BLOCK_SIZE) * BLOCK_SIZE for ratio in ratios}
 
     def hgca(ratio: float, beta: float) -> Row:
-        knobs = {"window": newest[ratio], "beta": beta} | memory
+        knobs = {"window": newest[ratio], "beta": beta, "alpha": alpha} | memory
         return Cell(f"hgca-{ratio:g}-{beta:g}", "hgca", knobs, ratio, beta)
 
     return [
@@ -216,6 +218,7 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Sequences of each text.")] = 1,
     ratios: Annotated[str, typer.Option(help="Shares of the length that are attended densely.")] = "0.1,0.25,0.5,0.75",
     betas: Annotated[str, typer.Option(help="Filters of hgca.")] = "0.25,0.5,0.75,1",
+    alpha: Annotated[float | None, typer.Option(help="Share of a step in hgca's averages [default: its own].")] = None,
     rows: Annotated[
         str | None, typer.Option(help="By name, comma-separated; a wrong one lists them [default: hgca's grid].")
     ] = None,
@@ -230,10 +233,11 @@ def main(
 ) -> None:
     """Measure the perplexity of texts that are decoded token by token."""
     shares, filters, kinds = decimals(ratios), decimals(betas), kinds_of(texts)
-    every_row = make_rows(tokens, shares, filters, tier)
+    every_row = make_rows(tokens, shares, filters, tier, alpha)
     chosen = every_row[: len(shares) * len(filters)] if rows is None else choose(every_row, rows)
     settings = {
         "texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "model": model, "dtype": dtype,
+        "alpha": alpha,
         "prose": None if prose is None else [prose.name, prose.stat().st_size],
     }  # fmt: skip
     progress = Progress(out.with_suffix(".state"), settings)
