@@ -233,7 +233,7 @@ def test_a_signal_comes_at_any_time(memory: str, times: int) -> None:
     assert came > times / 8
 
 
-@pytest.mark.parametrize("memory", ["one", "split"])
+@pytest.mark.parametrize("memory", ["one", "split", "hgca"])
 def test_another_thread_at_the_same_cache_is_told_so(memory: str) -> None:
     """Whatever it tries while a forward runs; that forward and what follows it are as ever."""
     history = begun(SETTINGS[memory])

@@ -25,10 +25,12 @@ knobs = dict(budget=64, sinks=16, recent=0, block_size=16, tier={tier!r}, lookah
              synchronous_layers=(0,), recall=1, timeout=20.0)
 if {tier!r} == "split":
     knobs["resident"] = 96
+if {lookahead!r} == "hgca":
+    knobs = dict(policy="hgca", window=4, beta=0.0, block_size=8, tier={tier!r}, timeout=20.0)
 torch.set_grad_enabled(False)
 
 def begun():
-    cache = HybridCache(model, "scout", **knobs)
+    cache = HybridCache(model, **knobs)
     logits = model(prompt(1, 150)[0], past_key_values=cache).logits
     return cache, steps(cache, logits, 6)
 
@@ -57,6 +59,7 @@ def run(code: str, tier: str, lookahead: str, limit: float = 120.0) -> str:
 CASES = [
     ("one", "off"),
     ("split", "attend"),
+    ("split", "hgca"),
     pytest.param("one", "attend", marks=pytest.mark.slow),
     pytest.param("split", "off", marks=pytest.mark.slow),
 ]

@@ -142,7 +142,7 @@ class HostStep(Step):
         first, known = salience.evicted, self.kernels.window
         if known is None or known[0] != first or known[1].blocks.shape != (*shape, self.num_blocks - first):
             numbers = np.arange(first, self.num_blocks, dtype=np.int32)
-            blocks = np.ascontiguousarray(np.broadcast_to(numbers, (*shape, len(numbers))))
+            blocks = np.broadcast_to(numbers, (*shape, len(numbers))).copy()
             known = self.kernels.window = first, Selection(blocks, np.full(shape, len(numbers), np.int32))
         return known[1]
 

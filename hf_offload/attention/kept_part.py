@@ -10,6 +10,7 @@ from hf_offload.attention.host_part import HostPart
 from hf_offload.cache.context import Context
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu.launch import Launch
+from hf_offload.gpu.merge import HostPartial
 from hf_offload.policies.base import Selection
 
 if TYPE_CHECKING:
@@ -31,9 +32,21 @@ class KeptPart(HostPart):
 
     def attend(self, step: Step, context: Context) -> KeptPart:
         """Start to attend the kept tokens with the step's query."""
+        self.cancel()
         self.context = context
         self.start(step, None, correct=False, label="attention to kept tokens")
         return self
+
+    def partial(self) -> HostPartial:
+        """Wait for the job; what the merge needs."""
+        found = super().partial()
+        self.context = None
+        return found
+
+    def cancel(self) -> None:
+        """Let the job end, whatever comes of it."""
+        super().cancel()
+        self.context = None
 
     def _send(
         self,
@@ -42,7 +55,6 @@ class KeptPart(HostPart):
         flag: torch.Tensor | None = None,
         epoch: torch.Tensor | None = None,
     ) -> None:
-        self.cancel()
         self.layer.mirror.pause()
         self.query.copy_(query, non_blocking=True)
 

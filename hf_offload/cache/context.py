@@ -46,7 +46,7 @@ class Context:
         """Their averages of attention weights when they were kept, joined over the group's heads."""
         self.valid = np.zeros((lists, tokens), np.uint8)
         self.holes = np.ones((lists, blocks), np.uint8)
-        self.blocks = np.ascontiguousarray(np.broadcast_to(np.arange(blocks, dtype=np.int32), (lists, 1, blocks)))
+        self.blocks = np.broadcast_to(np.arange(blocks, dtype=np.int32), (lists, 1, blocks)).copy()
         self.block_counts = np.zeros((lists, 1), np.int32)
 
     @property

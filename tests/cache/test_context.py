@@ -1,0 +1,192 @@
+"""Lists of kept tokens against plain lists: whatever is added, cut, reordered, repeated, forked and let go."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload.cache.context import Context
+from hf_offload.cpu import decode as cpu_decode
+
+BLOCK, HEADS, DIM = 8, 2, 16
+Token = tuple[int, float, bytes, bytes]
+
+
+class Plain:
+    """What a `Context` must hold: for each row and KV head the tokens' numbers, averages, keys and values."""
+
+    def __init__(self, lists: int) -> None:
+        self.lists: list[list[Token]] = [[] for _ in range(lists)]
+        self.stop = 0
+
+    def copy(self) -> Plain:
+        made = Plain(0)
+        made.lists, made.stop = [list(each) for each in self.lists], self.stop
+        return made
+
+
+def empty(rows: int) -> tuple[Context, Plain]:
+    return Context(rows * HEADS, BLOCK, DIM, torch.float32), Plain(rows * HEADS)
+
+
+def append(context: Context, plain: Plain, tokens: int, share: float, seed: int) -> None:
+    """Add those of some tokens that are drawn, for each list."""
+    drawn, rows = np.random.default_rng(seed), len(plain.lists) // HEADS
+    first, stop = plain.stop, plain.stop + tokens
+    k, v = (torch.from_numpy(drawn.standard_normal((rows, HEADS, tokens, DIM), np.float32)) for _ in range(2))
+    average = drawn.random((rows, HEADS, stop), np.float32)
+    kept = np.zeros((rows, HEADS, stop), np.uint8)
+    kept[:, :, first:] = drawn.random((rows, HEADS, tokens)) < share
+    more = kept[:, :, first:].sum(2, dtype=np.int64)
+    context.append(k, v, kept, more, first, average, "any")()
+    for i, mine in enumerate(plain.lists):
+        row, head = divmod(i, HEADS)
+        for t in np.flatnonzero(kept[row, head]):
+            place = int(t) - first
+            key, value = (part[row, head, place].numpy().tobytes() for part in (k, v))
+            mine.append((int(t), float(average[row, head, t]), key, value))
+    plain.stop = stop
+
+
+def records(context: Context, index: int) -> list[tuple[bytes, bytes]]:
+    """Keys and values of a list, as they lie in its blocks."""
+    found: list[tuple[bytes, bytes]] = []
+    slabs = {slab.data_ptr(): slab for slab in context.pool.slabs}
+    for block in context.table[index, : context.block_counts[index, 0]]:
+        address = int(context.pool.block_ptr[block])
+        start = max(place for place in slabs if place <= address)
+        k, v = slabs[start][(address - start) // context.pool.block_bytes][0]
+        found += [(k[i].numpy().tobytes(), v[i].numpy().tobytes()) for i in range(BLOCK)]
+    return found[: context.counts[index]]
+
+
+def check(context: Context, plain: Plain) -> None:
+    assert context.counts.tolist() == [len(each) for each in plain.lists]
+    for i, mine in enumerate(plain.lists):
+        count = len(mine)
+        assert context.positions[i, :count].tolist() == [token[0] for token in mine]
+        assert context.salience[i, :count].tolist() == [token[1] for token in mine]
+        assert records(context, i) == [token[2:] for token in mine]
+        assert context.block_counts[i, 0] == -(-count // BLOCK)
+        assert context.valid[i].sum() == context.valid[i, :count].sum() == count
+        full = count // BLOCK
+        assert not context.holes[i, :full].any()
+        assert context.holes[i, full:].all()
+        assert context.weights(i).sum() == pytest.approx(1.0 if count else 0.0, abs=1e-5)
+
+
+def check_pool(contexts: list[Context]) -> None:
+    """Every block is held as often as lists hold it, and by nobody otherwise."""
+    for pool in {id(context.pool): context.pool for context in contexts}.values():
+        mine = [context for context in contexts if context.pool is pool]
+        held = [each.table[i, :n] for each in mine for i, n in enumerate(each.block_counts[:, 0])]
+        ids, counts = np.unique(np.concatenate(held), return_counts=True)
+        assert pool.used_blocks == len(ids)
+        assert np.array_equal(pool.refcount[ids], counts)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_history_is_that_of_plain_lists(seed: int) -> None:
+    drawn = np.random.default_rng(seed)
+    pairs = [empty(3)]
+    for act in range(40):
+        at = int(drawn.integers(len(pairs)))
+        context, plain = pairs[at]
+        choice = drawn.choice(["append", "append", "truncate", "cut", "select", "fork", "drop", "clear"])
+        if choice == "append":
+            append(context, plain, int(drawn.integers(1, 60)), float(drawn.choice([0.0, 0.1, 0.5, 1.0])), 100 * act)
+        elif choice == "truncate":
+            border = int(drawn.integers(plain.stop // 2, plain.stop + 1))
+            context.truncate(border)
+            plain.lists = [[token for token in each if token[0] < border] for each in plain.lists]
+            plain.stop = border
+        elif choice == "cut":
+            counts = np.array([drawn.integers(len(each) // 2, len(each) + 1) for each in plain.lists], np.int64)
+            context.cut(counts)
+            plain.lists = [each[:count] for each, count in zip(plain.lists, counts, strict=True)]
+        elif choice == "select":
+            rows = drawn.integers(0, len(plain.lists) // HEADS, int(drawn.integers(1, 5)))
+            index = (rows[:, None] * HEADS + np.arange(HEADS)).ravel()
+            context.select_lists(index)
+            plain.lists = [list(plain.lists[i]) for i in index]
+        elif choice == "fork" and len(pairs) < 4:
+            pairs.append((context.fork(), plain.copy()))
+        elif choice == "drop" and len(pairs) > 1:
+            del pairs[at]
+        elif choice == "clear" and drawn.random() < 0.2:
+            context.clear()
+            plain.lists = [[] for _ in plain.lists]
+        del context
+        for pair in pairs:
+            check(*pair)
+        check_pool([pair[0] for pair in pairs])
+
+
+def test_what_a_fork_writes_is_its_own_and_is_given_back() -> None:
+    context, plain = empty(2)
+    append(context, plain, 61, 0.5, 0)
+    one = context.pool.used_bytes
+    fork, theirs = context.fork(), plain.copy()
+    assert context.pool.used_bytes == one
+    append(fork, theirs, 20, 1.0, 1)
+    append(context, plain, 20, 0.3, 2)
+    check(context, plain)
+    check(fork, theirs)
+    assert fork.nbytes > context.nbytes
+    check_pool([context, fork])
+    fork.clear()
+    del fork
+    gc.collect()
+    check_pool([context])
+    assert context.pool.used_bytes == context.nbytes
+
+
+def test_an_interrupted_reordering_gives_no_block_to_two_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    context, plain = empty(2)
+    append(context, plain, 50, 0.5, 0)
+    fork = context.fork()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "ascontiguousarray", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fork.select_lists(np.arange(2))
+    del fork
+    gc.collect()
+    check(context, plain)
+    held = np.concatenate([context.table[i, :n] for i, n in enumerate(context.block_counts[:, 0])])
+    assert (context.pool.refcount[held] >= 1).all()
+
+
+def test_the_kernel_attends_what_the_lists_hold() -> None:
+    """Lists of different lengths, one of them empty, in memory that was never written behind the tokens."""
+    context, plain = empty(2)
+    append(context, plain, 45, 0.4, 3)
+    for slab in context.pool.slabs:
+        written = {int(block) for i in range(4) for block in context.table[i, : context.block_counts[i, 0]]}
+        for block in set(range(len(slab))) - written:
+            slab[block] = float("nan")
+    context.cut(np.array([*context.counts[:3], 0], np.int64))
+    plain.lists[3] = []
+    query = np.random.default_rng(0).standard_normal((4, 3, DIM), np.float32)
+    out, lse = np.empty_like(query), np.empty((4, 3), np.float32)
+    cpu_decode.sparse_decode(
+        query, context.pool.block_ptr, context.table, context.blocks, context.block_counts, context.holes,
+        context.valid, context.capacity, out, lse, None, kv_dtype=torch.float32, block_size=BLOCK, scale=0.25,
+        softcap=None,
+    )()  # fmt: skip
+    for i, mine in enumerate(plain.lists):
+        if not mine:
+            assert (lse[i] == -np.inf).all()
+            continue
+        k, v = (np.array([np.frombuffer(token[part], np.float32) for token in mine], np.float64) for part in (2, 3))
+        scores = 0.25 * query[i].astype(np.float64) @ k.T
+        total = np.logaddexp.reduce(scores, 1)
+        assert np.allclose(lse[i], total, atol=1e-5)
+        assert np.allclose(out[i], np.exp(scores - total[:, None]) @ v, atol=1e-5)

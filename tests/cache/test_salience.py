@@ -1,0 +1,256 @@
+"""What decides beside the model which tokens are kept: its faults, its threads, its delays, and what it reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_from_cache import decode, prefill
+from tiny import prompt, tiny_model
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.cache import context, host_pool, salience
+from hf_offload.cache.resident import ResidentSet
+from hf_offload.cpu.launch import Launch, new_ticket
+from hf_offload.cpu.worker import DELAY, WorkerError
+
+BLOCK = 16
+KNOBS: dict[str, Any] = {"window": 40, "block_size": BLOCK, "prefill_tile": 64}
+TIERS = ["one", "split"]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def stock() -> PreTrainedModel:
+    return tiny_model("llama", "sdpa")
+
+
+def make(model: PreTrainedModel, tier: str, **knobs: Any) -> HybridCache:
+    return HybridCache(model, "hgca", tier=tier, **(KNOBS | knobs))
+
+
+def converse(
+    model: PreTrainedModel, cache: Any, attempt: Callable[[Callable[[], Any]], Any] = lambda act: act()
+) -> torch.Tensor:
+    """Logits of a prompt, steps, a turn and more steps, with padding; `attempt` makes each forward."""
+    ids, mask = prompt(2, 240)
+    pieces = [(0, 110), *((t, t + 1) for t in range(110, 150)), (150, 180), *((t, t + 1) for t in range(180, 240))]
+    rows = []
+    with torch.no_grad():
+        for first, stop in pieces:
+            positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, first:]
+            inputs = {
+                "input_ids": ids[:, first:stop], "attention_mask": mask[:, :stop], "position_ids": positions,
+                "past_key_values": cache,
+            }  # fmt: skip
+            rows.append(attempt(lambda inputs=inputs: model(**inputs).logits)[:, -1])
+    return torch.stack(rows, 1)
+
+
+def broken(*args: Any, **kwargs: Any) -> Launch:
+    def kernel(*_: Any) -> None:
+        raise ArithmeticError("the kernel died")
+
+    return Launch(kernel, 1, (), new_ticket(), 0)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    ("module", "name", "calls"),
+    [
+        (salience, "weigh_tokens", (0, 2, 5)),  # of the prompt in two layers, and of the turn
+        (salience.keep, "count_kept", (1, 9, 17)),  # of the prompt, a block, the turn
+        (context.keep, "copy_kept", (0, 10)),
+    ],
+)
+def test_a_job_that_fails_is_told_with_its_layer_and_done_again(
+    model: PreTrainedModel, stock: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, module: Any, name: str,
+    calls: tuple[int, ...], tier: str,
+) -> None:  # fmt: skip
+    cache, real, count = make(model, tier, beta=0.0), getattr(module, name), [0]
+    told: list[str] = []
+
+    def sometimes(*args: Any, **kwargs: Any) -> Launch:
+        count[0] += 1
+        return (broken if count[0] - 1 in calls else real)(*args, **kwargs)
+
+    def attempt(act: Callable[[], Any]) -> Any:
+        past = cache.get_seq_length()
+        for _ in range(2 * len(calls)):
+            try:
+                return act()
+            except WorkerError as error:
+                told.append(str(error))
+                assert {layer.get_seq_length() for layer in cache.layers} == {past}
+        return act()
+
+    monkeypatch.setattr(module, name, sometimes)
+    got = converse(model, cache, attempt)
+    want = converse(stock, DynamicCache(config=stock.config))
+    assert torch.allclose(got, want, atol=5e-5)
+    assert 2 <= len(told) <= len(calls)  # of layers that fail at once one tells
+    assert all("of layer" in text or "in layer" in text for text in told)
+    assert all("leave" in text and "to the CPU" in text and "the kernel died" in text for text in told)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_nobody_could_decide_is_kept_until_the_next_append(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    cache, shares = make(model, tier), []
+    ids, mask = prompt(1, 150)
+    with monkeypatch.context() as patch:
+        patch.setattr(salience, "weigh_tokens", broken)
+        token = prefill(model, cache, ids, mask)
+        with pytest.raises(WorkerError, match="what 150 tokens leave to the CPU in layer 0"):
+            decode(model, cache, token, mask, 1)
+    decode(model, cache, token, mask, 40)
+    shares.append([row.kept_share_by_head for row in cache.stats().layers])
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+    cache.drain()
+    shares.append([row.kept_share_by_head for row in cache.stats().layers])
+    assert shares[0] == [[1.0, 1.0]] * 4
+    assert all(0 < share < 0.9 for row in shares[1] for share in row)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_tokens_are_the_same_however_late_and_by_however_many_threads(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    def run(**knobs: Any) -> tuple[torch.Tensor, list[Any]]:
+        cache = make(model, tier, **knobs)
+        logits = converse(model, cache)
+        cache.drain()
+        rows = cache.stats().layers
+        return logits, [(row.kept_share_by_head, row.evictions, row.context_bytes) for row in rows]
+
+    want = run()
+    for knobs in ({"threads": 3}, {"threads": 1}):
+        monkeypatch.setenv(DELAY, "3" if knobs["threads"] == 1 else "0")
+        got = run(**knobs)
+        assert torch.equal(got[0], want[0])
+        assert got[1] == want[1]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_threads_that_are_killed_are_replaced(model: PreTrainedModel, tier: str) -> None:
+    cache, want, steps = make(model, tier, threads=2), converse(model, make(model, tier)), [0]
+    worker = cache.settings.worker
+
+    def attempt(act: Callable[[], Any]) -> Any:
+        steps[0] += 1
+        if steps[0] % 7 == 3:
+            threads = [thread for thread in worker._pool if thread.is_alive()]
+            for _ in threads:
+                worker._queue.put(None)
+            for thread in threads:
+                thread.join(5)
+        return act()
+
+    assert torch.equal(converse(model, cache, attempt), want)
+
+
+def test_a_job_that_hangs_is_given_up_in_time(model: PreTrainedModel) -> None:
+    cache = make(model, "split", timeout=0.3)
+    ids, mask = prompt(1, 150)
+    token = prefill(model, cache, ids, mask)
+    decode(model, cache, token, mask, 1)
+    cache.settings.worker.delay = 1.5
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"layer \d+.*: not done in time"):
+        decode(model, cache, token, torch.ones(1, 151, dtype=torch.long), 40)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("host_dtype", [None, "int8"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_memory_that_nobody_wrote_is_never_read(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str, host_dtype: str | None
+) -> None:
+    make_slab, make_set = host_pool.host_empty, ResidentSet.__init__
+
+    def poisoned_slab(*args: Any, **kwargs: Any) -> torch.Tensor:
+        slab = make_slab(*args, **kwargs)
+        return slab.fill_(float("nan") if slab.is_floating_point() else 255)
+
+    def poisoned_set(self: ResidentSet, *args: Any) -> None:
+        make_set(self, *args)
+        self.pool.fill_(float("nan"))
+
+    want = converse(model, make(model, tier, host_dtype=host_dtype))
+    for module in (host_pool, salience):
+        monkeypatch.setattr(module, "host_empty", poisoned_slab)
+    monkeypatch.setattr(ResidentSet, "__init__", poisoned_set)
+    assert torch.equal(converse(model, make(model, tier, host_dtype=host_dtype)), want)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_answer_may_outgrow_what_there_was_room_for(
+    model: PreTrainedModel, stock: PreTrainedModel, tier: str
+) -> None:
+    """Averages have room for 1024 tokens at first."""
+    ids, mask = prompt(1, 990)
+    cache, whole = make(model, tier, beta=0.0, window=16), DynamicCache(config=stock.config)
+    token = prefill(model, cache, ids, mask)
+    prefill(stock, whole, ids, mask)
+    got, want = decode(model, cache, token, mask, 75), decode(stock, whole, token, mask, 75)
+    assert torch.equal(got[0], want[0])
+    assert all(layer.salience.evicted * BLOCK > 1024 for layer in hybrid_layers(cache))
+
+
+# --- what it reports --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) -> None:
+    cache = make(model, tier)
+    assert cache.stats().as_dict()["kept_share"] is None
+    converse(model, cache)
+    cache.drain()
+    stats, valid = cache.stats(), cache.settings.padding.valid
+    for layer, row in zip(hybrid_layers(cache), stats.layers, strict=True):
+        lists, stop = layer.salience.context, layer.salience.evicted * BLOCK
+        counts = lists.counts.reshape(2, 2).sum(0)
+        assert row.kept_share_by_head == pytest.approx((counts / (valid[:, :stop] != 0).sum()).tolist())
+        assert 0 < min(row.kept_share_by_head) <= max(row.kept_share_by_head) < 1
+        assert row.reevaluations == 2
+        left = [(tokens - layer.index) // BLOCK for tokens in (110, 150, 180, 240)]  # layers take turns
+        assert row.evictions == left[1] - left[0] + left[3] - left[2]
+        assert row.eviction_seconds > 0
+        assert row.reevaluation_seconds > 0
+        blocks = int(lists.block_counts.sum())
+        assert row.context_bytes == lists.pool.used_bytes == blocks * 2 * BLOCK * 16 * 4
+        assert row.salience_bytes > 2 * 4 * 240 * 4
+    whole = stats.as_dict()
+    assert whole["evictions"] == sum(row.evictions for row in stats.layers)
+    assert whole["context_bytes"] == sum(row.context_bytes for row in stats.layers)
+    kept = [share for row in stats.layers for share in row.kept_share_by_head]
+    assert whole["kept_share"] == pytest.approx(sum(kept) / len(kept))
+    assert whole["layers"][0]["kept_share_by_head"] == stats.layers[0].kept_share_by_head
+    table = str(stats)
+    assert "kept" in table.splitlines()[2]
+    assert f"{whole['kept_share']:.3f}" in table
+    cache.reset()
+    assert cache.stats().as_dict()["context_bytes"] == 0
+
+
+def test_beams_share_lists(model: PreTrainedModel) -> None:
+    ids, mask = prompt(1, 300)
+    cache = make(model, "one", beta=0.0)
+    token = prefill(model, cache, ids, mask)
+    cache.drain()
+    one = cache.stats().as_dict()["context_bytes"]
+    cache.batch_repeat_interleave(3)
+    assert cache.stats().as_dict()["context_bytes"] == one
+    decode(model, cache, token + torch.arange(3)[:, None], mask.expand(3, -1), 30)
+    assert one < cache.stats().as_dict()["context_bytes"] < 2 * one
