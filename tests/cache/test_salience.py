@@ -120,7 +120,7 @@ def test_what_nobody_could_decide_is_kept_until_the_next_append(
     cache.drain()
     shares.append([row.kept_share_by_head for row in cache.stats().layers])
     assert shares[0] == [[1.0, 1.0]] * 4
-    assert all(0 < share < 0.9 for row in shares[1] for share in row)
+    assert max(max(row) for row in shares[1]) < 1.0, shares
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -54,10 +54,22 @@ def wanted(oracle: dict[Any, Any], family: str, batch: int) -> tuple[PreTrainedM
     return oracle[family, batch]
 
 
-@pytest.mark.parametrize("tier", ["one", "split"])
-@pytest.mark.parametrize("window", [{"window": 1}, {"window": 50}, {"gpu_ratio": 0.3}, {}])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+WINDOWS: list[dict[str, Any]] = [{"window": 1}, {"window": 50}, {"gpu_ratio": 0.3}, {}]
+
+
+def combinations() -> list[Any]:
+    """Every window once in each tier, of families and batches in turn; all of them only in the long form."""
+    rows = []
+    for family in FAMILIES:
+        for j, window in enumerate(WINDOWS):
+            for k, tier in enumerate(("one", "split")):
+                for batch in (1, 3):
+                    quick = family == FAMILIES[(j + k) % 3] and batch == (1, 3)[(j + k) % 2]
+                    rows.append(pytest.param(family, batch, window, tier, marks=() if quick else pytest.mark.slow))
+    return rows
+
+
+@pytest.mark.parametrize(("family", "batch", "window", "tier"), combinations())
 def test_with_every_token_kept_it_is_full_attention(
     oracle: dict[Any, Any], family: str, batch: int, window: dict[str, Any], tier: str
 ) -> None:
@@ -172,7 +184,7 @@ def direct(
         {"reevaluate": False, "prompt_queries": None},
     ],
 )
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_is_kept_is_what_the_algorithm_keeps(
     monkeypatch: pytest.MonkeyPatch, batch: int, knobs: dict[str, Any], tier: str
 ) -> None:
