@@ -284,14 +284,6 @@ class Salience:
                 counts[row] += (kept[row, :, low:high] == 0).sum(1)
                 kept[row, :, low:high] = 1
 
-    def report(self) -> None:
-        """Bring the statistics up to date."""
-        store, stats, tokens = self.store, self.stats, self.evicted * self.store.block_size
-        stats.context_bytes, stats.salience_bytes = self.context.nbytes, self.nbytes
-        outside = int(np.count_nonzero(store.padding.valid[:, :tokens]))
-        counts = self.kept[:, :, :tokens].sum((0, 2), dtype=np.int64)
-        stats.kept_share_by_head = (counts / max(outside, 1)).tolist()
-
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def keep_all(self) -> None:

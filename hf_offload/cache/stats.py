@@ -102,7 +102,11 @@ def report(layer: HybridLayer) -> LayerStats:
         stats.resident_bytes = layer.resident.nbytes if layer.resident is not None else 0
         stats.transfer = layer.resident.came_by if layer.resident is not None else None
     if salience is not None:
-        salience.report()
+        tokens = salience.evicted * salience.store.block_size
+        outside = int(np.count_nonzero(salience.store.padding.valid[:, :tokens]))
+        counts = salience.kept[:, :, :tokens].sum((0, 2), dtype=np.int64)
+        stats.kept_share_by_head = (counts / max(outside, 1)).tolist()
+        stats.context_bytes, stats.salience_bytes = salience.context.nbytes, salience.nbytes
         stats.resident_bytes += 0 if salience.near is None else salience.near.average.nbytes
     return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))
 
