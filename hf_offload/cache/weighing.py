@@ -8,6 +8,22 @@ import numpy as np
 
 from hf_offload.policies.salience import SalienceRule
 
+PULL = 64
+"""Tokens that follow one closely count as if a 64th of its weight were theirs."""
+
+
+def pull(weights: np.ndarray, run: int) -> np.ndarray:
+    """Weights `[…, T]`, or a 64th of the largest among the `run` tokens before each, if that is more."""
+    most, reach = np.zeros_like(weights), 1
+    most[..., 1:] = weights[..., :-1] / PULL
+    while reach < run:
+        step = min(reach, run - reach)
+        before = most[..., :-step].copy()
+        np.maximum(most[..., step:], before, out=most[..., step:])
+        reach += step
+    np.maximum(weights, most, out=most)
+    return most
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -18,6 +34,7 @@ class Span:
         scale: float32 `[stop - first]`, `queries` over those that see the token.
         rate: float32 `[stop - first]`, share of these queries in the average; of the largest, 1: what was known before
             does not count, 0: it does.
+        run: tokens that are pulled along by one before them.
     """
 
     first: int
@@ -26,10 +43,13 @@ class Span:
     largest: bool
     scale: np.ndarray
     rate: np.ndarray
+    run: int = 0
 
     def take_in(self, average: np.ndarray, weights: np.ndarray) -> None:
         """Bring averages `[B, Hq, T]` up to date with these queries' mean or largest weights, as many."""
         old, new = (part[:, :, self.first : self.stop] for part in (average, weights))
+        if self.run:
+            new = pull(new, self.run)
         if self.largest:
             np.maximum(old * (1 - self.rate), new, out=old)
         else:
@@ -86,4 +106,4 @@ class Weighing:
         before, self.queries = self.queries, self.queries + queries
         largest, ones = self.rule.append == "max", np.ones(self.border, np.float32)
         rate = float(not before) if largest else queries / self.queries
-        return Span(0, self.border, queries, largest, ones, ones * np.float32(rate))
+        return Span(0, self.border, queries, largest, ones, ones * np.float32(rate), self.rule.append_run)

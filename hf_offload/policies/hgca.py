@@ -37,6 +37,8 @@ class HGCA(Policy):
         append: `"max"`: A_cpu is the largest weight that any of an append's queries gives, so that a short question in
             a long turn is not diluted; `"mean"`: their mean.
         append_queries: so many of an append's last queries are weighed for A_cpu; None: all of them.
+        append_run: a question points at where an answer begins, and not at what follows: A_cpu of a token is at least a
+            64th of that of each of the `append_run` tokens before it. 0: the paper's form.
         prompt_queries: A of a prompt's tokens is the mean over so many of its last queries; None: 1/alpha of them.
         reevaluate: False: an append changes nothing about the tokens that are on the host.
         sinks: so many first tokens are kept whatever their weights; 0: they are tokens like others.
@@ -53,6 +55,7 @@ class HGCA(Policy):
     group: Rule = "any"
     append: str = "max"
     append_queries: int | None = 512
+    append_run: int = 16
     prompt_queries: int | None = 128
     reevaluate: bool = True
     sinks: int = 0
@@ -74,13 +77,14 @@ class HGCA(Policy):
         for name in ("append_queries", "prompt_queries"):
             if getattr(self, name) is not None:
                 check_tokens(name, getattr(self, name))
+        check_tokens("append_run", self.append_run, least=0)
         check_tokens("sinks", self.sinks, least=0)
 
     @property
     def salience(self) -> SalienceRule:
         return SalienceRule(
-            self.alpha, self.beta, self.group, self.append, self.append_queries, self.prompt_queries, self.reevaluate,
-            self.sinks,
+            self.alpha, self.beta, self.group, self.append, self.append_queries, self.append_run, self.prompt_queries,
+            self.reevaluate, self.sinks,
         )  # fmt: skip
 
     @property

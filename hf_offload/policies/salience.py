@@ -18,6 +18,7 @@ class SalienceRule:
         group: how the averages of the query heads of a KV head are joined, `"any"` or `"mean"`.
         append: how the weights of an append's queries are joined, `"max"` or `"mean"`.
         append_queries: so many of an append's last queries are weighed; None: all.
+        append_run: so many tokens behind one that an append's queries weigh much are kept with it.
         prompt_queries: so many of a prompt's last queries are weighed; None: 1/alpha.
         reevaluate: whether an append decides anew about the tokens on the host.
         sinks: so many first tokens of each row are always kept.
@@ -28,6 +29,7 @@ class SalienceRule:
     group: Rule
     append: str
     append_queries: int | None
+    append_run: int
     prompt_queries: int | None
     reevaluate: bool
     sinks: int

@@ -167,6 +167,10 @@ def direct(
             average[:, :, token] += rate * (mean[:, :, token] - average[:, :, token])
         if border and rule.reevaluate:
             most = weights(query, keys, valid, start, 0, border).amax(2)
+            plain = most.clone()
+            for token in range(1, border):
+                before = plain[:, :, max(token - rule.append_run, 0) : token].amax(-1) if rule.append_run else 0.0
+                most[:, :, token] = torch.maximum(most[:, :, token], torch.as_tensor(before) / 64)
             average[:, :, :border] = (most if fresh else torch.maximum(average, most))[:, :, :border]
             decide(0, border, valid[:, :border].sum(1))
         outside = max((stop - stagger) // BLOCK + 1 - blocks, 0 if rule.reevaluate else border // BLOCK) * BLOCK
@@ -180,7 +184,7 @@ def direct(
     "knobs",
     [
         {},
-        {"group": "mean", "alpha": 0.4, "beta": 0.6, "prompt_queries": 7},
+        {"group": "mean", "alpha": 0.4, "beta": 0.6, "prompt_queries": 7, "append_run": 0},
         {"reevaluate": False, "prompt_queries": None},
     ],
 )
