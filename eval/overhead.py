@@ -5,7 +5,9 @@
 
 Three steps take turns, round after round, all with the same weights:
 
-- bare: the model with a cache that keeps nothing and an attention function that returns zeros at once; no hooks.
+- bare: the model with a cache that keeps nothing and an attention function that returns zeros; no hooks. Off the clock
+  it reads as much memory as the keys and values that the row attends: what they drive out of the caches, and what the
+  model then waits for, goes with any attention. Digests and all else that a row reads beyond that are not made up for.
 - plain: with a `HybridCache`, as users run it. Plain − bare is all that it adds (`added`).
 - metered: the same with the CPU part off. The work of each kernel is done off the clock just before the kernel is
   launched, and then it is launched with no task left: arguments are checked and handed over, threads are woken and
@@ -17,8 +19,8 @@ nobody would compute it without a cache that looks ahead: it counts. With two me
 torch operators where there is none, and they count too: such rows show the logic, not what a GPU would take.
 
 All numbers are microseconds a layer and token, over the steps that fill no block. A block that is full is summarised,
-once in `block_size` tokens: `sealing` is what that adds to `outside` in such a step, divided by `block_size`. `cpu` is
-`outside` in CPU time of the whole process: the better number where other programs want the cores too.
+once in `block_size` tokens: `sealing` is what that adds to `outside` in such a step, divided by `block_size`.
+`cpu_time` is `outside` in CPU time of the whole process: the better number where other programs want the cores too.
 """
 
 from __future__ import annotations
@@ -90,17 +92,41 @@ class BareCache(DynamicCache):
         return self.length + query_length, 0
 
 
-def bare_attention(
-    module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """Zeros in place of attention."""
-    batch, heads, length, dim = query.shape
-    return query.new_zeros(batch, length, heads, dim), None
+class BareAttention:
+    """Zeros in place of attention.
+
+    Attributes:
+        memory: float32 `[layers, n]`, read off the clock in steps of one token.
+        wall, cpu: seconds off the clock, as a `Meter` has them.
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(0, 0)
+        self.wall = self.cpu = 0.0
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        batch, heads, length, dim = query.shape
+        if length == 1:
+            wall, cpu = time.perf_counter(), time.process_time()
+            self.memory[module.layer_idx].sum()  # type: ignore[index]
+            self.cpu += time.process_time() - cpu
+            self.wall += time.perf_counter() - wall
+        return query.new_zeros(batch, length, heads, dim), None
 
 
-def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
+def attended_memory(cache: Any, length: int) -> torch.Tensor:
+    """Float32 `[layers, n]`: as much memory as the keys and values that one step after `length` tokens attends."""
+    store = cache.layers[0].store
+    tokens = min(length, cache.policy.budget_tokens or length)
+    nbytes = 2 * tokens * store.batch * store.num_kv_heads * store.head_dim * store.dtype.itemsize
+    return torch.zeros(len(cache.layers), nbytes // 4)
+
+
+def bare_copy(model: PreTrainedModel, attention: BareAttention) -> PreTrainedModel:
     """A model over the very same weights that attends to nothing, and whose modules get no hooks of a cache."""
-    AttentionInterface.register(BARE, bare_attention)
+    AttentionInterface.register(BARE, attention.attend)
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
     twin.set_attn_implementation(BARE)
@@ -135,14 +161,14 @@ class Meter:
             self.wall += now() - wall
             once(idle, label)
 
-        def metered_again(standing: Standing) -> None:
+        def metered_again(standing: Standing, *numbers: int) -> None:
             wall, cpu = now(), used()
-            again(standing)
+            again(standing, *numbers)
             tasks = standing.tasks
             standing.set("tasks", 0)
             self.cpu += used() - cpu
             self.wall += now() - wall
-            again(standing)
+            again(standing, *numbers)
             wall = now()
             standing.set("tasks", tasks)
             self.wall += now() - wall
@@ -173,15 +199,18 @@ class Series:
 
     Args:
         model: with `hybrid_sparse` attention.
-        bare: its `bare_copy`.
+        bare: its `bare_copy`; attention: how that one attends.
         row: what to measure.
         ids: `[1, N]`, the context.
     """
 
-    def __init__(self, model: PreTrainedModel, bare: PreTrainedModel, row: Row, ids: torch.Tensor) -> None:
-        self.model, self.bare, self.row = model, bare, row
+    def __init__(
+        self, model: PreTrainedModel, bare: PreTrainedModel, attention: BareAttention, row: Row, ids: torch.Tensor
+    ) -> None:
+        self.model, self.bare, self.attention, self.row = model, bare, attention, row
         self.cache, self.empty, self.meter = row.make_cache(model), BareCache(ids.shape[1]), Meter()
         prefill(model, self.cache, ids, chunk=1024)
+        self.memory = attended_memory(self.cache, ids.shape[1])
         self.micro = 1e6 / len(self.cache.layers)
         self.clear()
 
@@ -195,7 +224,10 @@ class Series:
         full = ""
         for kind in dice.sample(("bare", "plain", "metered"), 3):
             if kind == "bare":
+                self.attention.memory, self.attention.wall, self.attention.cpu = self.memory, 0.0, 0.0
                 wall[kind], cpu[kind] = time_step(self.bare, self.empty, token)
+                wall[kind] -= self.attention.wall
+                cpu[kind] -= self.attention.cpu
             elif kind == "plain":
                 wall[kind], cpu[kind] = time_step(self.model, self.cache, token)
             else:
@@ -228,7 +260,7 @@ class Series:
             "outside_p20": outside["p20"],
             "outside_p80": outside["p80"],
             "limit": LIMITS.get(self.row.name),
-            "cpu": found["cpu"]["p50"],
+            "cpu_time": found["cpu"]["p50"],
             "sealing": (found["full"]["p50"] - outside["p50"]) / BLOCK_SIZE,
             "kernels": found["kernels"]["p50"],
             "bare": found["bare"]["p50"],
@@ -250,9 +282,10 @@ def main(
     language_model, _ = load(model, dtype, threads)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(100, language_model.config.vocab_size, (1, length + WARM_UP + rounds), generator=generator)
-    bare, dice = bare_copy(language_model), random.Random(0)
+    attention, dice = BareAttention(), random.Random(0)
+    bare = bare_copy(language_model, attention)
     with torch.inference_mode():
-        series = [Series(language_model, bare, row, ids[:, :length]) for row in tqdm(chosen, desc="prompts")]
+        series = [Series(language_model, bare, attention, row, ids[:, :length]) for row in tqdm(chosen, desc="prompts")]
         tokens = ids[:, length:].split(1, 1)
         for number, token in enumerate(tqdm(tokens, desc="steps")):
             for one in series:

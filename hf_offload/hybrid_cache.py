@@ -143,7 +143,7 @@ class HybridCache(Portable):
         self._looks_ahead: bool | None = None
         self._may_look_ahead = self.policy.may_look_ahead(beside_device=on_device(model))
         self.calls: dict[int, Any] = {}
-        """Keyword arguments of the decoder layers that the forward now running has reached (the model's hooks)."""
+        """Of the decoder layers that the forward now running has reached: keyword arguments, positions among them."""
         self.donors: dict[int, int] = {}
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
         self._pace = Pace()
@@ -160,6 +160,9 @@ class HybridCache(Portable):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand new K and V to their layer; one that cannot hold them becomes Transformers' own."""
+        layer = self.layers[layer_idx]
+        if type(layer) is HybridLayer and layer.past:  # what `admit` and the base class do is for others
+            return layer.update(key_states, value_states)
         self.fallback.admit(layer_idx, key_states, value_states)
         updated: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
@@ -186,7 +189,7 @@ class HybridCache(Portable):
             hidden: `[B, 1, hidden]`, the input of the layer before.
             args, kwargs: the other arguments of its forward.
         """
-        return self._attachment.predictors[target](hidden, args, kwargs)
+        return self._attachment.predictors[target](hidden, args, kwargs, recorded=self.graph is not None)
 
     def stats(self) -> Stats:
         """What the cache has done since it was made or reset."""

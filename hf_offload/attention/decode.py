@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
 from hf_offload.attention import tiered
 from hf_offload.attention.dense import append_attention
 from hf_offload.attention.host_step import HostStep
 from hf_offload.attention.partial import merge_partials
-from hf_offload.attention.step import Step
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cache.around import uncast
 from hf_offload.cache.layer import HybridLayer
@@ -85,20 +82,19 @@ def _attend_past(
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
-def step_of(layer: HybridLayer, query: torch.Tensor, length: int, scale: float, softcap: float | None) -> Step:
-    """The step of a layer, by where its blocks lie; arguments as in `Step`."""
-    kind = TieredStep if layer.has_slots else HostStep
-    return kind(layer, query, length, scale, softcap)
-
-
 def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
-    """Let the policy begin with the token that comes next, whose query `[B, Hq, D]` is predicted."""
+    """Let the policy begin with the token that comes next, whose query `[B, Hq, 1, D]` is predicted."""
     assert layer.scale is not None
     layer.drain_ahead()
-    query = query.to(layer.dtype)  # under autocast it may be another
-    with uncast(query.device.type), layer.mirror.current() if layer.has_slots else nullcontext():
-        tiered.place(layer, query[:, :, None])
-        layer.policy.before_layer(step_of(layer, query, layer.past + 1, layer.scale, layer.softcap))
+    if query.dtype is not layer.dtype:  # under autocast
+        query = query.to(layer.dtype)
+    if not layer.has_slots:  # nothing that autocast would change
+        layer.policy.before_layer(HostStep(layer, query, layer.past + 1, layer.scale, layer.softcap))
+        return
+    with uncast(layer.device_type), layer.mirror.current():
+        tiered.place(layer, query)
+        step = TieredStep(layer, query[:, :, 0], layer.past + 1, layer.scale, layer.softcap)
+        layer.policy.before_layer(step)
 
 
 def decode(
@@ -139,7 +135,7 @@ def _decode(
         layer.salience.catch_up()
     if fresh:
         store.append_token(key, value)
-    step = HostStep(layer, query.squeeze(2), store.length, scale, softcap)
+    step = HostStep(layer, query, store.length, scale, softcap)
     plan = layer.policy.plan(step)
     if plan.kept is not None:
         out, lse = step.attend_kept(plan, learn=fresh)
@@ -152,7 +148,7 @@ def _decode(
         stats.queries += 1
     layer.ahead = None
     if sinks is not None:
-        out = merge_partials([(out, lse)], sinks.float().view(1, -1))[0]
+        out.copy_(merge_partials([(out, lse)], sinks.float().view(1, -1))[0])
     stats.steps += 1
     store.pack_old(store.length - 1)  # before anything reads this layer's blocks again; the new token may be undone
     layer.policy.after_layer(step, plan)
@@ -160,4 +156,4 @@ def _decode(
         seal(store, layer.settings.prefill_tile)
     if fresh and layer.salience is not None:
         layer.salience.advance()
-    return out.to(query.dtype, copy=True).unsqueeze(1)  # the step's own buffers are written again
+    return step.kernels.give(query)

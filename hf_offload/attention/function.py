@@ -103,14 +103,14 @@ def hybrid_sparse_attention(
     dense = attention_mask is not None and attention_mask.ndim == 4
     # A dense mask says everything and a compact one stands for causality; with one query there is nothing to say.
     _check(layer, module, kwargs, dropout, query.requires_grad, causal=query.shape[2] > 1 and attention_mask is None)
-    if torch.is_autocast_enabled(query.device.type):  # K and V are cast already; nothing else is to be
-        with uncast(query.device.type):
+    if torch.is_autocast_enabled(layer.device_type):  # K and V are cast already; nothing else is to be
+        with uncast(layer.device_type):
             query = query.to(key.dtype)
             out: torch.Tensor = hybrid_sparse_attention(
                 module, query, key, value, attention_mask, dropout, scaling, **kwargs
             )[0]
             return out, None
-    length, total = query.shape[2], layer.get_seq_length()
+    length, total = query.shape[2], layer.total
     padding = layer.settings.padding
     decoding = length == 1 and total > 1
     if length != key.shape[2]:
@@ -127,7 +127,8 @@ def hybrid_sparse_attention(
         )
     if not layer.capturing:  # what a mask says was looked at before
         padding.observe(_key_mask(attention_mask, decoding), query.shape[0], total, dense=dense)
-        layer.heed_padding()
+        if layer.revision != padding.revision:
+            layer.heed_padding()
     if decoding:
         return decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks), None
     singles = _singles(layer, module, length, dense)
@@ -162,6 +163,11 @@ def _singles(layer: HybridLayer, module: torch.nn.Module, length: int, dense: bo
 
 
 def _layer_of(key: torch.Tensor, value: torch.Tensor) -> HybridLayer | None:
+    tag = getattr(key, "_hybrid_layer", None)
+    if tag is getattr(value, "_hybrid_layer", None):
+        layer: HybridLayer | None = None if tag is None else tag()
+        if tag is None or layer is not None:
+            return layer
     tags = [getattr(tensor, "_hybrid_layer", None) for tensor in (key, value)]
     layers = [None if tag is None else tag() for tag in tags]
     if any(tag is not None and layer is None for tag, layer in zip(tags, layers, strict=True)):
@@ -230,7 +236,7 @@ def _check(
     *,
     causal: bool,
 ) -> None:
-    ours, acausal = layer.modules(module), causal and getattr(module, "is_causal", True) is False
+    ours, acausal = layer.serves(module), causal and getattr(module, "is_causal", True) is False
     if ours and not (acausal or dropout or gradients) and _TELLING.isdisjoint(kwargs):
         return
     window = kwargs.get("sliding_window")

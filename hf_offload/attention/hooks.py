@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -81,7 +82,6 @@ class Attachment:
     def before_layer(self, index: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decoder layer `index` is about to run: predict the next layer's query and let its policy begin."""
         _learn_donor(cache, index, kwargs)
-        cache.calls[index] = kwargs
         hidden = args[0] if args else kwargs.get("hidden_states")
         if cache.settings.drafts.count and hidden is not None:
             predict_drafts(cache, index, hidden, args[1:], kwargs)
@@ -95,26 +95,35 @@ class Attachment:
         donor = cache.donors.get(target)
         if donor is None or donor not in cache.calls or layer.scale is None:
             return  # not called yet, or the first layer of its kind in this forward: it uses its real query
-        look_ahead(layer, cache.predict_query(target, hidden.to(layer.device), args[1:], cache.calls[donor])[:, :, 0])
+        if not (layer.device_type == "cpu" and hidden.is_cpu):
+            hidden = hidden.to(layer.device)
+        look_ahead(layer, cache.predict_query(target, hidden, args[1:], cache.calls[donor][0]))
 
 
 def _learn_donor(cache: Any, index: int, kwargs: dict[str, Any]) -> None:
     """Layers with the very same position tensors may lend each other their arguments (Gemma 3 has two kinds)."""
-    for other in reversed(cache.calls):
-        if _same_positions(cache.calls[other], kwargs):
+    calls, positions = cache.calls, {name: value for name, value in kwargs.items() if "position" in name}
+    for other in reversed(calls):
+        if _same_positions(calls[other][1], positions):
             cache.donors[index] = other
-            return
-    cache.donors.pop(index, None)
+            break
+    else:
+        cache.donors.pop(index, None)
+    calls[index] = kwargs, positions
 
 
 def _same_positions(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return all(_same(a.get(name), b.get(name)) for name in {*a, *b} if "position" in name)
+    for name, value in a.items():
+        if not _same(value, b.get(name)):
+            return False
+    return len(a) == len(b) or all(value is None for name, value in b.items() if name not in a)
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return a is b
+    if a is b:
+        return True
+    both = isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b)
+    return both and all(_same(x, y) for x, y in zip(a, b, strict=True))
 
 
 def attach(model: PreTrainedModel) -> Attachment:
@@ -207,7 +216,7 @@ class _BeforeLayer(_Hook):
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (found := self.context(args, kwargs)) and found[1].looks_ahead:
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 found[0].before_layer(self.index, found[1], args, kwargs)
 
 

@@ -6,9 +6,14 @@ import numpy as np
 import torch
 
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cpu.standing import Kept
+from hf_offload.cpu.launch import TAGS
+from hf_offload.cpu.narrow import narrow
+from hf_offload.cpu.standing import ANYWHERE, Kept
+from hf_offload.cpu.widen import widen
 from hf_offload.cpu.worker import Job
 from hf_offload.policies.base import Selection
+
+_SHORT = {torch.float32: False, torch.bfloat16: True}
 
 
 class HostKernels:
@@ -22,11 +27,12 @@ class HostKernels:
         shape: (B, Hq, D) of the query.
     """
 
-    def __init__(self, layer: int, shape: torch.Size) -> None:
+    def __init__(self, layer: int, shape: tuple[int, ...]) -> None:
         with torch.inference_mode(False):  # written in inference mode and out of it
-            self.query_tensor, self.out_tensor = torch.empty(shape), torch.empty(shape)
-            self.lse_tensor = torch.empty(shape[:2])
-        self.query, self.out, self.lse = self.query_tensor.numpy(), self.out_tensor.numpy(), self.lse_tensor.numpy()
+            self.out_tensor, self.lse_tensor = torch.empty(shape), torch.empty(shape[:2])
+        self.query = np.empty(shape, np.float32)
+        self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
+        self._out_address = self.out_tensor.data_ptr()
         self.kbar = np.empty(shape, np.float32)
         self.masses = np.empty((*shape[:2], 0), np.float32)
         self.weights = np.empty((*shape[:2], 0), np.float32)
@@ -36,11 +42,15 @@ class HostKernels:
         """`[B, Hkv, N]`, of the last choice."""
         self.chosen: Selection | None = None
         """The last choice."""
+        self.taking = Kept(f"the query of layer {layer}")
         self.choosing = Kept(f"the choice of blocks of layer {layer}")
         self.attending = Kept(f"CPU attention of layer {layer}")
         self.keeping = Kept(f"attention to kept tokens of layer {layer}")
         self.averaging = Kept(f"averages of layer {layer}")
         self.starting = Kept(f"early CPU attention of layer {layer}")
+        self.reading = Kept(f"read-ahead of layer {layer}")
+        self.read: Job | None = None
+        """The last read-ahead: it writes nothing, and what it reads may be written meanwhile."""
         self.lent = False
         """Whether a job is being started that works in these buffers."""
         self.job: Job | None = None
@@ -54,6 +64,27 @@ class HostKernels:
     def free(self) -> bool:
         """Whether nobody works in the buffers any more: a job that was given up may still run."""
         return not self.lent and (self.job is None or self.job.done())
+
+    def take(self, query: torch.Tensor) -> None:
+        """Have this query `[B, Hq, D]` or `[B, Hq, 1, D]` as float32."""
+        strides = query.stride()
+        if strides[-1] != 1 or query.dtype not in TAGS:
+            query = query.float().contiguous()
+            strides = query.stride()
+        numbers = query.dtype, strides[0], strides[1]
+        standing = self.taking.find((), numbers)
+        if standing is None:
+            standing = self.taking.keep(widen(query, self.query), (), numbers, source=ANYWHERE)
+        standing.run(query.data_ptr())
+
+    def give(self, query: torch.Tensor) -> torch.Tensor:
+        """What was attended, `[B, 1, Hq, D]`: a copy in the dtype of the query `[B, Hq, 1, D]`."""
+        short = _SHORT.get(query.dtype)
+        if short is None:
+            return self.out_tensor.to(query.dtype, copy=True).unsqueeze(1)
+        given = torch.empty_like(query, memory_format=torch.contiguous_format)
+        narrow(short, self._out_address, given.data_ptr(), self.out.size)
+        return given.transpose(1, 2)
 
     def make_room(self, kv_heads: int, blocks: int) -> None:
         """Have room for the masses and the score of so many blocks."""
@@ -72,8 +103,8 @@ class HostKernels:
 
 
 def kernels_of(layer: HybridLayer, shape: torch.Size, *, ahead: bool) -> HostKernels:
-    """What a layer has prepared for queries `[B, Hq, D]`: the real one's or, `ahead`, the predicted one's."""
+    """What a layer has prepared for queries `[B, Hq, …, D]`: the real one's or, `ahead`, the predicted one's."""
     found: HostKernels | None = layer.kernels.get((ahead, shape))
     if found is None or not found.free:
-        found = layer.kernels[ahead, shape] = HostKernels(layer.index, shape)
+        found = layer.kernels[ahead, shape] = HostKernels(layer.index, (*shape[:2], shape[-1]))
     return found

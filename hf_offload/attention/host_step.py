@@ -31,7 +31,7 @@ class HostStep(Step):
 
     Args:
         layer: the layer.
-        query: `[B, Hq, D]`, the real or the predicted query.
+        query: `[B, Hq, D]` or `[B, Hq, 1, D]`, the real or the predicted query.
         length, scale, softcap: as in `Step`.
     """
 
@@ -42,7 +42,7 @@ class HostStep(Step):
     ) -> None:
         super().__init__(layer, length, scale, softcap)
         self.kernels = kernels_of(layer, query.shape, ahead=length > self.store.length)
-        self.kernels.query_tensor.copy_(query.detach())
+        self.kernels.take(query)
         self.query = self.kernels.query
 
     # --- choosing blocks ---------------------------------------------------------------------------------------------
@@ -83,9 +83,7 @@ class HostStep(Step):
             launch = self._choice(bundle, join, blocks, reads_tail)
             covered = min(padding.valid.shape[1], min(padding.holes.shape[1], store.table.shape[1]) * self.block_size)
             standing = kernels.choosing.keep(launch, arrays, numbers, length=covered)
-        if reads_tail:
-            standing.set("length", store.length)
-        standing.run()
+        standing.run(store.length if reads_tail else 0)
 
     def _choice(self, bundle: Digest, join: str, blocks: int | None, reads_tail: bool) -> Launch:
         store, kernels = self.store, self.kernels
@@ -181,13 +179,12 @@ class HostStep(Step):
             )  # fmt: skip
             covered = min(padding.valid.shape[1], padding.holes.shape[1] * self.block_size)
             standing = kept.keep(launch, arrays, numbers, length=covered)
-        standing.set("length", self.length)
         return standing
 
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend blocks now with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32, until the next step."""
         kernels = self.kernels
-        self._attention(kernels.attending, host, None).run()
+        self._attention(kernels.attending, host, None).run(self.length)
         return kernels.out_tensor, kernels.lse_tensor
 
     def attend_kept(self, plan: Plan, *, learn: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,6 +255,7 @@ class HostStep(Step):
         kernels = self.kernels
         # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
         standing = self._attention(kernels.starting, host, kernels.kbar if correct else None)
+        standing.set("length", self.length)
         worker = self.layer.settings.worker
         shares = min(worker.threads, standing.tasks)
         kernels.lent = True  # an interruption from here on leaves a job that nobody knows
@@ -268,17 +266,20 @@ class HostStep(Step):
         return ahead
 
     def read_ahead(self, host: Selection) -> None:
-        if host.total == 0:
+        store, kernels = self.store, self.kernels
+        if kernels.read is not None and not kernels.read.done():  # of the step before: this one would come too late
             return
+        arrays = host.blocks, host.counts, store.table, store.pool.block_ptr
+        standing = kernels.reading.find(arrays, ())
+        if standing is None:
+            pool = store.pool
+            packed = pool.packed_record_bytes if store.packs else 0
+            launch = movers.touch_blocks(*arrays, store.sealed, pool.record_bytes, packed)
+            standing = kernels.reading.keep(launch, arrays, (), sealed=store.table.shape[1])
         # The tail is being written, and may not even exist before this step's token arrives.
-        meant = (np.arange(host.blocks.shape[2]) < host.counts[:, :, None]) & (host.blocks < self.store.sealed)
-        rows, head, _ = np.nonzero(meant)
-        store = self.store
-        addresses = store.pool.addresses(store.table[rows, host.blocks[meant]], head) & ~1
-        launch = movers.touch_records(
-            addresses, store.pool.packed_record_bytes if store.packs else store.pool.record_bytes
-        )
-        self.layer.settings.worker.submit(launch, self.label("read-ahead"), keep=store.pool)
+        standing.set("sealed", store.sealed)
+        standing.open(1)
+        kernels.read = self.layer.settings.worker.submit(standing, standing.label, keep=(store.pool, kernels))
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from hf_offload.attention.plain_query import Adapter, plain_query
 from hf_offload.attention.spread import brings_weights, check_whole, hook_of, leave_hooks
 
-_active = threading.local()
+_capturing: set[int] = set()
+"""The threads that run a forward that is to be cut short."""
 
 
 class _Captured(BaseException):
@@ -50,7 +51,7 @@ class _Sentinel(Cache):
 
 def capturing() -> bool:
     """Whether this thread runs a forward that is to be cut short."""
-    return getattr(_active, "on", False)
+    return bool(_capturing) and threading.get_ident() in _capturing
 
 
 def intercept(module: nn.Module, query: torch.Tensor) -> None:
@@ -81,7 +82,7 @@ def capture_query(
     """
     rest = tuple(_replace_cache(value) for value in args)
     named = {name: _replace_cache(value) for name, value in kwargs.items() if name != "hidden_states"}
-    _active.on = True
+    _capturing.add(threading.get_ident())
     try:
         with torch.no_grad():
             layer.forward(hidden, *rest, **named)
@@ -89,14 +90,11 @@ def capture_query(
         leave_hooks(captured.__traceback__, captured.query)
         return captured.query
     finally:
-        _active.on = False
+        _capturing.discard(threading.get_ident())
     raise RuntimeError(
         f"{type(layer).__name__} did not reach the 'hybrid_sparse' attention function, so its query is unknown; "
         "use lookahead='off'"
     )
-
-
-Adapter = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
 
 
 def make_adapter(layer: nn.Module) -> Adapter | None:
@@ -140,29 +138,45 @@ class QueryPredictor:
     def __init__(self, layer: nn.Module, *, short_cut: bool = True) -> None:
         self.layer, self.short_cut = layer, short_cut
         self.adapter: Adapter | None = None
+        self.modules: Adapter | None = None
+        """The adapter that is made of torch's operators alone."""
         self._known: tuple[Any, ...] | None = None
 
-    def __call__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """The query `[B, Hq, Q, D]` that the layer would compute from `hidden` `[B, Q, hidden]`."""
+    def __call__(
+        self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, recorded: bool = False
+    ) -> torch.Tensor:
+        """The query `[B, Hq, Q, D]` that the layer would compute from `hidden` `[B, Q, hidden]`.
+
+        Args:
+            hidden: the input.
+            args, kwargs: the other arguments of the layer's forward.
+            recorded: whether torch's operators are being recorded, so that nothing else may compute.
+        """
         parts = _parts(self.layer)
-        known = (*parts, *(hook_of(owner) for owner in (self.layer, getattr(self.layer, "self_attn", None), *parts)))
-        if self._known is not None and all(a is b for a, b in zip(known, self._known, strict=True)):
-            if self.adapter is not None:
-                return self.adapter(hidden, kwargs)
+        attention = self.layer._modules.get("self_attn")
+        known = (*parts, hook_of(self.layer), hook_of(attention), *map(hook_of, parts))
+        if known == self._known:
+            adapter = self.modules if recorded else self.adapter
+            if adapter is not None:
+                return adapter(hidden, kwargs)
             return capture_query(self.layer, hidden, args, kwargs)
         check_whole(self.layer)
         # The first time, or the layer has other parts now (an adapter of another kind, LoRA's; hooks): prove it again.
         query = capture_query(self.layer, hidden, args, kwargs)
-        self.adapter, self._known = make_adapter(self.layer) if self.short_cut else None, known
-        alone = all(brings_weights(part) for part in parts if part is not None)
-        if self.adapter is not None and not (alone and self._agrees(hidden, kwargs, query)):
-            self.adapter = None
+        self.adapter, self.modules, self._known = None, None, known
+        if self.short_cut and all(brings_weights(part) for part in parts if part is not None):
+            modules = make_adapter(self.layer)
+            if modules is not None and _agrees(modules, hidden, kwargs, query):
+                self.adapter = self.modules = modules
+                plain = plain_query(self.layer, modules)
+                if plain is not None and _agrees(plain, hidden, kwargs, query):
+                    self.adapter = plain
         return query
 
-    def _agrees(self, hidden: torch.Tensor, kwargs: dict[str, Any], query: torch.Tensor) -> bool:
-        assert self.adapter is not None
-        try:
-            with torch.no_grad():
-                return torch.equal(self.adapter(hidden, kwargs), query)
-        except (KeyError, TypeError, ValueError, RuntimeError):  # not a layer of this kind after all
-            return False
+
+def _agrees(adapter: Adapter, hidden: torch.Tensor, kwargs: dict[str, Any], query: torch.Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            return torch.equal(adapter(hidden, kwargs), query)
+    except (KeyError, TypeError, ValueError, RuntimeError):  # not a layer of this kind after all
+        return False

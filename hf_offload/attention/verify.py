@@ -46,7 +46,7 @@ def verify(
     for token in range(first, length):
         layer.rollback.save(layer)
         if predicted is not None:
-            look_ahead(layer, predicted[:, :, token - first])
+            look_ahead(layer, predicted[:, :, token - first : token - first + 1])
         outs.append(decode(layer, *part(token, token + 1), **score))
     return torch.cat(outs, 1)
 

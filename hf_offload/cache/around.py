@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """A function that a compiled model calls as it is: what it looks at changes from step to step."""
-    called: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
-    return called
+    """A function that a compiled model calls as it is: what it looks at changes from step to step.
+
+    Where nothing is compiled, which is nearly always, torch's own wrapper would take longer than some of what it wraps.
+    """
+    shielded: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        compiler = set_eval_frame(None)
+        if compiler is None:
+            return function(*args, **kwargs)
+        set_eval_frame(compiler)
+        return shielded(*args, **kwargs)
+
+    skipped: F = torch.compiler.disable(called, recursive=False)  # type: ignore[no-untyped-call, unused-ignore]
+    return skipped
 
 
-def attended(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(key: torch.Tensor, value: torch.Tensor, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V in the dtype in which sdpa would attend them: autocast's, where that is on for their device.
 
     Projections give that dtype already, while rotary positions may have made keys float32 again.
     """
-    if not torch.is_autocast_enabled(key.device.type):
+    if not torch.is_autocast_enabled(device_type):
         return key, value
-    dtype = torch.get_autocast_dtype(key.device.type)
+    dtype = torch.get_autocast_dtype(device_type)
     return key.to(dtype), value.to(dtype)
 
 

@@ -50,6 +50,8 @@ class HybridLayer(CacheLayerMixin):
         self.policy = settings.policy
         self.modules: Callable[[torch.nn.Module], bool] = lambda module: True
         """Whether an attention module belongs to the model that the cache was made for."""
+        self.known: Callable[[], torch.nn.Module | None] = lambda: None
+        """The last module that did."""
         self.compact_masks = True
         """Whether all layers that share this layer's mask are ours."""
         self.scale: float | None = None
@@ -62,6 +64,8 @@ class HybridLayer(CacheLayerMixin):
         with suppress(WorkerError):  # who is still at work holds what it works on
             self.drain()
         self.is_initialized = False
+        self.has_slots = self.settings.tier == "split"
+        """Whether there are two tiers, as far as that is known: blocks are resident in slots, or on the host."""
         self.store: BlockStore | None = None
         self.revision = self.settings.padding.revision
         self.resident: ResidentSet | None = None
@@ -101,7 +105,9 @@ class HybridLayer(CacheLayerMixin):
         Args:
             tokens: how many arrive first; the device's budget is divided accordingly, unless `slots` is set.
         """
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.device_type = dtype, device, device.type
+        if self.settings.tier is None:
+            self.has_slots = device.type != "cpu"
         self.keys = self.values = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)  # Mllama looks here
         if self.settings.tier == "one" and self.device.type != "cpu":
             raise ValueError(f'tier="one" is for models on the CPU, but this one is on {self.device}; leave tier out')
@@ -125,22 +131,24 @@ class HybridLayer(CacheLayerMixin):
         self.state = self.policy.new_state(self)
         self.is_initialized = True
 
+    def serves(self, module: torch.nn.Module) -> bool:
+        """Whether an attention module belongs to the model that the cache was made for."""
+        if self.known() is module:
+            return True
+        ours = self.modules(module)
+        if ours:
+            self.known = weakref.ref(module)
+        return ours
+
     @property
     def has_device(self) -> bool:
         """Whether a device computes beside the CPU."""
-        return self.is_initialized and self.device.type != "cpu"
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether there are two tiers: blocks are resident in slots, or on the host."""
-        if self.settings.tier is not None:
-            return self.settings.tier == "split"
-        return self.device.type != "cpu"
+        return self.is_initialized and self.device_type != "cpu"
 
     @property
     def capturing(self) -> bool:
         """Whether this step is being captured as a CUDA graph."""
-        return self.is_initialized and self.has_slots and self.mirror.capture is not None
+        return self.has_slots and self.is_initialized and self.mirror.capture is not None
 
     @property
     def batch_size(self) -> int:
@@ -167,7 +175,9 @@ class HybridLayer(CacheLayerMixin):
             raise RuntimeError(unconsumed(self.index))
         if key_states.requires_grad or value_states.requires_grad:
             raise ValueError("HybridCache keeps no gradients; run the model under torch.no_grad() or use DynamicCache")
-        key_states, value_states = attended(key_states, value_states)
+        # Asking a tensor for its device's type takes longer than the rest of this.
+        kind = self.device_type if self.is_initialized else key_states.device.type
+        key_states, value_states = attended(key_states, value_states, kind)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
@@ -181,6 +191,11 @@ class HybridLayer(CacheLayerMixin):
     @uncompiled
     def get_seq_length(self) -> int:
         """Tokens seen, those announced included."""
+        return self.total
+
+    @property
+    def total(self) -> int:
+        """Tokens seen, those announced included."""
         return self.past + (self.pending[0].shape[2] if self.pending is not None else 0)
 
     def get_max_length(self) -> int:
@@ -190,7 +205,7 @@ class HybridLayer(CacheLayerMixin):
     @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Key length and offset of the mask that the model should prepare."""
-        length = self.get_seq_length() + query_length
+        length = self.total + query_length
         return HybridLength(length) if self.compact_masks else length, 0
 
     def drain_ahead(self) -> None:

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_offload.cpu import pool as movers
-from hf_offload.cpu.standing import Kept
+from hf_offload.cpu.standing import ANYWHERE, Kept
 
 if TYPE_CHECKING:
     from hf_offload.cache.store import BlockStore
-
-_ANYWHERE = 2**63 - 1
 
 
 class TokenWriter:
@@ -23,15 +21,14 @@ class TokenWriter:
 
     def write(self, store: BlockStore, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write K and V `[B, Hkv, 1, D]` of the store's dtype, on the CPU, as token `store.length`."""
-        if k.stride(-1) != 1 or v.stride(-1) != 1:
+        numbers = k.shape, k.stride(), v.stride()
+        if numbers[1][3] != 1 or numbers[2][3] != 1:
             k, v = k.contiguous(), v.contiguous()
-        arrays, numbers = (store.table, store.pool.block_ptr), (k.shape, k.stride(), v.stride())
+            numbers = k.shape, k.stride(), v.stride()
+        arrays = store.table, store.pool.block_ptr
         standing = self._writing.find(arrays, numbers)
         if standing is None:
             launch = movers.write_tokens(k, v, store.pool.block_ptr, store.table, store.length, store.block_size)
             last = store.table.shape[1] * store.block_size - 1
-            standing = self._writing.keep(launch, arrays, numbers, keys=_ANYWHERE, values=_ANYWHERE, start=last)
-        standing.set("keys", k.data_ptr())
-        standing.set("values", v.data_ptr())
-        standing.set("start", store.length)
-        standing.run()
+            standing = self._writing.keep(launch, arrays, numbers, keys=ANYWHERE, values=ANYWHERE, start=last)
+        standing.run(k.data_ptr(), v.data_ptr(), store.length)

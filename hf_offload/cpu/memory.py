@@ -56,6 +56,17 @@ def get_word(typing: Any, address: Any) -> Any:
 
 
 @lowered
+def put_word(typing: Any, address: Any, value: Any) -> Any:
+    """Write one 64-bit word at `address`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(args[1], pointer(builder, args[0], _LONG), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@lowered
 def put(typing: Any, address: Any, value: Any) -> Any:
     """Write one float32 at `address`."""
 

@@ -8,10 +8,17 @@ import numpy as np
 
 from .bound import bind, call_bound
 from .launch import SHARE_BYTES, Array, Launch, jit
+from .memory import get_word, put_word
 from .team import ALONE, share, team
 
-_ENTRY, _PLACE, _RUNTIME, _THREADS, _WIDTH = 0, 1, 2, 3, 4  # of a `call` int64 [_WIDTH]
-_NO_COUNTERS = np.zeros(0, np.int64)
+# Entries of a `call` int64 [_WIDTH], which compiled code is told by its address: Python hands over a number sooner than
+# an array. From _NUMBERS on: for each number that changes, where it lies and how large it may be.
+_ENTRY, _PLACE, _RUNTIME, _THREADS, _TICKET, _COUNTERS, _COUNT, _NUMBERS = range(8)
+_MOST_NUMBERS = 3
+_WIDTH = _NUMBERS + 2 * _MOST_NUMBERS
+_FINE = -1
+ANYWHERE = 2**63 - 1
+"""The largest value of a number that is an address."""
 
 
 @jit
@@ -20,16 +27,33 @@ def _take_part(entry: int, place: int) -> None:
 
 
 @jit
-def _clear(ticket: Array, counters: Array, threads: int) -> None:
-    ticket[0] = ticket[1] = 0
-    ticket[2] = threads
-    counters[:] = 0
+def _entry(call: int, index: int) -> int:
+    return int(np.int64(get_word(call + 8 * index)))
 
 
 @jit
-def _run(call: Array, ticket: Array, counters: Array) -> None:
-    _clear(ticket, counters, call[_THREADS])
-    share((call[_RUNTIME], call[_THREADS]), _take_part, (call[_ENTRY], call[_PLACE]))
+def _clear(call: int, threads: int) -> None:
+    ticket, counters = _entry(call, _TICKET), _entry(call, _COUNTERS)
+    put_word(ticket, 0)
+    put_word(ticket + 8, 0)
+    put_word(ticket + 16, threads)
+    for index in range(_entry(call, _COUNT)):
+        put_word(counters + 8 * index, 0)
+
+
+@jit
+def _run(call: int, count: int, first: int, second: int, third: int) -> int:
+    """Write so many of the numbers and do all tasks; which number is too large, if one is."""
+    for index, value in enumerate((first, second, third)):
+        if index < count:
+            place = _NUMBERS + 2 * index
+            if value < 0 or value > _entry(call, place + 1):
+                return index
+            put_word(_entry(call, place), value)
+    threads = _entry(call, _THREADS)
+    _clear(call, threads)
+    share((_entry(call, _RUNTIME), threads), _take_part, (_entry(call, _ENTRY), _entry(call, _PLACE)))
+    return _FINE
 
 
 class Standing:
@@ -40,14 +64,14 @@ class Standing:
     Args:
         launch: that has not been made; its `counters` are cleared each time.
         label: what an error message calls it.
-        most: the integer arguments of the kernel that will be changed, each with the largest value that its arrays
-            allow.
+        most: the integer arguments of the kernel that will be changed, three at most, each with the largest value that
+            its arrays allow.
 
     Raises:
         TypeError: the launch's kernel is not one that `launch.kernel` made.
     """
 
-    __slots__ = ("_call", "_counters", "_memory", "_numbers", "_shared", "label", "launch")
+    __slots__ = ("_address", "_call", "_memory", "_numbers", "_shared", "label", "launch")
 
     def __init__(self, launch: Launch, label: str, **most: int) -> None:
         bound = bind(launch)
@@ -57,8 +81,14 @@ class Standing:
         self._numbers = {
             name: (bound.offsets[names.index(name)], limit) for name, limit in (*most.items(), ("tasks", launch.tasks))
         }
-        self._counters = _NO_COUNTERS if launch.counters is None else launch.counters
-        self._call: Array = np.array([bound.entry, bound.place, *ALONE], np.int64)
+        self._call: Array = np.zeros(_WIDTH, np.int64)
+        self._call[: _TICKET + 1] = bound.entry, bound.place, *ALONE, launch.ticket.ctypes.data
+        if launch.counters is not None:
+            self._call[[_COUNTERS, _COUNT]] = launch.counters.ctypes.data, len(launch.counters)
+        for index, name in enumerate(most):
+            place, limit = self._numbers[name]
+            self._call[_NUMBERS + 2 * index : _NUMBERS + 2 * index + 2] = bound.place + 8 * place, limit
+        self._address = self._call.ctypes.data
         self._shared = launch.cost >= SHARE_BYTES and launch.tasks > 1
 
     def set(self, name: str, value: int) -> None:
@@ -72,18 +102,24 @@ class Standing:
             raise ValueError(f"{self.label}: {name} {value} is not within 0..{most}, which the arrays cover")
         self._memory[place] = value
 
-    def run(self) -> None:
+    def run(self, first: int = 0, second: int = 0, third: int = 0) -> None:
         """Do all tasks now, as `Launch.run` does.
 
+        Args:
+            first, second, third: the numbers named in `most`, from this time on; 0 where there are less.
+
         Raises:
+            ValueError: the arrays do not cover so much.
             MemoryError: a thread of the team could not do its tasks.
         """
-        ticket = self.launch.ticket
         if self._shared:
-            self._call[_RUNTIME:] = team()
-        _run(self._call, ticket, self._counters)
-        if self._shared and ticket[1] != self.tasks:
-            raise MemoryError(f"{self.label}: only {ticket[1]} of {self.tasks} tasks were done; is memory left?")
+            self._call[_RUNTIME:_TICKET] = team()
+        wrong = _run(self._address, len(self._numbers) - 1, first, second, third)
+        if wrong != _FINE:
+            self.set(list(self._numbers)[wrong], (first, second, third)[wrong])
+        if self._shared and self.launch.ticket[1] != self.tasks:
+            done = self.launch.ticket[1]
+            raise MemoryError(f"{self.label}: only {done} of {self.tasks} tasks were done; is memory left?")
 
     @property
     def tasks(self) -> int:
@@ -92,7 +128,7 @@ class Standing:
 
     def open(self, participants: int) -> None:
         """Make ready for so many calls of this object, each from a thread of its own."""
-        _clear(self.launch.ticket, self._counters, participants)
+        _clear(self._address, participants)
 
     def __call__(self) -> None:
         """Do one participant's share, after `open`; when every participant has returned, all tasks are done."""
@@ -120,7 +156,7 @@ class Kept:
 
     def find(self, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> Standing | None:
         """The launch that was made of these very arrays and equal numbers, or None."""
-        if numbers != self._numbers:
+        if self.standing is None or numbers != self._numbers:
             return None
         for mine, theirs in zip(self._arrays, arrays, strict=True):
             if mine is not theirs:
