@@ -145,6 +145,7 @@ def empty(setting: Setting, rows: int) -> History:
 def check_books(histories: list[History], *, leaks: bool = False) -> None:
     """Sizes, padding and references are those of the tokens; no block is held by nobody, unless it may have leaked."""
     held: dict[int, tuple[Any, list[np.ndarray]]] = {}
+    deciding: set[int] = set()
     for history in histories:
         for cache in history.caches:
             assert cache.get_seq_length() == history.length
@@ -159,12 +160,12 @@ def check_books(histories: list[History], *, leaks: bool = False) -> None:
                 if store is None:
                     continue
                 if layer.salience is not None:
-                    _check_lists(layer.salience, held)
+                    _check_lists(layer.salience, held, deciding)
                 assert store.sealed == store.length // store.block_size, "between steps all full blocks are sealed"
                 assert store.reserved >= store.num_blocks
                 pool, tables = held.setdefault(id(store.pool), (store.pool, []))
                 tables.append(store.table[:, : store.reserved].ravel())
-    for pool, tables in held.values():
+    for pool, tables in (each for number, each in held.items() if number not in deciding):
         used = pool.used_blocks  # releases what collected caches held
         ids, counts = np.unique(np.concatenate(tables).astype(np.int64), return_counts=True)
         assert np.array_equal(pool.refcount[ids], counts), "references that nobody holds, or holders without one"
@@ -173,12 +174,13 @@ def check_books(histories: list[History], *, leaks: bool = False) -> None:
         assert len(np.unique(addresses)) == len(ids), "two blocks lie in the same place"
 
 
-def _check_lists(salience: Salience, held: dict[int, tuple[Any, list[np.ndarray]]]) -> None:
-    """Unless that is being decided, the lists hold what is marked as kept and nothing else; note their blocks."""
-    if salience._job is not None:
-        return
+def _check_lists(salience: Salience, held: dict[int, tuple[Any, list[np.ndarray]]], deciding: set[int]) -> None:
+    """The lists hold what is marked as kept and nothing else, unless that is being decided; note their blocks."""
     context, stop = salience.context, salience.evicted * salience.store.block_size
     assert stop <= salience.store.length
+    if salience._job is not None:
+        deciding.add(id(context.pool))
+        return
     marks = salience.kept[:, :, :stop].reshape(context.lists, stop)
     for marked, positions, count in zip(marks, context.positions, context.counts, strict=True):
         assert np.array_equal(np.flatnonzero(marked), positions[:count]), "lists are not what is marked"

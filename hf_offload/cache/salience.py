@@ -281,8 +281,9 @@ class Salience:
         for row, begin in enumerate(self.store.padding.first):
             low, high = max(int(begin), start), min(int(begin) + self.rule.sinks, stop)
             if low < high:
-                counts[row] += (kept[row, :, low:high] == 0).sum(1)
-                kept[row, :, low:high] = 1
+                real = self.store.padding.valid[row, low:high]
+                counts[row] += real.sum(dtype=np.int64) - kept[row, :, low:high].sum(1, dtype=np.int64)
+                kept[row, :, low:high] = real
 
     # --- changes -----------------------------------------------------------------------------------------------------
 

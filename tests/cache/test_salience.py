@@ -195,6 +195,24 @@ def test_memory_that_nobody_wrote_is_never_read(
 
 
 @pytest.mark.parametrize("tier", TIERS)
+def test_sinks_that_are_padding_are_not_kept(model: PreTrainedModel, stock: PreTrainedModel, tier: str) -> None:
+    ids, mask = prompt(2, 110)
+    mask[:, 30:40] = 0
+    cache, whole = make(model, tier, beta=0.0, sinks=20), DynamicCache(config=stock.config)
+    token = prefill(model, cache, ids, mask)
+    prefill(stock, whole, ids, mask)
+    got, want = decode(model, cache, token, mask, 30), decode(stock, whole, token, mask, 30)
+    assert torch.allclose(got[1], want[1], atol=5e-5)
+    strict = make(model, tier, beta=1e9, sinks=20)
+    prefill(model, strict, ids, mask)
+    strict.drain()
+    lists = hybrid_layers(strict)[0].salience.context
+    for row, first in enumerate((0, 27)):
+        kept = [t for t in range(first, first + 20) if mask[row, t] and t < 64]
+        assert lists.positions[2 * row, : lists.counts[2 * row]].tolist() == kept
+
+
+@pytest.mark.parametrize("tier", TIERS)
 def test_an_answer_may_outgrow_what_there_was_room_for(
     model: PreTrainedModel, stock: PreTrainedModel, tier: str
 ) -> None:
