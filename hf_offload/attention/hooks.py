@@ -18,7 +18,8 @@ from hf_offload.attention.lookahead import QueryPredictor, capturing
 from hf_offload.attention.spread import exchanges
 from hf_offload.attention.verify import predict_drafts
 from hf_offload.cache.around import uncompiled
-from hf_offload.cache.layer import HybridLayer, unconsumed
+from hf_offload.cache.fits import unconsumed
+from hf_offload.cache.layer import HybridLayer
 
 
 class Attachment:

@@ -41,3 +41,13 @@ def check_arrivals(layer: HybridLayer, key: torch.Tensor, value: torch.Tensor) -
             f"layer {index} holds {layer.dtype} from {layer.device}, but {key.dtype} on {key.device} arrived; call "
             "reset() or make a new cache"
         )
+
+
+def unconsumed(layer: int) -> str:
+    """The message for K and V that never reached our attention function."""
+    return (
+        f"the keys and values of layer {layer} did not reach the 'hybrid_sparse' attention function, so its output is "
+        "not right; load the model with attn_implementation='hybrid_sparse' (or call model.set_attn_implementation("
+        "'hybrid_sparse')), or use DynamicCache if this model family ignores that setting or changes K and V after the "
+        "cache"
+    )

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_offload.cache.around import attended, uncompiled
 from hf_offload.cache.digests import DIGESTS
-from hf_offload.cache.fits import check_arrivals, unsuitable
+from hf_offload.cache.fits import check_arrivals, unconsumed, unsuitable
 from hf_offload.cache.memory import memory_for
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cache.rollback import Rollback, crop
@@ -347,13 +347,3 @@ class HybridLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Nothing to do: blocks are fetched by the policy."""
-
-
-def unconsumed(layer: int) -> str:
-    """The message for K and V that never reached our attention function."""
-    return (
-        f"the keys and values of layer {layer} did not reach the 'hybrid_sparse' attention function, so its output is "
-        "not right; load the model with attn_implementation='hybrid_sparse' (or call model.set_attn_implementation("
-        "'hybrid_sparse')), or use DynamicCache if this model family ignores that setting or changes K and V after the "
-        "cache"
-    )
