@@ -169,8 +169,9 @@ class Meter:
             self.cpu += used() - cpu
             self.wall += now() - wall
             again(standing, *numbers)
-            wall = now()
+            wall, cpu = now(), used()
             standing.set("tasks", tasks)
+            self.cpu += used() - cpu
             self.wall += now() - wall
 
         def metered_submit(worker: Worker, work: Callable[[], Any], *args: Any, **kwargs: Any) -> Job:
