@@ -186,6 +186,7 @@ class Context:
         """Another one over the same K and V."""
         other = Context(self.lists, self.block_size, self.head_dim, self.dtype)
         other.pool = self.pool
+        self.pool.shared = True  # though nothing may be held yet: it outlives each of the two
         for i, n in self._held():
             self.pool.retain(self.table[i, :n])
         for name in ("counts", "table", "positions", "salience", "valid", "holes", "blocks", "block_counts"):

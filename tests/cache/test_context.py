@@ -145,6 +145,16 @@ def test_what_a_fork_writes_is_its_own_and_is_given_back() -> None:
     assert context.pool.used_bytes == context.nbytes
 
 
+def test_a_pool_that_was_shared_while_empty_gets_its_blocks_back() -> None:
+    context, plain = empty(1)
+    fork = context.fork()
+    append(fork, plain, 20, 1.0, 0)
+    assert context.pool.used_blocks == 2 * 3
+    del fork
+    gc.collect()
+    assert context.pool.used_blocks == 0
+
+
 def test_an_interrupted_reordering_gives_no_block_to_two_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     context, plain = empty(2)
     append(context, plain, 50, 0.5, 0)
