@@ -211,7 +211,7 @@ class HostStep(Step):
         alpha, width = salience.alpha, window.blocks.shape[2] * self.block_size
         if kernels.weights.shape[2] != width:
             kernels.weights = np.empty((*self.query.shape[:2], width), np.float32)
-        self._attention(kernels.attending, window, None, kernels.weights).run()
+        self._attention(kernels.attending, window, None, kernels.weights).run(self.length)
         arrays, numbers = (salience.average, kernels.weights), (alpha, first)
         standing = kernels.averaging.find(arrays, numbers)
         if standing is None:
@@ -219,8 +219,7 @@ class HostStep(Step):
                 salience.average, kernels.weights, kernels.lse, first, self.length, alpha=alpha
             )
             standing = kernels.averaging.keep(launch, arrays, numbers, length=first + width)
-        standing.set("length", self.length)
-        standing.run()
+        standing.run(self.length)
 
     def _take_in_kept(self, context: Context) -> None:
         """Attend the kept tokens, and take that into what was attended last."""
