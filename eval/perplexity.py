@@ -75,7 +75,7 @@ def make_rows(
     newest = {ratio: math.ceil(ratio * tokens / BLOCK_SIZE) * BLOCK_SIZE for ratio in ratios}
 
     def hgca(ratio: float, beta: float) -> Row:
-        knobs = {"window": newest[ratio], "beta": beta, "alpha": alpha} | memory
+        knobs = {"window": newest[ratio], "beta": beta} | ({} if alpha is None else {"alpha": alpha}) | memory
         return Cell(f"hgca-{ratio:g}-{beta:g}", "hgca", knobs, ratio, beta)
 
     return [

@@ -106,8 +106,7 @@ class HybridLayer(CacheLayerMixin):
             tokens: how many arrive first; the device's budget is divided accordingly, unless `slots` is set.
         """
         self.dtype, self.device, self.device_type = dtype, device, device.type
-        if self.settings.tier is None:
-            self.has_slots = device.type != "cpu"
+        self.has_slots = self.settings.tier == "split" or (self.settings.tier is None and device.type != "cpu")
         self.keys = self.values = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)  # Mllama looks here
         if self.settings.tier == "one" and self.device.type != "cpu":
             raise ValueError(f'tier="one" is for models on the CPU, but this one is on {self.device}; leave tier out')

@@ -73,9 +73,7 @@ def test_a_standing_launch_follows_the_window() -> None:
     )  # fmt: skip
     for first, length in ((0, 33), (24, 64), (63, 64)):
         want = reference.move_averages(want, scores, lse, first, length, alpha=0.2, valid=valid)
-        standing.set("first", first)
-        standing.set("length", length)
-        standing.run()
+        standing.run(first, length)
         torch.testing.assert_close(average.double(), want, rtol=1e-5, atol=1e-7)
 
 
