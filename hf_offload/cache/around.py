@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
+
+set_eval_frame: Callable[..., Any] | None = None
+with contextlib.suppress(ImportError):  # not a public name of torch's
+    from torch._C._dynamo.eval_frame import set_eval_frame
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,13 +22,16 @@ def uncompiled(function: F) -> F:
     Where nothing is compiled, which is nearly always, torch's own wrapper would take longer than some of what it wraps.
     """
     shielded: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
+    exchange = set_eval_frame
+    if exchange is None:
+        return shielded
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        compiler = set_eval_frame(None)
+        compiler = exchange(None)
         if compiler is None:
             return function(*args, **kwargs)
-        set_eval_frame(compiler)
+        exchange(compiler)
         return shielded(*args, **kwargs)
 
     skipped: F = torch.compiler.disable(called, recursive=False)  # type: ignore[no-untyped-call, unused-ignore]
