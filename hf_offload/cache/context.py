@@ -166,10 +166,6 @@ class Context:
         self.block_counts[index, 0] = need
         self.pool.release(unused)
 
-    def clear(self) -> None:
-        """Drop all tokens."""
-        self.cut(np.zeros_like(self.counts))
-
     def select_lists(self, index: np.ndarray) -> None:
         """Keep the lists of an index, in its order and as often as it names them; K and V are not copied."""
         before = [self.table[i, :n].copy() for i, n in self._held()]
