@@ -53,6 +53,7 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
             "beta": 0.0 if covers else draw(st.sampled_from([0.5, 1.0]), label="beta"),
             "group": draw(st.sampled_from(["any", "mean"]), label="group"),
             "append": draw(st.sampled_from(["max", "mean"]), label="append"),
+            "steps": draw(st.sampled_from(["max", "mean"]), label="steps"),
             "append_queries": draw(st.sampled_from([None, 3]), label="append_queries"),
             "prompt_queries": draw(st.sampled_from([None, 5]), label="prompt_queries"),
             "reevaluate": draw(st.booleans(), label="reevaluate"),

@@ -208,15 +208,16 @@ class HostStep(Step):
         salience, kernels, first = self.layer.salience, self.kernels, int(window.blocks[0, 0, 0]) * self.block_size
         assert salience is not None
         salience.reserve(self.length, self.query.shape[1])
-        alpha, width = salience.alpha, window.blocks.shape[2] * self.block_size
+        moving = salience.weighing.moving(salience.alpha, salience.window_blocks * self.block_size)
+        width = window.blocks.shape[2] * self.block_size
         if kernels.weights.shape[2] != width:
             kernels.weights = np.empty((*self.query.shape[:2], width), np.float32)
         self._attention(kernels.attending, window, None, kernels.weights).run(self.length)
-        arrays, numbers = (salience.average, kernels.weights), (alpha, first)
+        arrays, numbers = (salience.average, kernels.weights), (*moving.values(), first)
         standing = kernels.averaging.find(arrays, numbers)
         if standing is None:
             launch = averaging.move_averages(
-                salience.average, kernels.weights, kernels.lse, first, self.length, alpha=alpha
+                salience.average, kernels.weights, kernels.lse, first, self.length, **moving
             )
             standing = kernels.averaging.keep(launch, arrays, numbers, length=first + width)
         standing.run(self.length)

@@ -169,7 +169,7 @@ class TieredStep(Step):
         update_weights(
             salience.near.average, self.query, self.resident.pool, device.slots, device.blocks, device.counts,
             self.limits, self.mirror.valid(), lse.logsumexp(-1), scale=self.scale, softcap=self.softcap,
-            alpha=salience.alpha,
+            **salience.weighing.moving(salience.alpha, salience.window_blocks * self.block_size),
         )  # fmt: skip
 
     def attend_early(self, host: Selection, *, correct: bool) -> HostPart:

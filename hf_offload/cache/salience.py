@@ -96,7 +96,7 @@ class Salience:
 
     @property
     def alpha(self) -> float:
-        """Share of a step in the averages."""
+        """How fast averages forget."""
         return self.rule.alpha or 1 / (self.window_blocks * self.store.block_size)
 
     def due(self, length: int) -> int:

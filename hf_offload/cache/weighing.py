@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,10 @@ from hf_offload.policies.salience import SalienceRule
 
 PULL = 64
 """Tokens that follow one closely count as if a 64th of its weight were theirs."""
+PEAK_SHARE = 0.25
+"""What the weight of one query counts beside a mean over many, which is what thresholds are made for."""
+NEAR_STEPS = 64
+"""In its first steps, at most a quarter of a window, a token is attended for being near."""
 
 
 def pull(weights: np.ndarray, run: int) -> np.ndarray:
@@ -32,8 +37,9 @@ class Span:
     Args:
         largest: whether the largest of a token's weights counts, or their mean over the queries that see it.
         scale: float32 `[stop - first]`, `queries` over those that see the token.
-        rate: float32 `[stop - first]`, share of these queries in the average; of the largest, 1: what was known before
-            does not count, 0: it does.
+        rate: float32 `[stop - first]`, share of these queries in the average.
+        keeps: float32 `[stop - first]` or None: then what is larger counts, so much of the average or what these
+            queries say.
         run: tokens that are pulled along by one before them.
     """
 
@@ -43,6 +49,7 @@ class Span:
     largest: bool
     scale: np.ndarray
     rate: np.ndarray
+    keeps: np.ndarray | None = None
     run: int = 0
 
     def take_in(self, average: np.ndarray, weights: np.ndarray) -> None:
@@ -50,8 +57,8 @@ class Span:
         old, new = (part[:, :, self.first : self.stop] for part in (average, weights))
         if self.run:
             new = pull(new, self.run)
-        if self.largest:
-            np.maximum(old * (1 - self.rate), new, out=old)
+        if self.keeps is not None:
+            np.maximum(old * self.keeps, new * self.scale, out=old)
         else:
             old += self.rate * (new * self.scale - old)
 
@@ -77,6 +84,12 @@ class Weighing:
         if self.decoded or not past:
             self.border, self.queries, self.decoded = outside if past else 0, 0, False
 
+    def moving(self, alpha: float, window: int) -> dict[str, Any]:
+        """The last arguments of `move_averages` and `update_weights`, with a window of so many tokens."""
+        if self.rule.steps == "mean":
+            return {"alpha": alpha}
+        return {"alpha": alpha, "share": PEAK_SHARE, "after": min(NEAR_STEPS, window // 4)}
+
     def spans(self, length: int, count: int, alpha: float, *, anew: bool) -> list[Span]:
         """What the `count` newest queries, with `length` tokens in all, say about which tokens.
 
@@ -88,14 +101,17 @@ class Weighing:
         age = length - np.arange(self.border, length)
         met = np.minimum(count, age)
         among = self.rule.prompt_queries or max(round(1 / alpha), 1)
+        keeps = None
         if self.border:  # as many steps
-            rate = np.maximum(1 - (1 - alpha) ** met, met / age)
+            left = (1 - alpha) ** met
+            rate = np.maximum(1 - left, met / age)
+            keeps = left.astype(np.float32) if self.rule.steps == "max" else None
             among = min(max(round(1 / alpha), 1), self.rule.append_queries or count)
         else:  # the mean over a prompt's last queries
             rate = met / np.minimum(np.maximum(among, met), age)
         queries = min(count, among)
         scale = queries / np.minimum(queries, age)
-        spans = [Span(self.border, length, queries, False, scale.astype(np.float32), rate.astype(np.float32))]
+        spans = [Span(self.border, length, queries, False, scale.astype(np.float32), rate.astype(np.float32), keeps)]
         if self.border and anew:
             spans.append(self._of_append(count))
         return spans
@@ -105,5 +121,5 @@ class Weighing:
         queries = min(count, self.rule.append_queries or count)
         before, self.queries = self.queries, self.queries + queries
         largest, ones = self.rule.append == "max", np.ones(self.border, np.float32)
-        rate = float(not before) if largest else queries / self.queries
-        return Span(0, self.border, queries, largest, ones, ones * np.float32(rate), self.rule.append_run)
+        rate, keeps = ones * np.float32(queries / self.queries), ones * np.float32(before > 0) if largest else None
+        return Span(0, self.border, queries, largest, ones, rate, keeps, self.rule.append_run)

@@ -1,7 +1,8 @@
-"""Moving averages of attention weights, one a token and query head.
+"""Moving averages of attention weights, or their fading peaks, one a token and query head.
 
 Source: HGCA, algorithm 1, line 8: A = (1 - alpha) A + alpha (the weights of this step). A token that has been there
-for n steps takes in 1/n of a step where that is more than alpha: until then the average is the mean.
+for n steps takes in 1/n of a step where that is more than alpha: until then the average is the mean. A peak keeps what
+one query wanted much, which a mean over many loses.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 from .edges import load_first, load_marks, store_first
 from .launch import F32, U8, Array, Launch, kernel, new_ticket, require
 from .memory import address_of, count_up
-from .vector import choose_less, exp, fma, splat
+from .vector import choose_less, exp, fma, splat, vmax
 
 _TASK_TOKENS = 8192  # averages of a task, at most, unless a head has more
 _ALL_VALID = np.empty((0, 0), np.uint8)
@@ -27,13 +28,15 @@ def average_kernel(
     first: int,
     length: int,
     rates: Array,
+    fade: float,
+    largest: bool,
     valid: Array,
     chunk: int,
 ) -> None:
     """One task = `chunk` pairs of a row and a query head."""
     query_heads = lse.shape[1]
     pairs = lse.shape[0] * query_heads
-    zero = splat(np.float32(0.0))
+    zero, left = splat(np.float32(0.0)), splat(np.float32(fade))
     ages = address_of(rates) + 4 * (rates.shape[0] - length + first)
     while True:
         task = count_up(ticket, 0)
@@ -51,7 +54,8 @@ def average_kernel(
                 count = length - first - token
                 weight = exp(load_first(source + 4 * token, count) - shift)
                 mean = load_first(place + 4 * token, count)
-                mean = fma(weight - mean, load_first(ages + 4 * token, count), mean)
+                rate = load_first(ages + 4 * token, count)
+                mean = vmax(left * mean, rate * weight) if largest else fma(weight - mean, rate, mean)
                 if valid.shape[0] > 0:
                     mean = choose_less(zero, load_marks(marks + token, count), mean, zero)
                 store_first(place + 4 * token, count, mean)
@@ -66,12 +70,15 @@ def move_averages(
     length: int,
     *,
     alpha: float,
+    share: float | None = None,
+    after: int = 0,
     valid: Array | None = None,
 ) -> Launch:
     """Prepare taking one step's attention weights into the averages of tokens first..length-1 of every row.
 
-    A weight is exp(score - lse). The newest token is one step old. As a `Standing`, `first` and `length` may be set, as
-    long as they are within what the arrays cover: length - first at most W, length at most T.
+    A weight is exp(score - lse). Without `share` an average moves towards it; with it, it becomes the larger of
+    (1 - alpha) * average and share * weight. The newest token is one step old. As a `Standing`, `first` and `length`
+    may be set, as long as they are within what the arrays cover: length - first at most W, length at most T.
 
     Args:
         average: float32 [B, Hq, T], finite where a token is valid, written.
@@ -79,7 +86,10 @@ def move_averages(
         lse: float32 [B, Hq], natural log of the sum of exp(score); -inf where nothing was attended: weights are 0.
         first: the first token.
         length: the token after the last.
-        alpha: what the weights count in the average, 0 to 1; in that of a token n steps old at least 1/n.
+        alpha: what the weights count in the average, 0 to 1; in that of a token n steps old at least 1/n. With `share`:
+            what the average loses in a step.
+        share: what a weight counts beside the largest before it, or None.
+        after: with `share`, weights of a token's first so many steps do not count.
         valid: uint8 [B, T'], T' at least `length`, or None: averages of tokens that are not valid become 0.
 
     Raises:
@@ -103,6 +113,12 @@ def move_averages(
         raise ValueError(f"alpha must be within 0..1, got {alpha}")
     pairs = batch * query_heads
     chunk = max(1, min(_TASK_TOKENS // max(width, 1), pairs))
-    rates = np.maximum(np.float32(alpha), 1 / np.arange(width, 0, -1, dtype=np.float32))
-    args = (average, scores, lse, int(first), int(length), rates, valid, chunk)
+    age = np.arange(width, 0, -1, dtype=np.float32)
+    if share is None:
+        rates = np.maximum(np.float32(alpha), 1 / age)
+    else:
+        rates = np.where(age > after, np.float32(share), np.float32(0.0))
+    args = (
+        average, scores, lse, int(first), int(length), rates, 1.0 - float(alpha), share is not None, valid, chunk,
+    )  # fmt: skip
     return Launch(average_kernel, -(-pairs // chunk), args, new_ticket(), 8 * pairs * width)

@@ -11,14 +11,19 @@ from .reference import read_tokens
 
 
 def move_averages(
-    average: Tensor, scores: Tensor, lse: Tensor, first: int, length: int, *, alpha: float, valid: Tensor | None
-) -> Tensor:
+    average: Tensor, scores: Tensor, lse: Tensor, first: int, length: int, *, alpha: float, valid: Tensor | None,
+    share: float | None = None, after: int = 0,
+) -> Tensor:  # fmt: skip
     """Return the averages [B, Hq, T], float64, as `average.move_averages` leaves them."""
     new = average.double().clone()
     total = lse.double()[..., None]
     weights = torch.where(total == -math.inf, 0.0, torch.exp(scores.double()[..., : length - first] - total))
-    rate = (1 / torch.arange(length - first, 0, -1, dtype=torch.float64)).clamp(min=alpha)
-    moved = (1 - rate) * new[..., first:length] + rate * weights
+    age = torch.arange(length - first, 0, -1, dtype=torch.float64)
+    if share is None:
+        rate = (1 / age).clamp(min=alpha)
+        moved = (1 - rate) * new[..., first:length] + rate * weights
+    else:
+        moved = torch.maximum((1 - alpha) * new[..., first:length], share * weights * (age > after))
     if valid is not None:
         moved = torch.where(valid[:, None, first:length] == 0, 0.0, moved)
     new[..., first:length] = moved

@@ -23,11 +23,14 @@ def update_weights(
     scale: float,
     softcap: float | None = None,
     alpha: float,
+    share: float | None = None,
+    after: int = 0,
 ) -> None:
-    """Move the average of each attended token's weight towards its weight in this step, in place.
+    """Let the average of each attended token's weight take in its weight in this step, in place.
 
     A ← (1 − r)·A + r·exp(score − lse), r = alpha or, where that is more, 1/n for a token that has been there for n
-    steps: until then the average is the mean. Tokens of listed slots that are padding or not there yet get 0.
+    steps: until then the average is the mean. With `share` it is a fading peak instead:
+    A ← max((1 − alpha)·A, share·exp(score − lse)). Tokens of listed slots that are padding or not there yet get 0.
     Slots that are not listed stay as they are. Source: HGCA, section 3.2.1, algorithm 1, line 8.
 
     Args:
@@ -36,7 +39,9 @@ def update_weights(
         lse: `[B, Hq]` fp32 (natural log) over all that the weights are relative to; finite where a token is attended.
         scale: softmax scale.
         softcap: bound of the scores (`cap·tanh(score / cap)`), or None.
-        alpha: share of this step in the average, in (0, 1].
+        alpha: share of this step in the average, in (0, 1]; with `share`, what a peak loses in a step.
+        share: what a weight counts beside the largest before it, or None.
+        after: with `share`, weights of a token's first so many steps do not count.
 
     Raises:
         TypeError: a tensor of another dtype.
@@ -52,7 +57,7 @@ def update_weights(
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha {alpha} is not in (0, 1]")
     if not on_triton(query):
-        _by_torch(average, query, pool, slots, blocks, counts, limits, valid, lse, scale, softcap, alpha)
+        _by_torch(average, query, pool, slots, blocks, counts, limits, valid, lse, scale, softcap, alpha, share, after)
         return
     from . import weights_kernels
 
@@ -60,19 +65,20 @@ def update_weights(
     width = slots.shape[2]
     weights_kernels.average_tile[(batch * heads, -(-width * size // sizes["TILE"]))](
         average, query, pool, slots, blocks, counts, limits, valid, lse, scale, 1.0 if softcap is None else softcap,
-        alpha, slots_there, width, 0 if valid is None else valid.shape[1],
-        CAPPED=softcap is not None, **sizes, num_warps=4,
+        alpha, 0.0 if share is None else share, after, slots_there, width, 0 if valid is None else valid.shape[1],
+        CAPPED=softcap is not None, LARGEST=share is not None, **sizes, num_warps=4,
     )  # fmt: skip
 
 
 def _by_torch(
     average: torch.Tensor, query: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor,
     counts: torch.Tensor, limits: torch.Tensor, valid: torch.Tensor | None, lse: torch.Tensor, scale: float,
-    softcap: float | None, alpha: float,
+    softcap: float | None, alpha: float, share: float | None, after: int,
 ) -> None:  # fmt: skip
     batch, heads, slots_there, _, size, _ = pool.shape
     position, seen = seen_tokens(blocks, counts, limits, valid, size)
-    rate = (1 / (limits[0] - position[:, :, None]).clamp(min=1)).clamp(min=alpha)
+    age = (limits[0] - position[:, :, None]).clamp(min=1)
+    rate = (1 / age).clamp(min=alpha) if share is None else torch.where(age > after, share, 0.0)
     k = gather_slots(pool, slots, seen)[:, :, :, 0].flatten(2, 3)
     scores = scores_by_torch(query, k, seen.flatten(2), scale, softcap)
     weights = (scores - lse.view(batch, heads, -1, 1)).exp().view(batch, heads, -1, slots.shape[2], size)
@@ -80,5 +86,6 @@ def _by_torch(
     slot = slots[row, head, entry].long()
     cells = average.view(batch, heads, -1, slots_there, size)
     before = cells[row, head, :, slot]
-    moved = before + rate[row, head, :, entry] * (weights[row, head, :, entry] - before)
+    weight, rate = weights[row, head, :, entry], rate[row, head, :, entry]
+    moved = before + rate * (weight - before) if share is None else torch.maximum((1 - alpha) * before, rate * weight)
     cells[row, head, :, slot] = moved.masked_fill(~seen[row, head, entry].unsqueeze(1), 0.0)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernel of the moving average of attention weights."""
+"""Triton kernel of the moving average of attention weights, or of their fading peak."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 from .paged_kernels import LOG2E, bend, dot, find_tokens
 
 
-@triton.jit(do_not_specialize=["slots_there", "width", "tokens"])
+@triton.jit(do_not_specialize=["after", "slots_there", "width", "tokens"])
 def average_tile(
     average,  # [B, Hq, R, SIZE]
     query,  # [B, Hq, D]
@@ -21,6 +21,8 @@ def average_tile(
     scale,
     softcap,
     alpha,
+    share,
+    after,
     slots_there,  # R
     width,  # C
     tokens,  # T
@@ -32,6 +34,7 @@ def average_tile(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     CAPPED: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """One program = one tile of the listed tokens of one (row, KV head)."""
     line, tile = tl.program_id(0), tl.program_id(1)
@@ -52,7 +55,10 @@ def average_tile(
     slot, seen = find_tokens(slots, blocks, valid, token, count, length, length, SIZE)
     block = tl.load(blocks + token // SIZE, mask=seen, other=0)
     age = length - (block * SIZE + token % SIZE)  # in steps, this one included
-    rate = tl.maximum(alpha, 1.0 / tl.maximum(age, 1).to(tl.float32))
+    if LARGEST:
+        rate = tl.where(age > after, share, 0.0)
+    else:
+        rate = tl.maximum(alpha, 1.0 / tl.maximum(age, 1).to(tl.float32))
 
     peak = tl.load(lse + heads, mask=real, other=0.0)
     q = tl.load(query + heads[:, None] * D + dim[None, :], mask=real[:, None] & inside, other=0.0)
@@ -67,4 +73,8 @@ def average_tile(
     cell = heads.to(tl.int64)[:, None] * slots_there * SIZE + (slot * SIZE + token % SIZE)[None, :]
     mask = real[:, None] & (token < count * SIZE)[None, :]
     before = tl.load(average + cell, mask=mask, other=0.0)
-    tl.store(average + cell, tl.where(seen[None, :], before + rate[None, :] * (weight - before), 0.0), mask=mask)
+    if LARGEST:
+        moved = tl.maximum(before * (1.0 - alpha), rate[None, :] * weight)
+    else:
+        moved = before + rate[None, :] * (weight - before)
+    tl.store(average + cell, tl.where(seen[None, :], moved, 0.0), mask=mask)

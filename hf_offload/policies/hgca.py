@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 class HGCA(Policy):
     """Attend the newest tokens densely and, of the older ones, those that were attended much, for each KV head.
 
-    The window lies on the device (with one memory it is a part of the pool). Each of its tokens has a moving average of
-    attention weights for each query head, A ← (1 − alpha)·A + alpha·weight; the weights sum to one over the window. As
-    long as a token has met less than 1/alpha queries, its average is their mean.
+    The window lies on the device (with one memory it is a part of the pool). Each of its tokens has an average A of
+    attention weights for each query head; the weights of a step sum to one over the window.
     When a block leaves the window the CPU keeps those of its tokens for which A > beta / (tokens in the window); the
     others stay in host memory. What is kept stays so until the next append. An append attends everything, and the
     weights that its queries give to the host's tokens, A_cpu, decide anew: kept is what exceeds beta / (tokens on the
@@ -31,8 +30,11 @@ class HGCA(Policy):
         gpu_ratio: in place of `window`: share of the cached tokens, 0 … 1; reckoned when decoding starts after a prompt
             or append, and constant until the next one.
         beta: how strict the selection is; 0 keeps every token.
-        alpha: share of a step in the moving average, in (0, 1]; None: one over the tokens of the window, so that the
-            average is the mean over a token's time in it.
+        alpha: how fast A forgets, in (0, 1]; None: one over the tokens of the window.
+        steps: `"max"`: A ← max((1 − alpha)·A, weight/4), where weights of a token's first 64 steps do not count: it is
+            attended then for being near. What a token is wanted for later shows in single queries, which a mean over
+            the window loses. `"mean"`, the paper's form: A ← (1 − alpha)·A + alpha·weight, the mean as long as a token
+            has met less than 1/alpha queries.
         group: how the query heads of a KV head decide: `"any"`: one is enough; `"mean"`: by the mean of their averages.
         append: `"max"`: A_cpu is the largest weight that any of an append's queries gives, so that a short question in
             a long turn is not diluted; `"mean"`: their mean.
@@ -53,6 +55,7 @@ class HGCA(Policy):
     beta: float = 1.0
     alpha: float | None = None
     group: Rule = "any"
+    steps: str = "max"
     append: str = "max"
     append_queries: int | None = 512
     append_run: int = 16
@@ -71,9 +74,9 @@ class HGCA(Policy):
             raise ValueError(f"beta={self.beta!r} is not a threshold; use 0 (keep all) or more")
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha!r} is not a share of a step; use a number in (0, 1]")
-        for name, value, allowed in (("group", self.group, ("any", "mean")), ("append", self.append, ("max", "mean"))):
-            if value not in allowed:
-                raise ValueError(f'{name}={value!r} is not known; use "{allowed[0]}" or "{allowed[1]}"')
+        for name, one in (("group", "any"), ("steps", "max"), ("append", "max")):
+            if getattr(self, name) not in (one, "mean"):
+                raise ValueError(f'{name}={getattr(self, name)!r} is not known; use "{one}" or "mean"')
         for name in ("append_queries", "prompt_queries"):
             if getattr(self, name) is not None:
                 check_tokens(name, getattr(self, name))
@@ -83,8 +86,8 @@ class HGCA(Policy):
     @property
     def salience(self) -> SalienceRule:
         return SalienceRule(
-            self.alpha, self.beta, self.group, self.append, self.append_queries, self.append_run, self.prompt_queries,
-            self.reevaluate, self.sinks,
+            self.alpha, self.beta, self.group, self.steps, self.append, self.append_queries, self.append_run,
+            self.prompt_queries, self.reevaluate, self.sinks,
         )  # fmt: skip
 
     @property

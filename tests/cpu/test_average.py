@@ -28,12 +28,18 @@ def _request(batch: int, heads: int, first: int, length: int, capacity: int, wid
     return average, scores, lse, valid
 
 
+PEAKS: list[dict[str, Any]] = [{}, {"share": 0.5, "after": 7}]
+
+
+@pytest.mark.parametrize("peak", PEAKS, ids=["mean", "peak"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize(
     ("first", "length", "capacity", "width"), [(0, 33, 33, 33), (5, 37, 64, 32), (40, 40, 48, 3), (3, 4000, 4096, 4100)]
 )
-def test_averages_move(first: int, length: int, capacity: int, width: int, marked: bool, threads: int) -> None:
+def test_averages_move(
+    first: int, length: int, capacity: int, width: int, marked: bool, threads: int, peak: dict[str, Any]
+) -> None:  # fmt: skip
     torch.manual_seed(length)
     average, scores, lse, valid = _request(2, 5, first, length, capacity, width)
     average[:, :, :first] = math.nan  # nobody touches what is outside
@@ -43,11 +49,11 @@ def test_averages_move(first: int, length: int, capacity: int, width: int, marke
     else:
         scores = scores.nan_to_num(-math.inf, neginf=-math.inf)
     marks = valid if marked else None
-    want = reference.move_averages(average, scores, lse, first, length, alpha=0.3, valid=marks)
+    want = reference.move_averages(average, scores, lse, first, length, alpha=0.3, valid=marks, **peak)
     run(
         move_averages(
             average.numpy(), scores.numpy(), lse.numpy(), first, length, alpha=0.3,
-            valid=None if marks is None else marks.numpy(),
+            valid=None if marks is None else marks.numpy(), **peak,
         ),
         threads,
     )  # fmt: skip

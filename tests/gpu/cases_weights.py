@@ -11,8 +11,8 @@ from hf_offload.gpu import weights_kernels
 
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     numbers = {
-        **dict.fromkeys(("scale", "softcap", "alpha"), "fp32"),
-        **dict.fromkeys(("slots_there", "width", "tokens"), "i32"),
+        **dict.fromkeys(("scale", "softcap", "alpha", "share"), "fp32"),
+        **dict.fromkeys(("after", "slots_there", "width", "tokens"), "i32"),
     }
     found = []
     for dtype, dim, size, group, full in (
@@ -21,7 +21,12 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         ("fp32", 256, 64, 2, True),
     ):
         signature = {"average": "*fp32", **listing_signature(dtype), "lse": "*fp32", **numbers}
-        constants = {**listing_constants(dtype, dim, size, group), "CAPPED": full, **({} if full else {"valid": None})}
-        name = f"{dtype} D {dim} block {size}{' softcap padding' if full else ''}"
+        constants = {
+            **listing_constants(dtype, dim, size, group),
+            "CAPPED": full,
+            "LARGEST": full,
+            **({} if full else {"valid": None}),
+        }
+        name = f"{dtype} D {dim} block {size}{' softcap padding peak' if full else ''}"
         found.append((name, weights_kernels.average_tile, signature, constants, {"num_warps": 4}))
     return found

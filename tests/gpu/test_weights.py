@@ -19,12 +19,14 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("peak", [{}, {"share": 0.5, "after": 9}], ids=["mean", "peak"])
 @pytest.mark.parametrize("extra", [{}, {"padded": True, "softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
 def test_averages_move(
-    request: pytest.FixtureRequest, form: str, dtype: torch.dtype, shape: dict[str, Any], extra: dict[str, Any]
-) -> None:
+    request: pytest.FixtureRequest, form: str, dtype: torch.dtype, shape: dict[str, Any], extra: dict[str, Any],
+    peak: dict[str, Any],
+) -> None:  # fmt: skip
     device = choose_form(form, request)
     listing = make_listing(device, dtype, **shape, padded="padded" in extra)
     generator = torch.Generator().manual_seed(1)
@@ -39,13 +41,17 @@ def test_averages_move(
             weight = (scores[row, head, slot] - lse[row, head]).exp()
             first = int(listing.blocks[row, kv_head, entry]) * size
             age = (int(listing.limits[0]) - torch.arange(first, first + size)).clamp(min=1)
-            rate = (1 / age.double()).clamp(min=0.25)
-            moved = (1 - rate) * truth[row, head, slot] + rate * weight
+            if peak:
+                moved = torch.maximum(0.75 * truth[row, head, slot], 0.5 * weight * (age > 9))
+            else:
+                rate = (1 / age.double()).clamp(min=0.25)
+                moved = (1 - rate) * truth[row, head, slot] + rate * weight
             truth[row, head, slot] = moved.where(listing.seen[row, kv_head, slot].cpu(), 0.0)
     average = before.clone().to(device)
     update_weights(
-        average, *listing.tensors, lse.float().to(device), scale=0.3, softcap=extra.get("softcap"), alpha=0.25
-    )
+        average, *listing.tensors, lse.float().to(device), scale=0.3, softcap=extra.get("softcap"), alpha=0.25,
+        **peak,
+    )  # fmt: skip
     torch.testing.assert_close(average.double().cpu(), truth, atol=1e-5, rtol=1e-5)
     free = (average.cpu() == before).all(3)
     assert (free.sum(2) >= 2).all()  # there are two slots more than blocks

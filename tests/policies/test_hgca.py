@@ -144,8 +144,12 @@ def direct(
         age = (stop - torch.arange(length)).double().clamp(min=1)
         if count == 1 and start:
             w = weights(query, keys, valid, start, outside, stop)[:, :, 0]
-            rate = (1 / age).clamp(min=alpha)
-            average[:, :, outside:stop] = (average + rate * (w - average))[:, :, outside:stop]
+            if rule.steps == "max":
+                near = min(64, blocks * BLOCK // 4)
+                moved = torch.maximum((1 - alpha) * average, w / 4 * (age > near))
+            else:
+                moved = average + (1 / age).clamp(min=alpha) * (w - average)
+            average[:, :, outside:stop] = moved[:, :, outside:stop]
             decoded, due = True, max((stop - stagger) // BLOCK + 1 - blocks, 0) * BLOCK
             if due > outside:
                 decide(outside, due, valid[:, outside:stop].sum(1))
@@ -160,6 +164,10 @@ def direct(
         mean = w.sum(2) / age.clamp(max=among)
         for token in range(border, stop):
             met = min(count, int(age[token]))
+            if border and rule.steps == "max":
+                left = (1 - alpha) ** met * average[:, :, token]
+                average[:, :, token] = torch.maximum(left, mean[:, :, token])
+                continue
             if border:
                 rate = max(1 - (1 - alpha) ** met, met / age[token])
             else:
@@ -186,6 +194,7 @@ def direct(
         {},
         {"group": "mean", "alpha": 0.4, "beta": 0.6, "prompt_queries": 7, "append_run": 0},
         {"reevaluate": False, "prompt_queries": None},
+        {"steps": "mean"},
     ],
 )
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
