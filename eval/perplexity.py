@@ -68,14 +68,14 @@ class Cell(Row):
 
 
 def make_rows(
-    tokens: int, ratios: list[float], betas: list[float], tier: str | None, alpha: float | None = None
+    tokens: int, ratios: list[float], betas: list[float], tier: str | None, learns: dict[str, Any] | None = None
 ) -> list[Row]:
-    """The rows to choose from: the grid of hgca first, then those to compare it with."""
+    """The rows to choose from: the grid of hgca first, which `learns` so, then those to compare it with."""
     memory = {"block_size": BLOCK_SIZE} | ({} if tier is None else {"tier": tier})
     newest = {ratio: math.ceil(ratio * tokens / BLOCK_SIZE) * BLOCK_SIZE for ratio in ratios}
 
     def hgca(ratio: float, beta: float) -> Row:
-        knobs = {"window": newest[ratio], "beta": beta} | ({} if alpha is None else {"alpha": alpha}) | memory
+        knobs = {"window": newest[ratio], "beta": beta} | (learns or {}) | memory
         return Cell(f"hgca-{ratio:g}-{beta:g}", "hgca", knobs, ratio, beta)
 
     return [
@@ -218,7 +218,10 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Sequences of each text.")] = 1,
     ratios: Annotated[str, typer.Option(help="Shares of the length that are attended densely.")] = "0.1,0.25,0.5,0.75",
     betas: Annotated[str, typer.Option(help="Filters of hgca.")] = "0.25,0.5,0.75,1",
-    alpha: Annotated[float | None, typer.Option(help="Share of a step in hgca's averages [default: its own].")] = None,
+    alpha: Annotated[float | None, typer.Option(help="How fast hgca forgets [default: its own].")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help='How hgca joins weights, "max" or "mean" [default: its own].')
+    ] = None,
     rows: Annotated[
         str | None, typer.Option(help="By name, comma-separated; a wrong one lists them [default: hgca's grid].")
     ] = None,
@@ -233,11 +236,12 @@ def main(
 ) -> None:
     """Measure the perplexity of texts that are decoded token by token."""
     shares, filters, kinds = decimals(ratios), decimals(betas), kinds_of(texts)
-    every_row = make_rows(tokens, shares, filters, tier, alpha)
+    learns = {name: value for name, value in (("alpha", alpha), ("steps", steps)) if value is not None}
+    every_row = make_rows(tokens, shares, filters, tier, learns)
     chosen = every_row[: len(shares) * len(filters)] if rows is None else choose(every_row, rows)
     settings = {
         "texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "model": model, "dtype": dtype,
-        "alpha": alpha,
+        "learns": learns,
         "prose": None if prose is None else [prose.name, prose.stat().st_size],
     }  # fmt: skip
     progress = Progress(out.with_suffix(".state"), settings)
