@@ -219,9 +219,7 @@ def main(
     ratios: Annotated[str, typer.Option(help="Shares of the length that are attended densely.")] = "0.1,0.25,0.5,0.75",
     betas: Annotated[str, typer.Option(help="Filters of hgca.")] = "0.25,0.5,0.75,1",
     alpha: Annotated[float | None, typer.Option(help="How fast hgca forgets [default: its own].")] = None,
-    steps: Annotated[
-        str | None, typer.Option(help='How hgca joins weights, "max" or "mean" [default: its own].')
-    ] = None,
+    steps: Annotated[str | None, typer.Option(help='"max" or "mean" of the weights [default: its own].')] = None,
     rows: Annotated[
         str | None, typer.Option(help="By name, comma-separated; a wrong one lists them [default: hgca's grid].")
     ] = None,
