@@ -11,7 +11,7 @@ from hf_offload.policies.salience import SalienceRule
 
 PULL = 64
 """Tokens that follow one closely count as if a 64th of its weight were theirs."""
-PEAK_SHARE = 0.25
+PEAK_SHARE = 1 / 3
 """What the weight of one query counts beside a mean over many, which is what thresholds are made for."""
 NEAR_STEPS = 64
 """In its first steps, at most a quarter of a window, a token is attended for being near."""

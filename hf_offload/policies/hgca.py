@@ -31,7 +31,7 @@ class HGCA(Policy):
             or append, and constant until the next one.
         beta: how strict the selection is; 0 keeps every token.
         alpha: how fast A forgets, in (0, 1]; None: one over the tokens of the window.
-        steps: `"max"`: A ← max((1 − alpha)·A, weight/4), where weights of a token's first 64 steps do not count: it is
+        steps: `"max"`: A ← max((1 − alpha)·A, weight/3), where weights of a token's first 64 steps do not count: it is
             attended then for being near. What a token is wanted for later shows in single queries, which a mean over
             the window loses. `"mean"`, the paper's form: A ← (1 − alpha)·A + alpha·weight, the mean as long as a token
             has met less than 1/alpha queries.

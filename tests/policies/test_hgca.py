@@ -146,7 +146,7 @@ def direct(
             w = weights(query, keys, valid, start, outside, stop)[:, :, 0]
             if rule.steps == "max":
                 near = min(64, blocks * BLOCK // 4)
-                moved = torch.maximum((1 - alpha) * average, w / 4 * (age > near))
+                moved = torch.maximum((1 - alpha) * average, w / 3 * (age > near))
             else:
                 moved = average + (1 / age).clamp(min=alpha) * (w - average)
             average[:, :, outside:stop] = moved[:, :, outside:stop]
