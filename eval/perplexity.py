@@ -204,11 +204,13 @@ def standard_error(values: torch.Tensor) -> float:
 def table_one(records: list[dict[str, Any]], kind: str) -> list[dict[str, str]]:
     """The grid of a kind as in the paper: a line a ratio, a column a β; perplexity and what it is more than full's."""
     grid = [r for r in records if r["kind"] == kind and r["beta"] is not None]
+    betas = sorted({r["beta"] for r in grid})
     lines: dict[float, dict[str, str]] = {}
     for r in grid:
         more, error = r["perplexity"] - r["perplexity_full"], r["perplexity"] * r["nll_more_se"]
         cell = f"{r['perplexity']:.2f} ({more:+.3f} ± {error:.3f})"
-        lines.setdefault(r["ratio"], {"GPU ratio": f"{r['ratio']:g}"})[f"β = {r['beta']:g}"] = cell
+        none = {"GPU ratio": f"{r['ratio']:g}"} | dict.fromkeys((f"β = {beta:g}" for beta in betas), "–")
+        lines.setdefault(r["ratio"], none)[f"β = {r['beta']:g}"] = cell
     return list(lines.values())
 
 
