@@ -1,0 +1,85 @@
+"""Attention of one query over tokens, block by block, so that blocks can be joined and left out afterwards."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+BLOCK = 16
+"""Tokens of the smallest block."""
+
+Partial: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""out `[…, D]` and lse `[…]`, fp32, natural logarithm; 0 and −inf where nothing was attended."""
+
+
+class Tokens(NamedTuple):
+    """Consecutive tokens of a layer.
+
+    Args:
+        key, value: `[B, Hkv, T, D]`, of any float dtype.
+        valid: `[B, T]` bool, which tokens count.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    valid: torch.Tensor
+
+
+def logits(query: torch.Tensor, tokens: Tokens, scale: float) -> torch.Tensor:
+    """scale · q·k of every token, fp32 `[B, Hq, T]`; −inf for tokens that do not count. query: `[B, Hq, D]`."""
+    batch, heads, length, dim = tokens.key.shape
+    found = scale * (query.float().reshape(batch, heads, -1, dim) @ tokens.key.float().transpose(2, 3))
+    return found.flatten(1, 2).masked_fill(~tokens.valid[:, None], -torch.inf)
+
+
+def attend(query: torch.Tensor, tokens: Tokens, scale: float) -> Partial:
+    """Attention over all tokens that count, as out `[B, Hq, D]` and lse `[B, Hq]`; query: `[B, Hq, D]`."""
+    out, lse = join_blocks(attend_blocks(query, tokens, scale), -1)
+    return out[..., 0, :], lse[..., 0]
+
+
+def attend_blocks(query: torch.Tensor, tokens: Tokens, scale: float) -> Partial:
+    """Attention over each block of 16 tokens alone.
+
+    Args:
+        query: `[B, Hq, D]`.
+        tokens: `[B, Hkv, T, D]`; the last block may have fewer.
+        scale: softmax scale.
+
+    Returns:
+        out `[B, Hq, n, D]` and lse `[B, Hq, n]`.
+    """
+    short = -tokens.valid.shape[1] % BLOCK
+    if short:
+        key, value = (torch.nn.functional.pad(x, (0, 0, 0, short)) for x in tokens[:2])
+        tokens = Tokens(key, value, torch.nn.functional.pad(tokens.valid, (0, short)))
+    batch, heads, length, dim = tokens.key.shape
+    count = length // BLOCK
+    scores = logits(query, tokens, scale).view(batch, heads, -1, count, BLOCK)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    # A token that does not count may hold anything.
+    value = tokens.value.float().masked_fill(~tokens.valid[:, None, :, None], 0.0)
+    out = weights.transpose(2, 3) @ value.view(batch, heads, count, BLOCK, dim)
+    return out.transpose(2, 3).flatten(1, 2), lse.flatten(1, 2)
+
+
+def join_blocks(parts: Partial, run: int) -> Partial:
+    """Partials of `run` consecutive blocks each, from those of single blocks.
+
+    Args:
+        parts: out `[…, n, D]` and lse `[…, n]`.
+        run: blocks to join; −1: all.
+
+    Returns:
+        out `[…, ⌈n / run⌉, D]` and lse `[…, ⌈n / run⌉]`.
+    """
+    out, lse = parts
+    run = max(lse.shape[-1], 1) if run == -1 else run
+    short = -lse.shape[-1] % run if lse.shape[-1] else run
+    out, lse = torch.nn.functional.pad(out, (0, 0, 0, short)), torch.nn.functional.pad(lse, (0, short), value=-torch.inf)
+    lse = lse.unflatten(-1, (-1, run))
+    total = lse.logsumexp(-1)
+    weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
+    return (weights[..., None, :] @ out.unflatten(-2, (-1, run)))[..., 0, :], total

@@ -1,0 +1,231 @@
+"""The predictor of head properties: a small network over the features of a head (Fluxion §5.2), and its file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from hf_offload.cache.fingerprint import difference
+from hf_offload.fluxion.features import FEATURES
+from hf_offload.fluxion.labels import GRANULARITIES
+
+FORMAT = 1
+WIDTH = 312
+"""Of the two layers that the three outputs share."""
+LIMIT = 8.0
+"""Standard deviations beyond which a feature says no more: contexts longer than those of training, outliers."""
+
+
+class HeadProperties(NamedTuple):
+    """What is predicted of heads: bgt(blk) = budget0 + slope · log₂ blk, to be clipped to [0, 1] (Eq. 1).
+
+    Args:
+        budget0, slope: fp32 `[…]`, shares of the host's tokens.
+        streaming: bool `[…]`, whether sinks and local tokens are all that a head needs.
+    """
+
+    budget0: torch.Tensor
+    slope: torch.Tensor
+    streaming: torch.Tensor
+
+
+class Predictor(Protocol):
+    """What predicts the properties of heads, for one deviation τ."""
+
+    @property
+    def tau(self) -> float:
+        """The deviation that budgets are for."""
+
+    @property
+    def digest(self) -> str:
+        """The digest whose order of blocks budgets are for."""
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that are attended anyway."""
+
+    @property
+    def local(self) -> int:
+        """Newest tokens that are attended anyway."""
+
+    def predict(self, features: torch.Tensor) -> HeadProperties:
+        """Properties `[…]` from features fp32 `[…, 41]`."""
+
+
+@dataclass(frozen=True)
+class ConstantPredictor:
+    """Predicts the same for every head: full attention as it stands, and what an ablation wants."""
+
+    budget0: float = 1.0
+    slope: float = 0.0
+    streaming: bool = False
+    tau: float = 0.1
+    digest: str = "submean"
+    sinks: int = 64
+    local: int = 256
+
+    def predict(self, features: torch.Tensor) -> HeadProperties:
+        """The constants, once for every row of `[…, 41]`."""
+        like = features[..., 0]
+        return HeadProperties(
+            torch.full_like(like, self.budget0),
+            torch.full_like(like, self.slope),
+            torch.full_like(like, self.streaming, dtype=torch.bool),
+        )
+
+
+class HeadPredictor(nn.Module):
+    """A feed-forward network: a backbone of two layers, and an output for each of the three properties.
+
+    Args:
+        tau: the deviation that it predicts budgets for.
+        digest: the digest that they are for.
+        sinks, local: tokens that are attended anyway.
+        streaming_at: the probability from which a head counts as streaming.
+    """
+
+    mean: torch.Tensor
+    inverse: torch.Tensor
+
+    def __init__(self, *, tau: float, digest: str, sinks: int, local: int, streaming_at: float = 0.5) -> None:
+        super().__init__()
+        if not 0 < streaming_at < 1:
+            raise ValueError(f"streaming_at={streaming_at} is no probability; use a number between 0 and 1")
+        self.tau, self.digest, self.sinks, self.local = tau, digest, sinks, local
+        self.streaming_at = streaming_at
+        self._logit = float(torch.logit(torch.tensor(streaming_at, dtype=torch.float64)))
+        self.register_buffer("mean", torch.zeros(len(FEATURES)))
+        self.register_buffer("inverse", torch.ones(len(FEATURES)))
+        self.first = nn.Linear(len(FEATURES), WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.outputs = nn.Linear(WIDTH, 3)
+
+    def standardise(self, features: torch.Tensor) -> None:
+        """Take mean and deviation of every feature from those of the training set `[N, 41]`."""
+        wide = features.double()
+        self.mean.copy_(wide.mean(0))
+        self.inverse.copy_(1 / wide.std(0, unbiased=False).clamp(min=1e-6 * (1 + wide.mean(0).abs())))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """budget0, slope and the logit of streaming, `[…, 3]`, from `[…, 41]`."""
+        x = ((features - self.mean) * self.inverse).clamp_(-LIMIT, LIMIT)
+        x = torch.relu_(self.first(x))
+        x = torch.relu_(self.second(x))
+        out: torch.Tensor = self.outputs(x)
+        return out
+
+    @torch.no_grad()
+    def predict(self, features: torch.Tensor) -> HeadProperties:
+        """The properties of heads from their features.
+
+        Args:
+            features: fp32 `[…, 41]`, as `FEATURES` names them.
+        """
+        budget0, slope, logit = self(features).unbind(-1)
+        return HeadProperties(budget0, slope, logit > self._logit)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Mapping[str, Any], tau: float = 0.1) -> Self:
+        """The predictor for one τ out of a file.
+
+        Args:
+            path: what `save_predictors` wrote.
+            model: `cache.fingerprint.fingerprint` of the model that it is to serve.
+            tau: one of those that the file was trained for.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: no predictor, another model (in what it differs), other features, or a τ that it does not know.
+        """
+        about = read_about(path)
+        odd = difference(about["model"], dict(model))
+        if odd is not None:
+            raise ValueError(f"{path} was trained for another model: {odd}; train one for this model")
+        if about["features"] != list(FEATURES):
+            raise ValueError(f"{path} was trained on other features than this version has; train it anew")
+        if about["granularities"] != list(GRANULARITIES):
+            raise ValueError(f"{path} was trained for block sizes {about['granularities']}; train it anew")
+        names = {float(known): str(known) for known in about["predictors"]}
+        if tau not in names:
+            known = ", ".join(f"{value:g}" for value in sorted(names))
+            raise ValueError(f"tau={tau:g} is none that {path} was trained for; use one of {known}, or train it for more")
+        settings = about["predictors"][names[tau]]
+        made = cls(tau=tau, digest=about["digest"], sinks=about["sinks"], local=about["local"], **settings)
+        prefix = f"{names[tau]}/"
+        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            made.load_state_dict({key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)})  # noqa: SIM118
+        return made.eval().requires_grad_(False)
+
+
+def save_predictors(
+    path: str | os.PathLike[str],
+    model: Mapping[str, Any],
+    predictors: Mapping[float, HeadPredictor],
+    summary: Mapping[str, Any],
+) -> None:
+    """Write predictors of one training, a set of weights for each τ, whole or not at all.
+
+    A τ has weights of its own because the anchor's budgets among the features are for that τ, too.
+
+    Args:
+        path: the file.
+        model: fingerprint of the model.
+        predictors: by τ; they share digest, sinks and local tokens.
+        summary: what is to be known of the training, for `json`.
+
+    Raises:
+        ValueError: no predictors, or predictors that differ in what they share.
+    """
+    shared = {(one.digest, one.sinks, one.local) for one in predictors.values()}
+    if len(shared) != 1:
+        raise ValueError(f"{len(predictors)} predictors for {len(shared)} settings; a file holds those of one setting")
+    digest, sinks, local = shared.pop()
+    about = {
+        "format": FORMAT, "model": dict(model), "features": FEATURES, "granularities": GRANULARITIES, "digest": digest,
+        "sinks": sinks, "local": local, "summary": dict(summary),
+        "predictors": {f"{tau:g}": {"streaming_at": one.streaming_at} for tau, one in predictors.items()},
+    }  # fmt: skip
+    tensors = {
+        f"{tau:g}/{name}": tensor.detach().cpu().contiguous()
+        for tau, one in predictors.items()
+        for name, tensor in one.state_dict().items()
+    }
+    write_whole(Path(path), tensors, about)
+
+
+def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a predictor's file says of itself.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no predictor, or one of another format.
+    """
+    try:
+        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no predictor ({error}); make one with `hf-offload train-fluxion`") from error
+    if about.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is no predictor of format {FORMAT} ({about.get('format')}); make one with `hf-offload train-fluxion`"
+        )
+    return dict(about)
+
+
+def write_whole(path: Path, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    """Write a safetensors file under another name and rename it: who is killed in between leaves no half of it."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, new, {"about": json.dumps(about)})
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
