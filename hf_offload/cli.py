@@ -1,11 +1,11 @@
-"""The command line: `hf-offload profile`."""
+"""The command line: `hf-offload profile`, `hf-offload train-fluxion`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,7 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_offload import assets
+from hf_offload.fluxion.fitting import Fitting
+from hf_offload.fluxion.samples import Sampling
 from hf_offload.profile import Profile, check_profiling, profile_intervals
+from hf_offload.train_fluxion import PREDICTOR, REPORT, check_sampling, collect, cut_windows, train
 
 DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
@@ -22,6 +25,8 @@ DTYPES: dict[str, torch.dtype | str] = {
     "float16": torch.float16,
 }
 SHOWN_STEPS = (1, 8, 32)
+UNREAD = 400_000
+"""Characters at the beginning of each text of Python's that are not trained on: evaluation scripts read there."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -72,6 +77,73 @@ def profile(
         raise typer.BadParameter(str(error)) from error
     show(found)
     typer.echo(f"wrote {out}; use it with\n\n    {usage(found, out)}\n")
+
+
+@app.command()
+def train_fluxion(
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for samples, predictor and report.")],
+    model: Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="SmolLM2-135M-Instruct")] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Text (UTF-8); may be repeated.", show_default="Python's own"),
+    ] = None,
+    tau: Annotated[list[float] | None, typer.Option(help="Deviation; may be repeated.", show_default="0.1")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a window of text.")] = 8192,
+    windows: Annotated[int, typer.Option(help="Windows of each text, at most.")] = 4,
+    interval: Annotated[int, typer.Option(help="Tokens between two prompt lengths.")] = 1024,
+    steps: Annotated[int, typer.Option(help="Decode steps sampled in each interval.")] = 8,
+    digest: Annotated[str, typer.Option(help="What blocks are chosen by: submean or quest.")] = "submean",
+    epochs: Annotated[int, typer.Option(help="Passes over the samples, at most.")] = 40,
+    under: Annotated[float, typer.Option(help="Weight of budgets predicted too low, against too high.")] = 1.0,
+    streaming_at: Annotated[float, typer.Option(help="Probability from which a head needs no retrieval.")] = 0.5,
+    dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "auto",
+) -> None:
+    """Train a predictor of what attention heads need of the host, for policy fluxion; goes on where it was stopped."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    sampling = Sampling(interval=interval, steps=steps, taus=tuple(sorted(tau or [0.1])), digest=digest)
+    try:
+        check_sampling(sampling, context)
+        fitting = Fitting(epochs=epochs, under=under, streaming_at=streaming_at)
+        contents = [path.read_text(encoding="utf-8") for path in text or []]
+        contents = contents or [assets.texts(kind)[UNREAD:] for kind in assets.KINDS]
+        language_model, tokenizer = assets.load_model(model, dtype=DTYPES[dtype])
+        ids = [tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"] for content in contents]
+        cut = cut_windows(ids, context, windows)
+        collect(language_model, cut, sampling, out, progress=True)
+        report = train(language_model, cut, sampling, fitting, out, progress=True)
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"a text is not UTF-8 ({error}); convert it first") from error
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if report is not None:
+        show_quality(report)
+        typer.echo(f"wrote {out / PREDICTOR} and {out / REPORT}")
+
+
+def show_quality(report: dict[str, Any]) -> None:
+    """Print what a training reports, a row for each τ."""
+    table = Table(title=f"{report['held_out']:,} held-out samples; budgets at blocks of 32 tokens, in % of the host's")
+    titles = (
+        "τ",
+        "R² bgt₀",
+        "R² k",
+        "streaming",
+        "precision",
+        "recall",
+        "needed",
+        "predicted",
+        "too little",
+        "too much",
+    )
+    for title in titles:
+        table.add_column(title, justify="right")
+    for tau, found in report["quality"].items():
+        rates = ("r2_budget0", "r2_slope", "streaming_share", "streaming_precision", "streaming_recall")
+        budgets = (found["budgets"]["32"][name] for name in ("needed", "predicted", "too_little", "too_much"))
+        table.add_row(tau, *(f"{found[name]:.3f}" for name in rates), *(f"{100 * value:.2f}" for value in budgets))
+    # A file or a pipe has no width of its own.
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def show(found: Profile) -> None:

@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "cpu": {"cpu"},
     "gpu": {"gpu"},
     "cache": {"cache", "cpu", "gpu", *CONTRACT},
+    "fluxion": {"fluxion", "attention.partial", "cache.digests", "cache.fingerprint"},
     "policies": {"policies", "cache.digests"},
     "attention": {"attention", "cache", "cpu", "gpu", *CONTRACT},
 }

@@ -85,7 +85,7 @@ def capture(
     """
     taken, cache = _Capture(positions), DynamicCache(config=model.config)
     with _attending_by(model, taken):
-        for part in ids.to(model.device).split(CHUNK, 1):
+        for part in torch.split(ids.to(model.device), CHUNK, 1):
             model.base_model(part, past_key_values=cache, use_cache=True)
             advance(part.shape[1])
     if not taken.queries:

@@ -117,13 +117,13 @@ class Moments:
 
 def mean_norm(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """The mean over the tokens that count of ‖x_t‖₂, fp32 `[B, Hkv]`, from `[B, Hkv, T, D]` and `[B, T]`."""
-    norms = x.float().norm(dim=-1).masked_fill(~valid[:, None], 0.0)
+    norms: torch.Tensor = torch.linalg.vector_norm(x.float(), dim=-1).masked_fill(~valid[:, None], 0.0)
     return norms.sum(-1) / valid.sum(-1, keepdim=True).clamp(min=1)
 
 
 def largest_norm(out: torch.Tensor) -> torch.Tensor:
     """The largest ‖O_h‖₂ among the heads of `[B, Hq, D]`, for each of them: `[B, Hq]`."""
-    norms = out.norm(dim=-1)
+    norms: torch.Tensor = torch.linalg.vector_norm(out, dim=-1)
     return norms.amax(-1, keepdim=True).expand_as(norms)
 
 
@@ -152,7 +152,7 @@ def prompt_statistics(
         scale: softmax scale.
     """
     anchor = anchor.float()
-    length = anchor.norm(dim=-1)
+    length = torch.linalg.vector_norm(anchor, dim=-1)
     state = _HostState(anchor, length, scale)
     for tile in host:
         state.add(tile)
@@ -167,7 +167,7 @@ def prompt_statistics(
     kv = torch.cat(
         (
             torch.stack((mean_norm(sinks.key, sinks.valid), mean_norm(sinks.value, sinks.valid)), -1),
-            means.norm(dim=-1),
+            torch.linalg.vector_norm(means, dim=-1),
             state.keys.mean_to_kurtosis(),
             state.values.mean_to_kurtosis(),
         ),
@@ -177,7 +177,7 @@ def prompt_statistics(
     heads = torch.arange(shape[1], device=anchor.device).expand(shape)
     one = (torch.full_like(length, layer), heads.float())
     lses = (sink[1], host_lse, near[1])
-    outs = (part.norm(dim=-1) for part in (sink[0], host_out, near[0]))
+    outs = (torch.linalg.vector_norm(part, dim=-1) for part in (sink[0], host_out, near[0]))
     columns = (
         torch.stack(one, -1), kv, z, torch.stack((*lses, *outs, length), -1), budgets,
         largest_norm(device[0])[..., None],
@@ -203,7 +203,7 @@ def step_features(
     """
     (sink_out, sink_lse), (local_out, local_lse) = sinks, local
     device_out = torch.lerp(sink_out, local_out, (local_lse - sink_lse).sigmoid_()[..., None])
-    norms = torch.stack((query, sink_out, local_out, device_out), 2).norm(dim=-1)  # [B, Hq, 4]
+    norms = torch.linalg.vector_norm(torch.stack((query, sink_out, local_out, device_out), 2), dim=-1)  # [B, Hq, 4]
     dots = (statistics.directions @ query[..., None])[..., 0]  # [B, Hq, 2]
     length = norms[..., 0]
     spread = torch.addcmul(dots[..., 0], statistics.half_variance, length.square())
@@ -229,8 +229,8 @@ class _HostState:
         tile = Tokens(key, value, tile.valid)
         scores = logits(self.anchor, tile, self.scale).masked_fill(~tile.valid[:, None], 0.0)
         self.z.add(scores / self.length.clamp(min=1e-12)[..., None], tile.valid)
-        self.keys.add(key.norm(dim=-1), tile.valid)
-        self.values.add(value.norm(dim=-1), tile.valid)
+        self.keys.add(torch.linalg.vector_norm(key, dim=-1), tile.valid)
+        self.values.add(torch.linalg.vector_norm(value, dim=-1), tile.valid)
         sums = torch.stack((key.sum(2), value.sum(2)), 2)
         self.tiles.append((attend_blocks(self.anchor, tile, self.scale), tile.valid, sums))
 

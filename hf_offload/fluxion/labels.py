@@ -34,13 +34,13 @@ def join_scores(scores: torch.Tensor, run: int, digest: str) -> torch.Tensor:
     if digest not in DIGESTS:
         raise ValueError(f"digest={digest!r} cannot be joined over blocks; use one of {', '.join(DIGESTS)}")
     short = -scores.shape[-1] % run
-    runs = torch.nn.functional.pad(scores, (0, short), value=-torch.inf).unflatten(-1, (-1, run))
+    runs = torch.unflatten(torch.nn.functional.pad(scores, (0, short), value=-torch.inf), -1, (-1, run))
     return runs.amax(-1) if digest == "quest" else runs.logsumexp(-1)
 
 
 def deviation_limit(full: torch.Tensor, taus: Sequence[float]) -> torch.Tensor:
     """τ · max over heads of ‖o_h‖₂ (Eq. 2), `[B, Hq, taus]`, from the full outputs `[B, Hq, D]`."""
-    largest = full.norm(dim=-1).amax(-1, keepdim=True)
+    largest: torch.Tensor = torch.linalg.vector_norm(full, dim=-1).amax(-1, keepdim=True)
     limits = largest[..., None] * torch.tensor(taus, dtype=full.dtype, device=full.device)
     return limits.expand(*full.shape[:2], -1)
 
@@ -96,17 +96,22 @@ def _of_blocks(
     kept: Partial, blocks: Partial, scores: torch.Tensor, valid: torch.Tensor, full: torch.Tensor, limit: torch.Tensor,
     digest: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    sizes = torch.nn.functional.pad(valid.float(), (0, -valid.shape[1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
+    sizes = _sums(valid.float(), BLOCK)
     found = []
     for granularity in GRANULARITIES[1:]:
         run = granularity // BLOCK
         out, lse = join_blocks(blocks, run)
-        tokens = torch.nn.functional.pad(sizes, (0, -sizes.shape[1] % run)).unflatten(-1, (-1, run)).sum(-1)
+        tokens = _sums(sizes, run)
         owner = torch.arange(lse.shape[0] * lse.shape[1], device=lse.device)
         joined = join_scores(scores, run, digest)
         spread = tokens[:, None].expand(lse.shape)
         found.append(_needed(kept, out.flatten(0, 1), owner, lse, joined, spread, full, limit))
     return found
+
+
+def _sums(x: torch.Tensor, run: int) -> torch.Tensor:
+    """Sums of `run` consecutive numbers each, `[B, ⌈n / run⌉]`."""
+    return torch.unflatten(torch.nn.functional.pad(x, (0, -x.shape[-1] % run)), -1, (-1, run)).sum(-1)
 
 
 def _needed(
@@ -135,7 +140,7 @@ def _needed(
     top = torch.cat((base[:, None], lse), 1).amax(1)
     weight, mass = (lse - top[:, None]).exp(), (base - top).exp()
     moment, tokens, total = out * mass[:, None], torch.zeros_like(mass), sizes.sum(1).clamp(min=1)
-    shares = torch.where((out - full).norm(dim=-1)[:, None] <= limit, 0.0, torch.inf)
+    shares = torch.where(torch.linalg.vector_norm(out - full, dim=-1)[:, None] <= limit, 0.0, torch.inf)
     order = scores.argsort(dim=1, descending=True, stable=True)
     start, width = 0, _FIRST
     while start < count:
@@ -147,7 +152,8 @@ def _needed(
         moments = moment[rows, None] + (weights[..., None] * values[owner[rows, None], index]).cumsum(1)
         masses = mass[rows, None] + weights.cumsum(1)
         taken = tokens[rows, None] + sizes[rows].gather(1, index).cumsum(1)
-        near = (moments / masses[..., None] - full[rows, None]).norm(dim=-1)[..., None] <= limit[rows, None]
+        error = torch.linalg.vector_norm(moments / masses[..., None] - full[rows, None], dim=-1)
+        near = error[..., None] <= limit[rows, None]
         first = torch.where(near, (taken / total[rows, None])[..., None], torch.inf).amin(1)
         shares[rows] = torch.where(shares[rows] == torch.inf, first, shares[rows])
         moment[rows], mass[rows], tokens[rows] = moments[:, -1], masses[:, -1], taken[:, -1]

@@ -28,8 +28,9 @@ class Tokens(NamedTuple):
 
 def logits(query: torch.Tensor, tokens: Tokens, scale: float) -> torch.Tensor:
     """scale · q·k of every token, fp32 `[B, Hq, T]`; −inf for tokens that do not count. query: `[B, Hq, D]`."""
-    batch, heads, length, dim = tokens.key.shape
-    found = scale * (query.float().reshape(batch, heads, -1, dim) @ tokens.key.float().transpose(2, 3))
+    batch, heads, _, dim = tokens.key.shape
+    group = query.shape[1] // heads
+    found = scale * (query.float().reshape(batch, heads, group, dim) @ tokens.key.float().transpose(2, 3))
     return found.flatten(1, 2).masked_fill(~tokens.valid[:, None], -torch.inf)
 
 
@@ -56,7 +57,8 @@ def attend_blocks(query: torch.Tensor, tokens: Tokens, scale: float) -> Partial:
         tokens = Tokens(key, value, torch.nn.functional.pad(tokens.valid, (0, short)))
     batch, heads, length, dim = tokens.key.shape
     count = length // BLOCK
-    scores = logits(query, tokens, scale).view(batch, heads, -1, count, BLOCK)
+    group = query.shape[1] // heads
+    scores = logits(query, tokens, scale).view(batch, heads, group, count, BLOCK)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     # A token that does not count may hold anything.
@@ -73,13 +75,17 @@ def join_blocks(parts: Partial, run: int) -> Partial:
         run: blocks to join; −1: all.
 
     Returns:
-        out `[…, ⌈n / run⌉, D]` and lse `[…, ⌈n / run⌉]`.
+        out `[…, ⌈n / run⌉, D]` and lse `[…, ⌈n / run⌉]`; one of no tokens where n is 0.
     """
     out, lse = parts
     run = max(lse.shape[-1], 1) if run == -1 else run
-    short = -lse.shape[-1] % run if lse.shape[-1] else run
-    out, lse = torch.nn.functional.pad(out, (0, 0, 0, short)), torch.nn.functional.pad(lse, (0, short), value=-torch.inf)
-    lse = lse.unflatten(-1, (-1, run))
+    count = max(-(-lse.shape[-1] // run), 1)
+    short = count * run - lse.shape[-1]
+    out, lse = (
+        torch.nn.functional.pad(out, (0, 0, 0, short)),
+        torch.nn.functional.pad(lse, (0, short), value=-torch.inf),
+    )
+    lse = torch.unflatten(lse, -1, (count, run))
     total = lse.logsumexp(-1)
     weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
-    return (weights[..., None, :] @ out.unflatten(-2, (-1, run)))[..., 0, :], total
+    return (weights[..., None, :] @ torch.unflatten(out, -2, (count, run)))[..., 0, :], total

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_offload.cache.fingerprint import difference
@@ -93,7 +93,7 @@ class HeadPredictor(nn.Module):
         streaming_at: the probability from which a head counts as streaming.
     """
 
-    mean: torch.Tensor
+    offset: torch.Tensor
     inverse: torch.Tensor
 
     def __init__(self, *, tau: float, digest: str, sinks: int, local: int, streaming_at: float = 0.5) -> None:
@@ -103,7 +103,7 @@ class HeadPredictor(nn.Module):
         self.tau, self.digest, self.sinks, self.local = tau, digest, sinks, local
         self.streaming_at = streaming_at
         self._logit = float(torch.logit(torch.tensor(streaming_at, dtype=torch.float64)))
-        self.register_buffer("mean", torch.zeros(len(FEATURES)))
+        self.register_buffer("offset", torch.zeros(len(FEATURES)))
         self.register_buffer("inverse", torch.ones(len(FEATURES)))
         self.first = nn.Linear(len(FEATURES), WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH)
@@ -112,12 +112,14 @@ class HeadPredictor(nn.Module):
     def standardise(self, features: torch.Tensor) -> None:
         """Take mean and deviation of every feature from those of the training set `[N, 41]`."""
         wide = features.double()
-        self.mean.copy_(wide.mean(0))
-        self.inverse.copy_(1 / wide.std(0, unbiased=False).clamp(min=1e-6 * (1 + wide.mean(0).abs())))
+        mean, deviation = wide.mean(0), wide.std(0, unbiased=False)
+        inverse = torch.where(deviation > 1e-6 * (1 + mean.abs()), 1 / deviation, 0.0)  # what never varies says nothing
+        self.inverse.copy_(inverse)
+        self.offset.copy_(-mean * inverse)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """budget0, slope and the logit of streaming, `[…, 3]`, from `[…, 41]`."""
-        x = ((features - self.mean) * self.inverse).clamp_(-LIMIT, LIMIT)
+        x = torch.addcmul(self.offset, features, self.inverse).clamp_(-LIMIT, LIMIT)
         x = torch.relu_(self.first(x))
         x = torch.relu_(self.second(x))
         out: torch.Tensor = self.outputs(x)
@@ -157,12 +159,14 @@ class HeadPredictor(nn.Module):
         names = {float(known): str(known) for known in about["predictors"]}
         if tau not in names:
             known = ", ".join(f"{value:g}" for value in sorted(names))
-            raise ValueError(f"tau={tau:g} is none that {path} was trained for; use one of {known}, or train it for more")
+            raise ValueError(
+                f"tau={tau:g} is none that {path} was trained for; use one of {known}, or train it for more"
+            )
         settings = about["predictors"][names[tau]]
         made = cls(tau=tau, digest=about["digest"], sinks=about["sinks"], local=about["local"], **settings)
         prefix = f"{names[tau]}/"
-        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
-            made.load_state_dict({key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)})  # noqa: SIM118
+        tensors = load_file(path)
+        made.load_state_dict({key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)})
         return made.eval().requires_grad_(False)
 
 
@@ -192,10 +196,10 @@ def save_predictors(
     about = {
         "format": FORMAT, "model": dict(model), "features": FEATURES, "granularities": GRANULARITIES, "digest": digest,
         "sinks": sinks, "local": local, "summary": dict(summary),
-        "predictors": {f"{tau:g}": {"streaming_at": one.streaming_at} for tau, one in predictors.items()},
+        "predictors": {str(tau): {"streaming_at": one.streaming_at} for tau, one in predictors.items()},
     }  # fmt: skip
     tensors = {
-        f"{tau:g}/{name}": tensor.detach().cpu().contiguous()
+        f"{tau}/{name}": tensor.detach().cpu().contiguous()
         for tau, one in predictors.items()
         for name, tensor in one.state_dict().items()
     }
@@ -210,14 +214,12 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: it is no predictor, or one of another format.
     """
     try:
-        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {}).get("about", "{}"))
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no predictor ({error}); make one with `hf-offload train-fluxion`") from error
     if about.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} is no predictor of format {FORMAT} ({about.get('format')}); make one with `hf-offload train-fluxion`"
-        )
+        raise ValueError(f"{path} is no predictor of format {FORMAT}; make one with `hf-offload train-fluxion`")
     return dict(about)
 
 

@@ -75,7 +75,9 @@ class Samples:
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
         """The samples of several parts, one after the other."""
-        return cls(*(torch.cat(x) for x in zip(*((p.features, p.anchor_budgets, p.budgets) for p in parts), strict=True)))
+        return cls(
+            *(torch.cat(x) for x in zip(*((p.features, p.anchor_budgets, p.budgets) for p in parts), strict=True))
+        )
 
 
 @torch.inference_mode()
@@ -154,13 +156,13 @@ def _sealed(digest: str, key: torch.Tensor) -> DigestStore:
     store.reserve(count)
     if not store.frozen:
         store.freeze(_tiles(key))
-    for ids in torch.arange(count, device=key.device).split(_TILE // BLOCK):
+    for ids in torch.split(torch.arange(count, device=key.device), _TILE // BLOCK):
         part = key[0, :, int(ids[0]) * BLOCK : (int(ids[-1]) + 1) * BLOCK]
-        blocks = part.unflatten(1, (-1, BLOCK)).transpose(0, 1).contiguous()
+        blocks = torch.unflatten(part, 1, (-1, BLOCK)).transpose(0, 1).contiguous()
         store.seal(ids, blocks, torch.ones(blocks.shape[0], BLOCK, dtype=torch.bool, device=key.device))
     return store
 
 
 def _tiles(key: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for part in key.split(_TILE, 2):
+    for part in torch.split(key, _TILE, 2):
         yield part, torch.ones(1, part.shape[2], dtype=torch.bool)

@@ -1,0 +1,145 @@
+"""The predictor's network is fitted to samples (Fluxion §5.2)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from hf_offload.fluxion.labels import GRANULARITIES
+from hf_offload.fluxion.predictor import HeadPredictor
+
+_MEASURED = 16384  # samples that the held-out loss is computed for at a time
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How a network is fitted.
+
+    Args:
+        epochs: passes over the samples, at most.
+        patience: passes without a smaller held-out loss after which it ends; the best weights stay.
+        batch: samples of a step.
+        rate: step size of Adam at the beginning; it falls to none along a cosine.
+        under: how much more an underestimated budget weighs than an overestimated one: the first costs quality, the
+            second only time.
+        streaming_at: the probability from which a head counts as streaming.
+        seed: of weights and order.
+    """
+
+    epochs: int = 40
+    patience: int = 6
+    batch: int = 1024
+    rate: float = 1e-3
+    under: float = 1.0
+    streaming_at: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "patience", "batch", "rate", "under"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} leaves nothing to fit with; use a positive number")
+        if not 0 < self.streaming_at < 1:
+            raise ValueError(f"streaming_at={self.streaming_at} is no probability; use a number between 0 and 1")
+
+
+def fit_predictor(
+    features: torch.Tensor,
+    budgets: torch.Tensor,
+    held_out: torch.Tensor,
+    wanted: torch.Tensor,
+    fitting: Fitting,
+    *,
+    tau: float,
+    digest: str,
+    sinks: int,
+    local: int,
+    progress: bool = False,
+) -> tuple[HeadPredictor, int]:
+    """Fit a predictor for one τ.
+
+    The line of Eq. 1 is fitted to the needed budgets of retrieval heads at all granularities, so that an error of bgt₀
+    or k weighs as much as the budgets that it makes wrong; a streaming head teaches the third output alone.
+
+    Args:
+        features: fp32 `[N, 41]`; budgets: `[N, granularities]`, what was needed.
+        held_out, wanted: the same of texts that are not learnt from.
+        fitting: the settings.
+        tau, digest, sinks, local: what the samples are of.
+        progress: whether to show a progress bar.
+
+    Returns:
+        The predictor with the least held-out loss, and the epochs it took.
+
+    Raises:
+        ValueError: samples without any retrieval head.
+    """
+    needed = budgets[budgets.amax(1) > 0]
+    if not len(needed):
+        raise ValueError(f"no head of the samples needs the host for tau={tau:g}: nothing to learn; lower tau")
+    generator = torch.Generator().manual_seed(fitting.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(fitting.seed)
+        made = HeadPredictor(tau=tau, digest=digest, sinks=sinks, local=local, streaming_at=fitting.streaming_at)
+    made.standardise(features)
+    scale = _Scale(needed)
+    scale.apply(made.outputs)
+    optimizer = torch.optim.Adam(made.parameters(), lr=fitting.rate)
+    steps = fitting.epochs * -(-len(features) // fitting.batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    best, least, epochs = copy.deepcopy(made.state_dict()), torch.inf, 0
+    with tqdm(total=fitting.epochs, unit="epoch", desc=f"tau {tau:g}", disable=not progress) as bar:
+        for epoch in range(1, fitting.epochs + 1):
+            for index in torch.split(torch.randperm(len(features), generator=generator), fitting.batch):
+                optimizer.zero_grad()
+                _loss(made(features[index]), budgets[index], scale, fitting.under).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                schedule.step()
+            loss = _mean_loss(made, held_out, wanted, scale, fitting.under)
+            bar.set_postfix(loss=f"{loss:.4f}")
+            bar.update()
+            if loss < least:
+                best, least, epochs = copy.deepcopy(made.state_dict()), loss, epoch
+            elif epoch - epochs >= fitting.patience:
+                break
+    made.load_state_dict(best)
+    return made.eval().requires_grad_(False), epochs
+
+
+class _Scale:
+    """By what budgets are divided in the loss: the deviation of those that are needed."""
+
+    def __init__(self, needed: torch.Tensor) -> None:
+        self.mean, self.deviation = float(needed.mean()), float(needed.std().clamp(min=1e-4))
+
+    def apply(self, outputs: nn.Linear) -> None:
+        """Let a new layer begin with outputs of that size."""
+        steps = torch.tensor(GRANULARITIES).log2().mean()
+        with torch.no_grad():
+            outputs.weight[0].mul_(self.deviation)
+            outputs.weight[1].mul_(self.deviation / steps)
+            outputs.bias[:] = torch.tensor([0.0, self.mean / steps, 0.0])
+
+
+def _loss(out: torch.Tensor, budgets: torch.Tensor, scale: _Scale, under: float) -> torch.Tensor:
+    steps = torch.tensor(GRANULARITIES, device=out.device).log2()
+    streaming = budgets.amax(1) == 0
+    error = (out[:, :1] + out[:, 1:2] * steps - budgets) / scale.deviation
+    squares = error.square() * torch.where(error < 0, under, 1.0)
+    line = (squares.mean(1) * ~streaming).mean()
+    return line + nn.functional.binary_cross_entropy_with_logits(out[:, 2], streaming.float())
+
+
+@torch.no_grad()
+def _mean_loss(
+    made: HeadPredictor, features: torch.Tensor, budgets: torch.Tensor, scale: _Scale, under: float
+) -> float:
+    def parts() -> Iterator[torch.Tensor]:
+        for x, y in zip(torch.split(features, _MEASURED), torch.split(budgets, _MEASURED), strict=True):
+            yield _loss(made(x), y, scale, under) * len(x)
+
+    return float(sum(parts(), torch.zeros(()))) / len(features)
