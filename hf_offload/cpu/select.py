@@ -14,6 +14,34 @@ _NEVER = np.int32(-(2**31))  # the key of -inf and NaN: below the key of every o
 
 
 @jit
+def sort_keys(row: Array, keys: Array) -> int:
+    """Write integers in the order of the floats of a row [n], and return how many are neither -inf nor NaN."""
+    bits, usable = row.view(np.int32), np.int32(0)
+    for i in range(len(row)):
+        x = np.int32(0) if bits[i] == _NEVER else bits[i]  # -0 and +0 tie
+        x = x ^ ((x >> np.int32(31)) & np.int32(0x7FFFFFFF))
+        fits = row[i] > -np.inf
+        keys[i] = x if fits else _NEVER
+        usable += np.int32(fits)
+    return int(usable)
+
+
+@jit
+def threshold_of(keys: Array, count: int, want: int, usable: int) -> tuple[int, int]:
+    """What the best `want` of the first `count` keys exceed, and how many keys that equal it are among them.
+
+    Args:
+        keys: int32, from `sort_keys`, which returned `usable`.
+    """
+    if usable <= want:
+        return int(_NEVER) + 1, count
+    bound, ties = _threshold(keys, count, want), want
+    for i in range(count):
+        ties -= int(keys[i] > bound)
+    return bound, ties
+
+
+@jit
 def _threshold(keys: Array, count: int, want: int) -> int:
     """The largest key t with at least `want` of the first `count` keys >= t, where that many exceed _NEVER.
 
@@ -53,21 +81,9 @@ def select_head(
     want = k - count - (n_blocks - late)
     candidates = late - high
     if want > 0 and candidates > 0:
-        row = score[high:late]
-        bits, keys = row.view(np.int32), np.empty(candidates, np.int32)
-        usable = np.int32(0)
-        for i in range(candidates):
-            x = np.int32(0) if bits[i] == _NEVER else bits[i]  # -0 and +0 tie
-            x = x ^ ((x >> np.int32(31)) & np.int32(0x7FFFFFFF))  # integers in the order of the floats
-            fits = row[i] > -np.inf
-            keys[i] = x if fits else _NEVER
-            usable += np.int32(fits)
-        bound, ties = int(_NEVER) + 1, candidates
-        if usable > want:
-            bound = _threshold(keys, candidates, want)
-            ties = want
-            for i in range(candidates):
-                ties -= int(keys[i] > bound)
+        keys = np.empty(candidates, np.int32)
+        usable = sort_keys(score[high:late], keys)
+        bound, ties = threshold_of(keys, candidates, want, usable)
         for i in range(candidates):
             if keys[i] > bound:
                 chosen[count] = high + i

@@ -1,0 +1,311 @@
+"""The choice of blocks by every query head for itself: how coarse, how many, and which, in one launch.
+
+The query heads of a KV head share a granularity, that is how many neighbouring blocks make a run; each of them takes
+its best runs, and what is chosen is the union. Digests are those of single blocks: a run's score is joined from them.
+Method: Fluxion, section 5.3.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .launch import F32, I32, U8, Array, Launch, group_size, head_tiles, jit, kernel, new_ticket, require
+from .memory import address_of, count_up, hold
+from .scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, check_digest, soften_chunk, write_scores
+from .select import sort_keys, threshold_of
+from .vector import choose_less, exp, load_f32, splat, store, vmax
+
+_LOWEST = np.float32(-3.4e38)  # only -inf is smaller
+_FLOOR = np.float32(-80.0)  # masses so far below the best run are alike
+_ALMOST = 1.0 - 1e-6  # a share of 0.05 in float32 is not one block of 20 more
+TALLIES = 7
+"""Numbers that `tally` counts in before those of each granularity."""
+
+
+@jit
+def budget_of(budget0: float, slope: float, streams: int, tokens: float) -> float:
+    """The share of the host's tokens that a query head needs in runs of so many (Eq. 1), within [0, 1]."""
+    if streams:
+        return 0.0
+    return min(max(float(budget0) + float(slope) * math.log2(tokens), 0.0), 1.0)
+
+
+@jit
+def granularity_of(
+    budget0: Array, slope: Array, streaming: Array, spans: Array, block_size: int, digest_bytes: float,
+    block_bytes: float,
+) -> int:  # fmt: skip
+    """Return the blocks a run that make the fewest bytes, or 0 if every head is streaming.
+
+    V(blk) = digest_bytes / span + block_bytes * sum of the heads' budgets, a block of the host's segment (Eq. 3); equal
+    ones: the first.
+
+    Args:
+        budget0, slope: float32 [G], of the query heads of a KV head; streaming: uint8 [G].
+        spans: int32 [n], blocks a run.
+        digest_bytes: of a KV head's digest; block_bytes: of its keys and values in a block.
+    """
+    best, least = 0, np.inf
+    if streaming.all():
+        return best
+    for span in spans:
+        needed = 0.0
+        for g in range(len(budget0)):
+            needed += budget_of(budget0[g], slope[g], streaming[g], float(span * block_size))
+        volume = digest_bytes / float(span) + block_bytes * needed
+        if volume < least:
+            best, least = int(span), volume
+    return best
+
+
+@jit
+def runs_wanted(budget: float, blocks: int, span: int) -> int:
+    """Runs that hold a share of so many blocks, rounded up."""
+    return min(int(math.ceil(budget * blocks / span * _ALMOST)), (blocks + span - 1) // span)
+
+
+@jit
+def _join_runs(masses: Array, span: int, sums: bool, weights: Array, score: Array) -> int:
+    """Write the scores of runs of `span` blocks of masses [n], -inf for those without a valid token; their number."""
+    blocks, runs = len(masses), (len(masses) + span - 1) // span
+    if sums and span > 1:
+        top = np.float32(-np.inf)
+        for i in range(blocks):
+            top = max(top, masses[i])
+        if top == -np.inf:
+            score[:runs] = -np.inf
+            return runs
+        for i in range(blocks):
+            weights[i] = masses[i]
+        for i in range(blocks, (blocks + 15) & ~15):
+            weights[i] = -np.inf
+        for i in range(0, 4 * ((blocks + 15) & ~15), 64):
+            x = load_f32(address_of(weights) + i)
+            weight = exp(vmax(x - splat(top), splat(_FLOOR)))
+            store(address_of(weights) + i, choose_less(x, splat(_LOWEST), splat(np.float32(0.0)), weight))
+    for run in range(runs):
+        first, end = run * span, min((run + 1) * span, blocks)
+        if sums and span > 1:
+            total = np.float32(0.0)
+            for i in range(first, end):
+                total += weights[i]
+            score[run] = total if total > 0 else np.float32(-np.inf)
+        else:
+            best = np.float32(-np.inf)
+            for i in range(first, end):
+                best = max(best, masses[i])
+            score[run] = best
+    return runs
+
+
+@jit
+def _mark_runs(score: Array, want: int, span: int, keys: Array, marks: Array) -> None:
+    """Mark the blocks of the best `want` runs; equal ones: the first. Marks [n] of blocks, score [runs]."""
+    usable = sort_keys(score, keys)
+    bound, ties = threshold_of(keys, len(score), want, usable)
+    for run in range(len(score)):
+        fits = keys[run] > bound
+        if keys[run] == bound and ties > 0:
+            ties -= 1
+            fits = True
+        if fits:
+            for i in range(run * span, min((run + 1) * span, len(marks))):
+                marks[i] = 1
+
+
+@kernel
+def retrieve_kernel(
+    ticket: Array,
+    tasks: int,
+    digest: Any,
+    full: Any,
+    rest: Any,
+    query: Array,
+    table: Array,
+    scale: float,
+    first: Array,
+    end: int,
+    sums: bool,
+    budget0: Array,
+    slope: Array,
+    streaming: Array,
+    granularities: Array,
+    block_size: int,
+    digest_bytes: float,
+    block_bytes: float,
+    masses: Array,
+    finished: Array,
+    spans: Array,
+    runs: Array,
+    blocks: Array,
+    counts: Array,
+) -> None:
+    """One task = one (row, KV head, up to 128 blocks)."""
+    kv_heads = counts.shape[1]
+    group = query.shape[1] // kv_heads
+    chunks = max(1, (end + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
+    row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(digest.runs)
+    scores, weights = np.empty(group * row, np.float32), np.empty(end + 16, np.float32)
+    joined, keys, marks = np.empty(end + 1, np.float32), np.empty(end + 1, np.int32), np.empty(end + 1, np.uint8)
+    while True:
+        task = count_up(ticket, 0)
+        if task >= tasks:
+            break
+        b, h, chunk = task // (chunks * kv_heads), task // chunks % kv_heads, task % chunks
+        heads = slice(h * group, (h + 1) * group)
+        low = min(max(first[b], 0), end)
+        span = granularity_of(
+            budget0[b, heads], slope[b, heads], streaming[b, heads], granularities, block_size, digest_bytes,
+            block_bytes,
+        )  # fmt: skip
+        begin, stop = chunk * CHUNK_BLOCKS, min((chunk + 1) * CHUNK_BLOCKS, end)
+        if span and max(begin, low) < stop:
+            write_scores(digest, full, rest, query, group, table, b, h, scale, begin, stop, address_of(scores), 4 * row)
+            for g in range(group):
+                mine = address_of(masses[b, h * group + g]) + 4 * begin
+                soften_chunk(digest.runs, address_of(scores) + 4 * g * row, stop - begin, True, mine)
+        if count_up(finished, b * kv_heads + h) == chunks - 1:
+            marks[: end - low] = 0
+            for g in range(h * group, (h + 1) * group):
+                runs[b, g] = 0
+                if span and low < end:
+                    budget = budget_of(budget0[b, g], slope[b, g], streaming[b, g], float(span * block_size))
+                    runs[b, g] = runs_wanted(budget, end - low, span)
+                if runs[b, g]:
+                    number = _join_runs(masses[b, g, low:end], span, sums, weights, joined)
+                    _mark_runs(joined[:number], runs[b, g], span, keys, marks[: end - low])
+            count = 0
+            for i in range(end - low):
+                if marks[i]:
+                    blocks[b, h, count] = low + i
+                    count += 1
+            counts[b, h], spans[b, h] = count, span
+        count_up(ticket, 1)
+    hold(scores)
+    hold(weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What each query head needs of the host, and what the choice of a granularity weighs.
+
+    Args:
+        budget0, slope: float32 [B, Hq], of Eq. 1: share = budget0 + slope * log2(tokens of a run).
+        streaming: uint8 [B, Hq], 1: the head needs nothing.
+        granularities: int32 [n], blocks a run that may be chosen.
+        block_size: tokens a block.
+        digest_bytes: of a KV head's digest of a block; block_bytes: of its keys and values in one.
+    """
+
+    budget0: Array
+    slope: Array
+    streaming: Array
+    granularities: Array
+    block_size: int
+    digest_bytes: float
+    block_bytes: float
+
+
+def retrieve_blocks(
+    query: Array,
+    digest: Digest,
+    table: Array,
+    first: Array,
+    end: int,
+    needs: Needs,
+    masses: Array,
+    spans: Array,
+    runs: Array,
+    blocks: Array,
+    counts: Array,
+    *,
+    sums: bool,
+    scale: float,
+) -> Launch:
+    """Prepare the choice of the host's blocks, ascending, for each (row, KV head).
+
+    The host's blocks of a row are first..end-1, cut into runs from the first on. Of equal runs the first is taken; runs
+    without valid tokens are never taken.
+
+    Args:
+        query: float32 [B, Hq, D].
+        digest: what scores the blocks.
+        table: int32 [B, N], physical block of each logical one.
+        first: int32 [B]; end: at most N.
+        needs: read when the launch runs.
+        masses: float32 [B, Hq, N'], N' at least `end` rounded up to a multiple of 16: scratch.
+        spans: int32 [B, Hkv], written: blocks a run, 0 where all heads are streaming.
+        runs: int32 [B, Hq], written: runs that each head took (of those with valid tokens, at most).
+        blocks: int32 [B, Hkv, C], C at least `end`, written up to the count.
+        counts: int32 [B, Hkv], written.
+        sums: a run's mass is the sum of its blocks'; otherwise its score is their largest.
+        scale: softmax scale.
+
+    Raises:
+        ValueError: shapes that contradict each other, or granularities that are none.
+        TypeError: an array of another dtype.
+    """
+    batch, query_heads, dim = query.shape
+    kv_heads = counts.shape[1]
+    full, rest = head_tiles(group_size(query_heads, kv_heads))
+    require("query", query, F32, (batch, query_heads, dim))
+    require("table", table, I32, (batch, table.shape[-1]))
+    require("first", first, I32, (batch,))
+    for name in ("budget0", "slope"):
+        require(name, getattr(needs, name), F32, (batch, query_heads))
+    require("streaming", needs.streaming, U8, (batch, query_heads))
+    require("granularities", needs.granularities, I32, (len(needs.granularities),))
+    require("masses", masses, F32, (batch, query_heads, masses.shape[-1]))
+    require("spans", spans, I32, (batch, kv_heads))
+    require("runs", runs, I32, (batch, query_heads))
+    require("blocks", blocks, I32, (batch, kv_heads, blocks.shape[-1]))
+    require("counts", counts, I32, (batch, kv_heads))
+    if not len(needs.granularities) or needs.granularities.min() < 1:
+        raise ValueError(f"granularities {needs.granularities.tolist()} are not blocks a run; use integers of 1 or more")
+    if not 0 <= end <= min(table.shape[1], masses.shape[2] // 16 * 16, blocks.shape[2]):
+        raise ValueError(
+            f"end {end} exceeds table {table.shape}, masses {masses.shape} in multiples of 16 or blocks {blocks.shape}"
+        )
+    cost = check_digest(digest, query.shape, kv_heads, end)
+    chunks = max(1, -(-end // CHUNK_BLOCKS))
+    finished = np.zeros(batch * kv_heads, np.int64)
+    args = (
+        digest, full, rest, query, table, float(scale), first, int(end), bool(sums), needs.budget0, needs.slope,
+        needs.streaming, needs.granularities, int(needs.block_size), float(needs.digest_bytes),
+        float(needs.block_bytes), masses, finished, spans, runs, blocks, counts,
+    )  # fmt: skip
+    return Launch(retrieve_kernel, batch * kv_heads * chunks, args, new_ticket(), cost, counters=finished)
+
+
+@jit
+def tally(
+    spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array, totals: Array
+) -> None:
+    """Count a choice: arrays as in `retrieve_blocks`.
+
+    Args:
+        totals: float64 [TALLIES + granularities], added to: groups that have a host, of them those that stream; heads,
+            of them those that take nothing; sum of the heads' shares; blocks chosen, blocks there were; then groups by
+            granularity.
+    """
+    for b in range(counts.shape[0]):
+        blocks = end - min(max(first[b], 0), end)
+        if not blocks:
+            continue
+        kv_heads = counts.shape[1]
+        group = runs.shape[1] // kv_heads
+        for h in range(kv_heads):
+            totals[0] += 1.0
+            totals[1] += 1.0 if spans[b, h] == 0 else 0.0
+            totals[5] += float(counts[b, h])
+            totals[6] += float(blocks)
+            for g in range(h * group, (h + 1) * group):
+                totals[2] += 1.0
+                totals[3] += 1.0 if runs[b, g] == 0 else 0.0
+                totals[4] += min(float(runs[b, g] * spans[b, h]) / float(blocks), 1.0)
+            for i in range(len(granularities)):
+                totals[TALLIES + i] += 1.0 if granularities[i] == spans[b, h] else 0.0
