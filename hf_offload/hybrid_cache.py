@@ -14,9 +14,10 @@ from hf_offload.attention.checks import check_graph, check_model, held_layers, i
 from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
-from hf_offload.attention.hooks import attach, hybrid_layers
+from hf_offload.attention.hooks import attach, find_layers, hybrid_layers
 from hf_offload.attention.spread import on_device
 from hf_offload.cache.budget import least_blocks, make_budget, resident_tokens
+from hf_offload.cache.fingerprint import fingerprint
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mending import halt, mend
 from hf_offload.cache.padding import Padding
@@ -42,10 +43,10 @@ class HybridCache(Portable):
 
     Args:
         model: the model that will use the cache.
-        policy: `"scout"`, `"hgca"`, `"full"`, `"window"`, or a policy instance.
+        policy: `"scout"`, `"hgca"`, `"fluxion"`, `"fixed_hybrid"`, `"full"`, `"window"`, or a policy instance.
         tier: None: two tiers where the model runs on a device, one memory on the CPU. `"split"` forces two tiers on the
             CPU (to try what a GPU would do), `"one"` says that there must be one.
-        block_size: tokens a block: 8, 16, 32, 64 or 128.
+        block_size: tokens a block: 8, 16, 32, 64 or 128; by default what the policy is best with, 32 or 16.
         resident: tokens that a row and KV head keeps on the device, in two tiers; by default the budget or window.
         device_budget: in place of `resident`: device memory that the resident blocks of all layers take, in bytes or as
             a string such as `"2GiB"` or `"512MiB"`. It is divided when the first tokens arrive. Their digests, if the
@@ -76,7 +77,7 @@ class HybridCache(Portable):
         policy: str | Policy = "scout",
         *,
         tier: str | None = None,
-        block_size: int = 32,
+        block_size: int | None = None,
         resident: int | None = None,
         device_budget: int | str | None = None,
         host_dtype: str | None = None,
@@ -87,7 +88,8 @@ class HybridCache(Portable):
         **knobs: Any,
     ) -> None:
         config = check_model(model)
-        self.policy = make_policy(policy, knobs)
+        self.policy = make_policy(policy, knobs).for_model(lambda: fingerprint(config, find_layers(model)[0]))
+        block_size = self.policy.block_size if block_size is None else block_size
         if tier not in (None, "one", "split"):
             raise ValueError(f'tier={tier!r} is not a tier; use "one", "split" or None')
         if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:

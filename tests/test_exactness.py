@@ -62,6 +62,7 @@ POLICIES = {
     "scout-select": ("scout", {"lookahead": "select", "synchronous_layers": (0,)}),
     "scout-quest": ("scout", {"lookahead": "off", "digest": "quest", "join": "raw"}),
     "scout-mean": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "digest": "mean", "recall": 3}),
+    "fixed-hybrid": ("fixed_hybrid", {"budget": 1, "sinks": 16, "local": 16, "resident": None}),
     "hgca": ("hgca", {"window": 40, "beta": 0.0, "resident": None}),
     "scout-all": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "attend_resident": "all"}),
 }
@@ -91,10 +92,10 @@ def reference(
 
 
 def combinations() -> list[Any]:
-    """All of them; of the policy that `policies/test_hgca.py` tries, too, padded rows in chunks are enough."""
+    """All of them; of the policies that `policies/` tries, too, padded rows in chunks are enough."""
     rows = []
     for row in itertools.product(FAMILIES, POLICIES, (1, 3), (None, 17), ("one", "split")):
-        slow = row[1] == "hgca" and row[2:4] != (3, 17)
+        slow = row[1] in ("hgca", "fixed-hybrid") and row[2:4] != (3, 17)
         rows.append(pytest.param(*row, marks=pytest.mark.slow if slow else ()))
     return rows
 

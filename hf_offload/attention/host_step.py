@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from hf_offload.attention.ahead import Ahead
-from hf_offload.attention.host_kernels import kernels_of
-from hf_offload.attention.step import Step
+from hf_offload.attention.host_kernels import NearKernels, kernels_of
+from hf_offload.attention.retrieval import Properties, Retrieval
+from hf_offload.attention.step import Near, Step
 from hf_offload.cache.context import Context
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.unchecked import check_selected
@@ -162,9 +163,10 @@ class HostStep(Step):
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def _attention(
-        self, kept: Kept, host: Selection, kbar: np.ndarray | None, scores: np.ndarray | None = None
-    ) -> Standing:
-        """The launch that attends blocks with this step's query."""
+        self, kept: Kept, host: Selection, kbar: np.ndarray | None, scores: np.ndarray | None = None,
+        to: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> Standing:  # fmt: skip
+        """The launch that attends blocks with this step's query, into `out` and `lse` of the layer unless told where."""
         store, padding, kernels = self.store, self.store.padding, self.kernels
         check_selected(store, host.blocks, host.counts)
         arrays = (host.blocks, host.counts, store.table, store.pool.block_ptr, padding.valid, padding.holes, kbar,
@@ -174,7 +176,7 @@ class HostStep(Step):
         if standing is None:
             launch = cpu_decode.sparse_decode(
                 self.query, store.pool.block_ptr, store.table, host.blocks, host.counts, padding.holes, padding.valid,
-                self.length, kernels.out, kernels.lse, kbar, kv_dtype=store.dtype, block_size=self.block_size,
+                self.length, *(to or (kernels.out, kernels.lse)), kbar, kv_dtype=store.dtype, block_size=self.block_size,
                 scale=self.scale, softcap=self.softcap, packed=store.packs, scores=scores,
             )  # fmt: skip
             covered = min(padding.valid.shape[1], padding.holes.shape[1] * self.block_size)
@@ -244,6 +246,56 @@ class HostStep(Step):
             self.query, kernels.out, kernels.lse, self.query, kernels.kept_out, kernels.kept_lse, kernels.kbar, False,
             self.scale,
         )  # fmt: skip
+
+    @property
+    def _near(self) -> NearKernels:
+        found = self.kernels.near
+        if found is None:
+            found = self.kernels.near = NearKernels(self.store, self.layer.index, self.query)
+        return found
+
+    def attend_near(self) -> Near:
+        kernels, near, store = self.kernels, self._near, self.store
+        sinks, newest = near.selections(
+            self.sinks, self.host_end, self.num_blocks, store.num_kv_heads, store.padding.revision
+        )
+        to = near.sink_out.numpy(), near.sink_lse.numpy()
+        self._attention(near.sinking, sinks, None, to=to).run(self.length)
+        self._attention(kernels.attending, newest, None).run(self.length)
+        return Near(near.query, (near.sink_out, near.sink_lse), (kernels.out_tensor, kernels.lse_tensor))
+
+    def retrieve(self, properties: Properties, granularities: tuple[int, ...]) -> Retrieval:
+        near, store, choice = self._near, self.store, self._near.choice
+        if not self._reserve(choice, granularities):
+            choice.nothing()
+            return choice
+        digests = store.digests
+        assert digests is not None
+        choice.take(properties)
+        bundle = choice.bundle(digests, self.scale)
+        arrays = (bundle, store.table, choice.granularities, choice.first, choice.blocks)
+        numbers = (choice.end, self.scale)
+        standing = near.choosing.find(arrays, numbers)
+        if standing is None:
+            launch = choice.choosing(store, bundle, self.scale)
+            standing = near.choosing.keep(launch, arrays, numbers)
+        standing.run()
+        self.layer.retrievals.count(choice.spans, choice.runs, choice.counts, choice.first, choice.end)
+        chosen = Selection(choice.blocks, choice.counts)
+        self._attention(near.attending, chosen, None, to=(choice.out, choice.lse)).run(self.length)
+        return choice
+
+    def join_near(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `plan.near` and `plan.retrieved` attended: as `attend_host`."""
+        kernels, parts = self.kernels, [plan.near.sinks]
+        if plan.retrieved is not None:
+            parts.append((plan.retrieved.out_tensor, plan.retrieved.lse_tensor))
+        for out, lse in parts:
+            take_in(
+                self.query, kernels.out, kernels.lse, self.query, out.numpy(), lse.numpy(), kernels.kbar, False,
+                self.scale,
+            )  # fmt: skip
+        return kernels.out_tensor, kernels.lse_tensor
 
     def nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What `attend_host` gives for no block."""

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+
+from hf_offload.attention.retrieval import Properties, Retrieval
 
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.base import Plan, Selection
+
+
+class Near(NamedTuple):
+    """What is always attended, in two partials.
+
+    Args:
+        query: `[B, Hq, D]` fp32, of this step.
+        sinks, newest: out `[B, Hq, D]` and lse `[B, Hq]` fp32: the first tokens, and the newest with the tail.
+    """
+
+    query: torch.Tensor
+    sinks: tuple[torch.Tensor, torch.Tensor]
+    newest: tuple[torch.Tensor, torch.Tensor]
 
 
 class Step(ABC):
@@ -43,6 +59,11 @@ class Step(ABC):
     def recent_blocks(self) -> int:
         """The newest sealed blocks that are always attended."""
         return -(-self.layer.policy.recent_tokens // self.block_size)
+
+    @property
+    def host_end(self) -> int:
+        """The end of the blocks that are neither sinks nor newest: this one and those behind it are always attended."""
+        return max(self.store.sealed - self.recent_blocks, 0)
 
     def label(self, what: str) -> str:
         """What an error message calls a piece of this step's work."""
@@ -106,6 +127,43 @@ class Step(ABC):
     @abstractmethod
     def read_ahead(self, host: Selection) -> None:
         """Bring host blocks nearer, off the critical path: their memory is read once, into the caches."""
+
+    @abstractmethod
+    def attend_near(self) -> Near:
+        """Attend the sinks and the newest blocks with this step's query."""
+
+    @abstractmethod
+    def retrieve(self, properties: Properties, granularities: tuple[int, ...]) -> Any:
+        """Start the CPU part: choose blocks for this step's query among those that are not near, and attend them.
+
+        Each query head takes as many of its best runs of blocks as its needs say; the heads of a KV head share the
+        length of a run and attend what any of them took.
+
+        Args:
+            properties: what the heads need.
+            granularities: tokens of a run, multiples of the block size, of which each KV head gets the one that makes
+                the fewest bytes (Fluxion, Eq. 3).
+        """
+
+    def lengths(self) -> torch.Tensor:
+        """Tokens that count, of each row: those that are not near, and those that are; fp32 `[B, 2]` on the device."""
+        padding, size, end = self.store.padding, self.block_size, self.host_end
+        first = np.minimum(padding.sinks(self.layer.policy.sink_tokens)[1], end)
+        far = (end - first) * size
+        total = self.length - padding.first
+        if padding.ragged:
+            valid = padding.valid
+            far = np.array([np.count_nonzero(valid[b, f * size : end * size]) for b, f in enumerate(first)])
+            total = np.count_nonzero(valid[:, : self.length], axis=1)
+        found = np.stack((far, total - far), 1).astype(np.float32)
+        return torch.from_numpy(found).to(self.store.device)
+
+    def _reserve(self, part: Retrieval, granularities: tuple[int, ...]) -> bool:
+        """Have room in a part for this step's choice; whether there is anything to choose from."""
+        first, digests = self.store.padding.sinks(self.layer.policy.sink_tokens)[1], self.store.digests
+        assert digests is not None, "a policy without a digest cannot choose"
+        part.reserve(self.layer.retrievals.of(granularities, self.block_size), first, self.host_end)
+        return digests.frozen and self.host_end > int(first.min())
 
     @abstractmethod
     def compare(self, predicted: Selection, wanted: Selection) -> None:

@@ -97,9 +97,13 @@ def decode(
     part: HostPart | None = plan.ahead if plan.host is None else step.attend_host(plan.host)
     if plan.kept is not None:
         part = step.attend_kept(plan.kept)
-    assert plan.device is not None, "with two memories the newest block is attended by the device"
-    out, lse = step.attend_device(plan.device)
+    if plan.near is not None:
+        part, (out, lse) = plan.retrieved, step.shares(plan.near)
+    else:
+        assert plan.device is not None, "with two memories the newest block is attended by the device"
+        out, lse = step.attend_device(plan.device)
     if plan.kept is not None and fresh:
+        assert plan.device is not None
         step.learn_window(plan.device, lse)
     host = None
     if part is not None:

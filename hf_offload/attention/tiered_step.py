@@ -8,10 +8,13 @@ import torch
 
 from hf_offload.attention.host_part import HostPart
 from hf_offload.attention.kept_part import KeptPart
-from hf_offload.attention.step import Step, fp32
+from hf_offload.attention.retrieval import Properties
+from hf_offload.attention.retrieved_part import RetrievedPart
+from hf_offload.attention.step import Near, Step, fp32
 from hf_offload.cache.context import Context
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.gpu.join import join_heads
+from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged import paged_attention
 from hf_offload.gpu.select import select_blocks, split_blocks
 from hf_offload.gpu.weights import update_weights
@@ -172,6 +175,35 @@ class TieredStep(Step):
             **salience.weighing.moving(salience.alpha, salience.window_blocks * self.block_size),
         )  # fmt: skip
 
+    def attend_near(self) -> Near:
+        (low, high), table = self.sinks, self.store.table.shape[1]
+        newest = low.clamp(min=self.host_end)  # padding behind which nothing but the newest blocks lies
+        sinks = -(-self.layer.policy.sink_tokens // self.block_size) + 1
+        parts = (low, high.minimum(newest), sinks), (newest, None, self.num_blocks - self.host_end)
+        found = []
+        for first, stop, most in parts:
+            numbers = torch.arange(most, dtype=torch.int32, device=low.device)
+            shape = (self.store.batch, self.store.num_kv_heads, most)
+            blocks = (first[:, None] + numbers).clamp(max=table - 1)[:, None].expand(shape).contiguous()
+            counts = ((self.num_blocks if stop is None else stop) - first).clamp(min=0).int()
+            chosen = Selection(blocks, counts[:, None].expand(shape[:2]).contiguous())
+            chosen.slots = self.resident.slot_of.gather(2, blocks.long())
+            out, lse = self.attend_device(chosen)
+            found.append(merge(out, lse, None, self.query, None, scale=self.scale, dtype=torch.float32))
+        return Near(self.query, *found)
+
+    def shares(self, near: Near) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is near, as `attend_device` returns it."""
+        outs, lses = zip(near.sinks, near.newest, strict=True)
+        return torch.stack(outs, 2), torch.stack(lses, 2)
+
+    def retrieve(self, properties: Properties, granularities: tuple[int, ...]) -> RetrievedPart | None:
+        part = self.layer.host_part
+        if part is None or not part.fits(self.query, 0):
+            part = self.layer.host_part = RetrievedPart(self.layer, self.query)
+        part.cancel()
+        return part.retrieve(self, properties) if self._reserve(part.choice, granularities) else None
+
     def attend_early(self, host: Selection, *, correct: bool) -> HostPart:
         part = self._host_part(host.blocks.shape[2]).start(self, host, correct=correct, label="early CPU attention")
         self.layer.ahead = part
@@ -202,6 +234,10 @@ class TieredStep(Step):
 
     def cpu_ratio(self, plan: Plan) -> torch.Tensor:
         """Tokens that the CPU attends, as a share of the budget (of everything, without one); fp32 `[]`."""
+        if plan.near is not None:
+            blocks = self.store.batch * self.store.num_kv_heads * self.num_blocks
+            chosen = 0 if plan.retrieved is None else plan.retrieved.choice.counts.sum()
+            return torch.tensor(chosen / blocks, dtype=torch.float32, device=self.query.device)
         if plan.kept is not None:
             tokens = self.store.batch * self.store.num_kv_heads * self.length
             return torch.tensor(plan.kept.counts.sum() / tokens, dtype=torch.float32, device=self.query.device)

@@ -159,7 +159,8 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
         return slots * block_size
     least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
     if resident is None:
-        resident = min(max(policy.budget_tokens or DEFAULT_RESIDENT, least), most)
+        wanted = least if policy.retrieves else policy.budget_tokens or DEFAULT_RESIDENT
+        resident = min(max(wanted, least), most)
     if isinstance(resident, bool) or not isinstance(resident, int) or resident < least:
         raise ValueError(
             f"resident={resident!r} tokens leave no room beside sinks, recent tokens and the tail; use at least {least}"

@@ -17,7 +17,7 @@ import torch
 
 from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.mirror import sent
-from hf_offload.cpu.scoring import Digest, vectors
+from hf_offload.cpu.scoring import Digest, Vectors, vectors
 from hf_offload.cpu.submeans import submeans
 from hf_offload.gpu.score import score_submeans, score_vectors
 from hf_offload.gpu.seal import pairs_of, seal_submeans, seal_vectors
@@ -33,6 +33,8 @@ class DigestStore(ABC):
     """Whether statistics that the digest needs are fixed; `freeze` fixes them before the first `seal`."""
     statistics: tuple[str, ...] = ()
     """Names of the tensors that `freeze` makes."""
+    sums = True
+    """Whether a block's masses add up to that of several blocks; otherwise the largest stands for them (bounds)."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device) -> None:
         self.num_kv_heads, self.head_dim, self.block_size, self.device = num_kv_heads, head_dim, block_size, device
@@ -55,12 +57,14 @@ class DigestStore(ABC):
         """
 
     @abstractmethod
-    def arrays(self, query: np.ndarray, scale: float) -> Digest:
+    def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
         """What the CPU's kernels score with.
 
         Args:
             query: `[B, Hq, D]` fp32.
             scale: softmax scale.
+            known: what was returned for a query of this shape that is not needed any more, to be used again where that
+                can be.
         """
 
     @abstractmethod
@@ -142,8 +146,11 @@ class _VectorStore(DigestStore):
     def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         return query * scale
 
-    def arrays(self, query: np.ndarray, scale: float) -> Digest:
+    def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
         ready = self._transform(torch.from_numpy(query), scale).numpy()
+        if isinstance(known, Vectors) and known.vectors is self._arrays["vectors"]:
+            np.copyto(known.query, ready)
+            return known
         return vectors(ready, self._arrays["vectors"], self._arrays["bias"], dtype=torch.float32)
 
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
@@ -160,7 +167,7 @@ class MeanStore(_VectorStore):
 class QuestStore(_VectorStore):
     """The largest and smallest key per channel: an upper bound of q·k (Quest; ScoutAttention §3.2)."""
 
-    width = 2
+    width, sums = 2, False
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
         seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=True)
@@ -219,7 +226,7 @@ class SubMeanStore(DigestStore):
         self._bundle = None
         super()._grow(blocks)
 
-    def arrays(self, query: np.ndarray, scale: float) -> Digest:
+    def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
         with self.lock:
             if self._bundle is None:
                 kept, center, sigma = self._arrays, self.center.numpy(), self.sigma.numpy()

@@ -20,6 +20,7 @@ from hf_offload.cache.rollback import Rollback, crop
 from hf_offload.cache.salience import Salience
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
+from hf_offload.cache.retrievals import Retrievals
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.window import make_salience
@@ -82,6 +83,7 @@ class HybridLayer(CacheLayerMixin):
         self.host_part: Any = None
         """The buffers of the CPU's part, with two memories (`attention.host_part.HostPart`)."""
         self.last_queries: torch.Tensor | None = None
+        self.retrievals = Retrievals()
         self.unplaced = True
         self.slots: int | None = None
         """Slots for each row and KV head, where the cache that this one goes on from has decided."""
@@ -114,7 +116,7 @@ class HybridLayer(CacheLayerMixin):
         self.store = BlockStore(
             batch, heads, dim, self.dtype, block_size=self.settings.block_size, device=self.device,
             digest=DIGESTS[name] if name else None, padding=self.settings.padding, packs=self.settings.packs,
-            worker=self.settings.worker if self.has_slots else None,
+            worker=self.settings.worker if self.has_slots else None, scored_on_host=self.policy.retrieves,
         )  # fmt: skip
         if self.has_slots:
             budget = self.settings.device_budget if self.slots is None else None
@@ -324,6 +326,7 @@ class HybridLayer(CacheLayerMixin):
             self.resident.select_rows(rows)
         if self.salience is not None:
             self.salience.select_rows(rows)
+        self.state = self.policy.select_rows(self.state, torch.from_numpy(rows))
         if self.last_queries is not None:
             self.last_queries = self.last_queries[torch.from_numpy(rows).to(self.last_queries.device)]
         self.kernels.clear()

@@ -157,10 +157,10 @@ class SavedCache:
             with safe_open(self.folder / DIGESTS, "pt") as file:
                 for name in store.digests.tensors() if store.sealed else ():
                     saved = file.get_tensor(f"layers.{layer.index}.digest.{name}")
-                    getattr(store.digests, name)[: len(sums)] = saved.to(layer.device)
+                    getattr(store.digests, name)[: len(sums)] = saved.to(store.digests.device)
                 for name in store.digests.statistics if told["frozen"] else ():
                     saved = file.get_tensor(f"layers.{layer.index}.statistics.{name}")
-                    setattr(store.digests, name, saved.to(layer.device))
+                    setattr(store.digests, name, saved.to(store.digests.device))
             store.digests.frozen = told["frozen"]
         layer.scale, layer.softcap = told["scale"], told["softcap"]
         if "queries" in tensors:

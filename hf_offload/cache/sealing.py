@@ -48,18 +48,21 @@ def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None) -> None:
         valid = store.padding.valid[:, first * size : (first + count) * size].reshape(-1, size) != 0
         ids = store.table[:, first : first + count].astype(np.int64).ravel()
         with digests.lock:
-            digests.seal(sent(ids, store.device), k.flatten(0, 1), sent(valid, store.device))
+            digests.seal(sent(ids, digests.device), k.flatten(0, 1), sent(valid, digests.device))
     store.sealed = full
 
 
 def _keys(store: BlockStore, newest: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """Keys of `count` tokens from `first` on, `[B, Hkv, count, D]` contiguous."""
+    """Keys of `count` tokens from `first` on, `[B, Hkv, count, D]` contiguous, where the digests are."""
+    assert store.digests is not None
+    device = store.digests.device
     start = store.length - newest.shape[2]
     cached = min(max(start - first, 0), count)
     if cached == count:
-        return store.gather(first, count)[0]
+        return store.gather(first, count)[0].to(device)
     at_hand = newest[:, :, first + cached - start : first + count - start]
-    return torch.cat([store.gather(first, cached)[0], at_hand], 2) if cached else at_hand.contiguous()
+    found = torch.cat([store.gather(first, cached)[0], at_hand], 2) if cached else at_hand.contiguous()
+    return found.to(device)
 
 
 def _token_tiles(

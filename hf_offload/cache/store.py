@@ -67,12 +67,14 @@ class BlockStore:
         padding: Padding,
         packs: bool = False,
         worker: Worker | None = None,
+        scored_on_host: bool = False,
     ) -> None:
         self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
         self.dtype, self.block_size, self.device = dtype, block_size, device
         self.padding, self.packs, self.worker = padding, packs, worker
         self.pool = HostPool(num_kv_heads, block_size, head_dim, dtype, pin=device.type == "cuda")
-        self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, device)
+        where = torch.device("cpu") if scored_on_host else device
+        self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, where)
         self.table = np.zeros((batch, 0), np.int32)
         self.tables, self._writer = TableMirror(self), TokenWriter()
         self.revision = 0

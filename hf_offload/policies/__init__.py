@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.policies.base import Plan, Policy, Selection
+from hf_offload.policies.fixed_hybrid import FixedHybrid
 from hf_offload.policies.full import Full
 from hf_offload.policies.hgca import HGCA
 from hf_offload.policies.scout import Scout
 from hf_offload.policies.window import Window
 
-POLICIES: dict[str, type[Policy]] = {"full": Full, "hgca": HGCA, "scout": Scout, "window": Window}
+POLICIES: dict[str, type[Policy]] = {
+    "fixed_hybrid": FixedHybrid,
+    "full": Full,
+    "hgca": HGCA,
+    "scout": Scout,
+    "window": Window,
+}
 
 
 def make_policy(policy: str | Policy, knobs: dict[str, Any]) -> Policy:
@@ -65,6 +72,7 @@ def saved_policy(saved: dict[str, Any]) -> Policy:
 __all__ = [
     "HGCA",
     "POLICIES",
+    "FixedHybrid",
     "Full",
     "Plan",
     "Policy",

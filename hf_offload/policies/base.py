@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,12 +46,16 @@ class Plan:
         ahead: a CPU part that was started one layer early, with a predicted query.
         kept: single tokens that the CPU attends, a list for each row and KV head (`cache.context.Context`); the blocks
             beside them are the window, whose tokens' weights are averaged.
+        near: sinks and newest blocks, which have been attended (`attention.step.Near`).
+        retrieved: a CPU part that chooses its blocks itself, of those that are not near, and has been started.
     """
 
     device: Selection | None = None
     host: Selection | None = None
     ahead: Any = None
     kept: Any = None
+    near: Any = None
+    retrieved: Any = None
 
 
 def check_tokens(name: str, value: Any, *, least: int = 1) -> None:
@@ -64,6 +69,8 @@ class Policy(ABC):
     """The contract; a policy is a frozen dataclass of its own knobs, checked in `__post_init__`."""
 
     name: ClassVar[str]
+    block_size: ClassVar[int] = 32
+    """Tokens a block, where the user says nothing."""
 
     @property
     def digest_name(self) -> str | None:
@@ -91,6 +98,11 @@ class Policy(ABC):
         return self.budget_tokens is not None
 
     @property
+    def retrieves(self) -> bool:
+        """Whether the CPU itself chooses what it attends: digests lie there, and only what is always attended resides."""
+        return False
+
+    @property
     def salience(self) -> SalienceRule | None:
         """How single tokens are kept for the CPU by their attention weights, or None: nobody averages weights."""
         return None
@@ -101,7 +113,7 @@ class Policy(ABC):
 
     @property
     def query_window(self) -> int:
-        """How many of a prompt's last queries `place` gets to see."""
+        """How many of a prompt's last queries are kept, for `place` and for whoever learns from them."""
         return 0
 
     def check_blocks(self, block_size: int) -> None:
@@ -136,6 +148,18 @@ class Policy(ABC):
     def unpack_state(self, state: Any, packed: dict[str, torch.Tensor]) -> None:
         """Make a new state what another was that gave `packed`."""
         return
+
+    def select_rows(self, state: Any, rows: torch.Tensor) -> Any:
+        """What is remembered when a layer keeps the rows of an index, int64 `[n]`; by default rows do not matter."""
+        return state
+
+    def for_model(self, identity: Callable[[], dict[str, Any]]) -> Policy:
+        """This policy for a model, with what has to be read for it.
+
+        Args:
+            identity: tells what identifies the model (`cache.fingerprint`).
+        """
+        return self
 
     def looks_ahead(self, layer: HybridLayer) -> bool:
         """Whether `before_layer` wants this layer's predicted query one layer early."""

@@ -1,0 +1,110 @@
+"""What a CPU part works with that chooses its blocks itself: needs of the heads, the choice, and what is attended."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_offload.cache.digests import DigestStore
+from hf_offload.cache.memory import host_empty
+from hf_offload.cache.store import BlockStore
+from hf_offload.cpu import decode as cpu_decode
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.retrieve import Needs, retrieve_blocks
+from hf_offload.cpu.scoring import Digest
+
+
+class Properties(NamedTuple):
+    """What the query heads need of the host: the share budget0 + slope · log₂(tokens of a run), within [0, 1].
+
+    Args:
+        budget0, slope: fp32 `[B, Hq]`, or a number for all heads.
+        streaming: bool `[B, Hq]`, which heads need nothing; or one for all.
+    """
+
+    budget0: torch.Tensor | float
+    slope: torch.Tensor | float
+    streaming: torch.Tensor | bool
+
+
+class Retrieval:
+    """The arrays of one layer, for queries of one shape; good until the next step.
+
+    Args:
+        store: of the layer's blocks.
+        query: `[B, Hq, D]` fp32 on the host, the memory that every step's query comes to.
+        pin: whether a device writes the needs, and reads out and lse.
+    """
+
+    def __init__(self, store: BlockStore, query: torch.Tensor, *, pin: bool) -> None:
+        batch, heads, _ = query.shape
+        groups = (batch, store.num_kv_heads)
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            with torch.inference_mode(False):
+                return host_empty(shape, dtype, pin=pin, brief=True, what="the CPU's part of a step")
+
+        self.query = query.numpy()
+        self.needs = buffer(2, batch, heads), buffer(batch, heads, dtype=torch.uint8)
+        self.out_tensor, self.lse_tensor = buffer(*query.shape), buffer(batch, heads)
+        self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
+        (self._budget0, self._slope), self._streaming = self.needs[0].numpy(), self.needs[1].numpy()
+        self.granularities = np.empty(0, np.int32)
+        self.spans, self.runs = np.empty(groups, np.int32), np.empty((batch, heads), np.int32)
+        self.counts, self.blocks = np.zeros(groups, np.int32), np.empty((*groups, 0), np.int32)
+        self.masses = np.empty((batch, heads, 0), np.float32)
+        self.first, self.end = np.empty(0, np.int32), 0
+        self._bundle: Digest | None = None
+
+    def take(self, properties: Properties) -> None:
+        """Have these needs, in the order of the device's stream."""
+        (budget0, slope), streaming = self.needs
+        for to, given in ((budget0, properties[0]), (slope, properties[1]), (streaming, properties[2])):
+            if isinstance(given, torch.Tensor):
+                to.copy_(given, non_blocking=True)
+            else:
+                to.fill_(given)
+
+    def reserve(self, granularities: np.ndarray, first: np.ndarray, end: int) -> None:
+        """Have room for a choice among the blocks first..end-1 of each row, in runs of so many blocks."""
+        self.granularities, self.first, self.end = granularities, first, end
+        width = (end + 63) // 64 * 64  # known from the length alone: what is attended is rounded by it
+        if self.blocks.shape[2] != width:
+            self.blocks = np.empty((*self.counts.shape, width), np.int32)
+            self.masses = np.empty((*self.masses.shape[:2], width), np.float32)
+
+    def nothing(self) -> None:
+        """Have chosen and attended no block."""
+        self.counts.fill(0)
+        self.spans.fill(0)
+        self.runs.fill(0)
+        self.lse.fill(-np.inf)
+
+    def bundle(self, digests: DigestStore, scale: float) -> Digest:
+        """What this step's query is scored with: the same object as long as the digests' arrays are the same."""
+        self._bundle = digests.arrays(self.query, scale, self._bundle)
+        return self._bundle
+
+    def choosing(self, store: BlockStore, bundle: Digest, scale: float) -> Launch:
+        """Prepare the choice."""
+        digests = store.digests
+        assert digests is not None, "a policy without a digest cannot choose"
+        needs = Needs(
+            self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
+            digests.block_bytes / store.num_kv_heads, store.pool.record_bytes,
+        )  # fmt: skip
+        return retrieve_blocks(
+            self.query, bundle, store.table, self.first, self.end, needs, self.masses, self.spans, self.runs,
+            self.blocks, self.counts, sums=digests.sums, scale=scale,
+        )  # fmt: skip
+
+    def attending(self, store: BlockStore, scale: float, softcap: float | None) -> Launch:
+        """Prepare attention to what will have been chosen; blocks on the host are full."""
+        padding = store.padding
+        return cpu_decode.sparse_decode(
+            self.query, store.pool.block_ptr, store.table, self.blocks, self.counts, padding.holes, padding.valid,
+            padding.valid.shape[1], self.out, self.lse, None, kv_dtype=store.dtype, block_size=store.block_size,
+            scale=scale, softcap=softcap, packed=store.packs,
+        )  # fmt: skip

@@ -1,0 +1,68 @@
+"""The CPU's part of a step with two memories, where the CPU chooses among the host's blocks and attends them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_offload.attention.host_part import HostPart
+from hf_offload.attention.retrieval import Properties, Retrieval
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.stages import Stages
+from hf_offload.gpu.merge import HostPartial
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
+
+
+class RetrievedPart(HostPart):
+    """A part for which the query and what the heads need come from the device.
+
+    Args:
+        layer: the layer.
+        query: `[B, Hq, D]` fp32, tells the sizes.
+    """
+
+    def __init__(self, layer: HybridLayer, query: torch.Tensor) -> None:
+        super().__init__(layer, query, 0)
+        assert layer.store is not None
+        self.choice = Retrieval(layer.store, self.query, pin=layer.store.device.type == "cuda")
+        self.out, self.lse = self.choice.out_tensor, self.choice.lse_tensor
+
+    def retrieve(self, step: Step, properties: Properties) -> RetrievedPart:
+        """Start the choice, for which there is room, and the attention to it."""
+        self.cancel()
+        self.layer.mirror.pause()
+        self.query.copy_(step.query, non_blocking=True)
+        self.choice.take(properties)
+        arrived, worker = self._arrived(), self.layer.settings.worker
+        stages = Stages(self._stages(step))
+
+        def work() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            stages()
+
+        label = step.label("choice of blocks and attention")
+        self._job = worker.submit(work, label, shares=worker.threads, keep=(step.store.pool, self))
+        return self
+
+    def _stages(self, step: Step) -> Iterator[Launch]:
+        digests, threads = step.store.digests, self.layer.settings.worker.threads
+        assert digests is not None
+        launch = self.choice.choosing(step.store, self.choice.bundle(digests, step.scale), step.scale)
+        launch.ticket[2] = threads
+        yield launch
+        launch = self.choice.attending(step.store, step.scale, step.softcap)
+        launch.ticket[2] = threads
+        yield launch
+
+    def partial(self) -> HostPartial:
+        """Wait for the job; what the merge needs."""
+        found = super().partial()
+        choice = self.choice
+        self.layer.retrievals.count(choice.spans, choice.runs, choice.counts, choice.first, choice.end)
+        return found

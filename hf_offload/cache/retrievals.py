@@ -1,0 +1,50 @@
+"""What the CPU chose of a layer, where it chooses by itself: counts over the steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hf_offload.cpu.retrieve import TALLIES, tally
+
+
+class Retrievals:
+    """Counts of one layer since the last `reset`; a group is the query heads of a KV head."""
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[int, ...], int] = ((), 0)
+        self.spans, self._totals = np.empty(0, np.int32), np.zeros(TALLIES)
+
+    def of(self, granularities: tuple[int, ...], block_size: int) -> np.ndarray:
+        """Blocks a run, int32 `[n]`: the same array as long as these are the same."""
+        if self._known != (granularities, block_size):
+            self._known = granularities, block_size
+            self.spans = np.array([tokens // block_size for tokens in granularities], np.int32)
+            self._totals = np.zeros(TALLIES + len(granularities))
+        return self.spans
+
+    def count(
+        self, spans: np.ndarray, runs: np.ndarray, counts: np.ndarray, first: np.ndarray, end: int
+    ) -> None:
+        """Take in a choice; arguments as in `cpu.retrieve.tally`."""
+        tally(spans, runs, counts, first, end, self.spans, self._totals)
+
+    def as_dict(self, record_bytes: int) -> dict[str, Any]:
+        """Shares of streaming groups and heads, the mean budget, what was read, and runs by their tokens.
+
+        Args:
+            record_bytes: of a KV head's keys and values in a block.
+        """
+        groups, streaming, heads, idle, budget, chosen, there = self._totals[:TALLIES].tolist()
+        if not groups:
+            return {}
+        by_tokens = zip(self._known[0], self._totals[TALLIES:].tolist(), strict=True)
+        return {
+            "streaming_groups": streaming / groups,
+            "streaming_heads": idle / heads,
+            "head_budget": budget / heads,
+            "retrieved_share": chosen / there,
+            "retrieved_bytes": int(chosen) * record_bytes,
+            "granularities": {str(tokens): number / groups for tokens, number in by_tokens},
+        }

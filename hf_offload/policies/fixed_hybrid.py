@@ -1,0 +1,70 @@
+"""The hybrid pipeline with fixed numbers: sinks and newest tokens on the device, a share of the others on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_offload.cache.digests import DIGESTS
+from hf_offload.policies.base import Plan, Policy, check_tokens
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+
+
+@dataclass(frozen=True)
+class FixedHybrid(Policy):
+    """Attend sinks and newest tokens on the device; the CPU takes each head's best blocks and attends them.
+
+    Every query head takes the same share of the host's tokens, rounded up to blocks, by its own scores; the heads of a
+    KV head attend what any of them took. It is the baseline of Fluxion (section 8) and its pipeline without prediction.
+
+    Args:
+        budget: share of the host's tokens that a query head takes, 0 … 1.
+        digest: `"quest"` (the paper's), `"submean"` or `"mean"`.
+        sinks: tokens at the start of a row that are always attended and resident.
+        local: newest tokens that are always attended and resident.
+
+    Raises:
+        ValueError: a knob has a value that is not allowed.
+    """
+
+    name = "fixed_hybrid"
+    block_size = 16
+    budget: float = 0.05
+    digest: str = "quest"
+    sinks: int = 64
+    local: int = 256
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, bool) or not isinstance(self.budget, int | float) or not 0 <= self.budget <= 1:
+            raise ValueError(f"budget={self.budget!r} is not a share of the host's tokens; use a number in 0 … 1")
+        if self.digest not in DIGESTS:
+            raise ValueError(f"digest={self.digest!r} is not known; use one of {', '.join(sorted(DIGESTS))}")
+        check_tokens("sinks", self.sinks, least=0)
+        check_tokens("local", self.local, least=0)
+
+    @property
+    def digest_name(self) -> str:
+        return self.digest
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.sinks
+
+    @property
+    def recent_tokens(self) -> int:
+        return self.local
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.budget < 1
+
+    @property
+    def retrieves(self) -> bool:
+        return True
+
+    def plan(self, step: Step) -> Plan:
+        """The CPU begins, the device attends beside it."""
+        retrieved: Any = step.retrieve((float(self.budget), 0.0, False), (step.block_size,))
+        return Plan(near=step.attend_near(), retrieved=retrieved)
