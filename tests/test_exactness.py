@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_offload
 from hf_offload.attention import function
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.fluxion.predictor import ConstantPredictor
 
 STEPS = 70
 PROMPT = 75
@@ -63,6 +64,7 @@ POLICIES = {
     "scout-quest": ("scout", {"lookahead": "off", "digest": "quest", "join": "raw"}),
     "scout-mean": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "digest": "mean", "recall": 3}),
     "fixed-hybrid": ("fixed_hybrid", {"budget": 1, "sinks": 16, "local": 16, "resident": None}),
+    "fluxion": ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=16), "resident": None}),
     "hgca": ("hgca", {"window": 40, "beta": 0.0, "resident": None}),
     "scout-all": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "attend_resident": "all"}),
 }
@@ -95,7 +97,7 @@ def combinations() -> list[Any]:
     """All of them; of the policies that `policies/` tries, too, padded rows in chunks are enough."""
     rows = []
     for row in itertools.product(FAMILIES, POLICIES, (1, 3), (None, 17), ("one", "split")):
-        slow = row[1] in ("hgca", "fixed-hybrid") and row[2:4] != (3, 17)
+        slow = row[1] in ("hgca", "fixed-hybrid", "fluxion") and row[2:4] != (3, 17)
         rows.append(pytest.param(*row, marks=pytest.mark.slow if slow else ()))
     return rows
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hf_offload.attention.retrieval import Properties, Retrieval
+from hf_offload.attention.segments import Segments, segments_of
 
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.base import Plan, Selection
@@ -145,6 +146,22 @@ class Step(ABC):
                 the fewest bytes (Fluxion, Eq. 3).
         """
 
+    @property
+    def has_far(self) -> bool:
+        """Whether there are tokens that are not near, in any row."""
+        return self.host_end > int(self.store.padding.sinks(self.layer.policy.sink_tokens)[1].min())
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """`[B, Hq, D]` fp32, the last query of the last append; where nobody has kept it, this step's."""
+        if self.layer.last_queries is not None:
+            return self.layer.last_queries[:, :, -1].contiguous()
+        return torch.as_tensor(self.query)
+
+    def segments(self, query: torch.Tensor) -> Segments:
+        """Keys and values of the tokens before this step's own, and the scores `query` `[B, Hq, D]` gives blocks."""
+        return segments_of(self.layer, query, self.length - 1, self.host_end, self.scale)
+
     def lengths(self) -> torch.Tensor:
         """Tokens that count, of each row: those that are not near, and those that are; fp32 `[B, 2]` on the device."""
         padding, size, end = self.store.padding, self.block_size, self.host_end
@@ -163,7 +180,7 @@ class Step(ABC):
         first, digests = self.store.padding.sinks(self.layer.policy.sink_tokens)[1], self.store.digests
         assert digests is not None, "a policy without a digest cannot choose"
         part.reserve(self.layer.retrievals.of(granularities, self.block_size), first, self.host_end)
-        return digests.frozen and self.host_end > int(first.min())
+        return digests.frozen and self.has_far
 
     @abstractmethod
     def compare(self, predicted: Selection, wanted: Selection) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_offload.policies.base import Plan, Policy, Selection
 from hf_offload.policies.fixed_hybrid import FixedHybrid
+from hf_offload.policies.fluxion import Fluxion
 from hf_offload.policies.full import Full
 from hf_offload.policies.hgca import HGCA
 from hf_offload.policies.scout import Scout
@@ -15,6 +16,7 @@ from hf_offload.policies.window import Window
 
 POLICIES: dict[str, type[Policy]] = {
     "fixed_hybrid": FixedHybrid,
+    "fluxion": Fluxion,
     "full": Full,
     "hgca": HGCA,
     "scout": Scout,
@@ -38,7 +40,7 @@ def make_policy(policy: str | Policy, knobs: dict[str, Any]) -> Policy:
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r} is unknown; use one of {', '.join(sorted(POLICIES))}")
     cls = POLICIES[policy]
-    allowed = [field.name for field in dataclasses.fields(cls)]
+    allowed = [field.name for field in dataclasses.fields(cls) if field.init]
     unknown = sorted(set(knobs) - set(allowed))
     if unknown:
         raise ValueError(
@@ -56,7 +58,8 @@ def describe_policy(policy: Policy) -> dict[str, Any]:
     """
     if POLICIES.get(policy.name) is not type(policy):
         raise ValueError(f"{type(policy).__name__} is none of POLICIES, so it could not be made again; add it there")
-    knobs = dataclasses.asdict(policy)
+    knobs = {part.name: getattr(policy, part.name) for part in dataclasses.fields(policy) if part.init}
+    knobs = {name: dataclasses.asdict(knob) if dataclasses.is_dataclass(knob) else knob for name, knob in knobs.items()}
     return {"name": policy.name, "knobs": {k: str(v) if isinstance(v, Path) else v for k, v in knobs.items()}}
 
 
@@ -73,6 +76,7 @@ __all__ = [
     "HGCA",
     "POLICIES",
     "FixedHybrid",
+    "Fluxion",
     "Full",
     "Plan",
     "Policy",

@@ -1,0 +1,168 @@
+"""Fluxion (Yao et al. 2026): for every head and step, whether it needs the host's tokens, how many, and how coarse."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_offload.fluxion.features import PromptStatistics, prompt_statistics, step_features
+from hf_offload.fluxion.labels import GRANULARITIES
+from hf_offload.fluxion.partials import BLOCK, Tokens
+from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, Predictor
+from hf_offload.policies.base import Plan, Policy
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
+
+
+@dataclass(slots=True)
+class FluxionState:
+    """What Fluxion remembers of one layer.
+
+    Args:
+        statistics: of the prompt, once there are tokens on the host.
+        blocks: the end of the host's blocks when they were made.
+    """
+
+    statistics: PromptStatistics | None = None
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Fluxion(Policy):
+    """Predict what each head needs of the host's tokens; the CPU chooses so many, as coarse as is cheapest, by digests.
+
+    Sinks and newest tokens are attended on the device. From that attention and from statistics of the prompt 41
+    features of each query head are made, of which a small network predicts whether the head streams (needs nothing
+    else), and otherwise the share of the host's tokens that it needs at each granularity. The query heads of a KV head
+    choose at the granularity for which fewest bytes are estimated, each by its own scores, and attend the union.
+    Statistics are made when decoding starts, and anew when the host's tokens have doubled since. Source: Fluxion,
+    section 5 and appendix A.
+
+    Args:
+        predictor: a file written by `hf-offload train-fluxion`; or an object such as `fluxion.ConstantPredictor`.
+        tau: the deviation that the predictor's budgets are for (Eq. 2), one of those that it was trained for.
+        digest: None, or the digest that the predictor's budgets are for: another one is refused.
+
+    Raises:
+        ValueError: no predictor, or one for another model, digest or deviation; with the remedy.
+        FileNotFoundError: there is no such file.
+    """
+
+    name = "fluxion"
+    block_size = BLOCK
+    predictor: str | Path | Predictor | None = None
+    tau: float = 0.1
+    digest: str | None = None
+    ready: Predictor | None = field(default=None, init=False, repr=False, compare=False)
+    """The predictor, once it is known for which model."""
+
+    def __post_init__(self) -> None:
+        if self.predictor is None:
+            raise ValueError(
+                "fluxion needs a predictor: predictor=PATH, a file that `hf-offload train-fluxion` wrote for this model"
+            )
+        if isinstance(self.predictor, Mapping):  # as a saved cache tells of one
+            object.__setattr__(self, "predictor", ConstantPredictor(**self.predictor))
+        if not isinstance(self.predictor, str | Path):
+            self._adopt(self.predictor)
+
+    def _adopt(self, predictor: Predictor) -> None:
+        if predictor.tau != self.tau:
+            raise ValueError(f"tau={self.tau}: the predictor is for tau={predictor.tau}; use that")
+        if self.digest not in (None, predictor.digest):
+            raise ValueError(f"digest={self.digest!r}: the predictor's budgets are for {predictor.digest!r}; use that")
+        object.__setattr__(self, "ready", predictor)
+
+    def for_model(self, identity: Callable[[], dict[str, Any]]) -> Fluxion:
+        if not isinstance(self.predictor, str | Path):
+            return self
+        loaded = dataclasses.replace(self)
+        loaded._adopt(HeadPredictor.load(self.predictor, identity(), self.tau))
+        return loaded
+
+    @property
+    def known(self) -> Predictor:
+        """The predictor.
+
+        Raises:
+            RuntimeError: its file is read only for a model.
+        """
+        if self.ready is None:
+            raise RuntimeError("the predictor's file has not been read yet; HybridCache(model, ...) reads it")
+        return self.ready
+
+    @property
+    def digest_name(self) -> str:
+        return self.known.digest
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.known.sinks
+
+    @property
+    def recent_tokens(self) -> int:
+        return self.known.local
+
+    @property
+    def leaves_out(self) -> bool:
+        return True
+
+    @property
+    def retrieves(self) -> bool:
+        return True
+
+    @property
+    def query_window(self) -> int:
+        return 1
+
+    def check_blocks(self, block_size: int) -> None:
+        """Budgets are predicted for runs of blocks of 16 tokens."""
+        if block_size != BLOCK:
+            raise ValueError(f"block_size={block_size}: fluxion chooses runs of blocks of {BLOCK} tokens; leave it out")
+
+    def new_state(self, layer: HybridLayer) -> FluxionState:
+        return FluxionState()
+
+    def pack_state(self, state: FluxionState) -> dict[str, torch.Tensor]:
+        if state.statistics is None:
+            return {}
+        tensors = {part.name: getattr(state.statistics, part.name) for part in dataclasses.fields(PromptStatistics)}
+        return {**tensors, "blocks": torch.tensor(state.blocks)}
+
+    def unpack_state(self, state: FluxionState, packed: dict[str, torch.Tensor]) -> None:
+        if packed:
+            tensors = {name: part.clone() for name, part in packed.items() if name != "blocks"}
+            state.statistics, state.blocks = PromptStatistics(**tensors), int(packed["blocks"])
+
+    def select_rows(self, state: FluxionState, rows: torch.Tensor) -> FluxionState:
+        if state.statistics is None:
+            return state
+        return FluxionState(state.statistics.rows(rows.to(state.statistics.fixed.device)), state.blocks)
+
+    def plan(self, step: Step) -> Plan:
+        """The device attends what it has; then the CPU is told what each head needs of the rest (figure 6)."""
+        near, state = step.attend_near(), step.state
+        if not step.has_far:
+            return Plan(near=near)
+        if state.statistics is None or step.host_end >= 2 * state.blocks:
+            state.statistics = self._look(step, near.query if state.statistics is not None else step.anchor)
+            state.blocks = step.host_end
+        features = step_features(state.statistics, near.query, near.sinks, near.newest, step.lengths())
+        properties = self.known.predict(features)
+        return Plan(near=near, retrieved=step.retrieve(properties, GRANULARITIES[1:]))
+
+    def _look(self, step: Step, anchor: torch.Tensor) -> PromptStatistics:
+        """What the features need of the tokens so far."""
+        segments = step.segments(anchor)
+        return prompt_statistics(
+            step.layer.index, anchor, Tokens(*segments.sinks), Tokens(*segments.newest),
+            (Tokens(*piece) for piece in segments.far), segments.scores, tau=self.tau, digest=self.known.digest,
+            scale=step.scale,
+        )  # fmt: skip
