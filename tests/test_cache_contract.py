@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from hf_offload import HybridCache
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.fluxion.predictor import ConstantPredictor
 
 BLOCK = 8
 TIERS: dict[str, dict[str, Any]] = {"one": {"tier": "one"}, "split": {"tier": "split", "resident": 48}}
@@ -110,6 +111,8 @@ def test_it_answers_as_dynamic_cache_does(
 
 # --- what is done to its rows -----------------------------------------------------------------------------------------
 
+FIXED: dict[str, Any] = {"budget": 0.3, "sinks": 16, "local": 32, "resident": None}
+PREDICTOR = ConstantPredictor(budget0=0.2, slope=0.02, sinks=16, local=32)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {"block_size": BLOCK}),
     "window": ("window", {"budget": 48, "sinks": 8, "block_size": BLOCK}),
@@ -117,6 +120,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "quest": ("scout", SCOUT | {"lookahead": "select", "digest": "quest", "synchronous_layers": (0,)}),
     "hgca": ("hgca", {"window": 40, "resident": None, "block_size": BLOCK}),
     "hgca, int8": ("hgca", {"window": 40, "resident": None, "block_size": BLOCK, "host_dtype": "int8"}),
+    "fixed_hybrid": ("fixed_hybrid", FIXED | {"host_dtype": "int8"}),
+    "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
     "mean, int8": ("scout", SCOUT | {"lookahead": "off", "digest": "mean", "host_dtype": "int8"}),
 }
 

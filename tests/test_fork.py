@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.fluxion.predictor import ConstantPredictor
 
 BLOCK = 16
 PROMPT = 205
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
 AHEAD: dict[str, Any] = {**SMALL, "lookahead": "attend", "synchronous_layers": (0,), "recall": 2}
 HGCA: dict[str, Any] = {"window": 60, "resident": None}
+PREDICTOR = ConstantPredictor(budget0=0.2, slope=0.02, sinks=16, local=32)
 CASES = {
     "full": ("full", {}),
     "full-int8": ("full", {"host_dtype": "int8"}),
@@ -30,6 +32,8 @@ CASES = {
     "scout-attend-int8": ("scout", {**AHEAD, "host_dtype": "int8"}),
     "hgca": ("hgca", HGCA),
     "hgca-int8": ("hgca", {**HGCA, "host_dtype": "int8"}),
+    "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 16, "local": 32, "resident": None}),
+    "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
 }
 
 
@@ -66,6 +70,9 @@ def models() -> dict[str, PreTrainedModel]:
         ("hgca", "one", 21),
         ("hgca", "split", 19),
         ("hgca-int8", "split", 0),
+        ("fixed_hybrid", "one", 19),
+        ("fluxion", "one", 0),
+        ("fluxion", "split", 21),
     ],
 )
 def test_every_cache_goes_on_as_one_alone(models: dict[str, PreTrainedModel], case: str, tier: str, when: int) -> None:

@@ -72,6 +72,8 @@ def stock_run(oracle: dict[Any, Any], family: str, batch: int) -> Any:
         ("llama", "scout-all", 1, "split"),
         ("llama", "hgca", 3, "split"),
         ("gemma3", "hgca", 3, "one"),
+        ("llama", "fixed-hybrid", 3, "one"),
+        ("llama", "fluxion", 3, "split"),
         ("gemma3", "scout-select", 3, "one"),
         ("gemma3", "scout-mean", 3, "split"),
     ],

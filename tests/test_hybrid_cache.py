@@ -14,6 +14,7 @@ from tiny import DEVICE, FAMILIES, prompt, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, RoFormerConfig, T5Config
 
 from hf_offload import HybridCache, Scout
+from hf_offload.fluxion.predictor import ConstantPredictor
 
 BLOCK = 16
 COVERING: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": BLOCK}
@@ -77,7 +78,7 @@ def test_without_a_hybrid_cache_it_is_sdpa_bit_for_bit(family: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "knobs", "named"),
     [
-        ("scuot", {}, "policy='scuot' is unknown; use one of full, hgca, scout, window"),
+        ("scuot", {}, "policy='scuot' is unknown; use one of fixed_hybrid, fluxion, full, hgca, scout, window"),
         ("scout", {"bugdet": 5}, "bugdet: not a knob.*budget"),
         ("scout", {"budget": -1}, "budget=-1"),
         ("scout", {"budget": 64}, "budget=64 is less than"),
@@ -96,6 +97,14 @@ def test_without_a_hybrid_cache_it_is_sdpa_bit_for_bit(family: str) -> None:
         ("scout", {"threads": 0}, "threads=0"),
         ("window", {"sinks": -1}, "sinks=-1"),
         ("full", {"budget": 10}, "budget: not a knob"),
+        ("fixed_hybrid", {"budget": 1.5}, "budget=1.5 is not a share of the host's tokens; use a number in 0 … 1"),
+        ("fixed_hybrid", {"digest": "median"}, "digest='median' is not known; use one of mean, quest, submean"),
+        ("fixed_hybrid", {"local": -1}, "local=-1"),
+        ("fixed_hybrid", {"cuda_graph": True}, "with policy 'fixed_hybrid' the host decides what it attends"),
+        ("fluxion", {}, "fluxion needs a predictor: predictor=PATH"),
+        ("fluxion", {"predictor": ConstantPredictor(), "tau": 0.2}, "tau=0.2: the predictor is for tau=0.1; use that"),
+        ("fluxion", {"predictor": ConstantPredictor(), "digest": "quest"}, "budgets are for 'submean'; use that"),
+        ("fluxion", {"predictor": ConstantPredictor(), "block_size": 32}, "block_size=32: fluxion chooses runs"),
         ("hgca", {"window": 0}, "window=0 is not a number of tokens"),
         ("hgca", {"window": 64, "gpu_ratio": 0.5}, "window=64 and gpu_ratio=0.5 say the same"),
         ("hgca", {"gpu_ratio": 1.5}, r"gpu_ratio=1.5 is not a share of the tokens; use a number in \(0, 1\]"),
@@ -109,7 +118,7 @@ def test_without_a_hybrid_cache_it_is_sdpa_bit_for_bit(family: str) -> None:
         ("hgca", {"sinks": -4}, "sinks=-4"),
         ("hgca", {"window": 64, "resident": 128}, "resident=128: what is resident is the window .* leave it out"),
         ("hgca", {"window": 99999}, "the window of 99999 tokens takes 3126 blocks of 32 .* more than 1024"),
-        ("hgca", {"cuda_graph": True}, "with policy 'hgca' the host decides between steps what it attends"),
+        ("hgca", {"cuda_graph": True}, "with policy 'hgca' the host decides what it attends"),
         (Scout(), {"budget": 10}, "budget: knobs belong into Scout"),
     ],
 )

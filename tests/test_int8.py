@@ -11,6 +11,7 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
+from hf_offload.fluxion.predictor import ConstantPredictor
 
 KNOBS: dict[str, Any] = {"block_size": 16}
 SCOUT: dict[str, Any] = {**KNOBS, "budget": 640, "sinks": 16, "recent": 16}
@@ -19,6 +20,8 @@ CASES = [
     ("full", {"tier": "split", "resident": 64}),
     ("hgca", {"window": 60, "beta": 0.0}),
     ("hgca", {"window": 60, "beta": 0.0, "tier": "split"}),
+    ("fixed_hybrid", {"budget": 1.0, "sinks": 16, "local": 32}),
+    ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=32), "tier": "split"}),
     ("scout", {}),
     ("scout", {"tier": "split", "resident": 96, "recall": 1}),
     ("scout", {"tier": "split", "resident": 96, "recall": 2, "lookahead": "select", "synchronous_layers": (0,)}),

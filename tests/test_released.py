@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.fluxion.predictor import ConstantPredictor
 
 KNOBS: dict[str, Any] = {"budget": 64, "sinks": 16, "recent": 0, "block_size": 16, "synchronous_layers": (0,)}
 ONE: dict[str, Any] = {"tier": "one"} if DEVICE == "cpu" else {}
@@ -32,6 +33,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {**SPLIT, "host_dtype": "int8"},
     "hgca": {**HGCA, "tier": "split" if DEVICE == "cpu" else None},
     "hgca, one": {**HGCA, **ONE},
+    "fixed_hybrid": {"policy": "fixed_hybrid", "budget": 0.3, "sinks": 16, "local": 32, **ONE},
+    "fluxion": {
+        "policy": "fluxion",
+        "predictor": ConstantPredictor(0.2, 0.02, sinks=16, local=32),
+        "tier": SPLIT["tier"],
+    },
 }
 
 

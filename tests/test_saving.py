@@ -54,6 +54,9 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         ("scout-attend-int8", "one", 21),
         ("hgca", "one", 0),
         ("hgca", "split", 19),
+        ("fixed_hybrid", "split", 0),
+        ("fluxion", "one", 5),
+        ("fluxion", "split", 19),
     ],
 )
 def test_goes_on_bit_by_bit(

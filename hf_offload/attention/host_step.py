@@ -166,7 +166,7 @@ class HostStep(Step):
         self, kept: Kept, host: Selection, kbar: np.ndarray | None, scores: np.ndarray | None = None,
         to: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> Standing:  # fmt: skip
-        """The launch that attends blocks with this step's query, into `out` and `lse` of the layer unless told where."""
+        """The launch that attends blocks with this step's query, into the layer's `out` and `lse` or those given."""
         store, padding, kernels = self.store, self.store.padding, self.kernels
         check_selected(store, host.blocks, host.counts)
         arrays = (host.blocks, host.counts, store.table, store.pool.block_ptr, padding.valid, padding.holes, kbar,
@@ -176,8 +176,8 @@ class HostStep(Step):
         if standing is None:
             launch = cpu_decode.sparse_decode(
                 self.query, store.pool.block_ptr, store.table, host.blocks, host.counts, padding.holes, padding.valid,
-                self.length, *(to or (kernels.out, kernels.lse)), kbar, kv_dtype=store.dtype, block_size=self.block_size,
-                scale=self.scale, softcap=self.softcap, packed=store.packs, scores=scores,
+                self.length, *(to or (kernels.out, kernels.lse)), kbar, kv_dtype=store.dtype,
+                block_size=self.block_size, scale=self.scale, softcap=self.softcap, packed=store.packs, scores=scores,
             )  # fmt: skip
             covered = min(padding.valid.shape[1], padding.holes.shape[1] * self.block_size)
             standing = kept.keep(launch, arrays, numbers, length=covered)

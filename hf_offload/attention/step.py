@@ -10,7 +10,6 @@ import torch
 
 from hf_offload.attention.retrieval import Properties, Retrieval
 from hf_offload.attention.segments import Segments, segments_of
-
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.base import Plan, Selection
 

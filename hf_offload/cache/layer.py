@@ -16,11 +16,11 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.fits import check_arrivals, unconsumed, unsuitable
 from hf_offload.cache.memory import memory_for
 from hf_offload.cache.resident import ResidentSet
+from hf_offload.cache.retrievals import Retrievals
 from hf_offload.cache.rollback import Rollback, crop
 from hf_offload.cache.salience import Salience
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
-from hf_offload.cache.retrievals import Retrievals
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.window import make_salience

@@ -24,9 +24,7 @@ class Retrievals:
             self._totals = np.zeros(TALLIES + len(granularities))
         return self.spans
 
-    def count(
-        self, spans: np.ndarray, runs: np.ndarray, counts: np.ndarray, first: np.ndarray, end: int
-    ) -> None:
+    def count(self, spans: np.ndarray, runs: np.ndarray, counts: np.ndarray, first: np.ndarray, end: int) -> None:
         """Take in a choice; arguments as in `cpu.retrieve.tally`."""
         tally(spans, runs, counts, first, end, self.spans, self._totals)
 
@@ -48,3 +46,18 @@ class Retrievals:
             "retrieved_bytes": int(chosen) * record_bytes,
             "granularities": {str(tokens): number / groups for tokens, number in by_tokens},
         }
+
+
+def joined(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of several layers: the sum of their bytes, and the means of their shares."""
+    told = [layer for layer in layers if layer]
+    if not told:
+        return {}
+    found: dict[str, Any] = {}
+    for key, first in told[0].items():
+        if isinstance(first, dict):
+            found[key] = {tokens: sum(layer[key][tokens] for layer in told) / len(told) for tokens in first}
+        else:
+            total = sum(layer[key] for layer in told)
+            found[key] = total if key.endswith("_bytes") else total / len(told)
+    return found

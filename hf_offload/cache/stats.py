@@ -15,6 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from hf_offload.cache.retrievals import joined
+
 if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
@@ -39,6 +41,10 @@ class LayerStats:
         evictions: blocks that have left the window; eviction_seconds: until it was decided which tokens are kept.
         reevaluations: prompts and appends after which it was decided which tokens are kept; reevaluation_seconds: how
             long that took, beside the model.
+        retrievals: where the CPU chooses its blocks itself (`Retrievals.as_dict`): shares of streaming KV heads' groups
+            (`streaming_groups`) and of query heads that took nothing (`streaming_heads`), mean share of the host's
+            blocks that a query head took (`head_budget`) and that its group attended (`retrieved_share`), bytes of
+            them (`retrieved_bytes`), share of groups by tokens of a run (`granularities`); empty otherwise.
         transfer: by which way the last blocks came to the device: "uva" (a kernel read them where they lay) or "copy";
             None: none has come.
     """
@@ -67,6 +73,7 @@ class LayerStats:
     eviction_seconds: float = 0.0
     reevaluations: int = 0
     reevaluation_seconds: float = 0.0
+    retrievals: dict[str, Any] = field(default_factory=dict)
     transfer: str | None = None
 
     @contextmanager
@@ -100,6 +107,7 @@ def report(layer: HybridLayer) -> LayerStats:
             store.shared_bytes,
         )
         stats.resident_bytes = layer.resident.nbytes if layer.resident is not None else 0
+        stats.retrievals = layer.retrievals.as_dict(store.pool.record_bytes)
         stats.transfer = layer.resident.came_by if layer.resident is not None else None
     if salience is not None:
         tokens = salience.evicted * salience.store.block_size
@@ -251,6 +259,7 @@ class Stats:
             "evictions", "eviction_seconds", "reevaluations", "reevaluation_seconds",
         ):  # fmt: skip
             total[key] = sum(row[key] for row in rows)
+        total["retrievals"] = joined([row["retrievals"] for row in rows])
         total["recall_interval"] = _mean(sum(row["steps"] for row in rows), total["recalls"])
         total["device_bytes"] = self.device_bytes
         total["stock_layers"] = self.stock
@@ -265,7 +274,8 @@ class Stats:
             "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "recalls": "recalls",
             "recall_bytes": "recalled MiB", "resident_bytes": "resident MiB", "host_bytes": "host MiB",
             "context_bytes": "kept MiB", "kept_share": "kept share", "digest_bytes": "digest MiB",
-            "wait_seconds": "waited s", "query_cosine": "query cosine", "selection_overlap": "overlap",
+            "retrievals": "retrieved", "wait_seconds": "waited s", "query_cosine": "query cosine",
+            "selection_overlap": "overlap",
         }  # fmt: skip
         for title in columns.values():
             table.add_column(title, justify="right")
@@ -281,6 +291,8 @@ class Stats:
 def _cell(key: str, value: Any) -> str:
     if value is None:
         return "–"
+    if isinstance(value, dict):
+        return f"{value['retrieved_share']:.3f}" if value else "–"
     if key.endswith("_bytes"):
         return f"{value / 2**20:.2f}"
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -71,5 +71,3 @@ def retrieve_blocks(
             found[-1].append(sorted(chosen))
             spans[-1].append(span)
     return found, spans, runs
-
-

@@ -265,7 +265,9 @@ def retrieve_blocks(
     require("blocks", blocks, I32, (batch, kv_heads, blocks.shape[-1]))
     require("counts", counts, I32, (batch, kv_heads))
     if not len(needs.granularities) or needs.granularities.min() < 1:
-        raise ValueError(f"granularities {needs.granularities.tolist()} are not blocks a run; use integers of 1 or more")
+        raise ValueError(
+            f"granularities {needs.granularities.tolist()} are not blocks a run; use integers of 1 or more"
+        )
     if not 0 <= end <= min(table.shape[1], masses.shape[2] // 16 * 16, blocks.shape[2]):
         raise ValueError(
             f"end {end} exceeds table {table.shape}, masses {masses.shape} in multiples of 16 or blocks {blocks.shape}"

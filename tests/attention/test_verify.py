@@ -20,6 +20,7 @@ from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.fluxion.predictor import ConstantPredictor
 
 BLOCK = 8
 NEW = 34
@@ -27,6 +28,7 @@ PROMPT = 70
 SMALL: dict[str, Any] = {"budget": 48, "sinks": 8, "recent": 8, "block_size": BLOCK}
 AHEAD = SMALL | {"lookahead": "attend", "synchronous_layers": (0,)}
 HGCA: dict[str, Any] = {"window": 24, "resident": None, "block_size": BLOCK}
+PREDICTOR = ConstantPredictor(budget0=0.2, slope=0.02, sinks=16, local=16)
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {"block_size": BLOCK}),
     "window": ("window", {"budget": 48, "sinks": 8, "block_size": BLOCK}),
@@ -37,6 +39,8 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("scout", AHEAD | {"host_dtype": "int8"}),
     "the paper's": ("scout", AHEAD | {"digest": "quest", "join": "raw", "smoothing": 0.0, "recall": 3}),
     "hgca": ("hgca", HGCA),
+    "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 8, "local": 16, "block_size": BLOCK, "resident": None}),
+    "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
     "hgca, int8": ("hgca", HGCA | {"host_dtype": "int8", "group": "mean", "beta": 0.7}),
 }
 TIERS = {"one": {"tier": "one"}, "split": {"tier": "split", "resident": 48}}

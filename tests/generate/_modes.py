@@ -13,6 +13,8 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from hf_offload.fluxion.predictor import ConstantPredictor
+
 BLOCK = 16
 NEW = 18
 LENGTH = 60
@@ -169,6 +171,8 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
         "scout",
         {"budget": 512, "sinks": 16, "recent": 0, "lookahead": "select", "synchronous_layers": (0,)},
     ),
+    "fixed_hybrid": ("fixed_hybrid", {"budget": 1.0, "sinks": BLOCK, "local": BLOCK, "resident": None}),
+    "fluxion": ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=16), "resident": None}),
     "hgca": ("hgca", {"window": BLOCK, "beta": 0.0, "resident": None}),
 }
 # The digests of two of them are scored by the same arithmetic in both tiers; in the others the CPU rounds the query.
@@ -180,5 +184,6 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
         {"budget": 48, "sinks": 8, "lookahead": "select", "synchronous_layers": (0,), "digest": "mean", "recent": 0},
     ),
     "attend": ("scout", {"budget": 48, "sinks": 8, "recent": 0, "lookahead": "attend", "synchronous_layers": (0,)}),
+    "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 8, "local": 16, "resident": None}),
     "hgca": ("hgca", {"window": 16, "resident": None}),
 }
