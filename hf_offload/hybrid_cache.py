@@ -37,9 +37,8 @@ class HybridCache(Portable):
     """A KV cache with a few blocks on the device and the rest in host memory; attention over both.
 
     Pass it as `past_key_values` to `generate()` or to a forward of the model that it was made for, which must run with
-    `attn_implementation="hybrid_sparse"`. Prompts and appended turns are attended exactly; tokens that come one by one
-    are attended as the policy says. Layers that are not plain full attention (sliding windows, linear attention) keep
-    the layer that `DynamicCache` would give them.
+    `attn_implementation="hybrid_sparse"`. Prompts and appended turns are attended exactly, single tokens as the policy
+    says. Layers that are not plain full attention (sliding windows, linear ones) stay what `DynamicCache` has there.
 
     Args:
         model: the model that will use the cache.
@@ -49,9 +48,8 @@ class HybridCache(Portable):
         block_size: tokens a block: 8, 16, 32, 64 or 128; by default what the policy is best with, 32 or 16.
         resident: tokens that a row and KV head keeps on the device, in two tiers; by default the budget or window.
         device_budget: in place of `resident`: device memory that the resident blocks of all layers take, in bytes or as
-            a string such as `"2GiB"` or `"512MiB"`. It is divided when the first tokens arrive. Their digests, if the
-            policy has any, come out of it; digests of later tokens come on top. Or `"64 blocks"`: so many for each row
-            and KV head of a layer.
+            a string such as `"2GiB"` or `"512MiB"`. It is divided when the first tokens arrive, less their digests if
+            these are on the device; later ones come on top. Or `"64 blocks"`: so many a row and KV head of a layer.
         host_dtype: `"int8"`: the host keeps all but the newest blocks in int8, half the memory, with a scale for each
             channel of a block's keys and for each token of its values. None: in the model's dtype.
         prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time; in two tiers the next ones come
@@ -198,7 +196,8 @@ class HybridCache(Portable):
         layers = hybrid_layers(self)
         rows = [report(layer) for layer in layers]
         near = sum(
-            row.resident_bytes + row.digest_bytes if layer.has_slots else row.host_bytes + row.digest_bytes
+            (row.resident_bytes if layer.has_slots else row.host_bytes)
+            + (0 if layer.has_slots and layer.policy.retrieves else row.digest_bytes)
             for layer, row in zip(layers, rows, strict=True)
             if layer.is_initialized
         )

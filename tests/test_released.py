@@ -24,6 +24,7 @@ KNOBS: dict[str, Any] = {"budget": 64, "sinks": 16, "recent": 0, "block_size": 1
 ONE: dict[str, Any] = {"tier": "one"} if DEVICE == "cpu" else {}
 SPLIT: dict[str, Any] = {**KNOBS, "tier": "split" if DEVICE == "cpu" else None, "resident": 96, "recall": 1}
 HGCA: dict[str, Any] = {"policy": "hgca", "window": 40, "block_size": 16}
+PREDICTOR = ConstantPredictor(0.2, 0.02, sinks=16, local=32)
 SETTINGS: dict[str, dict[str, Any]] = {
     "one": {**KNOBS, **ONE},
     "one, attends ahead": {**KNOBS, **ONE, "lookahead": "attend"},

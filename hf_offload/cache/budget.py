@@ -85,7 +85,7 @@ class DeviceBudget:
         lines = store.batch * store.num_kv_heads
         block = lines * store.pool.record_bytes
         digests = 0
-        if store.digests is not None:
+        if store.digests is not None and not store.scored_on_host:
             blocks = max(store.batch * -(-tokens // store.block_size), MIN_SLAB_BLOCKS)
             digests = blocks * store.digests.block_bytes
         slots = (self.nbytes // self.layers - digests) // block

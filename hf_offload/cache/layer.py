@@ -309,9 +309,8 @@ class HybridLayer(CacheLayerMixin):
             ValueError: the number is positive or larger than what is cached.
         """
         tokens_to_remove = self.prepare_crop(tokens_to_remove)
-        if tokens_to_remove == 0:
+        if tokens_to_remove == 0 or self.store is None:
             return
-        assert self.store is not None
         crop(self, self.store.length + tokens_to_remove)
         self.settings.padding.truncate(self.store.length)
 

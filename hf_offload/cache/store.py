@@ -52,6 +52,7 @@ class BlockStore:
         padding: validity of the tokens, shared by the layers.
         packs: whether older full blocks are kept in int8.
         worker: brings tiles nearer while others are attended (see `tiles_ahead`), or None: one memory.
+        scored_on_host: whether the digests live in host memory all the same.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class BlockStore:
         self.dtype, self.block_size, self.device = dtype, block_size, device
         self.padding, self.packs, self.worker = padding, packs, worker
         self.pool = HostPool(num_kv_heads, block_size, head_dim, dtype, pin=device.type == "cuda")
-        where = torch.device("cpu") if scored_on_host else device
+        where, self.scored_on_host = torch.device("cpu") if scored_on_host else device, scored_on_host
         self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, where)
         self.table = np.zeros((batch, 0), np.int32)
         self.tables, self._writer = TableMirror(self), TokenWriter()

@@ -43,7 +43,10 @@ def retrieve_blocks(
     Args:
         masses: [B, Hq, N], of single blocks; the others as in `retrieve.retrieve_blocks`.
     """
-    group, found, spans, runs = masses.shape[1] // kv_heads, [], [], []
+    group = masses.shape[1] // kv_heads
+    found: list[list[list[int]]] = []
+    spans: list[list[int]] = []
+    runs: list[list[int]] = []
     for b in range(len(masses)):
         low = min(max(int(first[b]), 0), end)
         found.append([])

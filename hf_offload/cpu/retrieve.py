@@ -65,7 +65,7 @@ def granularity_of(
 @jit
 def runs_wanted(budget: float, blocks: int, span: int) -> int:
     """Runs that hold a share of so many blocks, rounded up."""
-    return min(int(math.ceil(budget * blocks / span * _ALMOST)), (blocks + span - 1) // span)
+    return min(math.ceil(budget * blocks / span * _ALMOST), (blocks + span - 1) // span)
 
 
 @jit

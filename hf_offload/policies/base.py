@@ -99,7 +99,7 @@ class Policy(ABC):
 
     @property
     def retrieves(self) -> bool:
-        """Whether the CPU itself chooses what it attends: digests lie there, and only what is always attended resides."""
+        """Whether the CPU itself chooses what it attends: digests lie there; what is always attended is resident."""
         return False
 
     @property

@@ -17,7 +17,8 @@ from ._pools import run
 
 
 def _needs(
-    batch: int, heads: int, budget0: object = 0.3, slope: object = 0.02, streaming: object = 0, spans: object = (1, 2, 4, 8)
+    batch: int, heads: int, budget0: object = 0.3, slope: object = 0.02, streaming: object = 0,
+    spans: object = (1, 2, 4, 8),
 ) -> Needs:  # fmt: skip
     shape = (batch, heads)
     return Needs(

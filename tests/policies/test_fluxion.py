@@ -43,7 +43,8 @@ def network() -> HeadPredictor:
     torch.manual_seed(0)
     made = HeadPredictor(tau=0.1, digest="submean", sinks=SINKS, local=LOCAL)
     made.standardise(torch.randn(64, len(FEATURES)) * 20)
-    torch.nn.init.normal_(made.outputs.bias, 0.2)
+    torch.nn.init.normal_(made.outputs.weight, std=0.05)
+    made.outputs.bias.data = torch.tensor([0.3, 0.0, 0.0])
     return made.eval().requires_grad_(False)
 
 
