@@ -190,4 +190,6 @@ class Policy(ABC):
 
         `step.query` holds the prompt's last queries, `[B, Hq, query_window, D]`.
         """
+        if self.retrieves:  # no sink may be left out for a newer block
+            return step.recent(min(slots, self.always_blocks(step.block_size)))
         return step.recent(slots)
