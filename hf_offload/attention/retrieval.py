@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,18 +15,9 @@ from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.retrieve import Needs, retrieve_blocks
 from hf_offload.cpu.scoring import Digest
 
-
-class Properties(NamedTuple):
-    """What the query heads need of the host: the share budget0 + slope · log₂(tokens of a run), within [0, 1].
-
-    Args:
-        budget0, slope: fp32 `[B, Hq]`, or a number for all heads.
-        streaming: bool `[B, Hq]`, which heads need nothing; or one for all.
-    """
-
-    budget0: torch.Tensor | float
-    slope: torch.Tensor | float
-    streaming: torch.Tensor | bool
+Properties: TypeAlias = tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]
+"""What the query heads need of the host: budget0 and slope of the share budget0 + slope · log₂(tokens of a run), which
+is cut to [0, 1], and whether a head needs nothing at all; each `[B, Hq]`, or one value for all heads."""
 
 
 class Retrieval:

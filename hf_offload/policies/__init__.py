@@ -59,8 +59,9 @@ def describe_policy(policy: Policy) -> dict[str, Any]:
     if POLICIES.get(policy.name) is not type(policy):
         raise ValueError(f"{type(policy).__name__} is none of POLICIES, so it could not be made again; add it there")
     knobs = {part.name: getattr(policy, part.name) for part in dataclasses.fields(policy) if part.init}
-    knobs = {name: dataclasses.asdict(knob) if dataclasses.is_dataclass(knob) else knob for name, knob in knobs.items()}
     for name, knob in knobs.items():
+        if dataclasses.is_dataclass(knob) and not isinstance(knob, type):
+            knobs[name] = knob = dataclasses.asdict(knob)
         if not isinstance(knob, str | float | int | tuple | dict | Path | None):
             raise ValueError(
                 f"{name}={type(knob).__name__}(...) cannot be written; make the policy with its file's path"

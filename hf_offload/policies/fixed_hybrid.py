@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.policies.base import Plan, Policy, check_tokens
@@ -66,5 +66,5 @@ class FixedHybrid(Policy):
 
     def plan(self, step: Step) -> Plan:
         """The CPU begins, the device attends beside it."""
-        retrieved: Any = step.retrieve((float(self.budget), 0.0, False), (step.block_size,))
+        retrieved = step.retrieve((float(self.budget), 0.0, False), (step.block_size,))
         return Plan(near=step.attend_near(), retrieved=retrieved)
