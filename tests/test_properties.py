@@ -60,6 +60,12 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
         }
     if policy != "full":
         knobs["sinks"] = draw(st.sampled_from([0, 8, 16]), label="sinks")
+    if policy == "fixed_hybrid":
+        knobs |= {
+            "local": draw(st.sampled_from([0, 16, 40]), label="local"),
+            "budget": 1.0 if covers else draw(st.sampled_from([0.0, 0.1, 0.5]), label="budget"),
+            "digest": draw(st.sampled_from(["submean", "quest", "mean"]), label="digest"),
+        }
     if policy == "scout":
         knobs |= {
             "recent": draw(st.sampled_from([0, 16]), label="recent"),
@@ -99,7 +105,7 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
 class Histories(RuleBasedStateMachine):
     """Up to three histories of one setting that may share blocks."""
 
-    policies = ("scout", "scout", "full", "window", "hgca")
+    policies = ("scout", "scout", "full", "window", "hgca", "fixed_hybrid")
 
     def __init__(self) -> None:
         super().__init__()
