@@ -87,7 +87,6 @@ def fit_predictor(
         made = HeadPredictor(tau=tau, digest=digest, sinks=sinks, local=local, streaming_at=fitting.streaming_at)
     made.standardise(features)
     scale = _Scale(needed)
-    scale.apply(made.outputs)
     optimizer = torch.optim.Adam(made.parameters(), lr=fitting.rate)
     steps = fitting.epochs * -(-len(features) // fitting.batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -107,28 +106,39 @@ def fit_predictor(
             elif epoch - epochs >= fitting.patience:
                 break
     made.load_state_dict(best)
+    scale.fold(made.outputs)
     return made.eval().requires_grad_(False), epochs
 
 
 class _Scale:
-    """By what budgets are divided in the loss: the deviation of those that are needed."""
+    """The size of budgets: while it learns, the network's outputs are in units of their deviation.
+
+    Args:
+        needed: `[N, granularities]`, budgets of retrieval heads.
+    """
 
     def __init__(self, needed: torch.Tensor) -> None:
-        self.mean, self.deviation = float(needed.mean()), float(needed.std().clamp(min=1e-4))
+        steps = torch.tensor(GRANULARITIES, device=needed.device).log2()
+        self.steps = steps
+        self.deviation = float(needed.std().clamp(min=1e-4))
+        self.factors = torch.stack((torch.ones_like(steps[0]), 1 / steps.mean())) * self.deviation
+        self.offsets = torch.stack((needed[:, 0].mean(), (needed.mean() - needed[:, 0].mean()) / steps.mean()))
 
-    def apply(self, outputs: nn.Linear) -> None:
-        """Let a new layer begin with outputs of that size."""
-        steps = torch.tensor(GRANULARITIES).log2().mean()
-        with torch.no_grad():
-            outputs.weight[0].mul_(self.deviation)
-            outputs.weight[1].mul_(self.deviation / steps)
-            outputs.bias[:] = torch.tensor([0.0, self.mean / steps, 0.0])
+    def line(self, out: torch.Tensor) -> torch.Tensor:
+        """Budgets at all granularities, `[N, granularities]`, from outputs `[N, 3]`."""
+        first, slope = (out[:, :2] * self.factors + self.offsets)[..., None].unbind(1)
+        return first + slope * self.steps
+
+    @torch.no_grad()
+    def fold(self, outputs: nn.Linear) -> None:
+        """Let a layer give bgt₀ and k themselves."""
+        outputs.weight[:2] *= self.factors[:, None]
+        outputs.bias[:2] = outputs.bias[:2] * self.factors + self.offsets
 
 
 def _loss(out: torch.Tensor, budgets: torch.Tensor, scale: _Scale, under: float) -> torch.Tensor:
-    steps = torch.tensor(GRANULARITIES, device=out.device).log2()
     streaming = budgets.amax(1) == 0
-    error = (out[:, :1] + out[:, 1:2] * steps - budgets) / scale.deviation
+    error = (scale.line(out) - budgets) / scale.deviation
     squares = error.square() * torch.where(error < 0, under, 1.0)
     line = (squares.mean(1) * ~streaming).mean()
     return line + nn.functional.binary_cross_entropy_with_logits(out[:, 2], streaming.float())

@@ -1,0 +1,127 @@
+"""The predictor: its size, its file, what it refuses, and the constant one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import tiny_model
+
+from hf_offload.attention.hooks import find_layers
+from hf_offload.cache.fingerprint import fingerprint
+from hf_offload.fluxion import predictor
+from hf_offload.fluxion.features import FEATURES
+from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, read_about, save_predictors
+
+
+def made(tau: float = 0.1, seed: int = 0, streaming_at: float = 0.5, digest: str = "quest") -> HeadPredictor:
+    torch.manual_seed(seed)
+    one = HeadPredictor(tau=tau, digest=digest, sinks=64, local=256, streaming_at=streaming_at)
+    one.standardise(sample(500))
+    return one.eval().requires_grad_(False)
+
+
+def sample(count: int) -> torch.Tensor:
+    """Features of very different sizes, one of them constant."""
+    generator = torch.Generator().manual_seed(4)
+    features = torch.randn(count, len(FEATURES), generator=generator)
+    features = features * torch.logspace(-2, 4, len(FEATURES)) + 30
+    features[:, 5] = 7.0
+    return features
+
+
+def identity(seed: int = 0) -> dict[str, Any]:
+    model = tiny_model("llama", seed=seed)
+    return fingerprint(model.config, find_layers(model)[0])
+
+
+def test_size_is_that_of_the_paper() -> None:
+    assert sum(parameter.numel() for parameter in made().parameters()) == 111_699  # 0.112 M
+
+
+def test_features_are_standardised() -> None:
+    """Every feature counts alike, whatever its unit; one that never varied in training counts for nothing."""
+    one, features = made(), sample(500)
+    seen = torch.addcmul(one.offset, features, one.inverse)
+    varied = [i for i in range(len(FEATURES)) if i != 5]
+    torch.testing.assert_close(seen[:, varied].mean(0), torch.zeros(40), atol=1e-3, rtol=0)
+    torch.testing.assert_close(seen[:, varied].std(0, unbiased=False), torch.ones(40), atol=1e-3, rtol=0)
+    other = features.clone()
+    other[:, 5] = 1e6
+    assert torch.equal(one(features), one(other))
+
+
+def test_far_outliers_say_no_more_than_near_ones() -> None:
+    one, features = made(), sample(2)
+    near, far = features.clone(), features.clone()
+    near[:, 30], far[:, 30] = 30 + 1e8, torch.inf
+    assert torch.equal(one(near), one(far))
+
+
+def test_shapes_and_the_threshold() -> None:
+    features = sample(24).view(2, 12, -1)
+    found = made().predict(features)
+    assert [part.shape for part in found] == [(2, 12)] * 3
+    assert found.streaming.dtype == torch.bool
+    logit = made()(features)[..., 2]
+    assert torch.equal(found.streaming, logit > 0)
+    strict = made(streaming_at=0.7).predict(features).streaming
+    assert torch.equal(strict, logit.sigmoid() > 0.7)
+    with pytest.raises(ValueError, match=r"streaming_at=1 is no probability; use a number between 0 and 1"):
+        made(streaming_at=1)
+
+
+def test_file_gives_the_same_predictions(tmp_path: Path) -> None:
+    path, model = tmp_path / "predictor.safetensors", identity()
+    both = {0.05: made(0.05, 1, 0.6), 0.1: made(0.1, 2, 0.7)}
+    save_predictors(path, model, both, {"samples": 3})
+    features = sample(50)
+    for tau, one in both.items():
+        loaded = HeadPredictor.load(path, model, tau)
+        assert (loaded.tau, loaded.digest, loaded.sinks, loaded.local) == (tau, "quest", 64, 256)
+        for mine, theirs in zip(one.predict(features), loaded.predict(features), strict=True):
+            assert torch.equal(mine, theirs)
+    assert read_about(path)["summary"] == {"samples": 3}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, model = tmp_path / "predictor.safetensors", identity()
+    save_predictors(path, model, {0.05: made(0.05), 0.1: made(0.1)}, {})
+    with pytest.raises(ValueError, match=r"another model: the weight .* has other values .*; train one for this model"):
+        HeadPredictor.load(path, identity(seed=1))
+    with pytest.raises(ValueError, match=r"tau=0\.2 is none .*; use one of 0\.05, 0\.1, or train it for more"):
+        HeadPredictor.load(path, model, 0.2)
+    for name, value, message in (
+        ("FEATURES", FEATURES[1:], "trained on other features"),
+        ("GRANULARITIES", (1, 16), r"block sizes \[1, 16, 32, 64, 128\]"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(predictor, name, value)
+            with pytest.raises(ValueError, match=message):
+                HeadPredictor.load(path, model)
+    with pytest.raises(FileNotFoundError):
+        HeadPredictor.load(tmp_path / "none", model)
+    with pytest.raises(ValueError, match="2 settings"):
+        save_predictors(path, model, {0.05: made(0.05), 0.1: made(0.1, digest="submean")}, {})
+
+
+def test_files_that_are_no_predictors(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello, this is no predictor at all")
+    save_file({"x": torch.zeros(1)}, tmp_path / "other")
+    save_file({"x": torch.zeros(1)}, tmp_path / "old", {"about": json.dumps({"format": 0})})
+    for name in ("text", "other", "old"):
+        with pytest.raises(ValueError, match=r"is no predictor .*hf-offload train-fluxion"):
+            HeadPredictor.load(tmp_path / name, identity())
+
+
+def test_constant_predictor() -> None:
+    found = ConstantPredictor(0.25, 0.01, streaming=True).predict(torch.zeros(2, 3, 41))
+    assert torch.equal(found.budget0, torch.full((2, 3), 0.25))
+    assert torch.equal(found.slope, torch.full((2, 3), 0.01))
+    assert torch.equal(found.streaming, torch.ones(2, 3, dtype=torch.bool))
+    assert torch.equal(ConstantPredictor().predict(torch.zeros(1, 41)).budget0, torch.ones(1))
