@@ -93,9 +93,12 @@ def train_fluxion(
     interval: Annotated[int, typer.Option(help="Tokens between two prompt lengths.")] = 1024,
     steps: Annotated[int, typer.Option(help="Decode steps sampled in each interval.")] = 8,
     digest: Annotated[str, typer.Option(help="What blocks are chosen by: submean or quest.")] = "submean",
-    epochs: Annotated[int, typer.Option(help="Passes over the samples, at most.")] = 40,
-    under: Annotated[float, typer.Option(help="Weight of budgets predicted too low, against too high.")] = 1.0,
+    epochs: Annotated[int, typer.Option(help="Passes over the samples, at most.")] = 30,
+    under: Annotated[float, typer.Option(help="Weight of budgets predicted too low, against too high.")] = 2.0,
     streaming_at: Annotated[float, typer.Option(help="Probability from which a head needs no retrieval.")] = 0.5,
+    fit: Annotated[
+        str, typer.Option(help='"online", or "paper": the line of budgets meets that of single tokens.')
+    ] = "online",
     dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "auto",
 ) -> None:
     """Train a predictor of what attention heads need of the host, for policy fluxion; goes on where it was stopped."""
@@ -104,7 +107,7 @@ def train_fluxion(
     sampling = Sampling(interval=interval, steps=steps, taus=tuple(sorted(tau or [0.1])), digest=digest)
     try:
         check_sampling(sampling, context)
-        fitting = Fitting(epochs=epochs, under=under, streaming_at=streaming_at)
+        fitting = Fitting(epochs=epochs, under=under, streaming_at=streaming_at, fit=fit)
         contents = [path.read_text(encoding="utf-8") for path in text or []]
         contents = contents or [assets.texts(kind)[UNREAD:] for kind in assets.KINDS]
         language_model, tokenizer = assets.load_model(model, dtype=DTYPES[dtype])

@@ -165,7 +165,7 @@ def train(
             local=sampling.local, progress=progress,
         )  # fmt: skip
         predictors[tau] = made
-        found[str(tau)] = {"epochs": epochs, **quality(made, measured, wanted)}
+        found[str(tau)] = {"epochs": epochs, **quality(made, measured, wanted, fitting.fit)}
     report = {
         "samples": len(known.features), "held_out": len(held_out.features), "windows": count,
         "held_out_windows": len(windows.held_out), "context": windows.train[0].shape[1], **asdict(sampling),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from hf_offload.fluxion.labels import GRANULARITIES
+from hf_offload.fluxion.labels import FITS, GRANULARITIES
 from hf_offload.fluxion.predictor import HeadPredictor
 
 _MEASURED = 16384  # samples that the held-out loss is computed for at a time
@@ -28,21 +28,27 @@ class Fitting:
         under: how much more an underestimated budget weighs than an overestimated one: the first costs quality, the
             second only time.
         streaming_at: the probability from which a head counts as streaming.
+        fit: whether the line of Eq. 1 is to meet the budgets at the granularities that are chosen online, or that of
+            single tokens, too (`"paper"`). Budgets rise faster than log₂ blk, so that a line through all of them
+            is too high at 16 tokens and too low at 128.
         seed: of weights and order.
     """
 
-    epochs: int = 40
+    epochs: int = 30
     patience: int = 6
     batch: int = 1024
     rate: float = 1e-3
-    under: float = 1.0
+    under: float = 2.0
     streaming_at: float = 0.5
+    fit: str = "online"
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "patience", "batch", "rate", "under"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} leaves nothing to fit with; use a positive number")
+        if self.fit not in FITS:
+            raise ValueError(f"fit={self.fit!r} is not known; use one of {', '.join(FITS)}")
         if not 0 < self.streaming_at < 1:
             raise ValueError(f"streaming_at={self.streaming_at} is no probability; use a number between 0 and 1")
 
@@ -62,8 +68,8 @@ def fit_predictor(
 ) -> tuple[HeadPredictor, int]:
     """Fit a predictor for one τ.
 
-    The line of Eq. 1 is fitted to the needed budgets of retrieval heads at all granularities, so that an error of bgt₀
-    or k weighs as much as the budgets that it makes wrong; a streaming head teaches the third output alone.
+    The line of Eq. 1 is fitted to the needed budgets of retrieval heads, so that an error of bgt₀ or k weighs as much
+    as the budgets that it makes wrong; a streaming head teaches the third output alone.
 
     Args:
         features: fp32 `[N, 41]`; budgets: `[N, granularities]`, what was needed.
@@ -86,7 +92,7 @@ def fit_predictor(
         torch.manual_seed(fitting.seed)
         made = HeadPredictor(tau=tau, digest=digest, sinks=sinks, local=local, streaming_at=fitting.streaming_at)
     made.standardise(features)
-    scale = _Scale(needed)
+    scale = _Scale(needed, fitting)
     optimizer = torch.optim.Adam(made.parameters(), lr=fitting.rate)
     steps = fitting.epochs * -(-len(features) // fitting.batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -95,10 +101,10 @@ def fit_predictor(
         for epoch in range(1, fitting.epochs + 1):
             for index in torch.split(torch.randperm(len(features), generator=generator), fitting.batch):
                 optimizer.zero_grad()
-                _loss(made(features[index]), budgets[index], scale, fitting.under).backward()  # type: ignore[no-untyped-call]
+                _loss(made(features[index]), budgets[index], scale).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 schedule.step()
-            loss = _mean_loss(made, held_out, wanted, scale, fitting.under)
+            loss = _mean_loss(made, held_out, wanted, scale)
             bar.set_postfix(loss=f"{loss:.4f}")
             bar.update()
             if loss < least:
@@ -115,11 +121,12 @@ class _Scale:
 
     Args:
         needed: `[N, granularities]`, budgets of retrieval heads.
+        fitting: the settings.
     """
 
-    def __init__(self, needed: torch.Tensor) -> None:
+    def __init__(self, needed: torch.Tensor, fitting: Fitting) -> None:
         steps = torch.tensor(GRANULARITIES, device=needed.device).log2()
-        self.steps = steps
+        self.steps, self.under, self.first = steps, fitting.under, 1 if fitting.fit == "online" else 0
         self.deviation = float(needed.std().clamp(min=1e-4))
         self.factors = torch.stack((torch.ones_like(steps[0]), 1 / steps.mean())) * self.deviation
         self.offsets = torch.stack((needed[:, 0].mean(), (needed.mean() - needed[:, 0].mean()) / steps.mean()))
@@ -136,20 +143,18 @@ class _Scale:
         outputs.bias[:2] = outputs.bias[:2] * self.factors + self.offsets
 
 
-def _loss(out: torch.Tensor, budgets: torch.Tensor, scale: _Scale, under: float) -> torch.Tensor:
+def _loss(out: torch.Tensor, budgets: torch.Tensor, scale: _Scale) -> torch.Tensor:
     streaming = budgets.amax(1) == 0
-    error = (scale.line(out) - budgets) / scale.deviation
-    squares = error.square() * torch.where(error < 0, under, 1.0)
+    error = ((scale.line(out) - budgets) / scale.deviation)[:, scale.first :]
+    squares = error.square() * torch.where(error < 0, scale.under, 1.0)
     line = (squares.mean(1) * ~streaming).mean()
     return line + nn.functional.binary_cross_entropy_with_logits(out[:, 2], streaming.float())
 
 
 @torch.no_grad()
-def _mean_loss(
-    made: HeadPredictor, features: torch.Tensor, budgets: torch.Tensor, scale: _Scale, under: float
-) -> float:
+def _mean_loss(made: HeadPredictor, features: torch.Tensor, budgets: torch.Tensor, scale: _Scale) -> float:
     def parts() -> Iterator[torch.Tensor]:
         for x, y in zip(torch.split(features, _MEASURED), torch.split(budgets, _MEASURED), strict=True):
-            yield _loss(made(x), y, scale, under) * len(x)
+            yield _loss(made(x), y, scale) * len(x)
 
     return float(sum(parts(), torch.zeros(()))) / len(features)

@@ -12,6 +12,8 @@ GRANULARITIES = (1, 16, 32, 64, 128)
 """Tokens of the blocks that budgets are found for; 1 only offline."""
 DIGESTS = ("quest", "submean")
 """Digests whose scores can be joined over blocks."""
+FITS = ("online", "paper")
+"""Through which budgets the line of Eq. 1 is laid."""
 _FIRST, _MOST = 64, 1024  # entries of a ranking that are looked at at a time
 
 
@@ -161,17 +163,27 @@ def _needed(
     return shares.clamp(max=1.0).view(shape)  # rounding may keep even the whole ranking from its limit
 
 
-def fit_slope(budgets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fit_line(budgets: torch.Tensor, fit: str) -> tuple[torch.Tensor, torch.Tensor]:
     """bgt₀ and k of bgt(blk) = bgt₀ + k · log₂ blk (Eq. 1).
-
-    bgt₀ is the budget at blk = 1; k is the least-squares slope of a line through it.
 
     Args:
         budgets: `[…, granularities]`.
+        fit: `"paper"`: bgt₀ is the budget at blk = 1, and k the least-squares slope of a line through it; `"online"`:
+            the least-squares line through the budgets at the granularities that are chosen online.
 
     Returns:
         Both `[…]`.
+
+    Raises:
+        ValueError: another fit.
     """
+    if fit not in FITS:
+        raise ValueError(f"fit={fit!r} is not known; use one of {', '.join(FITS)}")
     steps = torch.tensor(GRANULARITIES, dtype=budgets.dtype, device=budgets.device).log2()
-    first = budgets[..., 0]
-    return first, ((budgets - first[..., None]) * steps).sum(-1) / steps.square().sum()
+    if fit == "paper":
+        first = budgets[..., 0]
+        return first, ((budgets - first[..., None]) * steps).sum(-1) / steps.square().sum()
+    steps, budgets = steps[1:] - steps[1:].mean(), budgets[..., 1:]
+    slope = (budgets * steps).sum(-1) / steps.square().sum()
+    middle = torch.tensor(GRANULARITIES[1:], dtype=budgets.dtype, device=budgets.device).log2().mean()
+    return budgets.mean(-1) - slope * middle, slope

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_offload.fluxion.labels import GRANULARITIES, fit_slope
+from hf_offload.fluxion.labels import GRANULARITIES, fit_line
 from hf_offload.fluxion.predictor import Predictor
 
 
@@ -16,12 +16,13 @@ def r_squared(predicted: torch.Tensor, true: torch.Tensor) -> float:
     return float(1 - (predicted - true).double().square().sum() / spread) if spread > 0 else float("nan")
 
 
-def quality(predictor: Predictor, features: torch.Tensor, budgets: torch.Tensor) -> dict[str, Any]:
+def quality(predictor: Predictor, features: torch.Tensor, budgets: torch.Tensor, fit: str) -> dict[str, Any]:
     """Figures of a predictor.
 
     Args:
         predictor: the predictor.
         features: fp32 `[N, 41]`; budgets: `[N, granularities]`, what was needed.
+        fit: how bgt₀ and k follow from budgets, as in `fit_line`.
 
     Returns:
         r2_budget0, r2_slope: over retrieval heads.
@@ -32,7 +33,7 @@ def quality(predictor: Predictor, features: torch.Tensor, budgets: torch.Tensor)
     """
     found = predictor.predict(features)
     streaming = budgets.amax(1) == 0
-    first, slope = fit_slope(budgets[~streaming])
+    first, slope = fit_line(budgets[~streaming], fit)
     right = float((found.streaming & streaming).sum())
     rows = {}
     for number, size in enumerate(GRANULARITIES[1:], 1):

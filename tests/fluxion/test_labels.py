@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_offload.attention.partial import merge_partials
-from hf_offload.fluxion.labels import GRANULARITIES, deviation_limit, fit_slope, join_scores, needed_budgets
+from hf_offload.fluxion.labels import GRANULARITIES, deviation_limit, fit_line, join_scores, needed_budgets
 from hf_offload.fluxion.partials import Partial, Tokens, attend, attend_blocks, join_blocks
 
 HEADS, GROUP, DIM, SCALE = 2, 2, 8, 0.5
@@ -118,6 +118,18 @@ def test_scores_are_joined_as_digests_are() -> None:
 def test_line_through_the_first_budget() -> None:
     """Steps 0, 4, 5, 6, 7: on a line exactly; and by hand, Σ step · rise / Σ step² with Σ step² = 126."""
     steps = torch.tensor(GRANULARITIES).log2()
-    first, slope = fit_slope(torch.stack((0.1 + 0.02 * steps, torch.tensor([0.0, 0.4, 0.4, 0.6, 0.6]))))
+    budgets = torch.stack((0.1 + 0.02 * steps, torch.tensor([0.0, 0.4, 0.4, 0.6, 0.6])))
+    first, slope = fit_line(budgets, "paper")
     torch.testing.assert_close(first, torch.tensor([0.1, 0.0]))
     torch.testing.assert_close(slope, torch.tensor([0.02, (1.6 + 2.0 + 3.6 + 4.2) / 126]))
+
+
+def test_line_through_the_budgets_that_are_chosen_online() -> None:
+    """Steps −1.5, −0.5, 0.5, 1.5 from the middle, 5.5: slope Σ step · budget / 5; the first budget says nothing."""
+    steps = torch.tensor(GRANULARITIES).log2()
+    budgets = torch.stack((0.1 + 0.02 * steps, torch.tensor([9.0, 0.4, 0.4, 0.6, 0.6])))
+    first, slope = fit_line(budgets, "online")
+    torch.testing.assert_close(slope, torch.tensor([0.02, (0.3 + 0.1) / 5]))
+    torch.testing.assert_close(first, torch.tensor([0.1, 0.5 - 5.5 * 0.08]))
+    with pytest.raises(ValueError, match="fit='best' is not known; use one of online, paper"):
+        fit_line(budgets, "best")
