@@ -120,19 +120,17 @@ class HeadPredictor(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """budget0, slope and the logit of streaming, `[…, 3]`, from `[…, 41]`."""
         x = torch.addcmul(self.offset, features, self.inverse).clamp_(-LIMIT, LIMIT)
-        x = torch.relu_(self.first(x))
-        x = torch.relu_(self.second(x))
-        out: torch.Tensor = self.outputs(x)
-        return out
+        for layer in (self.first, self.second):
+            x = torch.relu_(nn.functional.linear(x, layer.weight, layer.bias))
+        return nn.functional.linear(x, self.outputs.weight, self.outputs.bias)
 
-    @torch.no_grad()
     def predict(self, features: torch.Tensor) -> HeadProperties:
         """The properties of heads from their features.
 
         Args:
             features: fp32 `[…, 41]`, as `FEATURES` names them.
         """
-        budget0, slope, logit = self(features).unbind(-1)
+        budget0, slope, logit = self.forward(features).unbind(-1)
         return HeadProperties(budget0, slope, logit > self._logit)
 
     @classmethod
