@@ -146,10 +146,9 @@ class HybridCache(Portable):
         """Of the decoder layers that the forward now running has reached: keyword arguments, positions among them."""
         self.donors: dict[int, int] = {}
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
-        self._pace = Pace()
+        self._pace, self._turn = Pace(), Turn()
         self._undo_to: int | None = None
         """Tokens before the forward that is running; None between forwards."""
-        self._turn = Turn()
         self.graph = StepGraph(self) if cuda_graph else None
         self._graphed = graphed(model) if cuda_graph else None
         owned = weakref.WeakSet(model.modules())
