@@ -2,9 +2,10 @@
 
     python eval/context_attention.py
     python eval/context_attention.py --contexts 8k --rows hgca-0.1,scout-1024 --steps 64 --prose novel.txt
+    python eval/context_attention.py --contexts 6k --rows fixed-0.05,fluxion-0.1 --predictor predictor.safetensors
 
 All rows hold the keys and values of the same real text: full attention's cache reads it, the sparse ones take that
-over, and `hgca`, which learns from a prompt's attention what to keep, reads it too. Then the rows take turns over the
+over, and `hgca` and `fluxion`, which learn from a prompt, read it too. Then the rows take turns over the
 text's next tokens: some steps of warm-up, then those that count. What they compute at each is compared with full
 attention (KL, top token), so that rows can be compared at equal fidelity and not at equal budgets; `full-hybrid`, which
 attends everything, shows what rounding alone makes of it.
@@ -12,8 +13,10 @@ attends everything, shows what rounding alone makes of it.
 `attention` is the time in the attention function and in the cache's `update`, all layers, `step` that of the whole
 forward: milliseconds, medians. `read` is what the CPU reads of keys, values and digests at each step, by arithmetic:
 everything for full attention, the budget and all digests for `scout`, the window and the kept share of the rest for
-`hgca`. Beyond the length that a model was trained for a text has its size but has lost its order; whether `kept` and
-`kl` there are like those of shorter contexts tells what such times are worth. Memory: each row holds the context.
+`hgca`; for `fixed` and `fluxion` sinks, newest tokens, all digests, and what the CPU chose. `chosen` is the part of the
+keys and values that is not always read: what was kept or chosen. Beyond the length that a model was trained for a text
+has its size but has lost its order; whether `kept` and `kl` there are like those of shorter contexts tells what such
+times are worth. Memory: each row holds the context.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -59,18 +63,22 @@ from common import (
 
 WARM_UP = 2
 BLOCK_SIZE = 32
-READS_PROMPTS = ("hgca",)
+READS_PROMPTS = ("hgca", "fluxion")
 """Policies that learn from a prompt's attention, so that keys and values alone are not enough."""
 
 
-def make_rows(tier: str | None) -> list[Row]:
-    """The rows to choose from, beside full attention."""
-    memory = {"block_size": BLOCK_SIZE} | ({} if tier is None else {"tier": tier})
+def make_rows(tier: str | None, predictor: Path | None = None) -> list[Row]:
+    """The rows to choose from, beside full attention; `fluxion` with a predictor alone."""
+    tiers = {} if tier is None else {"tier": tier}
+    fluxion = {"predictor": predictor, "tau": 0.1} | tiers
+    memory = {"block_size": BLOCK_SIZE} | tiers
     return [
         Row("full-hybrid", "full", memory),
         *(Row(f"hgca-{ratio:g}", "hgca", {"gpu_ratio": ratio, "beta": 1.0} | memory) for ratio in (0.05, 0.1, 0.25)),
         *(Row(f"scout-{n}", "scout", {"budget": n} | memory) for n in (256, 512, 1024, 2048)),
         *(Row(f"window-{n}", "window", {"budget": n} | memory) for n in (1024, 2048)),
+        *(Row(f"fixed-{share:g}", "fixed_hybrid", {"budget": share} | tiers) for share in (0.02, 0.05, 0.1, 0.2)),
+        *([] if predictor is None else [Row("fluxion-0.1", "fluxion", fluxion)]),
     ]
 
 
@@ -139,17 +147,21 @@ def decode(
     return {name: values[WARM_UP:] for name, values in times.items()}, torch.stack(logits).float().log_softmax(-1).cpu()
 
 
-def read_bytes(model: PreTrainedModel, row: Row, cache: Cache) -> float:
-    """Bytes that a step reads, all layers; with the tokens that the cache holds now."""
+def read_bytes(model: PreTrainedModel, row: Row, cache: Cache) -> tuple[float, float | None]:
+    """Bytes that a step reads, all layers, and those of them that are chosen; with the tokens that the cache holds."""
     tokens, each = cache.get_seq_length(), token_bytes(model, len(cache.layers))
     if row is FULL:
-        return float(tokens * each)
+        return float(tokens * each), None
     stats = cache.stats().as_dict()
-    attended = float(min(tokens, row.options.get("budget", tokens)))
+    if stats["retrievals"]:
+        near = min(cache.policy.sink_tokens + cache.policy.recent_tokens, tokens)
+        chosen = stats["retrievals"]["retrieved_share"] * (tokens - near) * each
+        return near * each + chosen + stats["digest_bytes"], chosen
     if "gpu_ratio" in row.options:
         newest = math.ceil(row.options["gpu_ratio"] * tokens / BLOCK_SIZE) * BLOCK_SIZE
-        attended = newest + stats["kept_share"] * (tokens - newest)
-    return attended * each + stats["digest_bytes"]
+        chosen = stats["kept_share"] * (tokens - newest) * each
+        return newest * each + chosen, chosen
+    return min(tokens, row.options.get("budget", tokens)) * each + stats["digest_bytes"], None
 
 
 def compare(mine: torch.Tensor, full: torch.Tensor) -> tuple[float, float]:
@@ -186,11 +198,11 @@ def measure(
             for name, values in found.items():
                 times[row.name][name] += values
     lines, base = [], {name: percentiles(values)["p50"] for name, values in times[FULL.name].items()}
-    everything = read_bytes(model, FULL, full)
+    everything = read_bytes(model, FULL, full)[0]
     for row in every:
         attention, step = (percentiles(times[row.name][name]) for name in ("attention", "step"))
         kl, top = np.mean(apart[row.name], axis=0).tolist()
-        read = read_bytes(model, row, caches[row.name])
+        read, chosen = read_bytes(model, row, caches[row.name])
         stats = {} if row is FULL else caches[row.name].stats().as_dict()
         lines.append(
             {
@@ -202,6 +214,7 @@ def measure(
                 "step_ratio": step["p50"] / base["step"],
                 "read_MiB": read / 2**20,
                 "read_ratio": read / everything,
+                "chosen_MiB": None if chosen is None else chosen / 2**20,
                 "kept": stats.get("kept_share"),
                 "kl": kl,
                 "top1": top,
@@ -221,6 +234,9 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")] = 4,
     kind: Annotated[str, typer.Option(help="prose, documentation or code.")] = "code",
     tier: TierOption = None,
+    predictor: Annotated[
+        Path | None, typer.Option(help="A file of hf-offload train-fluxion, for the row fluxion-0.1.")
+    ] = None,
     prose: ProseOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = "bfloat16",
@@ -228,7 +244,7 @@ def main(
     out: OutOption = RESULTS / "context_attention.csv",
 ) -> None:
     """Measure attention in long contexts."""
-    lengths, chosen, (name,) = sorted(numbers(contexts)), choose(make_rows(tier), rows), kinds_of(kind)
+    lengths, chosen, (name,) = sorted(numbers(contexts)), choose(make_rows(tier, predictor), rows), kinds_of(kind)
     following = rounds * (WARM_UP + steps)
     language_model, tokenizer = load(model, dtype, threads)
     ids = window(text_of(name, prose), tokenizer, 0, max(lengths) + following).to(language_model.device)
@@ -244,7 +260,7 @@ def main(
             gc.collect()
             progress.update()
     title = "ms a token, MiB that a step reads, and both against full attention"
-    show(title, [dict(list(r.items())[:11]) for r in records])
+    show(title, [dict(list(r.items())[:12]) for r in records])
 
 
 if __name__ == "__main__":

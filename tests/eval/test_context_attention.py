@@ -63,9 +63,9 @@ def test_rows_take_over_what_full_attention_has_read(policy, budget):
     torch.testing.assert_close(mine, want.log_softmax(-1).cpu(), atol=1e-4, rtol=1e-4)
     digests = taken.stats().as_dict()["digest_bytes"]
     attended = 300 if budget is None else budget
-    assert context_attention.read_bytes(model, row, taken) == attended * TOKEN + digests
+    assert context_attention.read_bytes(model, row, taken) == (attended * TOKEN + digests, None)
     assert (digests > 0) == (policy == "scout")
-    assert context_attention.read_bytes(model, common.FULL, full) == 294 * TOKEN
+    assert context_attention.read_bytes(model, common.FULL, full) == (294 * TOKEN, None)
 
 
 def test_bytes_of_a_window_and_what_is_kept():
@@ -79,11 +79,27 @@ def test_bytes_of_a_window_and_what_is_kept():
             return self
 
         def as_dict(self):
-            return {"kept_share": 0.25, "digest_bytes": 0}
+            return {"kept_share": 0.25, "digest_bytes": 0, "retrievals": {}}
 
     rows = {row.name: row for row in context_attention.make_rows(None)}
     got = context_attention.read_bytes(tiny_model("llama"), rows["hgca-0.1"], Kept())
-    assert got == (128 + 0.25 * (1000 - 128)) * TOKEN
+    chosen = 0.25 * (1000 - 128) * TOKEN
+    assert got == (128 * TOKEN + chosen, chosen)
+
+
+@torch.inference_mode()
+def test_bytes_of_what_the_cpu_chose():
+    model, ids = tiny_model("llama"), prompt(1, 480)[0]
+    row = common.Row("fixed", "fixed_hybrid", {"budget": 0.5})
+    cache = row.make_cache(model)
+    common.prefill(model, cache, ids[:, :-2])
+    for token in ids[:, -2:].split(1, 1):
+        model(token, past_key_values=cache)
+    read, chosen = context_attention.read_bytes(model, row, cache)
+    stats = cache.stats().as_dict()
+    assert 0.4 < stats["retrievals"]["retrieved_share"] <= 1
+    assert chosen == pytest.approx(stats["retrievals"]["retrieved_share"] * 160 * TOKEN)
+    assert read == pytest.approx(320 * TOKEN + chosen + stats["digest_bytes"])
 
 
 def test_rows_are_compared_token_by_token():
