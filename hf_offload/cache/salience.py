@@ -175,7 +175,7 @@ class Salience:
         self.weighing.begin(past, self.evicted * size)
         border = self.weighing.border
         anew = rule.reevaluate or not self.known or border == 0
-        spans = self.weighing.spans(length, count, self.alpha, anew=anew)
+        spans = self.weighing.spans(store.padding.valid[:, past:length], length, self.alpha, anew=anew)
         most = max(span.queries for span in spans)
         there, wait = brought(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
         queries = there.numpy()
@@ -212,9 +212,9 @@ class Salience:
             "packed": store.packs, "kv_heads": store.num_kv_heads,
         }  # fmt: skip
         yield query_lse(*where, **form)
+        span.pick(lse)
         weights = np.empty_like(self.average)
-        share = None if span.largest else np.full(span.queries, 1 / span.queries, np.float32)
-        yield weigh_tokens(*where, share, 0.0, weights, **form)
+        yield weigh_tokens(*where, span.coefficient, 0.0, weights, **form)
         span.take_in(self.average, weights)
 
     # --- blocks that leave the window --------------------------------------------------------------------------------
@@ -313,8 +313,9 @@ class Salience:
         """Keep the first `length` tokens; nothing is in flight."""
         size = self.store.block_size
         self.evicted = min(self.evicted, length // size)
-        if self._before is not None and self._before[0] == length:
-            self.weighing = replace(self._before[1])
+        before, self._before = self._before, None  # which may be about tokens that come in place of others
+        if before is not None and before[0] == length:
+            self.weighing = before[1]
         else:  # what comes next is no part of what has been cropped
             self.weighing.decoded = True
         self.weighing.border = min(self.weighing.border, self.evicted * size)

@@ -30,13 +30,22 @@ def pull(weights: np.ndarray, run: int) -> np.ndarray:
     return most
 
 
+def newest(valid: np.ndarray, among: int) -> np.ndarray:
+    """Each row's last `among` queries that are no padding, by marks `[B, Q]`: bool `[B, Q']`, of the last Q'."""
+    real = valid != 0
+    behind = real[:, ::-1].cumsum(1)[:, ::-1]
+    real &= behind <= among
+    return real[:, int(real.any(0).argmax()) if real.any() else -1 :]
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `first` to `stop - 1`, which the newest `queries` queries weigh.
+    """Tokens `first` to `stop - 1`, which the newest queries weigh.
 
     Args:
+        asking: bool `[B, Q]`, which of the newest Q queries count; in a row where none does, averages stay.
         largest: whether the largest of a token's weights counts, or their mean over the queries that see it.
-        scale: float32 `[stop - first]`, `queries` over those that see the token.
+        scale: float32 `[B, stop - first]`, Q over those that count and see the token.
         rate: float32 `[stop - first]`, share of these queries in the average.
         keeps: float32 `[stop - first]` or None: then what is larger counts, so much of the average or what these
             queries say.
@@ -45,22 +54,35 @@ class Span:
 
     first: int
     stop: int
-    queries: int
+    asking: np.ndarray
     largest: bool
     scale: np.ndarray
     rate: np.ndarray
     keeps: np.ndarray | None = None
     run: int = 0
 
+    @property
+    def queries(self) -> int:
+        """How many queries may count in any row."""
+        return self.asking.shape[1]
+
+    @property
+    def coefficient(self) -> np.ndarray | None:
+        """What each query's weights count in their mean, float32 `[Q]`; None for the largest of them."""
+        return None if self.largest else np.full(self.queries, 1 / self.queries, np.float32)
+
+    def pick(self, lse: np.ndarray) -> None:
+        """Leave the queries out that do not count, in their log-sum-exp `[B, Hq, Q]`."""
+        np.copyto(lse, -np.inf, where=~self.asking[:, None])
+
     def take_in(self, average: np.ndarray, weights: np.ndarray) -> None:
         """Bring averages `[B, Hq, T]` up to date with these queries' mean or largest weights, as many."""
         old, new = (part[:, :, self.first : self.stop] for part in (average, weights))
         if self.run:
             new = pull(new, self.run)
-        if self.keeps is not None:
-            np.maximum(old * self.keeps, new * self.scale, out=old)
-        else:
-            old += self.rate * (new * self.scale - old)
+        new = new * self.scale[:, None]
+        moved = old + self.rate * (new - old) if self.keeps is None else np.maximum(old * self.keeps, new)
+        np.copyto(old, moved, where=self.asking.any(1)[:, None, None])
 
 
 @dataclass(slots=True)
@@ -90,14 +112,16 @@ class Weighing:
             return {"alpha": alpha}
         return {"alpha": alpha, "share": PEAK_SHARE, "after": min(NEAR_STEPS, window // 4)}
 
-    def spans(self, length: int, count: int, alpha: float, *, anew: bool) -> list[Span]:
-        """What the `count` newest queries, with `length` tokens in all, say about which tokens.
+    def spans(self, valid: np.ndarray, length: int, alpha: float, *, anew: bool) -> list[Span]:
+        """What the newest queries, with `length` tokens in all, say about which tokens.
 
         Args:
-            length, count: tokens.
+            valid: uint8 `[B, count]`, which of the newest tokens are no padding.
+            length: tokens.
             alpha: share of a decode step in an average.
             anew: whether it is decided anew which tokens on the host are kept.
         """
+        count = valid.shape[1]
         age = length - np.arange(self.border, length)
         met = np.minimum(count, age)
         among = self.rule.prompt_queries or max(round(1 / alpha), 1)
@@ -109,17 +133,21 @@ class Weighing:
             among = min(max(round(1 / alpha), 1), self.rule.append_queries or count)
         else:  # the mean over a prompt's last queries
             rate = met / np.minimum(np.maximum(among, met), age)
-        queries = min(count, among)
-        scale = queries / np.minimum(queries, age)
-        spans = [Span(self.border, length, queries, False, scale.astype(np.float32), rate.astype(np.float32), keeps)]
+        asking = newest(valid, among)
+        queries = asking.shape[1]
+        seen = asking[:, ::-1].cumsum(1)[:, np.minimum(queries, age) - 1]
+        scale = (queries / np.maximum(seen, 1)).astype(np.float32)
+        spans = [Span(self.border, length, asking, False, scale, rate.astype(np.float32), keeps)]
         if self.border and anew:
-            spans.append(self._of_append(count))
+            spans.append(self._of_append(valid))
         return spans
 
-    def _of_append(self, count: int) -> Span:
+    def _of_append(self, valid: np.ndarray) -> Span:
         """A_cpu: what an append's queries say about the tokens on the host."""
-        queries = min(count, self.rule.append_queries or count)
+        asking = newest(valid, self.rule.append_queries or valid.shape[1])
+        queries, largest, ones = asking.shape[1], self.rule.append == "max", np.ones(self.border, np.float32)
         before, self.queries = self.queries, self.queries + queries
-        largest, ones = self.rule.append == "max", np.ones(self.border, np.float32)
+        scale = ones if largest else ones * np.float32(queries) / np.maximum(asking.sum(1, keepdims=True), 1)
+        scale = np.broadcast_to(scale.astype(np.float32), (len(valid), self.border))
         rate, keeps = ones * np.float32(queries / self.queries), ones * np.float32(before > 0) if largest else None
-        return Span(0, self.border, queries, largest, ones, rate, keeps, self.rule.append_run)
+        return Span(0, self.border, asking, largest, scale, rate, keeps, self.rule.append_run)

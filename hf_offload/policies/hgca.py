@@ -41,7 +41,8 @@ class HGCA(Policy):
         append_queries: so many of an append's last queries are weighed for A_cpu; None: all of them.
         append_run: a question points at where an answer begins, and not at what follows: A_cpu of a token is at least a
             64th of that of each of the `append_run` tokens before it. 0: the paper's form.
-        prompt_queries: A of a prompt's tokens is the mean over so many of its last queries; None: 1/alpha of them.
+        prompt_queries: A of a prompt's tokens is the mean over so many of its last queries that are no padding; None:
+            1/alpha of them. In chunks that are shorter it is a moving mean.
         reevaluate: False: an append changes nothing about the tokens that are on the host.
         sinks: so many first tokens are kept whatever their weights; 0: they are tokens like others.
 
