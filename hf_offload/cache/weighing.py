@@ -32,10 +32,11 @@ def pull(weights: np.ndarray, run: int) -> np.ndarray:
 
 def newest(valid: np.ndarray, among: int) -> np.ndarray:
     """Each row's last `among` queries that are no padding, by marks `[B, Q]`: bool `[B, Q']`, of the last Q'."""
-    real = valid != 0
+    real: np.ndarray = valid != 0
     behind = real[:, ::-1].cumsum(1)[:, ::-1]
     real &= behind <= among
-    return real[:, int(real.any(0).argmax()) if real.any() else -1 :]
+    last: np.ndarray = real[:, int(real.any(0).argmax()) if real.any() else -1 :]
+    return last
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class Span:
     @property
     def queries(self) -> int:
         """How many queries may count in any row."""
-        return self.asking.shape[1]
+        count: int = self.asking.shape[1]
+        return count
 
     @property
     def coefficient(self) -> np.ndarray | None:
@@ -82,7 +84,8 @@ class Span:
             new = pull(new, self.run)
         new = new * self.scale[:, None]
         moved = old + self.rate * (new - old) if self.keeps is None else np.maximum(old * self.keeps, new)
-        np.copyto(old, moved, where=self.asking.any(1)[:, None, None])
+        asked: np.ndarray = np.any(self.asking, axis=1, keepdims=True)
+        np.copyto(old, moved, where=asked[:, :, None])
 
 
 @dataclass(slots=True)
