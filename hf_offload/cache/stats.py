@@ -277,9 +277,12 @@ class Stats:
             "retrievals": "retrieved", "wait_seconds": "waited s", "query_cosine": "query cosine",
             "selection_overlap": "overlap",
         }  # fmt: skip
+        whole = self.as_dict()
+        for key in ("context_bytes", "kept_share", "retrievals"):  # things of some policies
+            if not whole[key]:
+                del columns[key]
         for title in columns.values():
             table.add_column(title, justify="right")
-        whole = self.as_dict()
         for row in [*whole["layers"], {**whole, "layer": "all"}]:
             table.add_row(*(_cell(key, row[key]) for key in columns))
         console = Console(width=160)

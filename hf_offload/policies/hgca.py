@@ -69,12 +69,12 @@ class HGCA(Policy):
             check_tokens("window", self.window)
         if self.window is not None and self.gpu_ratio is not None:
             raise ValueError(f"window={self.window} and gpu_ratio={self.gpu_ratio} say the same; use one of them")
-        if self.gpu_ratio is not None and not 0 < self.gpu_ratio <= 1:
+        if self.gpu_ratio is not None and (self.gpu_ratio is True or not 0 < self.gpu_ratio <= 1):
             raise ValueError(f"gpu_ratio={self.gpu_ratio!r} is not a share of the tokens; use a number in (0, 1]")
         if not self.beta >= 0:
             raise ValueError(f"beta={self.beta!r} is not a threshold; use 0 (keep all) or more")
-        if self.alpha is not None and not 0 < self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha!r} is not a share of a step; use a number in (0, 1]")
+        if self.alpha is not None and not 1e-9 <= self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha!r} is not a share of a step; use a number from 1e-9 to 1")
         for name, one in (("group", "any"), ("steps", "max"), ("append", "max")):
             if getattr(self, name) not in (one, "mean"):
                 raise ValueError(f'{name}={getattr(self, name)!r} is not known; use "{one}" or "mean"')
