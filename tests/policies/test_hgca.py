@@ -191,7 +191,7 @@ def direct(
 @pytest.mark.parametrize(
     "knobs",
     [
-        {},
+        {"beta": 1.5},  # a tiny model's peaks exceed 1 almost everywhere
         {"group": "mean", "alpha": 0.4, "beta": 0.6, "prompt_queries": 7, "append_run": 0},
         {"reevaluate": False, "prompt_queries": None},
         {"steps": "mean"},
