@@ -33,8 +33,7 @@ class RetrievedPart(HostPart):
         self.out, self.lse = self.choice.out_tensor, self.choice.lse_tensor
 
     def retrieve(self, step: Step, properties: Properties) -> RetrievedPart:
-        """Start the choice, for which there is room, and the attention to it."""
-        self.cancel()
+        """Start the choice, for which there is room, and the attention to it; nobody is at work in the buffers."""
         self.layer.mirror.pause()
         self.query.copy_(step.query, non_blocking=True)
         self.choice.take(properties)

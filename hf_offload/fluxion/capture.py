@@ -49,8 +49,6 @@ class _Capture:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """sdpa for queries `[1, Hq, Q, D]` and keys `[1, Hkv, T, D]`, of which the last Q are the queries' own."""
@@ -61,11 +59,9 @@ class _Capture:
             past = key.shape[2] - query.shape[2]
             mine = [p - past for p in self.positions if past <= p < key.shape[2]]
             self.queries.setdefault(layer, []).append(query[0, :, mine].transpose(0, 1).clone())
+            scaling = kwargs.get("scaling")
             self.scales[layer] = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return out, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
 @torch.inference_mode()
