@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from hf_offload.attention.retrieval import Retrieval
+from hf_offload.attention.windowed import WindowKernels
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.launch import TAGS
@@ -85,9 +86,6 @@ class HostKernels:
         self._out_address = self.out_tensor.data_ptr()
         self.kbar = np.empty(shape, np.float32)
         self.masses = np.empty((*shape[:2], 0), np.float32)
-        self.weights = np.empty((*shape[:2], 0), np.float32)
-        """`[B, Hq, W]`, scores of the window's tokens."""
-        self.kept_out, self.kept_lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
         self.score = np.empty((shape[0], 0, 0), np.float32)
         """`[B, Hkv, N]`, of the last choice."""
         self.chosen: Selection | None = None
@@ -95,8 +93,6 @@ class HostKernels:
         self.taking = Kept(f"the query of layer {layer}")
         self.choosing = Kept(f"the choice of blocks of layer {layer}")
         self.attending = Kept(f"CPU attention of layer {layer}")
-        self.keeping = Kept(f"attention to kept tokens of layer {layer}")
-        self.averaging = Kept(f"averages of layer {layer}")
         self.starting = Kept(f"early CPU attention of layer {layer}")
         self.reading = Kept(f"read-ahead of layer {layer}")
         self.read: Job | None = None
@@ -105,10 +101,10 @@ class HostKernels:
         """Whether a job is being started that works in these buffers."""
         self.job: Job | None = None
         """The last job that worked in them."""
-        self.window: tuple[int, Selection] | None = None
-        """The blocks of the window from a number on."""
         self.near: NearKernels | None = None
         """For policies whose CPU part chooses for itself."""
+        self.windowed: WindowKernels | None = None
+        """For policies that keep tokens by their attention weights."""
         self._whole: np.ndarray | None = None
         self._parts: tuple[Selection, Selection] | None = None
 

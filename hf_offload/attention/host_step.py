@@ -11,10 +11,9 @@ from hf_offload.attention.ahead import Ahead
 from hf_offload.attention.host_kernels import NearKernels, kernels_of
 from hf_offload.attention.retrieval import Properties, Retrieval
 from hf_offload.attention.step import Near, Step
-from hf_offload.cache.context import Context
+from hf_offload.attention.windowed import WindowKernels, attend_kept
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.unchecked import check_selected
-from hf_offload.cpu import average as averaging
 from hf_offload.cpu import choose as choosing
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu import pool as movers
@@ -138,12 +137,7 @@ class HostStep(Step):
     def window(self) -> Selection:
         salience, shape = self.layer.salience, (self.store.batch, self.store.num_kv_heads)
         assert salience is not None
-        first, known = salience.evicted, self.kernels.window
-        if known is None or known[0] != first or known[1].blocks.shape != (*shape, self.num_blocks - first):
-            numbers = np.arange(first, self.num_blocks, dtype=np.int32)
-            blocks = np.broadcast_to(numbers, (*shape, len(numbers))).copy()
-            known = self.kernels.window = first, Selection(blocks, np.full(shape, len(numbers), np.int32))
-        return known[1]
+        return self.windowed.blocks(shape, salience.evicted, self.num_blocks)
 
     def resident_blocks(self) -> None:
         return None
@@ -162,7 +156,7 @@ class HostStep(Step):
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
-    def _attention(
+    def attention(
         self, kept: Kept, host: Selection, kbar: np.ndarray | None, scores: np.ndarray | None = None,
         to: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> Standing:  # fmt: skip
@@ -186,7 +180,7 @@ class HostStep(Step):
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend blocks now with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32, until the next step."""
         kernels = self.kernels
-        self._attention(kernels.attending, host, None).run(self.length)
+        self.attention(kernels.attending, host, None).run(self.length)
         return kernels.out_tensor, kernels.lse_tensor
 
     def attend_kept(self, plan: Plan, *, learn: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,56 +190,16 @@ class HostStep(Step):
             plan: its host part is the window.
             learn: whether the averages of the window's tokens take in this step's weights.
         """
-        assert plan.host is not None
-        if learn:
-            self._attend_window(plan.host)
-        else:
-            self.attend_host(plan.host)
-        if plan.kept.counts.any():
-            self._take_in_kept(plan.kept)
+        attend_kept(self, plan, learn=learn)
         return self.kernels.out_tensor, self.kernels.lse_tensor
 
-    def _attend_window(self, window: Selection) -> None:
-        """Attend the window, and move the averages of its tokens' weights."""
-        salience, kernels, first = self.layer.salience, self.kernels, int(window.blocks[0, 0, 0]) * self.block_size
-        assert salience is not None
-        salience.reserve(self.length, self.query.shape[1])
-        moving = salience.weighing.moving(salience.alpha, salience.window_blocks * self.block_size)
-        width = window.blocks.shape[2] * self.block_size
-        if kernels.weights.shape[2] != width:
-            kernels.weights = np.empty((*self.query.shape[:2], width), np.float32)
-        self._attention(kernels.attending, window, None, kernels.weights).run(self.length)
-        arrays, numbers = (salience.average, kernels.weights), (*moving.values(), first)
-        standing = kernels.averaging.find(arrays, numbers)
-        if standing is None:
-            launch = averaging.move_averages(
-                salience.average, kernels.weights, kernels.lse, first, self.length, **moving
-            )
-            standing = kernels.averaging.keep(launch, arrays, numbers, length=first + width)
-        standing.run(self.length)
-
-    def _take_in_kept(self, context: Context) -> None:
-        """Attend the kept tokens, and take that into what was attended last."""
-        kernels, lists = self.kernels, context.lists
-        arrays = (
-            context.blocks, context.block_counts, context.table, context.pool.block_ptr, context.valid, context.holes,
-        )  # fmt: skip
-        numbers = (self.scale, self.softcap)
-        standing = kernels.keeping.find(arrays, numbers)
-        if standing is None:
-            shape = (lists, self.query.shape[1] * self.query.shape[0] // lists, self.query.shape[2])
-            launch = cpu_decode.sparse_decode(
-                self.query.reshape(shape), context.pool.block_ptr, context.table, context.blocks, context.block_counts,
-                context.holes, context.valid, context.capacity, kernels.kept_out.reshape(shape),
-                kernels.kept_lse.reshape(shape[:2]), None, kv_dtype=context.dtype, block_size=context.block_size,
-                scale=self.scale, softcap=self.softcap,
-            )  # fmt: skip
-            standing = kernels.keeping.keep(launch, arrays, numbers)
-        standing.run()
-        take_in(
-            self.query, kernels.out, kernels.lse, self.query, kernels.kept_out, kernels.kept_lse, kernels.kbar, False,
-            self.scale,
-        )  # fmt: skip
+    @property
+    def windowed(self) -> WindowKernels:
+        """What this layer has prepared for a window and kept tokens."""
+        found = self.kernels.windowed
+        if found is None:
+            found = self.kernels.windowed = WindowKernels(self.layer.index, self.query.shape)
+        return found
 
     @property
     def _near(self) -> NearKernels:
@@ -260,8 +214,8 @@ class HostStep(Step):
             self.sinks, self.host_end, self.num_blocks, store.num_kv_heads, store.padding.revision
         )
         to = near.sink_out.numpy(), near.sink_lse.numpy()
-        self._attention(near.sinking, sinks, None, to=to).run(self.length)
-        self._attention(kernels.attending, newest, None).run(self.length)
+        self.attention(near.sinking, sinks, None, to=to).run(self.length)
+        self.attention(kernels.attending, newest, None).run(self.length)
         return Near(near.query, (near.sink_out, near.sink_lse), (kernels.out_tensor, kernels.lse_tensor))
 
     def retrieve(self, properties: Properties, granularities: tuple[int, ...]) -> Retrieval:
@@ -282,7 +236,7 @@ class HostStep(Step):
         standing.run()
         self.layer.retrievals.count(choice.spans, choice.runs, choice.counts, choice.first, choice.end)
         chosen = Selection(choice.blocks, choice.counts)
-        self._attention(near.attending, chosen, None, to=(choice.out, choice.lse)).run(self.length)
+        self.attention(near.attending, chosen, None, to=(choice.out, choice.lse)).run(self.length)
         return choice
 
     def join_near(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,7 +260,7 @@ class HostStep(Step):
             return None
         kernels = self.kernels
         # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
-        standing = self._attention(kernels.starting, host, kernels.kbar if correct else None)
+        standing = self.attention(kernels.starting, host, kernels.kbar if correct else None)
         standing.set("length", self.length)
         worker = self.layer.settings.worker
         shares = min(worker.threads, standing.tasks)

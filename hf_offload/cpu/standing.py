@@ -16,7 +16,7 @@ from .team import ALONE, share, team
 _ENTRY, _PLACE, _RUNTIME, _THREADS, _TICKET, _COUNTERS, _COUNT, _NUMBERS = range(8)
 _MOST_NUMBERS = 3
 _WIDTH = _NUMBERS + 2 * _MOST_NUMBERS
-_FINE = -1
+FINE = -1
 ANYWHERE = 2**63 - 1
 """The largest value of a number that is an address."""
 
@@ -32,28 +32,45 @@ def _entry(call: int, index: int) -> int:
 
 
 @jit
-def _clear(call: int, threads: int) -> None:
+def clear(call: int, threads: int) -> int:
+    """Make a call ready for so many participants; the address of its ticket."""
     ticket, counters = _entry(call, _TICKET), _entry(call, _COUNTERS)
     put_word(ticket, 0)
     put_word(ticket + 8, 0)
     put_word(ticket + 16, threads)
     for index in range(_entry(call, _COUNT)):
         put_word(counters + 8 * index, 0)
+    return ticket
 
 
 @jit
-def _run(call: int, count: int, first: int, second: int, third: int) -> int:
-    """Write so many of the numbers and do all tasks; which number is too large, if one is."""
+def entry_of(call: int) -> tuple[int, int]:
+    """What `call_bound` needs to do one participant's share of a call."""
+    return _entry(call, _ENTRY), _entry(call, _PLACE)
+
+
+@jit
+def write_numbers(call: int, count: int, first: int, second: int, third: int) -> int:
+    """Write so many of a call's numbers; which of them is too large, or FINE."""
     for index, value in enumerate((first, second, third)):
         if index < count:
             place = _NUMBERS + 2 * index
             if value < 0 or value > _entry(call, place + 1):
                 return index
             put_word(_entry(call, place), value)
+    return FINE
+
+
+@jit
+def _run(call: int, count: int, first: int, second: int, third: int) -> int:
+    """Write so many of the numbers and do all tasks; which number is too large, or FINE."""
+    wrong = write_numbers(call, count, first, second, third)
+    if wrong != FINE:
+        return wrong
     threads = _entry(call, _THREADS)
-    _clear(call, threads)
-    share((_entry(call, _RUNTIME), threads), _take_part, (_entry(call, _ENTRY), _entry(call, _PLACE)))
-    return _FINE
+    clear(call, threads)
+    share((_entry(call, _RUNTIME), threads), _take_part, entry_of(call))
+    return FINE
 
 
 class Standing:
@@ -71,7 +88,7 @@ class Standing:
         TypeError: the launch's kernel is not one that `launch.kernel` made.
     """
 
-    __slots__ = ("_address", "_call", "_memory", "_numbers", "_shared", "label", "launch")
+    __slots__ = ("_call", "_memory", "_numbers", "address", "changing", "label", "launch", "shared")
 
     def __init__(self, launch: Launch, label: str, **most: int) -> None:
         bound = bind(launch)
@@ -88,8 +105,12 @@ class Standing:
         for index, name in enumerate(most):
             place, limit = self._numbers[name]
             self._call[_NUMBERS + 2 * index : _NUMBERS + 2 * index + 2] = bound.place + 8 * place, limit
-        self._address = self._call.ctypes.data
-        self._shared = launch.cost >= SHARE_BYTES and launch.tasks > 1
+        self.changing = tuple(most)
+        """The numbers that may be changed, in the order of `run`."""
+        self.address = self._call.ctypes.data
+        """Of what compiled code reads of it (`write_numbers`, `clear`, `entry_of`)."""
+        self.shared = launch.cost >= SHARE_BYTES and launch.tasks > 1
+        """Whether a team is worth its waking."""
 
     def set(self, name: str, value: int) -> None:
         """Change a number from the next time on.
@@ -112,12 +133,17 @@ class Standing:
             ValueError: the arrays do not cover so much.
             MemoryError: a thread of the team could not do its tasks.
         """
-        if self._shared:
+        if self.shared:
             self._call[_RUNTIME:_TICKET] = team()
-        wrong = _run(self._address, len(self._numbers) - 1, first, second, third)
-        if wrong != _FINE:
-            self.set(list(self._numbers)[wrong], (first, second, third)[wrong])
-        if self._shared and self.launch.ticket[1] != self.tasks:
+        wrong = _run(self.address, len(self.changing), first, second, third)
+        if wrong != FINE:
+            self.set(self.changing[wrong], (first, second, third)[wrong])
+        if self.shared:
+            self.check()
+
+    def check(self) -> None:
+        """After all participants have returned: raise MemoryError unless all tasks were done."""
+        if self.launch.ticket[1] != self.tasks:
             done = self.launch.ticket[1]
             raise MemoryError(f"{self.label}: only {done} of {self.tasks} tasks were done; is memory left?")
 
@@ -128,7 +154,7 @@ class Standing:
 
     def open(self, participants: int) -> None:
         """Make ready for so many calls of this object, each from a thread of its own."""
-        _clear(self._address, participants)
+        clear(self.address, participants)
 
     def __call__(self) -> None:
         """Do one participant's share, after `open`; when every participant has returned, all tasks are done."""

@@ -1,0 +1,84 @@
+"""`run_together`: several launches in one visit to the threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload.cpu.average import move_averages
+from hf_offload.cpu.launch import Array
+from hf_offload.cpu.pool import touch_blocks
+from hf_offload.cpu.standing import Standing
+from hf_offload.cpu.together import run_together
+
+HEADS, TOKENS, FIRST = 40, 8192, 100
+
+
+def _moving(average: Array, scores: Array, lse: Array, label: str) -> Standing:
+    """Large enough for a team, with more tasks than threads."""
+    launch = move_averages(average, scores, lse, FIRST, TOKENS, alpha=0.5)
+    assert launch.tasks > 8
+    return Standing(launch, label, length=TOKENS)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(("beside", "then"), [(False, False), (False, True), (True, False), (True, True)])
+def test_each_launch_is_done_once_and_the_last_one_after_the_first(beside: bool, then: bool, threads: int) -> None:
+    torch.manual_seed(0)
+    first, apart = (np.zeros((1, HEADS, TOKENS), np.float32) for _ in range(2))
+    scores = torch.randn(1, HEADS, TOKENS - FIRST).numpy()
+    lse = torch.logsumexp(torch.from_numpy(scores), -1).numpy()
+    # What the first writes is what the last one reads.
+    second = np.zeros((1, HEADS, TOKENS), np.float32)
+    standings = [
+        _moving(first, scores, lse, "first"),
+        _moving(apart, scores, lse, "beside") if beside else None,
+        _moving(second, first, np.zeros_like(lse), "then") if then else None,
+    ]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for length in (TOKENS, TOKENS - 7):
+            for array in (first, apart, second):
+                array[:] = 0.0
+            run_together(*standings, length)  # type: ignore[arg-type]
+            weights = np.exp(scores - lse[..., None])
+            age = np.arange(length - FIRST, 0, -1)
+            want = weights[..., : length - FIRST] * np.maximum(0.5, 1 / age)
+            np.testing.assert_allclose(first[..., FIRST:length], want, rtol=1e-5)
+            assert not first[..., length:].any()
+            if beside:
+                assert (apart[..., FIRST:] != 0).any()
+            if then:
+                read = np.exp(first[..., : length - FIRST]) * np.maximum(0.5, 1 / age)
+                np.testing.assert_allclose(second[..., FIRST:length], read, rtol=1e-5)
+            else:
+                assert not second.any()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_number_beyond_the_arrays_is_refused_before_anything_is_done() -> None:
+    average, lse = np.zeros((1, HEADS, TOKENS), np.float32), np.zeros((1, HEADS), np.float32)
+    scores = np.zeros((1, HEADS, TOKENS - FIRST), np.float32)
+    first = _moving(average, scores, lse, "first")
+    less = Standing(move_averages(average, scores, lse, FIRST, TOKENS, alpha=0.5), "then", length=TOKENS - 1)
+    with pytest.raises(ValueError, match="first: length 8193 is not within"):
+        run_together(first, None, None, TOKENS + 1)
+    with pytest.raises(ValueError, match="then: length 8192 is not within"):
+        run_together(first, None, less, TOKENS)
+    assert not average.any()
+
+
+def test_launches_of_other_kinds_run_beside_each_other() -> None:
+    table, ptr = np.zeros((1, 1), np.int32), np.zeros(1, np.int64)
+    pool = torch.zeros(1, 1, 2, 8, 16)
+    ptr[0] = pool.data_ptr()
+    blocks, counts = np.zeros((1, 1, 1), np.int32), np.ones((1, 1), np.int32)
+    reading = Standing(touch_blocks(blocks, counts, table, ptr, 1, pool[0].nbytes), "reading")
+    average, lse = np.zeros((1, HEADS, TOKENS), np.float32), np.zeros((1, HEADS), np.float32)
+    first = _moving(average, np.zeros((1, HEADS, TOKENS - FIRST), np.float32), lse, "first")
+    run_together(first, reading, None, TOKENS)
+    assert (average[..., FIRST:] > 0).all()
+    assert reading.launch.ticket[1] == reading.tasks
