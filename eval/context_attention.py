@@ -3,6 +3,7 @@
     python eval/context_attention.py
     python eval/context_attention.py --contexts 8k --rows hgca-0.1,scout-1024 --steps 64 --prose novel.txt
     python eval/context_attention.py --contexts 6k --rows fixed-0.05,fluxion-0.1 --predictor predictor.safetensors
+    python eval/context_attention.py --contexts 32k --read 6k --rows full-hybrid,hgca-0.1
 
 All rows hold the keys and values of the same real text: full attention's cache reads it, the sparse ones take that
 over, and `hgca` and `fluxion`, which learn from a prompt, read it too. Then the rows take turns over the
@@ -16,7 +17,10 @@ everything for full attention, the budget and all digests for `scout`, the windo
 `hgca`; for `fixed` and `fluxion` sinks, newest tokens, all digests, and what the CPU chose. `chosen` is the part of the
 keys and values that is not always read: what was kept or chosen. Beyond the length that a model was trained for a text
 has its size but has lost its order; whether `kept` and `kl` there are like those of shorter contexts tells what such
-times are worth. Memory: each row holds the context.
+times are worth. With `--read` longer contexts hold the keys and values of so many tokens again and again, and queries
+have the positions that they would have behind the first of them: every token shares its weight with its copies, so that
+selections are like those of the shorter text, and nobody has to read a long one. All rows then take the repeated part
+over and read the last tokens themselves (`hgca` as the end of a prompt). Memory: each row holds the context.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ import numpy as np
 import torch
 import typer
 from tqdm import tqdm
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
 
 import hf_offload
 from common import (
@@ -63,6 +67,10 @@ from common import (
 
 WARM_UP = 2
 BLOCK_SIZE = 32
+TURN = 128
+"""Tokens behind a context that is filled by repetition, which all rows read themselves."""
+AS_PROMPT = {"append": "mean", "append_run": 0}
+"""With these knobs `hgca` learns from such an append what it learns from the end of a prompt."""
 READS_PROMPTS = ("hgca", "fluxion")
 """Policies that learn from a prompt's attention, so that keys and values alone are not enough."""
 
@@ -119,20 +127,55 @@ class Watch:
             del cache.update  # the class's own is behind it
 
 
-def fill(model: PreTrainedModel, row: Row, ids: torch.Tensor, full: Cache) -> Cache:
-    """A row's cache with the context `[1, N]`, which full attention's cache holds."""
-    if row.policy in READS_PROMPTS:
-        cache = row.make_cache(model)
-        prefill(model, cache, ids, chunk=2048)
-        return cache
-    row.activate(model)
-    return hf_offload.HybridCache.from_cache(full, model, row.policy, **row.options)
+def feed(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, shift: int) -> torch.Tensor:
+    """The last logits `[V]` after ids `[1, N]`, at positions that are `shift` less than what the cache holds."""
+    past = cache.get_seq_length() - shift
+    positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+    logits: torch.Tensor = model(ids, past_key_values=cache, position_ids=positions, logits_to_keep=1).logits[0, -1]
+    return logits
+
+
+def repeated(model: PreTrainedModel, cache: Cache, tokens: int) -> Cache:
+    """A cache with another's keys and values again and again, `tokens` in all."""
+    made = DynamicCache(config=model.config)
+    for index, layer in enumerate(cache.layers):
+        times = -(-tokens // layer.keys.shape[2])
+        made.update(*(x.repeat(1, 1, times, 1)[:, :, :tokens] for x in (layer.keys, layer.values)), index)
+    return made
+
+
+def fill(
+    model: PreTrainedModel, rows: list[Row], ids: torch.Tensor, length: int, say: Callable[[str], None]
+) -> dict[str, Cache]:
+    """Caches of full attention and of rows, with `length` tokens made of the context `[1, N]`."""
+    shift = length - ids.shape[1]
+    own = TURN if shift else 0
+    full = FULL.make_cache(model)
+    prefill(model, full, ids[:, : ids.shape[1] - own], chunk=2048)
+    if shift:
+        full = repeated(model, full, length - own)
+    caches: dict[str, Cache] = {}
+    for row in rows:
+        say(f"{length} tokens: {row.name} reads")
+        if row.policy in READS_PROMPTS and not shift:
+            caches[row.name] = row.make_cache(model)
+            prefill(model, caches[row.name], ids, chunk=2048)
+            continue
+        row.activate(model)
+        knobs = AS_PROMPT if shift and row.policy == "hgca" else {}
+        caches[row.name] = hf_offload.HybridCache.from_cache(full, model, row.policy, **row.options, **knobs)
+        if shift:
+            feed(model, caches[row.name], ids[:, -own:], shift)
+    if shift:
+        FULL.activate(model)
+        feed(model, full, ids[:, -own:], shift)
+    return {FULL.name: full, **caches}
 
 
 def decode(
-    model: PreTrainedModel, row: Row, cache: Cache, ids: torch.Tensor
+    model: PreTrainedModel, row: Row, cache: Cache, ids: torch.Tensor, shift: int
 ) -> tuple[dict[str, list[float]], torch.Tensor]:
-    """Feed ids `[1, N]` one by one: milliseconds of the steps after the warm-up, and log-probabilities `[N, V]`."""
+    """`feed` ids `[1, N]` one by one: milliseconds of the steps after the warm-up, and log-probabilities `[N, V]`."""
     row.activate(model)
     times: dict[str, list[float]] = {"attention": [], "step": []}
     logits, watch = [], Watch()
@@ -140,7 +183,7 @@ def decode(
         for token in ids.split(1, 1):
             synchronize()
             watch.seconds, start = 0.0, time.perf_counter()
-            logits.append(model(token, past_key_values=cache).logits[0, -1])
+            logits.append(feed(model, cache, token, shift))
             synchronize()
             times["step"].append(1000 * (time.perf_counter() - start))
             times["attention"].append(1000 * watch.seconds)
@@ -171,38 +214,34 @@ def compare(mine: torch.Tensor, full: torch.Tensor) -> tuple[float, float]:
 
 
 def measure(
-    model: PreTrainedModel, rows: list[Row], ids: torch.Tensor, length: int, rounds: int, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
+    model: PreTrainedModel, rows: list[Row], ids: torch.Tensor, length: int, read: int, rounds: int,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
     """One line a row, full attention first, after a context of `length` tokens.
 
     Args:
-        ids: the context and what follows `[1, length + rounds * steps]`.
+        ids: the first `read` tokens of the context and what follows `[1, read + rounds * steps]`.
         say: tells what is being done.
     """
     say(f"{length} tokens: full attention reads")
-    full = FULL.make_cache(model)
-    prefill(model, full, ids[:, :length], chunk=2048)
-    caches: dict[str, Cache] = {FULL.name: full}
-    for row in rows:
-        say(f"{length} tokens: {row.name} reads")
-        caches[row.name] = fill(model, row, ids[:, :length], full)
+    caches = fill(model, rows, ids[:, :read], length, say)
     every = [FULL, *rows]
     times: dict[str, dict[str, list[float]]] = {row.name: {"attention": [], "step": []} for row in every}
     apart: dict[str, list[tuple[float, float]]] = {row.name: [] for row in every}
-    for number, tokens in enumerate(ids[:, length:].chunk(rounds, 1)):
+    for number, tokens in enumerate(ids[:, read:].chunk(rounds, 1)):
         say(f"{length} tokens: round {number + 1} of {rounds}")
         seen = {}
         for row in every:
-            found, seen[row.name] = decode(model, row, caches[row.name], tokens)
+            found, seen[row.name] = decode(model, row, caches[row.name], tokens, length - read)
             apart[row.name].append(compare(seen[row.name], seen[FULL.name]))
             for name, values in found.items():
                 times[row.name][name] += values
     lines, base = [], {name: percentiles(values)["p50"] for name, values in times[FULL.name].items()}
-    everything = read_bytes(model, FULL, full)[0]
+    everything = read_bytes(model, FULL, caches[FULL.name])[0]
     for row in every:
         attention, step = (percentiles(times[row.name][name]) for name in ("attention", "step"))
         kl, top = np.mean(apart[row.name], axis=0).tolist()
-        read, chosen = read_bytes(model, row, caches[row.name])
+        taken, chosen = read_bytes(model, row, caches[row.name])
         stats = {} if row is FULL else caches[row.name].stats().as_dict()
         lines.append(
             {
@@ -212,8 +251,8 @@ def measure(
                 "attention_ratio": attention["p50"] / base["attention"],
                 "step": step["p50"],
                 "step_ratio": step["p50"] / base["step"],
-                "read_MiB": read / 2**20,
-                "read_ratio": read / everything,
+                "read_MiB": taken / 2**20,
+                "read_ratio": taken / everything,
                 "chosen_MiB": None if chosen is None else chosen / 2**20,
                 "kept": stats.get("kept_share"),
                 "kl": kl,
@@ -232,6 +271,9 @@ def main(
     ),
     steps: Annotated[int, typer.Option(min=1, help="Steps that count, per round.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")] = 4,
+    read: Annotated[
+        str | None, typer.Option(help="Tokens of text in a longer context, which repeats them.", show_default="all")
+    ] = None,
     kind: Annotated[str, typer.Option(help="prose, documentation or code.")] = "code",
     tier: TierOption = None,
     predictor: Annotated[
@@ -245,15 +287,19 @@ def main(
 ) -> None:
     """Measure attention in long contexts."""
     lengths, chosen, (name,) = sorted(numbers(contexts)), choose(make_rows(tier, predictor), rows), kinds_of(kind)
+    most = max(lengths) if read is None else numbers(read)[0]
+    if read is not None and most < 2 * TURN:
+        raise typer.BadParameter(f"read={most} leaves nothing to repeat before the last {TURN} tokens; raise it")
     following = rounds * (WARM_UP + steps)
     language_model, tokenizer = load(model, dtype, threads)
-    ids = window(text_of(name, prose), tokenizer, 0, max(lengths) + following).to(language_model.device)
-    size = {"steps": steps * rounds, "kind": name, "dtype": dtype, "tier": tier}
+    ids = window(text_of(name, prose), tokenizer, 0, min(max(lengths), most) + following).to(language_model.device)
+    size = {"steps": steps * rounds, "kind": name, "dtype": dtype, "tier": tier, "text_tokens": most}
     records: list[dict[str, Any]] = []
     with torch.inference_mode(), tqdm(total=len(lengths)) as progress:
         for length in lengths:
+            part = min(length, most)
             lines = measure(
-                language_model, chosen, ids[:, : length + following], length, rounds, progress.set_description
+                language_model, chosen, ids[:, : part + following], length, part, rounds, progress.set_description
             )
             records += [line | size for line in lines]
             write_csv(out, records)

@@ -49,14 +49,13 @@ def test_the_watch_runs_while_attention_is_computed(row, monkeypatch):
 @pytest.mark.parametrize(("policy", "budget"), [("full", None), ("window", 96), ("scout", 192)])
 def test_rows_take_over_what_full_attention_has_read(policy, budget):
     model, ids = tiny_model("llama"), prompt(1, 300)[0]
-    full = common.FULL.make_cache(model)
-    common.prefill(model, full, ids[:, :-6])
-    row = common.Row(policy, policy, BLOCK | ({} if budget is None else {"budget": budget}))
-    taken = context_attention.fill(model, row, ids[:, :-6], full)
+    row = common.Row(f"{policy}-row", policy, BLOCK | ({} if budget is None else {"budget": budget}))
+    caches = context_attention.fill(model, [row], ids[:, :-6], 294, lambda _: None)
+    taken, full = caches[row.name], caches[common.FULL.name]
     row.activate(model)
     read = row.make_cache(model)
     common.prefill(model, read, ids[:, :-6])
-    times, mine = context_attention.decode(model, row, taken, ids[:, -6:])
+    times, mine = context_attention.decode(model, row, taken, ids[:, -6:], 0)
     assert [len(values) for values in times.values()] == [4, 4]
     assert all(0 < part < whole for part, whole in zip(times["attention"], times["step"], strict=True))
     want = torch.cat([model(token, past_key_values=read).logits[:, -1] for token in ids[:, -6:].split(1, 1)])
@@ -66,6 +65,38 @@ def test_rows_take_over_what_full_attention_has_read(policy, budget):
     assert context_attention.read_bytes(model, row, taken) == (attended * TOKEN + digests, None)
     assert (digests > 0) == (policy == "scout")
     assert context_attention.read_bytes(model, common.FULL, full) == (294 * TOKEN, None)
+
+
+@torch.inference_mode()
+def test_a_long_context_repeats_a_short_text():
+    """Each token's copies share the weight that it would have alone, so that nothing changes but the last tokens'."""
+    model, ids = tiny_model("llama"), prompt(1, 300)[0]
+    rows = [
+        common.Row("full-row", "full", BLOCK),
+        common.Row("hgca-row", "hgca", {"gpu_ratio": 0.1, "beta": 0.0} | BLOCK),
+    ]
+    caches = context_attention.fill(model, rows, ids[:, :-6], 1000, lambda _: None)
+    assert {cache.get_seq_length() for cache in caches.values()} == {1000}
+    own = context_attention.TURN
+    for layer in caches["full"].layers:
+        part = 300 - 6 - own
+        assert torch.equal(layer.keys[:, :, part : 2 * part], layer.keys[:, :, :part])
+    want = context_attention.decode(model, common.FULL, caches["full"], ids[:, -6:], 1000 - 294)[1]
+    for row in rows:
+        got = context_attention.decode(model, row, caches[row.name], ids[:, -6:], 1000 - 294)[1]
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    # The positions are those of the short text: a cache that holds it once attends to the same keys.
+    once = context_attention.fill(model, [], ids[:, :-6], 294, lambda _: None)["full"]
+    torch.testing.assert_close(
+        caches["full"].layers[0].keys[:, :, -6:], ids_keys(model, once, ids), atol=1e-5, rtol=1e-5
+    )
+
+
+def ids_keys(model, cache, ids):
+    """Keys of the first layer for the last 6 tokens, behind a cache that holds the others."""
+    for token in ids[:, -6:].split(1, 1):
+        model(token, past_key_values=cache)
+    return cache.layers[0].keys[:, :, -6:]
 
 
 def test_bytes_of_a_window_and_what_is_kept():
