@@ -42,7 +42,7 @@ class HybridCache(Portable):
 
     Args:
         model: the model that will use the cache.
-        policy: `"scout"`, `"hgca"`, `"fluxion"`, `"fixed_hybrid"`, `"full"`, `"window"`, or a policy instance.
+        policy: one of `policies.POLICIES` by name (`"scout"`, `"hgca"`, `"full"`, …), or a policy instance.
         tier: None: two tiers where the model runs on a device, one memory on the CPU. `"split"` forces two tiers on the
             CPU (to try what a GPU would do), `"one"` says that there must be one.
         block_size: tokens a block: 8, 16, 32, 64 or 128; by default what the policy is best with, 32 or 16.

@@ -34,6 +34,8 @@ CASES = {
     "hgca-int8": ("hgca", {**HGCA, "host_dtype": "int8"}),
     "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 16, "local": 32, "resident": None}),
     "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
+    "full-fetch-int8": ("full", {"host": "fetch", "host_dtype": "int8"}),
+    "sparse_fetch": ("sparse_fetch", {"budget": 96, "sinks": 16}),
 }
 
 
@@ -71,6 +73,8 @@ def models() -> dict[str, PreTrainedModel]:
         ("hgca", "split", 19),
         ("hgca-int8", "split", 0),
         ("fixed_hybrid", "one", 19),
+        ("full-fetch-int8", "split", 21),
+        ("sparse_fetch", "split", 19),
         ("fluxion", "one", 0),
         ("fluxion", "split", 21),
     ],

@@ -78,7 +78,11 @@ def test_without_a_hybrid_cache_it_is_sdpa_bit_for_bit(family: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "knobs", "named"),
     [
-        ("scuot", {}, "policy='scuot' is unknown; use one of fixed_hybrid, fluxion, full, hgca, scout, window"),
+        (
+            "scuot",
+            {},
+            "policy='scuot' is unknown; use one of fixed_hybrid, .* scout, sparse_fetch, window",
+        ),
         ("scout", {"bugdet": 5}, "bugdet: not a knob.*budget"),
         ("scout", {"budget": -1}, "budget=-1"),
         ("scout", {"budget": 64}, "budget=64 is less than"),
@@ -97,6 +101,11 @@ def test_without_a_hybrid_cache_it_is_sdpa_bit_for_bit(family: str) -> None:
         ("scout", {"threads": 0}, "threads=0"),
         ("window", {"sinks": -1}, "sinks=-1"),
         ("full", {"budget": 10}, "budget: not a knob"),
+        ("full", {"host": "cpu"}, 'host=\'cpu\' is not known; use "attend" or "fetch"'),
+        ("sparse_fetch", {"budget": 8}, "budget=8 is less than the 16 tokens"),
+        ("sparse_fetch", {"digest": "median"}, "digest='median' is not allowed; use one of mean, quest, submean"),
+        ("sparse_fetch", {"join": "sum"}, "join='sum' is not allowed; use one of max, mean, raw"),
+        ("sparse_fetch", {"recent": -1}, "recent=-1"),
         ("fixed_hybrid", {"budget": 1.5}, "budget=1.5 is not a share of the host's tokens; use a number in 0 … 1"),
         ("fixed_hybrid", {"digest": "median"}, "digest='median' is not known; use one of mean, quest, submean"),
         ("fixed_hybrid", {"local": -1}, "local=-1"),

@@ -26,11 +26,13 @@ SCOUT: dict[str, Any] = {
 }  # fmt: skip
 HGCA: dict[str, Any] = {"window": 24, "beta": 0.0, "block_size": 8, "prefill_tile": 32, "timeout": 120.0}
 FIXED: dict[str, Any] = {"budget": 1.0, "sinks": 8, "local": 16, "block_size": 8, "timeout": 120.0}
+FETCH: dict[str, Any] = {"budget": 8192, "sinks": 8, "block_size": 8, "prefill_tile": 32, "timeout": 120.0}
 SETTINGS = {
     "one": Setting(2, 16, "scout", {**SCOUT, "tier": "one"}, True),
     "split": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "recall": 1}, True),
     "int8": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "host_dtype": "int8"}, True),
     "hgca": Setting(2, 16, "hgca", {**HGCA, "tier": "split"}, True),
+    "sparse_fetch": Setting(2, 16, "sparse_fetch", {**FETCH, "tier": "split", "resident": 48}, True),
     "fixed_hybrid": Setting(2, 16, "fixed_hybrid", {**FIXED, "tier": "split"}, True),
     "hgca, one": Setting(2, 16, "hgca", {**HGCA, "tier": "one"}, True),
 }

@@ -77,7 +77,15 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
             "attend_resident": draw(st.sampled_from(["selected", "all"]), label="attend_resident"),
             "place_queries": draw(st.sampled_from([1, 16]), label="place_queries"),
         }
-    if policy in ("scout", "window"):
+    if policy == "sparse_fetch":
+        knobs |= {
+            "recent": draw(st.sampled_from([0, 16]), label="recent"),
+            "digest": draw(st.sampled_from(["submean", "quest", "mean"]), label="digest"),
+            "join": draw(st.sampled_from(["max", "mean", "raw"]), label="join"),
+        }
+    if policy == "full":
+        knobs["host"] = draw(st.sampled_from(["attend", "fetch"]), label="host")
+    if policy in ("scout", "sparse_fetch", "window"):
         knobs["budget"] = COVERING
         least = make_policy(policy, knobs).always_blocks(size)
         knobs["budget"] = (
@@ -105,7 +113,7 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
 class Histories(RuleBasedStateMachine):
     """Up to three histories of one setting that may share blocks."""
 
-    policies = ("scout", "scout", "full", "window", "hgca", "fixed_hybrid")
+    policies = ("scout", "scout", "full", "window", "hgca", "fixed_hybrid", "sparse_fetch")
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,6 +55,7 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         ("hgca", "one", 0),
         ("hgca", "split", 19),
         ("fixed_hybrid", "split", 0),
+        ("sparse_fetch", "split", 19),
         ("fluxion", "one", 5),
         ("fluxion", "split", 19),
     ],

@@ -113,6 +113,17 @@ class Step(ABC):
     def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
         """Part a selection into (on the device, on the host); with one memory the host has all."""
 
+    def fetch(self, score: Any, chosen: Selection) -> Plan:
+        """The plan in which the device attends all that was chosen: what is not resident becomes so at once.
+
+        With one memory there is nothing to fetch.
+
+        Args:
+            score: by which it was chosen, as `score` returns it.
+            chosen: the best blocks by it, and those that are always attended.
+        """
+        return Plan(host=chosen)
+
     @abstractmethod
     def split_early(self, selection: Selection) -> tuple[Selection, Selection]:
         """Part a selection into what waits for the real query and what may be attended one layer early.

@@ -102,6 +102,9 @@ def decode(
     else:
         assert plan.device is not None, "with two memories the newest block is attended by the device"
         out, lse = step.attend_device(plan.device)
+    if plan.fetched is not None:
+        beside = step.attend_fetched(plan.fetched)
+        out, lse = torch.cat((out, beside[0]), 2), torch.cat((lse, beside[1]), 2)
     if plan.kept is not None and fresh:
         assert plan.device is not None
         step.learn_window(plan.device, lse)

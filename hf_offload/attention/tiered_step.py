@@ -12,6 +12,7 @@ from hf_offload.attention.retrieval import Properties
 from hf_offload.attention.retrieved_part import RetrievedPart
 from hf_offload.attention.step import Near, Step, fp32
 from hf_offload.cache.context import Context
+from hf_offload.cache.copying import Moves
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.gpu.join import join_heads
 from hf_offload.gpu.merge import merge
@@ -146,6 +147,36 @@ class TieredStep(Step):
             self.mirror.valid(), scale=self.scale, softcap=self.softcap,
         )  # fmt: skip
 
+    def fetch(self, score: torch.Tensor, chosen: Selection) -> Plan:
+        resident = self.resident
+        if resident.slots > chosen.blocks.shape[2]:  # what is resident beside them stays as long as it may
+            score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
+        self.learn(score, 0.0)
+        moves = resident.exchange(self.limits, self.sinks[1], self.recent_blocks, None)
+        resident.bring(moves)
+        self.layer.count("moves", moves.counts)
+        device, missing = self.split(chosen)
+        return Plan(device=device, fetched=missing if chosen.blocks.shape[2] > resident.slots else None)
+
+    def attend_fetched(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring blocks of the host to the device, tile by tile, and attend them: as `attend_device`."""
+        resident, shape, most = self.resident, host.blocks.shape[:2], host.blocks.shape[2]
+        size = min(max(self.layer.settings.prefill_tile // self.block_size, 1), most)
+        tile = resident.pool.new_empty(*shape, size, *resident.pool.shape[3:])
+        slots = torch.arange(size, dtype=torch.int32, device=self.query.device).expand(*shape, size).contiguous()
+        listed, parts = torch.nn.functional.pad(host.blocks, (0, -most % size)), []
+        for first in range(0, most, size):
+            blocks, counts = listed[:, :, first : first + size].contiguous(), (host.counts - first).clamp(0, size)
+            resident.bring(Moves(slots, blocks, counts), tile)
+            parts.append(
+                paged_attention(
+                    self.query, tile, slots, blocks, counts, self.limits, self.mirror.valid(),
+                    scale=self.scale, softcap=self.softcap,
+                )
+            )  # fmt: skip
+        self.layer.count("moves", host.counts)
+        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
     def attend_host(self, host: Selection) -> HostPart:
         """Start the CPU part with this step's query."""
         return self._host_part(host.blocks.shape[2]).start(self, host, correct=False, label="CPU attention")
@@ -255,11 +286,13 @@ class TieredStep(Step):
     def compare(self, predicted: Selection, wanted: Selection) -> None:
         if self.layer.stats.steps % COMPARE_EVERY or self.mirror.capture is not None:
             return
-        width = self.store.table.shape[1]
-        marks = torch.zeros(*predicted.blocks.shape[:2], width + 1, dtype=torch.bool, device=self.query.device)
-        numbers = torch.arange(max(predicted.blocks.shape[2], wanted.blocks.shape[2]), device=self.query.device)
-        meant = numbers[: predicted.blocks.shape[2]] < predicted.counts[..., None]
-        marks.scatter_(2, torch.where(meant, predicted.blocks, width).long(), True)
-        meant = numbers[: wanted.blocks.shape[2]] < wanted.counts[..., None]
-        found = marks.gather(2, torch.where(meant, wanted.blocks, 0).long()) & meant
+        meant = torch.arange(wanted.blocks.shape[2], device=self.query.device) < wanted.counts[..., None]
+        found = self._marks(predicted).gather(2, torch.where(meant, wanted.blocks, 0).long()) & meant
         self.layer.count("overlap", found.sum() / meant.sum().clamp(min=1))
+
+    def _marks(self, selection: Selection) -> torch.Tensor:
+        """Which blocks a selection has, bool `[B, Hkv, N]`."""
+        width, device = self.store.table.shape[1], self.query.device
+        meant = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
+        marks = torch.zeros(*selection.blocks.shape[:2], width + 1, dtype=torch.bool, device=device)
+        return marks.scatter_(2, torch.where(meant, selection.blocks, width).long(), True)[:, :, :width]

@@ -179,6 +179,20 @@ class ResidentSet:
         else:
             self._copy_beside(moves, stream, label)
 
+    def bring(self, moves: Moves, into: torch.Tensor | None = None) -> None:
+        """Bring the data of blocks in the order of the model's stream, which waits for them.
+
+        Args:
+            moves: where they go.
+            into: `[B, Hkv, M, 2, block_size, D]`, in place of the slots.
+        """
+        self.wait()
+        self.came_by, pool = self._way(), self.pool if into is None else into
+        if self.came_by == "uva":
+            move.fetch(pool, *moves, self.tables.block_ptr(), self.tables.table(), packed=self.store.packed)
+        else:
+            copies(self.store, pool, moves)()
+
     def _way(self) -> str:
         """How the blocks that are wanted now come: "uva" or "copy"."""
         if self.mirror.capture is not None:  # what a graph replays cannot ask the host for addresses

@@ -12,6 +12,7 @@ from hf_offload.policies.fluxion import Fluxion
 from hf_offload.policies.full import Full
 from hf_offload.policies.hgca import HGCA
 from hf_offload.policies.scout import Scout
+from hf_offload.policies.sparse_fetch import SparseFetch
 from hf_offload.policies.window import Window
 
 POLICIES: dict[str, type[Policy]] = {
@@ -20,6 +21,7 @@ POLICIES: dict[str, type[Policy]] = {
     "full": Full,
     "hgca": HGCA,
     "scout": Scout,
+    "sparse_fetch": SparseFetch,
     "window": Window,
 }
 
@@ -88,6 +90,7 @@ __all__ = [
     "Policy",
     "Scout",
     "Selection",
+    "SparseFetch",
     "Window",
     "describe_policy",
     "make_policy",

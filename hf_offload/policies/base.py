@@ -43,6 +43,7 @@ class Plan:
     Args:
         device: resident blocks, attended by the device.
         host: blocks attended by the CPU with the query of this step.
+        fetched: blocks of the host that the device attends, too, once they have been brought there.
         ahead: a CPU part that was started one layer early, with a predicted query.
         kept: single tokens that the CPU attends, a list for each row and KV head (`cache.context.Context`); the blocks
             beside them are the window, whose tokens' weights are averaged.
@@ -52,6 +53,7 @@ class Plan:
 
     device: Selection | None = None
     host: Selection | None = None
+    fetched: Selection | None = None
     ahead: Any = None
     kept: Any = None
     near: Any = None

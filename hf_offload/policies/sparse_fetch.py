@@ -1,0 +1,77 @@
+"""Quest on the device (Tang et al. 2024): what is chosen and not there is fetched before every step attends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from hf_offload.cache.digests import DIGESTS
+from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+
+JOINS = ("max", "mean", "raw")
+
+
+@dataclass(frozen=True)
+class SparseFetch(Policy):
+    """Attend the best blocks within a budget, all of them on the device; the CPU attends nothing.
+
+    It is how offloaders without a CPU part decode: digests lie on the device, a step chooses by them, and waits until
+    the blocks that it chose and that are not resident have come over the link. What it shares with Quest: minima and
+    maxima of each channel, blocks of 16, the best blocks of the real query. What it does not: Quest offloads nothing,
+    attends everything in the first two layers, and chooses for each query head; here the query heads of a KV head share
+    a choice, and sinks and newest tokens may be attended always. With one memory it is a choice of blocks and no more.
+
+    Args:
+        budget: tokens a row and KV head attends, sinks, recent tokens and the tail included.
+        digest: `"quest"`, `"submean"` or `"mean"`.
+        join: how a group's query heads are joined: `"raw"`, the mean of their scores, or `"max"` or `"mean"` of their
+            softmax.
+        sinks: tokens at the start of a row that are always attended and resident.
+        recent: newest tokens in full blocks that are always attended and resident.
+
+    Raises:
+        ValueError: a knob has a value that is not allowed.
+    """
+
+    name = "sparse_fetch"
+    block_size = 16
+    budget: int = 2048
+    digest: str = "quest"
+    join: Literal["max", "mean", "raw"] = "raw"
+    sinks: int = 0
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        check_tokens("budget", self.budget)
+        check_tokens("sinks", self.sinks, least=0)
+        check_tokens("recent", self.recent, least=0)
+        for knob, values in (("digest", tuple(sorted(DIGESTS))), ("join", JOINS)):
+            if getattr(self, knob) not in values:
+                raise ValueError(f"{knob}={getattr(self, knob)!r} is not allowed; use one of {', '.join(values)}")
+
+    @property
+    def digest_name(self) -> str:
+        return self.digest
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.sinks
+
+    @property
+    def recent_tokens(self) -> int:
+        return self.recent
+
+    @property
+    def budget_tokens(self) -> int:
+        return self.budget
+
+    def plan(self, step: Step) -> Plan:
+        """Choose by the real query, fetch, attend."""
+        return step.fetch(*step.choose(self.join, self.budget // step.block_size))
+
+    def place(self, step: Step, slots: int) -> Selection:
+        """Sinks and newest blocks; what is always attended is never fetched, so that no sink may be left out."""
+        return step.recent(slots - 1)  # behind padding the sinks may take one block more
