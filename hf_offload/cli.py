@@ -1,4 +1,4 @@
-"""The command line: `hf-offload profile`, `hf-offload train-fluxion`."""
+"""The command line: `hf-offload plan`, `profile`, `train-fluxion`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_offload import assets
+from hf_offload.cache.budget import parse_bytes
 from hf_offload.fluxion.fitting import Fitting
 from hf_offload.fluxion.samples import Sampling
+from hf_offload.plan import DEFAULTS, parse_setting, plan_table, shape_of
 from hf_offload.profile import Profile, check_profiling, profile_intervals
 from hf_offload.train_fluxion import PREDICTOR, REPORT, check_sampling, collect, cut_windows, train
 
@@ -77,6 +79,37 @@ def profile(
         raise typer.BadParameter(str(error)) from error
     show(found)
     typer.echo(f"wrote {out}; use it with\n\n    {usage(found, out)}\n")
+
+
+@app.command()
+def plan(
+    model: Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="SmolLM2-135M-Instruct")] = None,
+    context: Annotated[str, typer.Option(help="Tokens of a row; k is 1,024.")] = "32k",
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help='A policy with options, "scout:budget=1024"; may be repeated.', show_default="all"),
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(help='Of the device, "24GiB": what fits there.')] = None,
+    dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "auto",
+) -> None:
+    """Say what caches take of device and host memory, from the model's config alone."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    try:
+        tokens = int(context[:-1]) * 1024 if context.endswith("k") else int(context)
+        device = None if device_memory is None else parse_bytes("device-memory", device_memory)
+        config = assets.load_config(model)
+        kept = DTYPES[dtype] if dtype != "auto" else getattr(config, "dtype", None) or torch.float32
+        assert isinstance(kept, torch.dtype)
+        shape = shape_of(config, kept)
+        settings = [parse_setting(text) for text in policy or DEFAULTS]
+        table = plan_table(shape, settings, context=tokens, batch=batch, device=device)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    # A file or a pipe has no width of its own.
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    typer.echo("The model's activations and the runtime's own memory come on top.")
 
 
 @app.command()

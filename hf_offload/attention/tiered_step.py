@@ -168,14 +168,13 @@ class TieredStep(Step):
         for first in range(0, most, size):
             blocks, counts = listed[:, :, first : first + size].contiguous(), (host.counts - first).clamp(0, size)
             resident.bring(Moves(slots, blocks, counts), tile)
-            parts.append(
-                paged_attention(
-                    self.query, tile, slots, blocks, counts, self.limits, self.mirror.valid(),
-                    scale=self.scale, softcap=self.softcap,
-                )
+            out, lse = paged_attention(
+                self.query, tile, slots, blocks, counts, self.limits, self.mirror.valid(),
+                scale=self.scale, softcap=self.softcap,
             )  # fmt: skip
+            parts.append(merge(out, lse, None, self.query, None, scale=self.scale, dtype=torch.float32))
         self.layer.count("moves", host.counts)
-        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+        return torch.stack([out for out, _ in parts], 2), torch.stack([lse for _, lse in parts], 2)
 
     def attend_host(self, host: Selection) -> HostPart:
         """Start the CPU part with this step's query."""

@@ -16,6 +16,11 @@ from hf_offload.cpu.packed import packed_bytes
 MIN_SLAB_BLOCKS = 64
 
 
+def growth(blocks: int, free: int, count: int) -> int:
+    """Blocks that a pool of `blocks`, so many of them free, adds when `count` are wanted."""
+    return max(count - free, MIN_SLAB_BLOCKS, blocks // 4) if count > free else 0
+
+
 class _Slabs:
     """Places of one size in slabs that never move or grow; a larger need adds slabs."""
 
@@ -173,7 +178,7 @@ class HostPool:
 
     def _allocate(self, count: int, packed: bool) -> np.ndarray:
         if count > len(self._free):
-            first, more = self.num_blocks, max(count - len(self._free), MIN_SLAB_BLOCKS, self.num_blocks // 4)
+            first, more = self.num_blocks, growth(self.num_blocks, len(self._free), count)
             self.refcount = _longer(self.refcount, first + more)
             self.block_ptr = _longer(self.block_ptr, first + more)
             self._free.extend(range(first + more - 1, first - 1, -1))

@@ -15,7 +15,7 @@ from hf_offload.cache.memory import host_empty
 from hf_offload.cache.mirror import brought
 from hf_offload.cache.stats import LayerStats
 from hf_offload.cache.store import BlockStore
-from hf_offload.cache.weighing import Span, Weighing
+from hf_offload.cache.weighing import Span, Weighing, averages_for
 from hf_offload.cpu import keep
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.query_lse import query_lse
@@ -110,7 +110,7 @@ class Salience:
         """Have averages for so many tokens; those of tokens that are new begin with 0."""
         have = self.average.shape[2]
         if have < length or self.average.shape[1] != query_heads:
-            tokens = -(-max(length, have * 5 // 4, 1024) // self.store.block_size) * self.store.block_size
+            tokens = averages_for(length, have, self.store.block_size)
             average = np.zeros((self.store.batch, query_heads, tokens), np.float32)
             kept = np.zeros((*self.kept.shape[:2], tokens), np.uint8)
             if self.average.shape[1] == query_heads:

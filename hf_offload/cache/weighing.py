@@ -39,6 +39,11 @@ def newest(valid: np.ndarray, among: int) -> np.ndarray:
     return last
 
 
+def averages_for(length: int, have: int, block_size: int) -> int:
+    """Tokens that there are averages of when there were `have` and rows get `length` tokens."""
+    return -(-max(length, have * 5 // 4, 1024) // block_size) * block_size
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens `first` to `stop - 1`, which the newest queries weigh.

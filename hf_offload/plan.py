@@ -1,0 +1,265 @@
+"""What a cache will take of device and host memory, from a model's config alone: `hf-offload plan`."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from hf_offload.attention.checks import held_layers, stock_layers
+from hf_offload.cache.budget import check_slots, least_blocks, make_budget, resident_tokens
+from hf_offload.cache.digests import DIGESTS
+from hf_offload.cache.fits import unsuitable
+from hf_offload.cache.host_pool import growth
+from hf_offload.cache.memory import size_text
+from hf_offload.cache.padding import Padding
+from hf_offload.cache.store import BlockStore
+from hf_offload.cache.weighing import averages_for
+from hf_offload.policies import Policy, make_policy
+
+DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "sparse_fetch")
+"""Policies that need nothing but a model."""
+MOST_ROWS = 4096
+"""More rows than this are not looked for."""
+CACHE_KNOBS = ("block_size", "resident", "device_budget", "host_dtype", "prefill_tile")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the config of a model says of its keys and values.
+
+    Args:
+        layers: layers that a HybridCache holds.
+        windows: of each other layer, the tokens that it keeps on the device; None: all of them.
+        kv_heads, query_heads, head_dim: of a layer.
+        dtype: of keys and values.
+        weights: bytes of the parameters.
+    """
+
+    layers: int
+    windows: tuple[int | None, ...]
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    weights: int
+
+    def stock_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes of the layers that keep Transformers' own cache."""
+        kept = sum(tokens if window is None else min(window - 1, tokens) for window in self.windows)
+        return batch * kept * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a cache takes after a prompt that came at once; with one memory `device` is 0 and the host has all.
+
+    Args:
+        resident: tokens that a row and KV head keeps on the device.
+        resident_bytes: of them, and of what is known of them there.
+        host_bytes: of all tokens.
+        digest_bytes: of all blocks, on the host where `digests_on_host`.
+        salience_bytes: on the host, of what is known of all tokens where single tokens are kept. Copies of those that
+            are kept, at most `host_bytes`, come on top.
+        stock_bytes: on the device, of layers that keep Transformers' own cache.
+        tile_bytes: on the device while a prompt's chunk reads what is cached, once for all layers.
+    """
+
+    resident: int
+    resident_bytes: int
+    host_bytes: int
+    digest_bytes: int
+    digests_on_host: bool
+    salience_bytes: int
+    stock_bytes: int
+    tile_bytes: int
+
+    @property
+    def device(self) -> int:
+        """Bytes of the device that stay taken."""
+        return self.resident_bytes + self.stock_bytes + (0 if self.digests_on_host else self.digest_bytes)
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory."""
+        return self.host_bytes + self.salience_bytes + (self.digest_bytes if self.digests_on_host else 0)
+
+
+def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> Shape:
+    """The shape of a model's cache, from its config.
+
+    Raises:
+        ValueError: the config does not tell, or the model's keys and values do not fit into blocks.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False) or not hasattr(text, "num_hidden_layers"):
+        raise ValueError(f"{config.model_type}: HybridCache serves single stacks of decoder layers; use DynamicCache")
+    stock = stock_layers(text)
+    held = held_layers(text, stock)
+    windows = tuple(getattr(layer, "sliding_window", None) for layer, ours in zip(stock, held, strict=True) if not ours)
+    query_heads = text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or query_heads
+    key = torch.empty(1, kv_heads, 1, dim, device="meta")
+    reason = "its keys and values are compressed" if hasattr(text, "kv_lora_rank") else unsuitable(key, key)
+    if reason or not any(held):
+        raise ValueError(f"{config.model_type}: {reason or 'no layer is plain full attention'}; nothing is offloaded")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    return Shape(sum(held), windows, kv_heads, query_heads, dim, dtype, weights)
+
+
+def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
+    """A policy with options, written `scout` or `scout:budget=1024,recall=8`: its name, and the options.
+
+    Raises:
+        ValueError: it is written otherwise.
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        knob, equals, value = part.partition("=")
+        if not equals or not knob.strip().isidentifier():
+            raise ValueError(f"{text!r} is not a policy with options; write it like scout:budget=1024,recall=8")
+        try:
+            options[knob.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            options[knob.strip()] = value.strip()
+    return name.strip(), options
+
+
+def memory_of(
+    shape: Shape, policy: str | Policy, options: dict[str, Any], *, context: int, batch: int, two: bool = True
+) -> Memory:
+    """What a cache takes of memory when a prompt has been read at once.
+
+    It is the arithmetic of the cache itself: `stats()` tells the same when the prompt has been read. What grows later,
+    by decoding or in chunks, takes up to a quarter more of digests.
+
+    Args:
+        shape: of the model's cache.
+        policy: by name, or made.
+        options: of the cache, `CACHE_KNOBS`, and of the policy.
+        context: tokens of a row; batch: rows.
+        two: whether there is a device beside the host.
+
+    Raises:
+        ValueError: an option that is not allowed.
+    """
+    memory = {name: options[name] for name in CACHE_KNOBS if name in options}
+    made = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
+    size = memory.get("block_size") or made.block_size
+    made.check_blocks(size)
+    digest = made.digest_name
+    store = BlockStore(
+        batch, shape.kv_heads, shape.head_dim, shape.dtype, block_size=size, device=torch.device("cpu"),
+        digest=DIGESTS[digest] if digest else None, padding=Padding(size), packs=memory.get("host_dtype") == "int8",
+        scored_on_host=made.retrieves,
+    )  # fmt: skip
+    slots = _slots(shape, made, memory, store, context, two) if two else 0
+    blocks, old = -(-context // size), len(store.packed_on_arrival(0, context))
+    places = free = 0
+    for count in (batch * old, batch * (blocks - old)):
+        more = growth(places, free, count)
+        places, free = places + more, free + more - count
+    record, packed = store.pool.record_bytes, store.pool.packed_record_bytes
+    lines = batch * shape.kv_heads
+    averages = 0 if made.salience is None else averages_for(context, 0, size)
+    near = batch * shape.query_heads * slots * size * 4 if averages and two else 0
+    tile = min(memory.get("prefill_tile", 4096), context)
+    return Memory(
+        resident=slots * size,
+        resident_bytes=shape.layers * (lines * slots * record + near),
+        host_bytes=shape.layers * lines * ((blocks - old) * record + old * packed),
+        digest_bytes=0 if store.digests is None else shape.layers * places * store.digests.block_bytes,
+        digests_on_host=made.retrieves or not two,
+        salience_bytes=shape.layers * batch * averages * (4 * shape.query_heads + shape.kv_heads),
+        stock_bytes=shape.stock_bytes(batch, context),
+        tile_bytes=2 * batch * tile * shape.token_bytes if two else 0,
+    )
+
+
+def _slots(shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockStore, context: int, two: bool) -> int:
+    """Blocks that a row and KV head keeps on the device."""
+    size, resident = store.block_size, memory.get("resident")
+    window = policy.window_tokens(context)
+    if window is not None and policy.window_tokens(0) != window:  # a share of the tokens
+        slots = -(-window // size) + 1
+        check_slots(slots, size, f"the window of {window} tokens")
+        return slots
+    budget = make_budget(
+        memory.get("device_budget"), resident, shape.layers, least_blocks(policy, size), two_memories=two
+    )
+    if budget is not None:
+        return budget.slots(store, context)
+    return resident_tokens(resident, policy, size) // size
+
+
+def most_rows(shape: Shape, setting: tuple[str, dict[str, Any]], context: int, device: int) -> int:
+    """Rows of a context that fit into so many bytes of the device beside the weights; 0: none, or weights do not."""
+
+    def fits(batch: int) -> bool:
+        try:
+            found = memory_of(shape, *setting, context=context, batch=batch)
+        except ValueError:  # so many rows leave too little of a device_budget to each
+            return False
+        return shape.weights + found.device + found.tile_bytes <= device
+
+    most = 0
+    while most < MOST_ROWS and fits(most + 1):
+        step = 1
+        while most + 2 * step <= MOST_ROWS and fits(most + 2 * step):
+            step *= 2
+        most += step
+    return most
+
+
+def written(setting: tuple[str, dict[str, Any]]) -> str:
+    """A setting as `parse_setting` reads it."""
+    name, options = setting
+    return name + (":" if options else "") + ",".join(f"{knob}={value}" for knob, value in options.items())
+
+
+def plan_table(
+    shape: Shape, settings: list[tuple[str, dict[str, Any]]], *, context: int, batch: int, device: int | None
+) -> Table:
+    """The table that `hf-offload plan` prints: a row for Transformers' own cache and one for each setting.
+
+    Args:
+        settings: policies with options, as `parse_setting` returns them.
+        device: bytes of device memory, or None.
+
+    Raises:
+        ValueError: an option that is not allowed.
+    """
+    titles = ["cache", "resident tokens", "device: KV", "digests", "tiles", "with weights", "host"]
+    everything = batch * context * shape.layers * shape.token_bytes + shape.stock_bytes(batch, context)
+    most = 0 if device is None else max(device - shape.weights, 0) * batch // everything
+    rows = [("DynamicCache", "all", (everything, 0, 0, everything + shape.weights), 0, most)]
+    for setting in settings:
+        found = memory_of(shape, *setting, context=context, batch=batch)
+        digests = 0 if found.digests_on_host else found.digest_bytes
+        total = shape.weights + found.device + found.tile_bytes
+        parts = (found.resident_bytes + found.stock_bytes, digests, found.tile_bytes, total)
+        most = 0 if device is None else most_rows(shape, setting, context, device)
+        rows.append((written(setting), f"{found.resident:,}", parts, found.host, most))
+    table = Table(title=f"{batch} rows of {context:,} tokens; weights {size_text(shape.weights)}")
+    for title in titles if device is None else [*titles, "left", "rows that fit"]:
+        table.add_column(title, justify="left" if title == "cache" else "right")
+    for name, resident, parts, host, most in rows:
+        cells = [name, resident, *map(size_text, parts), size_text(host)]
+        if device is not None:
+            left = device - parts[-1]
+            cells += [size_text(left) if left >= 0 else "too much", f"{most:,}"]
+        table.add_row(*cells)
+    return table

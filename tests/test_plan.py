@@ -1,0 +1,137 @@
+"""`hf-offload plan`: what is planned is what a cache takes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt, tiny_model
+from transformers import DeepseekV3Config, PreTrainedConfig, T5Config
+from typer.testing import CliRunner
+
+from hf_offload import HybridCache, assets
+from hf_offload.cli import app
+from hf_offload.fluxion.predictor import ConstantPredictor
+from hf_offload.plan import memory_of, most_rows, parse_setting, shape_of
+
+SMALL: dict[str, Any] = {"budget": 96, "sinks": 16}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {"resident": 64, "block_size": 16}),
+    "full, int8": ("full", {"resident": 64, "block_size": 8, "host_dtype": "int8"}),
+    "window": ("window", {"budget": 128}),
+    "scout": ("scout", {**SMALL, "recent": 16, "block_size": 16}),
+    "scout, int8": ("scout", {**SMALL, "recent": 16, "block_size": 16, "host_dtype": "int8", "prefill_tile": 64}),
+    "scout, budget in bytes": ("scout", {**SMALL, "recent": 0, "block_size": 16, "device_budget": "600KiB"}),
+    "quest": ("scout", {"budget": 256, "recent": 0, "digest": "quest", "resident": 512}),
+    "sparse_fetch": ("sparse_fetch", {"budget": 64}),
+    "hgca": ("hgca", {"window": 60, "block_size": 16}),
+    "hgca, a share": ("hgca", {"gpu_ratio": 0.3, "block_size": 16}),
+    "hgca, by resident": ("hgca", {"resident": 128}),
+    "fixed_hybrid": ("fixed_hybrid", {"sinks": 16, "local": 32}),
+    "fluxion": ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=32)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "rows", "length"),
+    [
+        *(("llama", setting, 2, 301) for setting in SETTINGS),
+        ("gemma3", "scout", 3, 43),
+        ("opt", "scout, int8", 1, 1001),
+        ("gpt_neox", "hgca", 1, 1003),
+    ],
+)
+def test_a_cache_takes_what_was_planned(family: str, setting: str, rows: int, length: int) -> None:
+    model = tiny_model(family)
+    policy, options = SETTINGS[setting]
+    planned = memory_of(shape_of(model.config, torch.float32), policy, options, context=length, batch=rows)
+    cache = HybridCache(model, policy, tier="split", **options)
+    ids = prompt(rows, length)[0]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        before = cache.stats().as_dict()
+        model(ids[:, :1], past_key_values=cache)  # within the last block
+    after = cache.stats().as_dict()
+    assert (before["host_bytes"], before["digest_bytes"]) == (planned.host_bytes, planned.digest_bytes)
+    assert (after["resident_bytes"], after["salience_bytes"]) == (planned.resident_bytes, planned.salience_bytes)
+    assert after["device_bytes"] == planned.device
+
+
+def test_one_memory_has_all_on_the_host() -> None:
+    model = tiny_model("llama")
+    found = memory_of(shape_of(model.config, torch.float32), "scout", {}, context=300, batch=1, two=False)
+    cache = HybridCache(model, "scout", tier="one")
+    with torch.no_grad():
+        model(prompt(1, 300)[0], past_key_values=cache)
+    assert found.device == found.tile_bytes == 0
+    assert found.host == cache.stats().as_dict()["device_bytes"]
+
+
+def test_weights_are_counted_once() -> None:
+    model = tiny_model("opt")
+    assert shape_of(model.config, torch.bfloat16).weights == 2 * sum(p.numel() for p in model.parameters())
+
+
+def test_rows_that_fit() -> None:
+    shape, setting = shape_of(tiny_model("llama").config, torch.float32), ("scout", {"budget": 256})
+
+    def taken(rows: int) -> int:
+        found = memory_of(shape, *setting, context=900, batch=rows)
+        return shape.weights + found.device + found.tile_bytes
+
+    assert most_rows(shape, setting, 900, taken(37)) == 37
+    assert most_rows(shape, setting, 900, taken(37) - 1) == 36
+    assert most_rows(shape, setting, 900, shape.weights) == 0
+    few = ("scout", {"budget": 256, "device_budget": "1MiB"})  # its share is too small from some rows on
+    assert 0 < most_rows(shape, few, 900, 1 << 40) < 8
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("full", ("full", {})),
+        ("scout:budget=1024, recall=8", ("scout", {"budget": 1024, "recall": 8})),
+        ("hgca:gpu_ratio=0.1,reevaluate=False", ("hgca", {"gpu_ratio": 0.1, "reevaluate": False})),
+        ("scout:digest=quest,device_budget=2GiB", ("scout", {"digest": "quest", "device_budget": "2GiB"})),
+    ],
+)
+def test_settings_are_read(text: str, want: tuple[str, dict[str, Any]]) -> None:
+    assert parse_setting(text) == want
+
+
+@pytest.mark.parametrize("text", ["scout:1024", "scout:budget", "scout:=3"])
+def test_what_is_no_setting(text: str) -> None:
+    with pytest.raises(ValueError, match="write it like scout:budget=1024,recall=8"):
+        parse_setting(text)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"), [(T5Config(), "single stacks"), (DeepseekV3Config(), "keys and values are compressed")]
+)
+def test_models_that_are_not_served(config: PreTrainedConfig, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        shape_of(config, torch.float32)
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, re.sub(r"[\s│]+", " ", result.output)
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assets, "load_config", lambda name: tiny_model("llama").config)
+    code, said = run("--context", "1k", "--batch", "2", "--policy", "scout:budget=256", "--device-memory", "4MiB")
+    assert code == 0
+    assert "2 rows of 1,024 tokens" in said
+    kv = 2 * 1024 * 4 * 2 * 2 * 16 * 4  # rows, tokens, layers, K and V, heads, channels, bytes
+    assert f"DynamicCache all {kv / 2**20:.1f} MiB" in said
+    assert "scout:budget=256 256 " in said
+    code, said = run("--policy", "scout:bugdet=5")
+    assert code == 2
+    assert "bugdet: not a knob" in said
+    assert "device-memory='much' is not an amount" in run("--device-memory", "much")[1]
+    assert "invalid literal" in run("--context", "long")[1]
