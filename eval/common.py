@@ -131,8 +131,14 @@ def decimals(text: str) -> list[float]:
     return found
 
 
-def load(name: str | None, dtype: str, threads: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    name: str | None, dtype: str, threads: int, device: torch.device | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Set the number of threads and load a model (and its tokenizer) for evaluation.
+
+    Args:
+        name, device: as for `hf_offload.assets.load_model`.
+        dtype: of `DTYPES`; threads: of torch, 0 leaves its own choice.
 
     Raises:
         typer.BadParameter: an unknown dtype.
@@ -141,7 +147,7 @@ def load(name: str | None, dtype: str, threads: int) -> tuple[PreTrainedModel, P
         raise typer.BadParameter(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     if threads:
         torch.set_num_threads(threads)
-    return assets.load_model(name, dtype=DTYPES[dtype])
+    return assets.load_model(name, dtype=DTYPES[dtype], device=device)
 
 
 def text_of(kind: str, prose: Path | None = None) -> str:

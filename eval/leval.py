@@ -1,0 +1,104 @@
+"""L-Eval's 13 open-ended tasks by several policies and budgets.
+
+    python eval/leval.py --tasks financial_qa,gov_report_summ --limit 20 --model Qwen/Qwen3-8B
+    python eval/leval.py --data-dir LEval/LEval-data/Open-ended-tasks --min-tokens 3072
+
+A document has several instructions, each of which is a sample: the document, the instruction, and how many words the
+reference has, which the score depends on. As L-Eval says of each document, questions are scored by F1 and summaries by
+ROUGE-L; documents that are meant for a judge are left out. Rows come from the hub, or from L-Eval's own files,
+TASK.jsonl, in a folder. Rows, setups, resuming and processes are those of longbench.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from datasets import load_dataset
+from lm_eval.tasks.longbench.metrics import qa_f1_score
+from rouge_score.rouge_scorer import RougeScorer
+from transformers import PreTrainedTokenizerBase
+
+from common import RESULTS, DtypeOption, ModelOption, OutOption, ThreadsOption, command
+from tasks.run import (
+    ROWS,
+    ChatOption,
+    ChunkOption,
+    DataOption,
+    LeastOption,
+    LimitOption,
+    MostOption,
+    NewOption,
+    Plan,
+    RowOption,
+    SetupOption,
+    run,
+)
+from tasks.samples import Sample, named, read_rows
+
+TASKS = (
+    "financial_qa", "gov_report_summ", "legal_contract_qa", "meeting_summ", "multidoc_qa", "narrative_qa",
+    "natural_question", "news_summ", "paper_assistant", "patent_summ", "review_summ", "scientific_qa", "tv_show_summ",
+)  # fmt: skip
+SETS = {"open13": TASKS}
+NEW_TOKENS = 512
+
+
+def rouge(answer: str, reference: str) -> float:
+    """ROUGE-L, 0 to 1."""
+    return float(RougeScorer(["rougeL"], use_stemmer=True).score(reference, answer)["rougeL"].fmeasure)
+
+
+METRICS = {"f1": qa_f1_score, "rouge": rouge}
+
+
+def samples_of(task: str, rows: Iterable[dict[str, Any]]) -> list[Sample]:
+    """The samples of a task: one for each instruction of each row that an n-gram metric is meant for."""
+    found = []
+    for number, row in enumerate(rows):
+        if row["evaluation"] not in METRICS:
+            continue
+        for place, (instruction, reference) in enumerate(zip(row["instructions"], row["outputs"], strict=True)):
+            question = f"{instruction.strip()}\nAnswer in about {len(reference.split())} words."
+
+            def score(answer: str, reference: str = reference, metric: str = row["evaluation"]) -> float:
+                return 100 * float(METRICS[metric](answer, reference))
+
+            prompt = f"Read this document.\n\n{row['input']}\n\nFollow this instruction about it: {question}"
+            found.append(Sample(task, f"{number}.{place}", prompt, question, NEW_TOKENS, score))
+    return found
+
+
+def main(
+    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "open13",
+    rows: RowOption = ROWS,
+    setup: SetupOption = "dense",
+    data_dir: DataOption = None,
+    limit: LimitOption = None,
+    min_tokens: LeastOption = 0,
+    max_tokens: MostOption = None,
+    new_tokens: NewOption = None,
+    chat: ChatOption = True,
+    chunk: ChunkOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = "bfloat16",
+    threads: ThreadsOption = 0,
+    out: OutOption = RESULTS / "leval.csv",
+) -> None:
+    """Score policies on L-Eval's open-ended tasks."""
+    plan = Plan(
+        named(tasks, TASKS, SETS), rows, setup, limit, min_tokens, max_tokens, new_tokens, chat, chunk, model, dtype,
+        threads, out,
+    )  # fmt: skip
+
+    def read(task: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        return samples_of(
+            task, load_dataset("L4NLP/LEval", task, split="test") if data_dir is None else read_rows(data_dir, task)
+        )
+
+    run("L-Eval", plan, read, {"benchmark": "L-Eval"})
+
+
+if __name__ == "__main__":
+    command(main)()

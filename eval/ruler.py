@@ -1,0 +1,178 @@
+"""RULER by several policies and budgets: lm-eval's tasks, built for the model's own tokenizer.
+
+    python eval/ruler.py --tasks niah_single_1,niah_single_2 --lengths 4k --limit 20
+    python eval/ruler.py --lengths 4k,8k,16k,32k,64k,128k --model Qwen/Qwen3-8B
+    python eval/ruler.py --tasks qa_squad,qa_hotpot --data-dir sources --prose novel.txt
+
+All 13 tasks (needles, variable tracking, common and frequent words, questions) by default, 100 samples of each and
+length. Essays, SQuAD and HotpotQA come from the net; where there is none, `--prose` stands for the essays, and
+`--data-dir` holds squad.json and hotpotqa.json in these sets' own form. A prose has its sentences found by nltk's Punkt
+without trained data, so needles lie elsewhere in it than in the essays. Rows, setups, resuming and processes are those
+of longbench.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import numpy as np
+import typer
+from nltk.tokenize.punkt import PunktSentenceTokenizer
+from transformers import PreTrainedTokenizerBase
+
+from common import RESULTS, DtypeOption, ModelOption, OutOption, ProseOption, ThreadsOption, command, numbers
+from tasks.run import ROWS, ChatOption, ChunkOption, NewOption, Plan, RowOption, SetupOption, run
+from tasks.samples import Sample, harness_task, named
+
+# Where lm-eval builds each task, and with what: module, function, and the function in it that takes `num_samples`.
+_NEEDLES = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery")
+BUILDERS = {f"niah_{name}": ("niah_utils", f"niah_{name}", "generate_samples") for name in _NEEDLES} | {
+    "vt": ("vt_utils", "get_vt_dataset", "sys_vartrack_w_noise_random"),
+    "cwe": ("cwe_utils", "get_cw_dataset", "sys_word_pair_random"),
+    "fwe": ("fwe_utils", "fwe_download", "sys_kwext"),
+    "qa_squad": ("qa_utils", "get_squad", "generate_samples"),
+    "qa_hotpot": ("qa_utils", "get_hotpotqa", "generate_samples"),
+}
+SETS = {"all13": tuple(BUILDERS), "niah": tuple(name for name in BUILDERS if name.startswith("niah_"))}
+SOURCES = {"qa_squad": ("read_squad", "squad.json"), "qa_hotpot": ("read_hotpotqa", "hotpotqa.json")}
+SEED = 42
+
+
+@contextlib.contextmanager
+def local_sources(
+    task: str, tokenizer: PreTrainedTokenizerBase, samples: int, folder: Path | None, prose: Path | None
+) -> Iterator[Callable[..., Any]]:
+    """lm-eval's builder of a task, with a tokenizer and sources that are at hand, and no more samples than wanted.
+
+    Raises:
+        typer.BadParameter: the folder lacks the task's source.
+    """
+    name, function, builder = BUILDERS[task]
+    module = importlib.import_module(f"lm_eval.tasks.ruler.{name}")
+    build = getattr(module, builder)
+
+    def fewer(*args: Any, **options: Any) -> Any:
+        return build(*args, **options | {"num_samples": min(options.get("num_samples", samples), samples)})
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(module, "get_tokenizer", lambda *_, **__: tokenizer))
+        stack.enter_context(patch.object(module, builder, fewer))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # one of them prints every length that it tries
+        if prose is not None and name == "niah_utils":
+            from lm_eval.tasks.ruler import prepare_niah
+
+            words, haystack = prose.read_text(encoding="utf-8").split(), module.get_haystack
+            split = functools.cache(PunktSentenceTokenizer().tokenize)
+            stack.enter_context(patch.object(prepare_niah, "cached_sent_tokenize", split))
+            stack.enter_context(
+                patch.object(
+                    module,
+                    "get_haystack",
+                    lambda type_haystack: words if type_haystack == "essay" else haystack(type_haystack),
+                )
+            )
+        if folder is not None and task in SOURCES:
+            reader, file = SOURCES[task]
+            path = folder / file
+            if not path.exists():
+                raise typer.BadParameter(
+                    f"{folder} has no {file}, the source of {task}: put it there, or leave out --data-dir"
+                )
+            stack.enter_context(
+                patch.object(module, "download_json", lambda url: json.loads(Path(url).read_text("utf-8")))
+            )
+            stack.enter_context(patch.object(module, reader, functools.partial(getattr(module, reader), url=str(path))))
+        yield getattr(module, function)
+
+
+def samples_of(
+    task: str, length: int, tokenizer: PreTrainedTokenizerBase, samples: int, folder: Path | None, prose: Path | None
+) -> list[Sample]:
+    """Samples of a task at a length; the same ones whenever they are made with the same tokenizer and sources.
+
+    Args:
+        task: of `BUILDERS`.
+        length: tokens of prompt and answer together, at most.
+        samples: how many.
+        folder: with squad.json and hotpotqa.json; None: they are downloaded.
+        prose: for the essays; None: they are downloaded.
+    """
+
+    def dataset(**_: Any) -> Any:
+        with local_sources(task, tokenizer, samples, folder, prose) as build:
+            random.seed(SEED)
+            np.random.seed(SEED)
+            importlib.import_module("lm_eval.tasks.ruler.cwe_utils").RNG.seed(SEED)
+            return build(max_seq_lengths=[length], tokenizer="given")
+
+    source = harness_task("ruler", task if task.startswith("niah") else f"ruler_{task}", dataset)
+    limits, found = source.config.generation_kwargs, []
+    for number, doc in enumerate(source.test_docs()):
+        text = source.doc_to_text(doc)
+
+        def score(answer: str, doc: dict[str, Any] = doc) -> float:
+            return 100 * float(source.process_results(doc, [answer])[str(length)])
+
+        found.append(
+            Sample(
+                task=named_length(task, length),
+                name=str(number),
+                prompt=text,
+                question=text.rstrip().rpartition("\n")[2],
+                new_tokens=limits["max_gen_toks"],
+                score=score,
+                start=source.config.target_delimiter + source.doc_to_prefix(doc),
+            )
+        )
+    return found
+
+
+def named_length(task: str, length: int) -> str:
+    """The name of a task at a length, in tables."""
+    return f"{task}, {length // 1024}k" if length % 1024 == 0 else f"{task}, {length}"
+
+
+def main(
+    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "all13",
+    lengths: Annotated[str, typer.Option(help="Tokens of prompt and answer, k is 1,024.")] = "4k",
+    rows: RowOption = ROWS,
+    setup: SetupOption = "dense",
+    data_dir: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A folder with squad.json and hotpotqa.json.")
+    ] = None,
+    prose: ProseOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="Samples of each task and length.")] = 100,
+    new_tokens: NewOption = None,
+    chat: ChatOption = True,
+    chunk: ChunkOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = "bfloat16",
+    threads: ThreadsOption = 0,
+    out: OutOption = RESULTS / "ruler.csv",
+) -> None:
+    """Score policies on RULER."""
+    wanted = {
+        named_length(task, length): (task, length)
+        for length in numbers(lengths)
+        for task in named(tasks, BUILDERS, SETS)
+    }
+    plan = Plan(list(wanted), rows, setup, limit, 0, None, new_tokens, chat, chunk, model, dtype, threads, out)
+
+    def read(name: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        return samples_of(*wanted[name], tokenizer, limit, data_dir, prose)
+
+    sources = {"prose": None if prose is None else [prose.name, prose.stat().st_size], "local": data_dir is not None}
+    run("RULER", plan, read, {"benchmark": "RULER"} | sources)
+
+
+if __name__ == "__main__":
+    command(main)()

@@ -1,0 +1,110 @@
+"""Answers of many rows to one prompt, which is taken in once for all rows that allow it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from lm_eval.models.utils import postprocess_generated_text
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_offload
+from common import Row, prefill
+from hf_offload.attention.spread import on_device
+from tasks.prompts import Prompt
+from tasks.rows import CONTROL
+from tasks.samples import Sample
+
+SETUPS = ("dense", "sparse")
+"""How the question is attended. dense: like the rest of the prompt, as `generate()` does it. sparse: token by token,
+each in a decode step of its own, so that the policy chooses for it, too; only what comes before it is attended
+exactly."""
+
+
+class Reading:
+    """One prompt, taken in by row after row.
+
+    With one memory a cache knows of a prompt no more than its keys and values, but for policies that weigh attention
+    while they read. So one cache of policy `full` reads the prompt, and the others take its tokens over. A row whose
+    policy weighs, with two memories, with a prompt in chunks, and Transformers' own cache read it themselves.
+
+    Args:
+        model: of all rows.
+        ids: the prompt, `[1, N]` int64 on the model's device.
+        chunk: tokens of a forward; None: all.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor, chunk: int | None = None) -> None:
+        self.model, self.ids, self.chunk = model, ids, chunk
+        self._read: tuple[DynamicCache, torch.Tensor] | None = None
+
+    def start(self, row: Row, tokens: int) -> tuple[Cache, torch.Tensor]:
+        """A row's cache that holds the first tokens of the prompt, and the logits `[1, V]` of the last of them."""
+        cache = row.make_cache(self.model)
+        if not self._takes_over(row, cache):
+            return cache, prefill(self.model, cache, self.ids[:, :tokens], self.chunk)
+        if self._read is None:
+            full = hf_offload.HybridCache(self.model, "full")
+            logits = prefill(self.model, full, self.ids)
+            self._read = full.to_dynamic(), logits
+        read, logits = self._read
+        if tokens < self.ids.shape[1]:
+            read = copy.deepcopy(read)
+            read.crop(tokens)
+        return hf_offload.HybridCache.from_cache(read, self.model, row.policy, **row.options), logits
+
+    def _takes_over(self, row: Row, cache: Cache) -> bool:
+        if row.policy == CONTROL or self.chunk is not None or on_device(self.model):
+            return False
+        return row.options.get("tier") != "split" and cache.policy.salience is None
+
+
+@torch.inference_mode()
+def answer(
+    reading: Reading,
+    row: Row,
+    setup: str,
+    prompt: Prompt,
+    sample: Sample,
+    tokenizer: PreTrainedTokenizerBase,
+    new_tokens: int,
+) -> dict[str, Any]:
+    """A row's greedy answer to a prompt, with what it took.
+
+    Returns:
+        answer; score, 0 to 100; new_tokens; read_seconds and answer_seconds; steps, cpu_ratio, kept_share and
+        retrieved_share of the cache (None: not a thing of this row).
+    """
+    began = time.perf_counter()
+    model, ids = reading.model, reading.ids
+    read = ids.shape[1] - (prompt.asked if setup == "sparse" else 0)
+    cache, logits = reading.start(row, read)
+    started = time.perf_counter()
+    for place in range(read, ids.shape[1]):
+        logits = model(ids[:, place, None], past_key_values=cache).logits[:, -1]
+    first = logits.argmax(-1, keepdim=True)
+    ends = model.generation_config.eos_token_id
+    found = torch.cat([ids, first], 1)
+    if new_tokens > 1 and int(first) not in (ends if isinstance(ends, list) else [ends]):
+        found = model.generate(
+            found, attention_mask=torch.ones_like(found), past_key_values=cache, max_new_tokens=new_tokens - 1,
+            do_sample=False, stopping_criteria=stop_sequences_criteria(tokenizer, list(sample.until), ids.shape[1], 1),
+        )  # fmt: skip
+    new = found[0, ids.shape[1] :]
+    text = postprocess_generated_text(tokenizer.decode(new, skip_special_tokens=True), list(sample.until), None)
+    ended = time.perf_counter()
+    stats = {} if row.policy == CONTROL else cache.stats().as_dict()
+    return {
+        "score": sample.score(text),
+        "answer": text,
+        "new_tokens": len(new),
+        "read_seconds": started - began,
+        "answer_seconds": ended - started,
+        "steps": stats.get("steps"),
+        "cpu_ratio": stats.get("cpu_ratio"),
+        "kept_share": stats.get("kept_share"),
+        "retrieved_share": (stats.get("retrievals") or {}).get("retrieved_share"),
+    }

@@ -1,0 +1,57 @@
+"""Rows of a comparison from the command line: `scout:budget=1024`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from lm_eval.utils import simple_parse_args_string
+
+import hf_offload
+from common import Row
+from hf_offload.policies import make_policy
+
+CACHE_KNOBS = {
+    name
+    for name, parameter in inspect.signature(hf_offload.HybridCache.__init__).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+REFERENCE = "full"
+"""The row that others are compared with: every token attended, through a HybridCache."""
+CONTROL = "dynamic"
+"""Transformers' own cache and attention."""
+
+
+def parse_row(text: str) -> Row:
+    """A row of its text, which is its name too: a policy and, after a colon, knobs of it and of `HybridCache`.
+
+    Raises:
+        typer.BadParameter: an unknown policy, knob or value.
+    """
+    policy, _, written = text.partition(":")
+    options = simple_parse_args_string(written)
+    name = ",".join(
+        f"{knob}={Path(value).name if isinstance(value, str) else value}" for knob, value in options.items()
+    )
+    row = Row(f"{policy}:{name}" if name else policy, policy, options)
+    if policy == CONTROL and not options:
+        return row
+    try:
+        make_policy(policy, {knob: value for knob, value in options.items() if knob not in CACHE_KNOBS})
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise typer.BadParameter(f"--row {text}: {error}") from None
+    return row
+
+
+def parse_rows(texts: Sequence[str]) -> list[Row]:
+    """The rows of their texts.
+
+    Raises:
+        typer.BadParameter: one that is wrong, or twice there.
+    """
+    rows = [parse_row(text) for text in texts]
+    if len({row.name for row in rows}) < len(rows):
+        raise typer.BadParameter(f"a --row is there twice: {', '.join(row.name for row in rows)}")
+    return rows

@@ -1,0 +1,88 @@
+"""Samples of a benchmark, and lm-eval's own tasks as their source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and what its answer is worth.
+
+    Attributes:
+        task: name of its task.
+        name: its own name, of which a task has one only.
+        prompt: what the model is asked, without a chat template.
+        question: how the prompt ends: what comes after the long text.
+        new_tokens: the longest answer.
+        score: of an answer, 0 to 100.
+        until: an answer ends before the first of these.
+        start: how the answer begins; the model goes on from there.
+        chat: whether the prompt goes into the tokenizer's chat template, if it has one.
+    """
+
+    task: str
+    name: str
+    prompt: str
+    question: str
+    new_tokens: int
+    score: Callable[[str], float]
+    until: tuple[str, ...] = ()
+    start: str = ""
+    chat: bool = True
+
+
+def read_rows(folder: Path, task: str) -> list[dict[str, Any]]:
+    """The rows of `FOLDER/TASK.jsonl`; none where there is no such file.
+
+    Raises:
+        typer.BadParameter: a line that is no JSON.
+    """
+    file = folder / f"{task}.jsonl"
+    if not file.exists():
+        return []
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"{file} holds a line that is no JSON: {error}") from None
+
+
+def named(text: str, tasks: Iterable[str], sets: dict[str, tuple[str, ...]]) -> list[str]:
+    """Tasks of a comma-separated list, in which the name of a set stands for its tasks; each once.
+
+    Raises:
+        typer.BadParameter: a name that is neither.
+    """
+    known, found = set(tasks), []
+    for name in text.replace(" ", "").split(","):
+        if name not in known and name not in sets:
+            raise typer.BadParameter(f"unknown task {name}: choose among {', '.join([*sets, *sorted(known)])}")
+        found += sets.get(name, (name,))
+    return list(dict.fromkeys(found))
+
+
+def harness_task(folder: str, name: str, dataset: Callable[..., Any] | None = None) -> Any:
+    """A task of lm-eval, with its rows.
+
+    Args:
+        folder: of lm-eval's tasks.
+        name: of the task.
+        dataset: makes the rows, `{"test": Dataset}`, in place of those that the task takes from the hub.
+
+    Raises:
+        ImportError: lm-eval, or what the task's metrics need, is not installed; with the remedy.
+    """
+    import lm_eval.tasks
+
+    # One folder: reading all of lm-eval's thousands of files takes a minute.
+    source = Path(lm_eval.tasks.__file__).parent / folder
+    manager = lm_eval.tasks.TaskManager(include_path=str(source), include_defaults=False)
+    changes = {} if dataset is None else {"custom_dataset": dataset}
+    found = manager.load({"group": "chosen", "task": [{"task": name, **changes}]})
+    return found["tasks"][name]

@@ -1,0 +1,135 @@
+"""The model `hf_offload` of lm-eval: its Hugging Face model, generating with a `HybridCache`.
+
+    python -m hf_offload.lm_eval run --model hf_offload --tasks ruler --model_args pretrained=…,policy=scout,budget=2048
+
+lm-eval finds models in its own table only, which has no way in for other packages; so this module puts one more name
+there and is lm-eval's command line otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from transformers import PreTrainedModel
+
+from hf_offload.attention.function import NAME
+from hf_offload.hybrid_cache import HybridCache
+from hf_offload.policies import POLICIES, Policy, describe_policy
+
+_CACHE_KNOBS = {
+    name
+    for name, parameter in inspect.signature(HybridCache.__init__).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+_KNOBS = _CACHE_KNOBS | {part.name for policy in POLICIES.values() for part in dataclasses.fields(policy) if part.init}
+
+
+def split_knobs(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part the knobs of `HybridCache` and of the policies from what lm-eval's Hugging Face model is to be given.
+
+    Args:
+        options: of `--model_args`, without `policy`.
+
+    Returns:
+        knobs, and all others.
+
+    Raises:
+        ValueError: a name that is nobody's but much like a knob, or an attention implementation.
+    """
+    knobs = {name: value for name, value in options.items() if name in _KNOBS}
+    others = {name: value for name, value in options.items() if name not in _KNOBS}
+    theirs = set(inspect.signature(HFLM.__init__).parameters)
+    for name in sorted(others.keys() - theirs):
+        if like := difflib.get_close_matches(name, _KNOBS, 1, 0.75):
+            raise ValueError(f"{name}={others[name]!r} is no knob of HybridCache or of a policy; was {like[0]} meant?")
+    if others.get("attn_implementation", NAME) != NAME:
+        raise ValueError(
+            f"attn_implementation={others['attn_implementation']!r} reads no HybridCache; leave it out, or use "
+            "lm-eval's own model hf to compare with"
+        )
+    return knobs, others
+
+
+class Totals:
+    """Statistics of many caches, one after the other."""
+
+    MEANS = ("cpu_ratio", "query_cosine", "selection_overlap", "kept_share")
+    SUMS = ("steps", "recalls", "recall_bytes", "placements", "placement_bytes", "wait_seconds")
+    PEAKS = ("resident_bytes", "host_bytes", "digest_bytes", "context_bytes", "device_bytes")
+
+    def __init__(self) -> None:
+        self._seen: list[dict[str, Any]] = []
+
+    def add(self, cache: HybridCache) -> None:
+        """Take in what a cache has done."""
+        stats = cache.stats().as_dict()
+        self._seen.append({key: stats[key] for key in (*self.MEANS, *self.SUMS, *self.PEAKS)})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Sums; means over decode steps, of the caches that know them (None: none does); the most of each memory."""
+        found: dict[str, Any] = {"caches": len(self._seen)}
+        found |= {key: sum(stats[key] for stats in self._seen) for key in self.SUMS}
+        for key in self.MEANS:
+            known = [stats for stats in self._seen if stats[key] is not None]
+            steps = sum(stats["steps"] for stats in known)
+            found[key] = sum(stats[key] * stats["steps"] for stats in known) / steps if steps else None
+        return found | {key: max((stats[key] for stats in self._seen), default=0) for key in self.PEAKS}
+
+
+@register_model("hf_offload")
+class HybridLM(HFLM):  # type: ignore[misc]
+    """lm-eval's Hugging Face model, whose every generation runs on a fresh `HybridCache`.
+
+    Likelihoods are forwards without a cache, exact like any prompt: tasks of that kind say nothing about a policy.
+    Results carry policy, knobs and `cache.stats()` under `config`, of the first process where there are several.
+
+    Args:
+        pretrained: hub name, folder, or a model.
+        policy: as for `HybridCache`.
+        options: knobs of `HybridCache` and of the policy; all others go to lm-eval's model (`tokenizer`, `batch_size`,
+            `dtype`, `peft`, …).
+
+    Raises:
+        ValueError: a knob that is not allowed, or a model that cannot work with a `HybridCache`.
+    """
+
+    def __init__(self, pretrained: str | PreTrainedModel, policy: str | Policy = "scout", **options: Any) -> None:
+        self._policy, (self._knobs, others) = policy, split_knobs(options)
+        self.totals = Totals()
+        if isinstance(pretrained, str):
+            others["attn_implementation"] = NAME
+        else:
+            pretrained.set_attn_implementation(NAME)
+        super().__init__(pretrained, **others)
+        self._about = describe_policy(self._make_cache().policy)  # and everything is checked before a task begins
+
+    def _make_cache(self) -> HybridCache:
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # PEFT's wrappers
+        return HybridCache(model, self._policy, **self._knobs)
+
+    def _model_generate(
+        self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
+    ) -> torch.Tensor:
+        cache = self._make_cache()
+        out: torch.Tensor = super()._model_generate(
+            context, max_length, stop, past_key_values=cache, **generation_kwargs
+        )
+        self.totals.add(cache)
+        return out
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval tells of a model in its results, with `hf_offload`: policy, knobs and statistics."""
+        knobs = {name: value for name, value in self._knobs.items() if name in _CACHE_KNOBS}
+        about = {"policy": self._about["name"], "knobs": self._about["knobs"] | knobs, "stats": self.totals.as_dict()}
+        return {**super().get_model_info(), "hf_offload": about}
+
+
+if __name__ == "__main__":
+    cli_evaluate()

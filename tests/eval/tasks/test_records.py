@@ -1,0 +1,48 @@
+"""What a stopped run has answered is kept, and not mixed with what another run would answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+
+from tasks.records import Records, key_of
+
+
+def record(sample, row="full", **more):
+    return {"task": "qasper", "sample": sample, "row": row, "setup": "dense", "answer": "Añ\u2028o\n", **more}
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path):
+    file = tmp_path / "out.jsonl"
+    first = Records(file, {"model": "m"})
+    first.add(record("1"))
+    first.add(record("2", "scout"))
+    whole = file.read_bytes()
+    for cut in (1, 30):  # killed while it wrote: of the last line a part is missing
+        file.write_bytes(whole[:-cut])
+        again = Records(file, {"model": "m"})
+        assert list(again.found) == [key_of(record("1"))]
+        again.add(record("3"))
+        assert list(Records(file, {"model": "m"}).found.values()) == [record("1"), record("3")]
+
+
+def test_a_run_with_other_settings_is_refused(tmp_path):
+    Records(tmp_path / "out.jsonl", {"model": "m"}).add(record("1"))
+    with pytest.raises(typer.BadParameter, match=r"other settings.*\"m\".*remove it"):
+        Records(tmp_path / "out.jsonl", {"model": "n"})
+
+
+def test_processes_write_apart_and_read_together(tmp_path):
+    file = tmp_path / "out.jsonl"
+    parts = [Records(file, {}, process) for process in range(3)]
+    for number, part in enumerate(parts):
+        part.add(record(str(number)))
+    assert len(list(tmp_path.glob("*.jsonl"))) == 3
+    assert {key[1] for key in Records(file, {}, 1).found} == {"0", "1", "2"}
+    parts[0].join()
+    assert list(tmp_path.iterdir()) == [file]
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [line.get("sample") for line in lines] == [None, "0", "1", "2"]
+    assert parts[0].found.keys() == Records(file, {}).found.keys()

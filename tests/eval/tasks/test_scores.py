@@ -1,0 +1,80 @@
+"""Scores, paired differences and their intervals, and what the report says of them."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+
+from tasks.report import spoken, write_report
+from tasks.scores import AVERAGE, WORTH, difference, summarize
+
+
+def record(task, sample, row, score, setup="dense", **more):
+    return {
+        "task": task, "sample": sample, "row": row, "setup": setup, "score": score, "tokens": 90, "whole": 100,
+        "new_tokens": 4, "answer_seconds": 0.02, "cpu_ratio": None, "kept_share": None, "retrieved_share": 0.5, **more,
+    }  # fmt: skip
+
+
+def test_differences_are_paired_by_sample():
+    found = difference([{"a": 5.0, "b": 7.0, "c": 100.0}], [{"b": 6.0, "a": 5.0}])
+    assert (found["more"], found["pairs"]) == (0.5, 2)
+    assert difference([{"a": 5.0}], [{}]) == {"more": None, "low": None, "high": None, "pairs": 0}
+    assert difference([{"a": 5.0}], [{"a": 4.0}]) == {"more": 1.0, "low": None, "high": None, "pairs": 1}
+
+
+def test_tasks_weigh_alike_however_many_samples_they_have():
+    many = {str(n): 1.0 for n in range(30)}
+    few = {"a": 4.0, "b": 6.0}
+    none = [dict.fromkeys(many, 0.0), dict.fromkeys(few, 0.0)]
+    found = difference([many, few], none)
+    assert found["more"] == pytest.approx(3)
+    assert (found["low"], found["high"]) == (pytest.approx(2.5), pytest.approx(3.5))  # b or a drawn twice
+
+
+def test_the_interval_holds_the_true_mean_as_often_as_it_says():
+    draw, inside = np.random.default_rng(1), 0
+    for _ in range(60):
+        tasks = [{str(n): x for n, x in enumerate(draw.normal(mean, 5, 40))} for mean in (1, 3)]
+        found = difference(tasks, [dict.fromkeys(task, 0.0) for task in tasks])
+        inside += found["low"] <= 2 <= found["high"]
+    assert 51 <= inside <= 60
+
+
+RECORDS = [
+    record("hard", "1", "full", 10), record("hard", "2", "full", 0),
+    record("easy", "1", "full", 50), record("easy", "2", "full", 30),
+    record("hard", "1", "scout", 0), record("hard", "2", "scout", 0),
+    record("easy", "1", "scout", 50), record("easy", "2", "scout", 26),
+    record("easy", "1", "scout", 44, "sparse", whole=90),
+]  # fmt: skip
+
+
+def test_a_line_a_task_and_the_averages():
+    lines = {(x["setup"], x["row"], x["task"]): x for x in summarize(RECORDS)}
+    assert len(lines) == 10
+    scout = lines["dense", "scout", AVERAGE]
+    assert (scout["score"], scout["full"], scout["more"], scout["samples"]) == (19.0, 22.5, -3.5, 4)
+    assert (scout["ms_per_token"], scout["cut"], scout["retrieved_share"]) == (pytest.approx(5), 4, 0.5)
+    worth = lines["dense", "scout", WORTH]
+    assert (worth["more"], worth["tasks"], worth["pairs"]) == (-2, 1, 2)
+    alone = lines["sparse", "scout", AVERAGE]
+    assert (alone["score"], alone["more"], alone["full"], alone["cut"]) == (44, None, None, 0)
+    assert spoken(lines["dense", "full", "easy"]) == "40.0"
+    assert spoken(worth) == "38.0 (-2.0, -4.0 to +0.0)"
+    assert spoken(alone) == "44.0"
+
+
+def test_the_report(tmp_path, capsys):
+    out = tmp_path / "out.csv"
+    write_report("Bench", out, RECORDS, ["samsum"])
+    with out.open(encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == 10
+    text = out.with_suffix(".md").read_text(encoding="utf-8")
+    assert "| easy | 2 (2) | 40.0 | 38.0 (-2.0, -4.0 to +0.0) |" in text
+    assert "## Question sparse" in text
+    assert "No samples of samsum were at hand" in text
+    assert out.with_suffix(".png").stat().st_size > 0
+    assert "no samples of samsum" in capsys.readouterr().out

@@ -1,0 +1,145 @@
+"""LongBench from LongBench's own files: prompts, scores, a whole run that is stopped and goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from letters import letters
+from tiny import tiny_model
+from typer.testing import CliRunner
+
+pytest.importorskip(
+    "lm_eval.tasks.longbench.metrics",
+    exc_type=ImportError,
+    reason="needs lm-eval[longbench]: pip install hf-offload[eval]",
+)
+
+import common
+import longbench
+import tasks.run
+from tasks.samples import named
+
+
+def rows(count, task="qasper", words=40):
+    return [
+        {
+            "input": f"What is number {n}?", "context": " ".join(f"word{n}x{i}" for i in range(words)),
+            "answers": [f"number {n}", "four"], "length": words, "dataset": task, "language": "en",
+            "all_classes": None, "_id": f"id{n}",
+        }
+        for n in range(count)
+    ]  # fmt: skip
+
+
+def write(folder, task, found):
+    (folder / f"{task}.jsonl").write_text("\n".join(map(json.dumps, found)) + "\n", encoding="utf-8")
+
+
+def test_samples_have_lm_evals_prompts_and_metrics():
+    first = longbench.samples_of("qasper", rows(2))[0]
+    assert first.name == "id0"
+    assert "word0x39" in first.prompt
+    assert first.prompt.endswith(first.question)
+    assert first.question.endswith("Question: What is number 0?\n\nAnswer:")
+    assert "word0x39" not in first.question
+    assert (first.new_tokens, first.until, first.chat) == (128, (), True)
+    assert first.score("Number 0!") == 100
+    assert first.score("number 7") == 50
+    assert first.score("") == 0
+
+
+def test_examples_come_without_a_template_and_end_at_a_line():
+    sample = longbench.samples_of("samsum", rows(1, "samsum"))[0]
+    assert (sample.chat, sample.until, sample.new_tokens) == (False, ("\n",), 128)
+    assert sample.question == "\nWhat is number 0?"
+    assert sample.score("number 0") == pytest.approx(100, abs=0.01)  # ROUGE-L
+
+
+def test_sets_are_those_of_the_papers():
+    assert len(longbench.TASKS) == len(set(longbench.TASKS)) == 21
+    assert [len(found) for found in longbench.SETS.values()] == [21, 8, 14]
+    assert all(set(found) <= set(longbench.TASKS) for found in longbench.SETS.values())
+    assert named("lcc,scout8,qasper", longbench.TASKS, longbench.SETS)[:3] == ["lcc", "qasper", "narrativeqa"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the script on rows of two tasks with a tiny model; returns its result and the CSV's lines."""
+    monkeypatch.setattr(tasks.run, "load", lambda *_: (tiny_model("llama"), letters()))
+    write(tmp_path, "qasper", [*rows(2), *rows(1, words=0)])
+    write(tmp_path, "2wikimqa", rows(3, "2wikimqa", 20))
+
+    def invoke(*options, names="qasper,2wikimqa,samsum"):
+        out = tmp_path / "out.csv"
+        given = ["--tasks", names, "--data-dir", str(tmp_path), "--new-tokens", "4", "--out", str(out)]
+        result = CliRunner().invoke(common.command(longbench.main), [*given, *options])
+        with out.open(encoding="utf-8") if out.exists() else open("/dev/null") as file:
+            return result, list(csv.DictReader(file))
+
+    return invoke
+
+
+ROWS = ("--row", "full", "--row", "window:budget=64,sinks=8,block_size=8", "--row", "dynamic")
+
+
+def test_a_run_that_is_stopped_goes_on(run, tmp_path, monkeypatch):
+    answered = []
+    real = tasks.run.answer
+
+    def answer(reading, row, setup, prompt, sample, *others):
+        if len(answered) == 7:
+            raise KeyboardInterrupt
+        answered.append((sample.task, sample.name, row.name, setup))
+        return real(reading, row, setup, prompt, sample, *others)
+
+    monkeypatch.setattr(tasks.run, "answer", answer)
+    options = (*ROWS, "--setup", "dense,sparse", "--limit", "2")
+    assert run(*options)[0].exit_code != 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1 + 7
+    before, answered[:] = list(answered), []
+    monkeypatch.setattr(tasks.run, "answer", lambda *given: answered.append(given) or real(*given))
+    result, lines = run(*options)
+    assert result.exit_code == 0, result.output
+    assert len(before) + len(answered) == 2 * 2 * 3 * 2
+    assert {(line["setup"], line["row"]) for line in lines} == {
+        (setup, row) for setup in ("dense", "sparse") for row in ROWS[1::2]
+    }
+    assert "no samples of samsum" in result.output
+    averages = [line for line in lines if line["task"] == "average"]
+    assert all((line["samples"], line["tasks"], line["pairs"]) == ("4", "2", "4") for line in averages)
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()[1:]]
+    said = {(a["task"], a["sample"], a["row"], a["setup"]): a["answer"] for a in answers}
+    assert len(said) == 24
+    for (task, name, row, setup), text in said.items():
+        if row == "dynamic":
+            assert text == said[task, name, "full", setup]
+
+
+def test_rows_can_be_added_and_prompts_chosen_by_length(run):
+    assert run("--row", "full", names="qasper")[0].exit_code == 0
+    result, lines = run(*ROWS[:4], "--min-tokens", "600", names="qasper")
+    assert result.exit_code == 0, result.output
+    assert [(line["row"], line["task"], line["samples"]) for line in lines][:3:2] == [
+        ("full", "qasper", "2"),
+        (ROWS[3], "qasper", "2"),
+    ]
+    result, _ = run("--row", "full", "--max-tokens", "900")
+    assert result.exit_code == 2
+    assert "other settings" in " ".join(result.output.split())
+
+
+def test_what_cannot_be_run_is_refused(run, monkeypatch):
+    monkeypatch.setattr(tasks.run, "load", lambda *_: pytest.fail("the model was loaded"))
+    for options, message in (
+        (("--row", "nonesuch"), "nonesuch"),
+        (("--setup", "thin"), "thin"),
+        (("--dtype", "int3"), "int3"),
+        (("--out", "there.txt"), "there.txt"),
+    ):
+        result, _ = run(*options)
+        assert (result.exit_code, message in result.output) == (2, True), result.output
+    result, _ = run(names="nonesuch")
+    assert result.exit_code == 2
+    assert "unknown task nonesuch" in result.output

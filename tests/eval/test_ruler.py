@@ -1,0 +1,79 @@
+"""RULER's tasks for a tokenizer, from sources at hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from letters import letters
+
+pytest.importorskip("wonderwords", reason="needs lm-eval[ruler]: pip install hf-offload[eval]")
+
+import ruler
+
+PARAGRAPHS = [f"Paragraph {n} tells of the town of Place{n}. Its mayor is Person{n}." for n in range(30)]
+
+
+@pytest.fixture
+def sources(tmp_path):
+    squad = {
+        "data": [
+            {
+                "paragraphs": [
+                    {
+                        "context": text,
+                        "qas": [
+                            {
+                                "question": f"Who is the mayor of Place{n}?",
+                                "answers": [{"text": f"Person{n}"}],
+                                "is_impossible": False,
+                            }
+                        ],
+                    }
+                    for n, text in enumerate(PARAGRAPHS)
+                ]
+            }
+        ]
+    }
+    (tmp_path / "squad.json").write_text(json.dumps(squad))
+    (tmp_path / "novel.txt").write_text(" ".join(f"Sentence {n} of the novel is short." for n in range(900)))
+    return tmp_path
+
+
+def make(task, sources, samples=2, length=4096):
+    return ruler.samples_of(task, length, letters(), samples, sources, sources / "novel.txt")
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_multiquery", "vt", "fwe"])
+def test_tasks_fit_and_score(sources, task):
+    found = make(task, sources)
+    assert len(found) == 2
+    for sample in found:
+        assert 2000 < len(sample.prompt + sample.start) <= 4096
+        assert sample.prompt.rstrip().endswith(sample.question)
+        assert len(sample.question) < 400
+        assert sample.score("nothing") == 0
+    assert make(task, sources)[1].prompt == found[1].prompt
+
+
+def test_the_answer_is_in_the_haystack(sources):
+    sample = make("niah_single_2", sources, 1)[0]
+    number = sample.prompt.partition(" is: ")[2].partition(".")[0]
+    assert number.isdigit()
+    assert sample.score(f"It is {number}.") == 100
+    assert "of the novel" in sample.prompt
+    assert sample.start.endswith("mentioned in the provided text is")
+
+
+def test_questions_from_a_file(sources):
+    sample = make("qa_squad", sources, 1, 2048)[0]
+    place = sample.question.partition("Place")[2].partition("?")[0]
+    assert sample.score(f"It is Person{place}!") == 100
+    assert sample.task == "qa_squad, 2k"
+    with pytest.raises(ruler.typer.BadParameter, match=r"has no hotpotqa\.json"):
+        make("qa_hotpot", sources)
+
+
+def test_thirteen_tasks():
+    assert len(ruler.BUILDERS) == 13
+    assert len(ruler.SETS["niah"]) == 8
