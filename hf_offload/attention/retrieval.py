@@ -12,7 +12,8 @@ from hf_offload.cache.memory import host_empty
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.retrieve import Needs, retrieve_blocks
+from hf_offload.cpu.needs import Needs, budget_of, rank_tasks, runs_wanted
+from hf_offload.cpu.retrieve import retrieve_blocks
 from hf_offload.cpu.scoring import Digest
 
 Properties: TypeAlias = tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]
@@ -47,6 +48,7 @@ class Retrieval:
         self.counts, self.blocks = np.zeros(groups, np.int32), np.empty((*groups, 0), np.int32)
         self.masses = np.empty((batch, heads, 0), np.float32)
         self.first, self.end = np.empty(0, np.int32), 0
+        self._order, self._volumes = np.empty(self.counts.size, np.int32), np.empty(self.counts.size)
         self._bundle: Digest | None = None
 
     def take(self, properties: Properties) -> None:
@@ -65,6 +67,27 @@ class Retrieval:
         if self.blocks.shape[2] != width:
             self.blocks = np.empty((*self.counts.shape, width), np.int32)
             self.masses = np.empty((*self.masses.shape[:2], width), np.float32)
+
+    def wanted(self, row: int, head: int, block_size: int) -> tuple[int, list[int], int]:
+        """What a KV head takes, whose runs' length is known: its first block, runs of each query head, blocks a run."""
+        group = self.runs.shape[1] // self.counts.shape[1]
+        low, span = min(int(self.first[row]), self.end), int(self.spans[row, head])
+        for g in range(head * group, (head + 1) * group):
+            budget = budget_of(self._budget0[row, g], self._slope[row, g], self._streaming[row, g], span * block_size)
+            self.runs[row, g] = runs_wanted(budget, self.end - low, span)
+        return low, self.runs[row, head * group : (head + 1) * group].tolist(), span
+
+    def rank(self, store: BlockStore) -> np.ndarray:
+        """The tasks, int32 `[n]`, those first that read most; what has none has attended nothing, until it is done."""
+        self.nothing()
+        digests = store.digests
+        assert digests is not None, "a policy without a digest cannot choose"
+        found = rank_tasks(
+            self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
+            digests.block_bytes / store.num_kv_heads, store.pool.record_bytes, self.first, self.end, self.spans,
+            self._volumes, self._order,
+        )  # fmt: skip
+        return self._order[:found]
 
     def nothing(self) -> None:
         """Have chosen and attended no block."""

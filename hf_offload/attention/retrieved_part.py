@@ -49,6 +49,10 @@ class RetrievedPart(HostPart):
         self._job = worker.submit(work, label, shares=worker.threads, keep=(step.store.pool, self))
         return self
 
+    def assist(self, step: Step, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the device help: what it has attended so far, out `[B, Hq, S, D]` and lse `[B, Hq, S]`, comes and goes."""
+        return out, lse
+
     def _stages(self, step: Step) -> Iterator[Launch]:
         digests, threads = step.store.digests, self.layer.settings.worker.threads
         assert digests is not None

@@ -99,6 +99,8 @@ def decode(
         part = step.attend_kept(plan.kept)
     if plan.near is not None:
         part, (out, lse) = plan.retrieved, step.shares(plan.near)
+        if plan.retrieved is not None:
+            out, lse = plan.retrieved.assist(step, out, lse)
     else:
         assert plan.device is not None, "with two memories the newest block is attended by the device"
         out, lse = step.attend_device(plan.device)

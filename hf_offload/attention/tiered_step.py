@@ -10,6 +10,7 @@ from hf_offload.attention.host_part import HostPart
 from hf_offload.attention.kept_part import KeptPart
 from hf_offload.attention.retrieval import Properties
 from hf_offload.attention.retrieved_part import RetrievedPart
+from hf_offload.attention.scheduled_part import retrieved_part
 from hf_offload.attention.step import Near, Step, fp32
 from hf_offload.cache.context import Context
 from hf_offload.cache.copying import Moves
@@ -230,7 +231,7 @@ class TieredStep(Step):
     def retrieve(self, properties: Properties, granularities: tuple[int, ...]) -> RetrievedPart | None:
         part = self.layer.host_part
         if part is None or not part.fits(self.query, 0):
-            part = self.layer.host_part = RetrievedPart(self.layer, self.query)
+            part = self.layer.host_part = retrieved_part(self.layer, self.query)
         part.cancel()
         return part.retrieve(self, properties) if self._reserve(part.choice, granularities) else None
 

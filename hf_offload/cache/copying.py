@@ -55,6 +55,24 @@ def copies(store: BlockStore, pool: torch.Tensor, moves: Moves) -> Callable[[], 
     return staged(store, pool.flatten(0, 2), source, index)
 
 
+def bring(store: BlockStore, into: torch.Tensor, row: int, head: int, blocks: np.ndarray) -> None:
+    """Copy blocks of one row and KV head to where they are wanted; on a CUDA device its current stream ends that.
+
+    Args:
+        store: has the blocks.
+        into: `[n, 2, block_size, D]`, contiguous, written from the front.
+        row, head: whose blocks.
+        blocks: logical blocks, int `[m]`, at most n.
+    """
+    record = store.pool.record_bytes
+    source = store.pool.addresses(store.table[row, blocks], np.full(len(blocks), head))
+    index = np.arange(len(blocks), dtype=np.int64)
+    if into.device.type == "cpu" and not store.packs:
+        movers.copy_records(source, into.data_ptr() + index * record, record)()
+    else:
+        staged(store, into, source, index)()
+
+
 def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.ndarray) -> Callable[[], None]:
     """The way over memory of the host in which records lie together, and are unpacked.
 

@@ -33,6 +33,8 @@ class DigestStore(ABC):
     """Whether statistics that the digest needs are fixed; `freeze` fixes them before the first `seal`."""
     statistics: tuple[str, ...] = ()
     """Names of the tensors that `freeze` makes."""
+    of_all_heads = ("bias",)
+    """Names of the tensors that all KV heads of a block share."""
     sums = True
     """Whether a block's masses add up to that of several blocks; otherwise the largest stands for them (bounds)."""
 
@@ -92,6 +94,20 @@ class DigestStore(ABC):
             for name in self.tensors():
                 tensor = getattr(self, name)
                 tensor[new] = tensor[old]
+
+    def of_head(self, ids: np.ndarray, head: int, device: torch.device) -> DigestStore:
+        """A copy on a device of what one KV head's blocks have: block i there is ids[i]; int `[n]` physical blocks."""
+        part = type(self)(1, self.head_dim, self.block_size, device)
+        index = torch.from_numpy(ids.astype(np.int64)).to(self.device)
+        with self.lock:
+            for name in self.tensors():
+                kept = getattr(self, name)
+                mine = kept[index] if name in self.of_all_heads else kept[index, head : head + 1]
+                setattr(part, name, mine.to(device))
+            for name in self.statistics:
+                setattr(part, name, getattr(self, name)[head : head + 1].to(device))
+        part.frozen, part.capacity = self.frozen, len(ids)
+        return part
 
     @property
     def block_bytes(self) -> int:

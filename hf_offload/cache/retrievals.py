@@ -15,6 +15,9 @@ class Retrievals:
     def __init__(self) -> None:
         self._known: tuple[tuple[int, ...], int] = ((), 0)
         self.spans, self._totals = np.empty(0, np.int32), np.zeros(TALLIES)
+        self._tasks = self._device_tasks = 0
+        self._busy = {"device": 0.0, "cpu": 0.0}
+        self._idle = {"device": 0.0, "cpu": 0.0}
 
     def of(self, granularities: tuple[int, ...], block_size: int) -> np.ndarray:
         """Blocks a run, int32 `[n]`: the same array as long as these are the same."""
@@ -28,6 +31,21 @@ class Retrievals:
         """Take in a choice; arguments as in `cpu.retrieve.tally`."""
         tally(spans, runs, counts, first, end, self.spans, self._totals)
 
+    def count_shares(self, device_tasks: int, tasks: int, began: float, device: float, cpu: list[float]) -> None:
+        """Take in how a step's tasks were shared.
+
+        Args:
+            device_tasks, tasks: how many the device took, and how many there were.
+            began: when they could be taken, in seconds.
+            device: when the device found none left; cpu: the same for each of the CPU's threads.
+        """
+        self._tasks += tasks
+        self._device_tasks += device_tasks
+        last = max(device, *cpu)
+        for side, ends in (("device", [device]), ("cpu", cpu)):
+            self._busy[side] += sum(max(end - began, 0.0) for end in ends)
+            self._idle[side] += sum(last - end for end in ends)
+
     def as_dict(self, record_bytes: int) -> dict[str, Any]:
         """Shares of streaming groups and heads, the mean budget, what was read, and runs by their tokens.
 
@@ -37,6 +55,11 @@ class Retrievals:
         groups, streaming, heads, idle, budget, chosen, there = self._totals[:TALLIES].tolist()
         if not groups:
             return {}
+        shares: dict[str, Any] = {}
+        if self._tasks:
+            shares = {"device_tasks": self._device_tasks / self._tasks}
+            shares |= {f"{side}_busy_seconds": seconds for side, seconds in self._busy.items()}
+            shares |= {f"{side}_idle_seconds": seconds for side, seconds in self._idle.items()}
         by_tokens = zip(self._known[0], self._totals[TALLIES:].tolist(), strict=True)
         return {
             "streaming_groups": streaming / groups,
@@ -45,11 +68,12 @@ class Retrievals:
             "retrieved_share": chosen / there,
             "retrieved_bytes": int(chosen) * record_bytes,
             "granularities": {str(tokens): number / groups for tokens, number in by_tokens},
+            **shares,
         }
 
 
 def joined(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of several layers: the sum of their bytes, and the means of their shares."""
+    """Of several layers: the sums of their bytes and seconds, and the means of their shares."""
     told = [layer for layer in layers if layer]
     if not told:
         return {}
@@ -59,5 +83,5 @@ def joined(layers: list[dict[str, Any]]) -> dict[str, Any]:
             found[key] = {tokens: sum(layer[key][tokens] for layer in told) / len(told) for tokens in first}
         else:
             total = sum(layer[key] for layer in told)
-            found[key] = total if key.endswith("_bytes") else total / len(told)
+            found[key] = total if key.endswith(("_bytes", "_seconds")) else total / len(told)
     return found

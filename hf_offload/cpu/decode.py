@@ -49,7 +49,7 @@ _NO_SCORES = np.empty((0, 0, 0), np.float32)
 
 
 @jit
-def _attend(
+def attend_step(
     tag: Any,
     full: Any,
     rest: Any,
@@ -235,7 +235,7 @@ def decode_kernel(
             addresses[i] = addresses[max(i - 1, 0)]
         for first in range(0, mine, step):
             last = min(first + step, mine)
-            _attend(
+            attend_step(
                 tag, full, rest, group, addresses, chosen, first, last, valid[b], holes[b], length, queries, dim,
                 block_size, cap, scores, stride, state, sums, key_sums, raw_scores, raw_stride, prefetches,
                 packed, spare,

@@ -7,65 +7,21 @@ Method: Fluxion, section 5.3.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .launch import F32, I32, U8, Array, Launch, group_size, head_tiles, jit, kernel, new_ticket, require
 from .memory import address_of, count_up, hold
+from .needs import Needs, budget_of, granularity_of, runs_wanted
 from .scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, check_digest, soften_chunk, write_scores
 from .select import sort_keys, threshold_of
 from .vector import choose_less, exp, load_f32, splat, store, vmax
 
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
 _FLOOR = np.float32(-80.0)  # masses so far below the best run are alike
-_ALMOST = 1.0 - 1e-6  # a share of 0.05 in float32 is not one block of 20 more
 TALLIES = 7
 """Numbers that `tally` counts in before those of each granularity."""
-
-
-@jit
-def budget_of(budget0: float, slope: float, streams: int, tokens: float) -> float:
-    """The share of the host's tokens that a query head needs in runs of so many (Eq. 1), within [0, 1]."""
-    if streams:
-        return 0.0
-    return min(max(float(budget0) + float(slope) * math.log2(tokens), 0.0), 1.0)
-
-
-@jit
-def granularity_of(
-    budget0: Array, slope: Array, streaming: Array, spans: Array, block_size: int, digest_bytes: float,
-    block_bytes: float,
-) -> int:  # fmt: skip
-    """Return the blocks a run that make the fewest bytes, or 0 if every head is streaming.
-
-    V(blk) = digest_bytes / span + block_bytes * sum of the heads' budgets, a block of the host's segment (Eq. 3); equal
-    ones: the first.
-
-    Args:
-        budget0, slope: float32 [G], of the query heads of a KV head; streaming: uint8 [G].
-        spans: int32 [n], blocks a run.
-        digest_bytes: of a KV head's digest; block_bytes: of its keys and values in a block.
-    """
-    best, least = 0, np.inf
-    if streaming.all():
-        return best
-    for span in spans:
-        needed = 0.0
-        for g in range(len(budget0)):
-            needed += budget_of(budget0[g], slope[g], streaming[g], float(span * block_size))
-        volume = digest_bytes / float(span) + block_bytes * needed
-        if volume < least:
-            best, least = int(span), volume
-    return best
-
-
-@jit
-def runs_wanted(budget: float, blocks: int, span: int) -> int:
-    """Runs that hold a share of so many blocks, rounded up."""
-    return min(math.ceil(budget * blocks / span * _ALMOST), (blocks + span - 1) // span)
 
 
 @jit
@@ -117,6 +73,49 @@ def _mark_runs(score: Array, want: int, span: int, keys: Array, marks: Array) ->
                 marks[i] = 1
 
 
+@jit
+def score_run(
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
+    stop: int, scores: Array, masses: Array,
+) -> None:  # fmt: skip
+    """Write the masses [B, Hq, N'] of blocks begin..stop-1, at most `CHUNK_BLOCKS`; scores is scratch [G * row]."""
+    row = len(scores) // group
+    write_scores(digest, full, rest, query, group, table, b, h, scale, begin, stop, address_of(scores), 4 * row)
+    for g in range(group):
+        mine = address_of(masses[b, h * group + g]) + 4 * begin
+        soften_chunk(digest.runs, address_of(scores) + 4 * g * row, stop - begin, True, mine)
+    hold(scores)
+
+
+@jit
+def take_blocks(
+    b: int, h: int, group: int, span: int, low: int, end: int, masses: Array, sums: bool, budget0: Array, slope: Array,
+    streaming: Array, block_size: int, weights: Array, joined: Array, keys: Array, marks: Array, runs: Array,
+    blocks: Array, counts: Array,
+) -> None:  # fmt: skip
+    """Write the blocks of low..end-1 that the query heads of KV head h take, by their masses; and their runs.
+
+    Args:
+        span: blocks a run; 0: all heads are streaming.
+        weights: scratch float32 [end + 16]; joined: float32, keys: int32 and marks: uint8 [end + 1].
+    """
+    marks[: end - low] = 0
+    for g in range(h * group, (h + 1) * group):
+        runs[b, g] = 0
+        if span and low < end:
+            budget = budget_of(budget0[b, g], slope[b, g], streaming[b, g], float(span * block_size))
+            runs[b, g] = runs_wanted(budget, end - low, span)
+        if runs[b, g]:
+            number = _join_runs(masses[b, g, low:end], span, sums, weights, joined)
+            _mark_runs(joined[:number], runs[b, g], span, keys, marks[: end - low])
+    count = 0
+    for i in range(end - low):
+        if marks[i]:
+            blocks[b, h, count] = low + i
+            count += 1
+    counts[b, h] = count
+
+
 @kernel
 def retrieve_kernel(
     ticket: Array,
@@ -164,50 +163,16 @@ def retrieve_kernel(
         )  # fmt: skip
         begin, stop = chunk * CHUNK_BLOCKS, min((chunk + 1) * CHUNK_BLOCKS, end)
         if span and max(begin, low) < stop:
-            write_scores(digest, full, rest, query, group, table, b, h, scale, begin, stop, address_of(scores), 4 * row)
-            for g in range(group):
-                mine = address_of(masses[b, h * group + g]) + 4 * begin
-                soften_chunk(digest.runs, address_of(scores) + 4 * g * row, stop - begin, True, mine)
+            score_run(digest, full, rest, query, group, table, b, h, scale, begin, stop, scores, masses)
         if count_up(finished, b * kv_heads + h) == chunks - 1:
-            marks[: end - low] = 0
-            for g in range(h * group, (h + 1) * group):
-                runs[b, g] = 0
-                if span and low < end:
-                    budget = budget_of(budget0[b, g], slope[b, g], streaming[b, g], float(span * block_size))
-                    runs[b, g] = runs_wanted(budget, end - low, span)
-                if runs[b, g]:
-                    number = _join_runs(masses[b, g, low:end], span, sums, weights, joined)
-                    _mark_runs(joined[:number], runs[b, g], span, keys, marks[: end - low])
-            count = 0
-            for i in range(end - low):
-                if marks[i]:
-                    blocks[b, h, count] = low + i
-                    count += 1
-            counts[b, h], spans[b, h] = count, span
+            take_blocks(
+                b, h, group, span, low, end, masses, sums, budget0, slope, streaming, block_size, weights, joined, keys,
+                marks, runs, blocks, counts,
+            )  # fmt: skip
+            spans[b, h] = span
         count_up(ticket, 1)
     hold(scores)
     hold(weights)
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What each query head needs of the host, and what the choice of a granularity weighs.
-
-    Args:
-        budget0, slope: float32 [B, Hq], of Eq. 1: share = budget0 + slope * log2(tokens of a run).
-        streaming: uint8 [B, Hq], 1: the head needs nothing.
-        granularities: int32 [n], blocks a run that may be chosen.
-        block_size: tokens a block.
-        digest_bytes: of a KV head's digest of a block; block_bytes: of its keys and values in one.
-    """
-
-    budget0: Array
-    slope: Array
-    streaming: Array
-    granularities: Array
-    block_size: int
-    digest_bytes: float
-    block_bytes: float
 
 
 def retrieve_blocks(

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from hf_offload.policies.salience import SalienceRule
 
 
+SCHEDULES = ("priority", "none", "uniform", "length")
+"""How the CPU and the device may share the choice of the host's blocks and the attention to them."""
+
+
 @dataclass(slots=True)
 class Selection:
     """Logical blocks for each row and KV head.
@@ -103,6 +107,11 @@ class Policy(ABC):
     def retrieves(self) -> bool:
         """Whether the CPU itself chooses what it attends: digests lie there; what is always attended is resident."""
         return False
+
+    @property
+    def task_schedule(self) -> str | None:
+        """Where the CPU chooses: one of `SCHEDULES`, or None for `"priority"` on a GPU and `"none"` without one."""
+        return "none"
 
     @property
     def salience(self) -> SalienceRule | None:

@@ -14,7 +14,7 @@ from hf_offload.fluxion.features import PromptStatistics, prompt_statistics, ste
 from hf_offload.fluxion.labels import GRANULARITIES
 from hf_offload.fluxion.partials import BLOCK, Tokens
 from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, Predictor
-from hf_offload.policies.base import Plan, Policy
+from hf_offload.policies.base import SCHEDULES, Plan, Policy
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -48,6 +48,13 @@ class Fluxion(Policy):
     Args:
         predictor: a file written by `hf-offload train-fluxion`; or an object such as `fluxion.ConstantPredictor`.
         tau: the deviation that the predictor's budgets are for (Eq. 2), one of those that it was trained for.
+        granularities: tokens of a run, of which the cheapest is taken; one alone fixes it (for comparison).
+        skip_streaming: whether heads that are predicted to stream take nothing of the host; False: they take what
+            their budget says, too (for comparison).
+        schedule: how CPU and device share the tasks, a KV head of a row each. `"priority"`: whoever is free takes the
+            one that reads most (section 6); `"none"`: all are the CPU's; `"uniform"`, `"length"`: dealt out beforehand,
+            by number and by the rows' lengths (section 8.3). None: `"priority"` on a GPU, otherwise `"none"`. All but
+            `"none"` want two memories, and which side computes what then depends on time, and with it the rounding.
         digest: None, or the digest that the predictor's budgets are for: another one is refused.
 
     Raises:
@@ -60,6 +67,9 @@ class Fluxion(Policy):
     predictor: str | Path | Predictor | None = None
     tau: float = 0.1
     digest: str | None = None
+    granularities: tuple[int, ...] = GRANULARITIES[1:]
+    skip_streaming: bool = True
+    schedule: str | None = None
     ready: Predictor | None = field(default=None, init=False, repr=False, compare=False)
     """The predictor, once it is known for which model."""
 
@@ -68,6 +78,12 @@ class Fluxion(Policy):
             raise ValueError(
                 "fluxion needs a predictor: predictor=PATH, a file that `hf-offload train-fluxion` wrote for this model"
             )
+        chosen = tuple(self.granularities)  # a list where a saved cache tells of it
+        object.__setattr__(self, "granularities", chosen)
+        if not chosen or not set(chosen) <= set(GRANULARITIES[1:]):
+            raise ValueError(f"granularities={chosen} are not some of {GRANULARITIES[1:]}; use one or more of these")
+        if self.schedule not in (None, *SCHEDULES):
+            raise ValueError(f"schedule={self.schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
         if isinstance(self.predictor, Mapping):  # as a saved cache tells of one
             object.__setattr__(self, "predictor", ConstantPredictor(**self.predictor))
         if not isinstance(self.predictor, str | Path):
@@ -127,7 +143,13 @@ class Fluxion(Policy):
         if block_size != BLOCK:
             raise ValueError(f"block_size={block_size}: fluxion chooses runs of blocks of {BLOCK} tokens; leave it out")
 
+    @property
+    def task_schedule(self) -> str | None:
+        return self.schedule
+
     def new_state(self, layer: HybridLayer) -> FluxionState:
+        if self.schedule not in (None, "none") and not layer.has_slots:
+            raise ValueError(f'schedule={self.schedule!r} shares work with a device; use tier="split" or "none"')
         return FluxionState()
 
     def pack_state(self, state: FluxionState) -> dict[str, torch.Tensor]:
@@ -155,8 +177,9 @@ class Fluxion(Policy):
             state.statistics = self._look(step, near.query if state.statistics is not None else step.anchor)
             state.blocks = step.host_end
         features = step_features(state.statistics, near.query, near.sinks, near.newest, step.lengths())
-        properties = self.known.predict(features)
-        return Plan(near=near, retrieved=step.retrieve(properties, GRANULARITIES[1:]))
+        budget0, slope, streaming = self.known.predict(features)
+        properties = (budget0, slope, streaming if self.skip_streaming else False)
+        return Plan(near=near, retrieved=step.retrieve(properties, self.granularities))
 
     def _look(self, step: Step, anchor: torch.Tensor) -> PromptStatistics:
         """What the features need of the tokens so far."""

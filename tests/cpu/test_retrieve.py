@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hf_offload.cpu import reference, reference_retrieve
-from hf_offload.cpu.retrieve import TALLIES, Needs, budget_of, granularity_of, retrieve_blocks, runs_wanted, tally
+from hf_offload.cpu.needs import Needs, budget_of, granularity_of, runs_wanted
+from hf_offload.cpu.retrieve import TALLIES, retrieve_blocks, tally
 from hf_offload.cpu.scoring import Digest, LogMasses, vectors
 
 from ._pools import run

@@ -1,0 +1,113 @@
+"""The host's part of a step where the device takes tasks beside the CPU's threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_offload.attention.device_tasks import DeviceTasks
+from hf_offload.attention.retrieval import Properties
+from hf_offload.attention.retrieved_part import RetrievedPart
+from hf_offload.attention.schedule import Queue
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.tasks import whole_tasks
+from hf_offload.gpu.merge import HostPartial
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
+
+
+class ScheduledPart(RetrievedPart):
+    """A part whose tasks, a KV head of a row each, are attended by the CPU's threads and by the device.
+
+    The device is fed by the model's own thread, which would otherwise wait for the CPU: it launches a task's kernels,
+    waits for them and takes the next. No thread beside it wants the interpreter meanwhile, since kernels of the CPU run
+    without it.
+
+    Args:
+        layer: the layer.
+        query: `[B, Hq, D]` fp32, tells the sizes.
+        schedule: one of `SCHEDULES`.
+    """
+
+    def __init__(self, layer: HybridLayer, query: torch.Tensor, schedule: str) -> None:
+        super().__init__(layer, query)
+        self.queue = Queue(self.choice.counts.size, schedule)
+        self.device = DeviceTasks(layer, query)
+        self._lock, self._dealt = threading.Lock(), False
+        self._sent: torch.cuda.Event | None = None
+        self._launch: Launch | None = None
+        self._began, self._device_ended, self._device_count = 0.0, 0.0, 0
+        self._ends: list[float] = []
+
+    def retrieve(self, step: Step, properties: Properties) -> ScheduledPart:
+        """Let the CPU's threads begin; nobody is at work in the buffers."""
+        self.layer.mirror.pause()
+        self.query.copy_(step.query, non_blocking=True)
+        self.choice.take(properties)
+        self._sent, self._dealt, self._ends = self._arrived(), False, []
+        store, digests, worker = step.store, step.store.digests, self.layer.settings.worker
+        assert digests is not None, "a policy without a digest cannot choose"
+        bundle, choice = self.choice.bundle(digests, step.scale), self.choice
+        launch = self._launch = whole_tasks(
+            choice.choosing(store, bundle, step.scale), choice.attending(store, step.scale, step.softcap),
+            self.queue.cpu.order,
+        )  # fmt: skip
+        launch.ticket = self.queue.cpu.ticket
+
+        def work() -> None:
+            self._deal(step, launch)
+            launch()
+            self._ends.append(time.perf_counter())
+
+        label = step.label("choice of blocks and attention")
+        self._job = worker.submit(work, label, shares=worker.threads, keep=(store.pool, self))
+        return self
+
+    def _deal(self, step: Step, launch: Launch) -> None:
+        """Rank the tasks and deal them out, once for all who take them, when needs and query have arrived."""
+        with self._lock:
+            if self._dealt:
+                return
+            if self._sent is not None:
+                self._sent.synchronize()
+            tasks = self.choice.rank(step.store)
+            choice, kv_heads = self.choice, step.store.num_kv_heads
+            self.queue.fill(tasks, (choice.end - choice.first.clip(max=choice.end))[tasks // kv_heads])
+            launch.tasks = self.queue.cpu.count
+            self._began, self._dealt = time.perf_counter(), True
+
+    def assist(self, step: Step, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the device take tasks as long as there are any; the shares with one more, of what it attended."""
+        assert self._launch is not None
+        self._device_count = 0
+        try:
+            self._deal(step, self._launch)
+            self.device.begin()
+            while (task := self.queue.device.take()) is not None:
+                self.device.run(step, self.choice, task)
+                self._device_count += 1
+            self.device.end()
+        except BaseException:
+            self.queue.close()
+            raise
+        self._device_ended = time.perf_counter()
+        return torch.cat((out, self.device.out[:, :, None]), 2), torch.cat((lse, self.device.lse[:, :, None]), 2)
+
+    def partial(self) -> HostPartial:
+        found = super().partial()
+        self.layer.retrievals.count_shares(
+            self._device_count, self.queue.count, self._began, self._device_ended, self._ends
+        )
+        return found
+
+
+def retrieved_part(layer: HybridLayer, query: torch.Tensor) -> RetrievedPart:
+    """The part for a layer's queries `[B, Hq, D]`, by the schedule that its policy asks for."""
+    asked = layer.policy.task_schedule
+    schedule = asked or ("priority" if layer.device.type == "cuda" else "none")
+    return RetrievedPart(layer, query) if schedule == "none" else ScheduledPart(layer, query, schedule)
