@@ -50,7 +50,7 @@ class RetrievedPart(HostPart):
         return self
 
     def assist(self, step: Step, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the device help: what it has attended so far, out `[B, Hq, S, D]` and lse `[B, Hq, S]`, comes and goes."""
+        """Let the device help: what it has attended, out `[B, Hq, S, D]` and lse `[B, Hq, S]`, comes and goes."""
         return out, lse
 
     def _stages(self, step: Step) -> Iterator[Launch]:
