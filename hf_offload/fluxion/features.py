@@ -17,7 +17,15 @@ import torch
 
 from hf_offload.attention.partial import merge_partials
 from hf_offload.fluxion.labels import deviation_limit, needed_at_blocks
-from hf_offload.fluxion.partials import Partial, Tokens, attend, attend_blocks, join_blocks, logits
+from hf_offload.fluxion.partials import (
+    Partial,
+    Tokens,
+    attend,
+    attend_blocks,
+    from_first_block,
+    join_blocks,
+    logits,
+)
 
 PROMPT_FEATURES = (
     "layer",  # ℓ
@@ -157,6 +165,7 @@ def prompt_statistics(
     for tile in host:
         state.add(tile)
     blocks, valid, sums = state.joined()
+    blocks, valid, scores = from_first_block(blocks, valid, scores)
     group = anchor.shape[1] // sums.shape[1]
     means = sums / valid.sum(-1).clamp(min=1)[:, None, None, None]  # [B, Hkv, 2, D]
     sink, near = (attend(anchor, tokens, scale) for tokens in (sinks, local))

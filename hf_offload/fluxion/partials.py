@@ -89,3 +89,24 @@ def join_blocks(parts: Partial, run: int) -> Partial:
     total = lse.logsumexp(-1)
     weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
     return (weights[..., None, :] @ torch.unflatten(out, -2, (count, run)))[..., 0, :], total
+
+
+def from_first_block(
+    blocks: Partial, valid: torch.Tensor, scores: torch.Tensor
+) -> tuple[Partial, torch.Tensor, torch.Tensor]:
+    """Let every row begin with its first block that has a token, as its runs do; those before it go to the end.
+
+    Args:
+        blocks: out `[B, Hq, n, D]` and lse `[B, Hq, n]`.
+        valid: `[B, T]` bool, of their tokens.
+        scores: `[B, Hq, n]`.
+    """
+    filled = torch.nn.functional.pad(valid, (0, -valid.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    first = filled.any(-1).int().argmax(1)
+    if not first.any():
+        return blocks, valid, scores
+    order = (torch.arange(filled.shape[1], device=valid.device) + first[:, None]) % filled.shape[1]
+    heads = order[:, None].expand(scores.shape)
+    out = blocks[0].take_along_dim(heads[..., None], 2)
+    rows = filled.take_along_dim(order[..., None], 1).flatten(1)
+    return (out, blocks[1].gather(2, heads)), rows, scores.gather(2, heads)

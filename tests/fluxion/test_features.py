@@ -126,11 +126,16 @@ def anchor_budgets(case: Case) -> Tensor:
     device = Tokens(*(torch.cat(pair, 2) for pair in zip(case.sinks[:2], case.local[:2], strict=True)),
                     torch.cat((case.sinks.valid, case.local.valid), 1))  # fmt: skip
     near: Partial = attend(case.anchor, device, SCALE)
-    blocks = attend_blocks(case.anchor, case.host, SCALE)
-    limit = deviation_limit(full, (TAU,))
-    return needed_budgets(
-        near, case.anchor, case.host, blocks, case.scores, full, limit, scale=SCALE, digest="quest"
-    )[:, :, 1:, 0]  # fmt: skip
+    limit, found = deviation_limit(full, (TAU,)), []
+    for row, first in enumerate((0, PADDING // 16)):  # a row's runs begin with its first block that has a token
+        one, anchor = slice(row, row + 1), case.anchor[row : row + 1]
+        host = Tokens(*(x[one, :, 16 * first :] for x in case.host[:2]), case.host.valid[one, 16 * first :])
+        blocks, mine = attend_blocks(anchor, host, SCALE), (near[0][one], near[1][one])
+        scores = case.scores[one, :, first:]
+        found.append(needed_budgets(
+            mine, anchor, host, blocks, scores, full[one], limit[one], scale=SCALE, digest="quest"
+        ))  # fmt: skip
+    return torch.cat(found)[:, :, 1:, 0]
 
 
 def test_every_feature_is_its_formula() -> None:
