@@ -101,7 +101,7 @@ def from_first_block(
         valid: `[B, T]` bool, of their tokens.
         scores: `[B, Hq, n]`.
     """
-    filled = torch.nn.functional.pad(valid, (0, -valid.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    filled = torch.unflatten(torch.nn.functional.pad(valid, (0, -valid.shape[1] % BLOCK)), 1, (-1, BLOCK))
     first = filled.any(-1).int().argmax(1)
     if not first.any():
         return blocks, valid, scores
