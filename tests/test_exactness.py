@@ -96,7 +96,7 @@ def reference(
 
 
 def combinations() -> list[Any]:
-    """All of them; padded rows in chunks are enough of most families, and of the policies that `policies/` tries, too."""
+    """All of them; padded rows in chunks are enough of most families and of policies that `policies/` tries, too."""
     rows = []
     for row in itertools.product(FAMILIES, POLICIES, (1, 3), (None, 17), ("one", "split")):
         elsewhere = row[1] in ("full-fetch", "sparse-fetch", "hgca", "fixed-hybrid", "fluxion")
