@@ -58,7 +58,7 @@ def logits_of(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, mas
 )
 def test_replayed_steps_are_those_in_python(policy: str, knobs: dict[str, Any], batch: int) -> None:
     model = tiny_model("llama")
-    ids, mask = prompt(batch, 220)
+    ids, mask = prompt(batch, 195)
     want_cache = HybridCache(model, policy, **KNOBS, **knobs)
     want = logits_of(model, want_cache, ids, mask)
     cache = graph_cache(model, policy, **knobs)
