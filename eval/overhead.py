@@ -54,6 +54,7 @@ from common import (
     write_csv,
 )
 from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.row import Row as Launches
 from hf_offload.cpu.standing import Standing
 from hf_offload.cpu.worker import Job, Worker
 
@@ -72,6 +73,7 @@ def make_rows(budget: int) -> list[Row]:
         for lookahead, suffix in (("off", ""), ("select", "-select"), ("attend", "-attend")):
             knobs = {"budget": budget, "lookahead": lookahead, "synchronous_layers": (0,), "tier": tier}
             rows.append(Row(f"{prefix}scout{suffix}", "scout", {**knobs, "block_size": BLOCK_SIZE}))
+        rows.append(Row(f"{prefix}fixed", "fixed_hybrid", {"tier": tier}))
     return rows
 
 
@@ -117,9 +119,11 @@ class BareAttention:
 
 
 def attended_memory(cache: Any, length: int) -> torch.Tensor:
-    """Float32 `[layers, n]`: as much memory as the keys and values that one step after `length` tokens attends."""
+    """Float32 `[layers, n]`: as much as the keys and values that a step after `length` tokens always attends."""
     store = cache.layers[0].store
-    tokens = min(length, cache.policy.budget_tokens or length)
+    policy = cache.policy
+    least = policy.sink_tokens + policy.recent_tokens if policy.retrieves else length
+    tokens = min(length, policy.budget_tokens or least)
     nbytes = 2 * tokens * store.batch * store.num_kv_heads * store.head_dim * store.dtype.itemsize
     return torch.zeros(len(cache.layers), nbytes // 4)
 
@@ -149,7 +153,7 @@ class Meter:
 
         Between the clock's readings stands all that the measurement itself does.
         """
-        once, again, submit = Launch.run, Standing.run, Worker.submit
+        once, again, together, submit = Launch.run, Standing.run, Launches.run, Worker.submit
         now, used = time.perf_counter, time.process_time
 
         def metered_once(launch: Launch, label: str = "a kernel") -> None:
@@ -174,6 +178,21 @@ class Meter:
             self.cpu += used() - cpu
             self.wall += now() - wall
 
+        def metered_together(row: Launches, launches: tuple[Standing, ...], number: int) -> None:
+            wall, cpu = now(), used()
+            together(row, launches, number)
+            tasks = [standing.tasks for standing in launches]
+            for standing in launches:
+                standing.set("tasks", 0)
+            self.cpu += used() - cpu
+            self.wall += now() - wall
+            together(row, launches, number)
+            wall, cpu = now(), used()
+            for standing, count in zip(launches, tasks, strict=True):
+                standing.set("tasks", count)
+            self.cpu += used() - cpu
+            self.wall += now() - wall
+
         def metered_submit(worker: Worker, work: Callable[[], Any], *args: Any, **kwargs: Any) -> Job:
             wall, cpu = now(), used()
             work()
@@ -182,10 +201,11 @@ class Meter:
             return submit(worker, bool, *args, **kwargs)
 
         Launch.run, Standing.run, Worker.submit = metered_once, metered_again, metered_submit
+        Launches.run = metered_together
         try:
             yield
         finally:
-            Launch.run, Standing.run, Worker.submit = once, again, submit
+            Launch.run, Standing.run, Worker.submit, Launches.run = once, again, submit, together
 
 
 def time_step(model: PreTrainedModel, cache: Cache, token: torch.Tensor) -> tuple[float, float]:

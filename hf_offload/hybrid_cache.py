@@ -17,7 +17,7 @@ from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, find_layers, hybrid_layers
 from hf_offload.attention.spread import on_device
 from hf_offload.cache.budget import least_blocks, make_budget, resident_tokens
-from hf_offload.cache.fingerprint import fingerprint
+from hf_offload.cache.fingerprint import likeness
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mending import halt, mend
 from hf_offload.cache.padding import Padding
@@ -86,7 +86,7 @@ class HybridCache(Portable):
         **knobs: Any,
     ) -> None:
         config = check_model(model)
-        self.policy = make_policy(policy, knobs).for_model(lambda: fingerprint(config, find_layers(model)[0]))
+        self.policy = make_policy(policy, knobs).for_model(lambda: likeness(config, find_layers(model)[0]))
         block_size = self.policy.block_size if block_size is None else block_size
         if tier not in (None, "one", "split"):
             raise ValueError(f'tier={tier!r} is not a tier; use "one", "split" or None')

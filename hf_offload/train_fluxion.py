@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from accelerate import PartialState  # type: ignore[import-untyped]
 from safetensors.torch import load_file
+from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from hf_offload.attention.hooks import find_layers
-from hf_offload.cache.fingerprint import fingerprint
+from hf_offload.cache.fingerprint import fingerprint, likeness
 from hf_offload.fluxion.capture import capture
 from hf_offload.fluxion.fitting import Fitting, fit_predictor
 from hf_offload.fluxion.labels import DIGESTS
@@ -171,13 +172,13 @@ def train(
         "held_out_windows": len(windows.held_out), "context": windows.train[0].shape[1], **asdict(sampling),
         "fitting": asdict(fitting), "quality": found,
     }  # fmt: skip
-    save_predictors(folder / PREDICTOR, _identity(model), predictors, report)
+    save_predictors(folder / PREDICTOR, likeness(*_decoder(model)), predictors, report)
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 
 
-def _identity(model: PreTrainedModel) -> dict[str, Any]:
-    return fingerprint(model.config.get_text_config(decoder=True), find_layers(model)[0])
+def _decoder(model: PreTrainedModel) -> tuple[Any, nn.Module]:
+    return model.config.get_text_config(decoder=True), find_layers(model)[0]
 
 
 def _shard(folder: Path, number: int) -> Path:
@@ -187,7 +188,7 @@ def _shard(folder: Path, number: int) -> Path:
 def _settings(model: PreTrainedModel, windows: Sequence[torch.Tensor], sampling: Sampling) -> dict[str, Any]:
     """By what samples are known to be of the same run."""
     texts = [zlib.crc32(ids.numpy().tobytes()) for ids in windows]
-    return dict(json.loads(json.dumps({**asdict(sampling), "texts": texts, "model": _identity(model)})))
+    return dict(json.loads(json.dumps({**asdict(sampling), "texts": texts, "model": fingerprint(*_decoder(model))})))
 
 
 def _claim(folder: Path, settings: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "cpu": {"cpu"},
     "gpu": {"gpu"},
     "cache": {"cache", "cpu", "gpu", *CONTRACT},
-    "fluxion": {"fluxion", "attention.partial", "cache.digests", "cache.fingerprint"},
+    "fluxion": {"fluxion", "attention.partial", "cache.digests", "cache.fingerprint", "cpu.network", "cpu.predict"},
     "policies": {"policies", "cache.digests", "fluxion"},
     "attention": {"attention", "cache", "cpu", "gpu", *CONTRACT},
 }

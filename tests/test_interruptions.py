@@ -18,6 +18,7 @@ from tiny import DEVICE, prompt
 
 import hf_offload
 from hf_offload import HybridCache
+from hf_offload.fluxion.predictor import ConstantPredictor
 
 PACKAGE = str(Path(hf_offload.__file__).parent)
 SCOUT: dict[str, Any] = {
@@ -25,12 +26,14 @@ SCOUT: dict[str, Any] = {
     "synchronous_layers": (0,), "timeout": 120.0,
 }  # fmt: skip
 HGCA: dict[str, Any] = {"window": 24, "beta": 0.0, "block_size": 8, "prefill_tile": 32, "timeout": 120.0}
+FLUXION: dict[str, Any] = {"predictor": ConstantPredictor(sinks=16, local=32), "prefill_tile": 32, "timeout": 120.0}
 SETTINGS = {
     "one": Setting(2, 16, "scout", {**SCOUT, "tier": "one"}, True),
     "split": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "recall": 1}, True),
     "int8": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "host_dtype": "int8"}, True),
     "hgca": Setting(2, 16, "hgca", {**HGCA, "tier": "split"}, True),
     "hgca, one": Setting(2, 16, "hgca", {**HGCA, "tier": "one"}, True),
+    "fluxion": Setting(2, 16, "fluxion", {**FLUXION, "tier": "one"}, True),
 }
 CONTEXT = 203  # the fifth token from here fills a block
 

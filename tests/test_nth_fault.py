@@ -19,6 +19,7 @@ import hf_offload
 from hf_offload.cache import memory
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import Worker, WorkerError
+from hf_offload.fluxion.predictor import ConstantPredictor
 
 SCOUT: dict[str, Any] = {
     "budget": 1024, "sinks": 8, "recent": 0, "block_size": 8, "prefill_tile": 32, "lookahead": "select",
@@ -27,6 +28,7 @@ SCOUT: dict[str, Any] = {
 HGCA: dict[str, Any] = {"window": 24, "beta": 0.0, "block_size": 8, "prefill_tile": 32, "timeout": 120.0}
 FIXED: dict[str, Any] = {"budget": 1.0, "sinks": 8, "local": 16, "block_size": 8, "timeout": 120.0}
 FETCH: dict[str, Any] = {"budget": 8192, "sinks": 8, "block_size": 8, "prefill_tile": 32, "timeout": 120.0}
+FLUXION: dict[str, Any] = {"predictor": ConstantPredictor(sinks=16, local=16), "prefill_tile": 32, "timeout": 120.0}
 SETTINGS = {
     "one": Setting(2, 16, "scout", {**SCOUT, "tier": "one"}, True),
     "split": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "recall": 1}, True),
@@ -35,6 +37,7 @@ SETTINGS = {
     "sparse_fetch": Setting(2, 16, "sparse_fetch", {**FETCH, "tier": "split", "resident": 48}, True),
     "fixed_hybrid": Setting(2, 16, "fixed_hybrid", {**FIXED, "tier": "split"}, True),
     "hgca, one": Setting(2, 16, "hgca", {**HGCA, "tier": "one"}, True),
+    "fluxion": Setting(2, 16, "fluxion", {**FLUXION, "tier": "split"}, True),
 }
 
 

@@ -1,6 +1,6 @@
 """Any sequence of what a cache can be asked for leaves it right: hypothesis draws settings and sequences.
 
-What is drawn here is fixed, so that the same commit gives the same result. Another 3,000 histories, new ones at every
+What is drawn here is fixed, so that the same commit gives the same result. Another 4,000 histories, new ones at every
 run (a failing one is printed, shrunk, with the lines that repeat it):
 
     python -m pytest -m slow tests/test_properties.py
@@ -30,6 +30,7 @@ from tiny import DEVICE
 
 from hf_offload import HybridCache
 from hf_offload.cache.budget import least_blocks
+from hf_offload.fluxion.predictor import ConstantPredictor
 from hf_offload.policies import make_policy
 
 COVERING = 2048
@@ -43,8 +44,8 @@ TIERS = ["one", "split"] if DEVICE == "cpu" else [None]
 @st.composite
 def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
     """Caches of some policies, all tiers and sizes; with a budget that covers every history, or a small one."""
-    size = draw(st.sampled_from([8, 16, 32]), label="block_size")
     policy = draw(st.sampled_from(policies), label="policy")
+    size = 16 if policy == "fluxion" else draw(st.sampled_from([8, 16, 32]), label="block_size")
     covers = policy == "full" or draw(st.booleans(), label="covers")
     knobs: dict[str, Any] = {}
     if policy == "hgca":
@@ -58,7 +59,16 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
             "prompt_queries": draw(st.sampled_from([None, 5]), label="prompt_queries"),
             "reevaluate": draw(st.booleans(), label="reevaluate"),
         }
-    if policy != "full":
+    if policy == "fluxion":
+        knobs["predictor"] = ConstantPredictor(
+            1.0 if covers else draw(st.sampled_from([-0.1, 0.1, 0.5]), label="budget0"),
+            slope=0.0 if covers else draw(st.sampled_from([0.0, 0.02]), label="slope"),
+            streaming=False if covers else draw(st.booleans(), label="streaming"),
+            digest=draw(st.sampled_from(["submean", "quest"]), label="digest"),
+            sinks=draw(st.sampled_from([0, 16]), label="sinks"),
+            local=draw(st.sampled_from([0, 16, 40]), label="local"),
+        )
+    elif policy != "full":
         knobs["sinks"] = draw(st.sampled_from([0, 8, 16]), label="sinks")
     if policy == "fixed_hybrid":
         knobs |= {
@@ -113,7 +123,7 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
 class Histories(RuleBasedStateMachine):
     """Up to three histories of one setting that may share blocks."""
 
-    policies = ("scout", "scout", "full", "window", "hgca", "fixed_hybrid", "sparse_fetch")
+    policies = ("scout", "scout", "full", "window", "hgca", "fixed_hybrid", "sparse_fetch", "fluxion")
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,6 +288,12 @@ class Histories(RuleBasedStateMachine):
         check_books(self.histories)
 
 
+class Foreseen(Histories):
+    """Histories of caches that predict what heads need."""
+
+    policies = ("fluxion",)
+
+
 class Kept(Histories):
     """Histories of caches that keep single tokens."""
 
@@ -305,6 +321,11 @@ def test_any_history_leaves_the_cache_right() -> None:
 @pytest.mark.slow
 def test_many_histories_leave_the_cache_right() -> None:
     run(2000, fixed=False)
+
+
+@pytest.mark.slow
+def test_many_histories_leave_what_is_foreseen_right() -> None:
+    run(1000, fixed=False, histories=Foreseen)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_offload import assets, train_fluxion
 from hf_offload.attention.hooks import find_layers
-from hf_offload.cache.fingerprint import fingerprint
+from hf_offload.cache.fingerprint import likeness
 from hf_offload.cli import app
 from hf_offload.fluxion.fitting import Fitting
 from hf_offload.fluxion.predictor import HeadPredictor, read_about
@@ -79,7 +79,7 @@ def test_a_predictor_is_trained_and_serves_its_model(tmp_path: Path) -> None:
     assert report["samples"] == 4 * 9 * 4 * 4  # windows, steps, layers, heads
     assert report["held_out"] == 2 * 9 * 4 * 4
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report))
-    identity = fingerprint(model.config, find_layers(model)[0])
+    identity = likeness(model.config, find_layers(model)[0])
     for tau in SMALL.taus:
         made = HeadPredictor.load(tmp_path / "predictor.safetensors", identity, tau)
         assert (made.digest, made.sinks, made.local) == ("quest", 16, 32)

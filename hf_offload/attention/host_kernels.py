@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from hf_offload.attention.retrieval import Retrieval
 from hf_offload.attention.windowed import WindowKernels
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.launch import TAGS
 from hf_offload.cpu.narrow import narrow
 from hf_offload.cpu.standing import ANYWHERE, Kept
@@ -17,54 +17,6 @@ from hf_offload.cpu.worker import Job
 from hf_offload.policies.base import Selection
 
 _SHORT = {torch.float32: False, torch.bfloat16: True}
-
-
-class NearKernels:
-    """What a step needs beside `HostKernels` where the host's blocks are chosen by each query head for itself.
-
-    Args:
-        store: of the layer's blocks.
-        layer: its number in the model.
-        query: float32 `[B, Hq, D]`, the memory of the step's query.
-    """
-
-    def __init__(self, store: BlockStore, layer: int, query: np.ndarray) -> None:
-        self.query = torch.from_numpy(query)
-        self.choice = Retrieval(store, self.query, pin=False)
-        with torch.inference_mode(False):
-            self.sink_out, self.sink_lse = torch.empty(query.shape), torch.empty(query.shape[:2])
-        self.choosing = Kept(f"the choice of the host's blocks of layer {layer}")
-        self.attending = Kept(f"attention to the host's blocks of layer {layer}")
-        self.sinking = Kept(f"attention to the sinks of layer {layer}")
-        self._known: tuple[int, ...] = ()
-        self._selections: tuple[Selection, Selection] | None = None
-
-    def selections(
-        self, sinks: tuple[np.ndarray, np.ndarray], end: int, blocks: int, kv_heads: int, revision: int
-    ) -> tuple[Selection, Selection]:
-        """The sinks, and the blocks end..blocks-1 behind them: the same arrays in most steps.
-
-        Args:
-            sinks: first block and end, `[B]` each.
-            kv_heads: of the layer.
-            revision: of the padding.
-        """
-        if self._selections is None or self._known != (end, blocks, revision):
-            low, high = sinks
-            newest = np.maximum(low, end)  # padding behind which nothing but the newest blocks lies
-            parts = (low, np.minimum(high, newest)), (newest, np.full_like(low, blocks))
-            made = [_consecutive(first, stop, kv_heads) for first, stop in parts]
-            self._known, self._selections = (end, blocks, revision), (made[0], made[1])
-        return self._selections
-
-
-def _consecutive(first: np.ndarray, stop: np.ndarray, kv_heads: int) -> Selection:
-    """The blocks first..stop-1 of each row, `[B]` each, for all KV heads."""
-    counts = np.maximum(stop - first, 0).astype(np.int32)
-    blocks = first[:, None] + np.arange(max(int(counts.max()), 1), dtype=np.int32)
-    shape = (len(first), kv_heads, blocks.shape[1])
-    wide = np.broadcast_to(blocks[:, None].astype(np.int32), shape).copy()
-    return Selection(wide, np.broadcast_to(counts[:, None], shape[:2]).copy())
 
 
 class HostKernels:
@@ -101,8 +53,8 @@ class HostKernels:
         """Whether a job is being started that works in these buffers."""
         self.job: Job | None = None
         """The last job that worked in them."""
-        self.near: NearKernels | None = None
-        """For policies whose CPU part chooses for itself."""
+        self.near: Any = None
+        """What the layer has for policies whose CPU part chooses for itself (`attention.host_near.HostNear`)."""
         self.windowed: WindowKernels | None = None
         """For policies that keep tokens by their attention weights."""
         self._whole: np.ndarray | None = None

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from hf_offload.attention.ahead import Ahead
-from hf_offload.attention.host_kernels import NearKernels, kernels_of
-from hf_offload.attention.retrieval import Properties, Retrieval
+from hf_offload.attention.host_kernels import kernels_of
+from hf_offload.attention.host_near import HostNear
+from hf_offload.attention.retrieval import Foresight, Properties, Retrieval
 from hf_offload.attention.step import Near, Step
 from hf_offload.attention.windowed import WindowKernels, attend_kept
 from hf_offload.cache.layer import HybridLayer
@@ -18,7 +19,6 @@ from hf_offload.cpu import choose as choosing
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu import select as selecting
-from hf_offload.cpu.early import take_in
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.scoring import Digest
 from hf_offload.cpu.selections import common_blocks, part_always
@@ -202,54 +202,28 @@ class HostStep(Step):
         return found
 
     @property
-    def _near(self) -> NearKernels:
-        found = self.kernels.near
+    def _near(self) -> HostNear:
+        found: HostNear | None = self.kernels.near
         if found is None:
-            found = self.kernels.near = NearKernels(self.store, self.layer.index, self.query)
+            found = self.kernels.near = HostNear(self.layer, self.query)
         return found
 
     def attend_near(self) -> Near:
-        kernels, near, store = self.kernels, self._near, self.store
-        sinks, newest = near.selections(
-            self.sinks, self.host_end, self.num_blocks, store.num_kv_heads, store.padding.revision
-        )
-        to = near.sink_out.numpy(), near.sink_lse.numpy()
-        self.attention(near.sinking, sinks, None, to=to).run(self.length)
-        self.attention(kernels.attending, newest, None).run(self.length)
-        return Near(near.query, (near.sink_out, near.sink_lse), (kernels.out_tensor, kernels.lse_tensor))
+        return self._near.attend(self)
 
-    def retrieve(self, properties: Properties, granularities: tuple[int, ...]) -> Retrieval:
-        near, store, choice = self._near, self.store, self._near.choice
-        if not self._reserve(choice, granularities):
+    def retrieve(
+        self, needs: Properties | Foresight, granularities: tuple[int, ...], near: Near | None = None
+    ) -> Retrieval:
+        choice = self._near.choice
+        if self._reserve(choice, granularities):
+            self._near.retrieve(self, needs)
+        else:
             choice.nothing()
-            return choice
-        digests = store.digests
-        assert digests is not None
-        choice.take(properties)
-        bundle = choice.bundle(digests, self.scale)
-        arrays = (bundle, store.table, choice.granularities, choice.first, choice.blocks)
-        numbers = (choice.end, self.scale)
-        standing = near.choosing.find(arrays, numbers)
-        if standing is None:
-            launch = choice.choosing(store, bundle, self.scale)
-            standing = near.choosing.keep(launch, arrays, numbers)
-        standing.run()
-        self.layer.retrievals.count(choice.spans, choice.runs, choice.counts, choice.first, choice.end)
-        chosen = Selection(choice.blocks, choice.counts)
-        self.attention(near.attending, chosen, None, to=(choice.out, choice.lse)).run(self.length)
         return choice
 
     def join_near(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """What `plan.near` and `plan.retrieved` attended: as `attend_host`."""
-        kernels, parts = self.kernels, [plan.near.sinks]
-        if plan.retrieved is not None:
-            parts.append((plan.retrieved.out_tensor, plan.retrieved.lse_tensor))
-        for out, lse in parts:
-            take_in(
-                self.query, kernels.out, kernels.lse, self.query, out.numpy(), lse.numpy(), kernels.kbar, False,
-                self.scale,
-            )  # fmt: skip
-        return kernels.out_tensor, kernels.lse_tensor
+        return self._near.join(self, plan)
 
     def nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What `attend_host` gives for no block."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -13,12 +13,41 @@ from hf_offload.cache.store import BlockStore
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.needs import Needs, budget_of, rank_tasks, runs_wanted
+from hf_offload.cpu.network import Network
+from hf_offload.cpu.predict import Known
 from hf_offload.cpu.retrieve import retrieve_blocks
 from hf_offload.cpu.scoring import Digest
 
 Properties: TypeAlias = tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]
 """What the query heads need of the host: budget0 and slope of the share budget0 + slope · log₂(tokens of a run), which
 is cut to [0, 1], and whether a head needs nothing at all; each `[B, Hq]`, or one value for all heads."""
+
+
+class Foresight(Protocol):
+    """What tells the needs of the heads from a step's query and from attention to what is near."""
+
+    @property
+    def network(self) -> Network:
+        """For compiled code; the same object at every step."""
+
+    @property
+    def known(self) -> Known:
+        """Of the layer's prompt, for compiled code; the same object at every step. Wants it in host memory."""
+
+    def properties(
+        self,
+        query: torch.Tensor,
+        sinks: tuple[torch.Tensor, torch.Tensor],
+        newest: tuple[torch.Tensor, torch.Tensor],
+        lengths: torch.Tensor,
+    ) -> Properties:
+        """The needs where these tensors are, without compiled code.
+
+        Args:
+            query: fp32 `[B, Hq, D]`.
+            sinks, newest: out `[B, Hq, D]` and lse `[B, Hq]` fp32.
+            lengths: fp32 `[B, 2]`, tokens on the host and near.
+        """
 
 
 class Retrieval:
@@ -50,15 +79,25 @@ class Retrieval:
         self.first, self.end = np.empty(0, np.int32), 0
         self._order, self._volumes = np.empty(self.counts.size, np.int32), np.empty(self.counts.size)
         self._bundle: Digest | None = None
+        self._constants: Properties | None = None
+
+    @property
+    def needs_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """budget0, slope and streaming of every head, for whoever writes them on the host."""
+        return self._budget0, self._slope, self._streaming
 
     def take(self, properties: Properties) -> None:
         """Have these needs, in the order of the device's stream."""
+        constant = not isinstance(properties[0], torch.Tensor)
+        if constant and properties == self._constants:
+            return
         (budget0, slope), streaming = self.needs
         for to, given in ((budget0, properties[0]), (slope, properties[1]), (streaming, properties[2])):
             if isinstance(given, torch.Tensor):
                 to.copy_(given, non_blocking=True)
             else:
                 to.fill_(given)
+        self._constants = properties if constant else None
 
     def reserve(self, granularities: np.ndarray, first: np.ndarray, end: int) -> None:
         """Have room for a choice among the blocks first..end-1 of each row, in runs of so many blocks."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_offload.attention.retrieval import Properties, Retrieval
+from hf_offload.attention.retrieval import Foresight, Properties, Retrieval
 from hf_offload.attention.segments import Segments, segments_of
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.base import Plan, Selection
@@ -144,16 +144,17 @@ class Step(ABC):
         """Attend the sinks and the newest blocks with this step's query."""
 
     @abstractmethod
-    def retrieve(self, properties: Properties, granularities: tuple[int, ...]) -> Any:
+    def retrieve(self, needs: Properties | Foresight, granularities: tuple[int, ...], near: Near | None = None) -> Any:
         """Start the CPU part: choose blocks for this step's query among those that are not near, and attend them.
 
         Each query head takes as many of its best runs of blocks as its needs say; the heads of a KV head share the
         length of a run and attend what any of them took.
 
         Args:
-            properties: what the heads need.
+            needs: what the heads need, or what tells it from the step's query and what is near.
             granularities: tokens of a run, multiples of the block size, of which each KV head gets the one that makes
                 the fewest bytes (Fluxion, Eq. 3).
+            near: what has been attended, for a foresight.
         """
 
     @property

@@ -118,7 +118,8 @@ def decode(
     logits = None if sinks is None else sinks.float()
     merged, _ = merge(out, lse, host, step.query, logits, scale=scale, dtype=query.dtype)
     stats.steps += 1
-    layer.count("cpu_ratio", step.cpu_ratio(plan))
+    ratio = step.host_ratio(plan)
+    layer.count("cpu_ratio", step.cpu_ratio(plan) if ratio is None else ratio)
     if plan.ahead is not None and layer.mirror.capture is None:
         layer.count("cosine", torch.cosine_similarity(plan.ahead.predicted, step.query, dim=-1).mean())
     layer.policy.after_layer(step, plan)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hf_offload.attention.host_part import HostPart
 from hf_offload.attention.kept_part import KeptPart
-from hf_offload.attention.retrieval import Properties
+from hf_offload.attention.near_blocks import NearBlocks
+from hf_offload.attention.retrieval import Foresight, Properties
 from hf_offload.attention.retrieved_part import RetrievedPart
 from hf_offload.attention.scheduled_part import retrieved_part
 from hf_offload.attention.step import Near, Step, fp32
 from hf_offload.cache.context import Context
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.mirror import sent
 from hf_offload.gpu.join import join_heads
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged import paged_attention
@@ -207,19 +211,12 @@ class TieredStep(Step):
         )  # fmt: skip
 
     def attend_near(self) -> Near:
-        (low, high), table = self.sinks, self.store.table.shape[1]
-        newest = low.clamp(min=self.host_end)  # padding behind which nothing but the newest blocks lies
-        sinks = -(-self.layer.policy.sink_tokens // self.block_size) + 1
-        parts = (low, high.minimum(newest), sinks), (newest, None, self.num_blocks - self.host_end)
+        store, padding = self.store, self.store.padding
+        near = self.layer.kernels.setdefault("near", NearBlocks(functools.partial(_sent, store.device)))
+        sinks = padding.sinks(self.layer.policy.sink_tokens)
         found = []
-        for first, stop, most in parts:
-            numbers = torch.arange(most, dtype=torch.int32, device=low.device)
-            shape = (self.store.batch, self.store.num_kv_heads, most)
-            blocks = (first[:, None] + numbers).clamp(max=table - 1)[:, None].expand(shape).contiguous()
-            counts = ((self.num_blocks if stop is None else stop) - first).clamp(min=0).int()
-            chosen = Selection(blocks, counts[:, None].expand(shape[:2]).contiguous())
-            chosen.slots = self.resident.slot_of.gather(2, blocks.long())
-            out, lse = self.attend_device(chosen)
+        for part in near.parts(sinks, self.host_end, self.num_blocks, store.num_kv_heads):
+            out, lse = self.attend_device(replace(part, slots=self.resident.slot_of.gather(2, part.slots)))
             found.append(merge(out, lse, None, self.query, None, scale=self.scale, dtype=torch.float32))
         return Near(self.query, *found)
 
@@ -228,12 +225,19 @@ class TieredStep(Step):
         outs, lses = zip(near.sinks, near.newest, strict=True)
         return torch.stack(outs, 2), torch.stack(lses, 2)
 
-    def retrieve(self, properties: Properties, granularities: tuple[int, ...]) -> RetrievedPart | None:
+    def retrieve(
+        self, needs: Properties | Foresight, granularities: tuple[int, ...], near: Near | None = None
+    ) -> RetrievedPart | None:
         part = self.layer.host_part
         if part is None or not part.fits(self.query, 0):
             part = self.layer.host_part = retrieved_part(self.layer, self.query)
         part.cancel()
-        return part.retrieve(self, properties) if self._reserve(part.choice, granularities) else None
+        if not self._reserve(part.choice, granularities):
+            return None
+        if not isinstance(needs, tuple):
+            assert near is not None, "a foresight wants what is near"
+            needs = needs.properties(near.query, near.sinks, near.newest, self.lengths())
+        return part.retrieve(self, needs)
 
     def attend_early(self, host: Selection, *, correct: bool) -> HostPart:
         part = self._host_part(host.blocks.shape[2]).start(self, host, correct=correct, label="early CPU attention")
@@ -263,15 +267,16 @@ class TieredStep(Step):
         self.resident.fetch(moves, self.label("recall"))
         self.layer.count("moves", moves.counts)
 
+    def host_ratio(self, plan: Plan) -> float | None:
+        """Tokens that the CPU attends, as a share of everything, where the host itself chooses them."""
+        groups = self.store.batch * self.store.num_kv_heads
+        if plan.near is not None:
+            chosen = 0 if plan.retrieved is None else plan.retrieved.choice.counts.sum()
+            return float(chosen / (groups * self.num_blocks))
+        return None if plan.kept is None else float(plan.kept.counts.sum() / (groups * self.length))
+
     def cpu_ratio(self, plan: Plan) -> torch.Tensor:
         """Tokens that the CPU attends, as a share of the budget (of everything, without one); fp32 `[]`."""
-        if plan.near is not None:
-            blocks = self.store.batch * self.store.num_kv_heads * self.num_blocks
-            chosen = 0 if plan.retrieved is None else plan.retrieved.choice.counts.sum()
-            return torch.tensor(chosen / blocks, dtype=torch.float32, device=self.query.device)
-        if plan.kept is not None:
-            tokens = self.store.batch * self.store.num_kv_heads * self.length
-            return torch.tensor(plan.kept.counts.sum() / tokens, dtype=torch.float32, device=self.query.device)
         host = plan.host if plan.ahead is None else plan.ahead.host
         if host is None:
             return torch.zeros((), device=self.query.device)
@@ -296,3 +301,9 @@ class TieredStep(Step):
         meant = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
         marks = torch.zeros(*selection.blocks.shape[:2], width + 1, dtype=torch.bool, device=device)
         return marks.scatter_(2, torch.where(meant, selection.blocks, width).long(), True)[:, :, :width]
+
+
+def _sent(device: torch.device, selection: Selection) -> Selection:
+    """A selection on the device; in place of slots the blocks, as an index."""
+    blocks, counts = (sent(array, device) for array in (selection.blocks, selection.counts))
+    return Selection(blocks, counts, blocks.long())

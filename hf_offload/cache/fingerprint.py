@@ -1,4 +1,4 @@
-"""By what a saved cache knows its model again: the config, and a few values of every weight."""
+"""By what a saved cache or a predictor knows its model again: the config, and a few values of every weight."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 SAMPLES = 32  # of each weight
+FEW = 8  # of each weight, where the values themselves are kept
+ROUNDED = 2.0**-8  # by what share a value may differ that is kept in another dtype; of bfloat16, half of it
 _IRRELEVANT = {
     "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "output_attentions",
     "output_hidden_states", "pad_token_id", "problem_type", "quantization_config", "return_dict", "torch_dtype",
@@ -25,26 +27,76 @@ def fingerprint(config: Any, stack: nn.Module) -> dict[str, Any]:
         config: of its decoder.
         stack: the module that runs the decoder layers.
     """
-    known = {key: value for key, value in config.to_dict().items() if key[0] != "_" and key not in _IRRELEVANT}
     return {
-        "config": json.loads(json.dumps(known, default=str)),
+        "config": _config(config),
         "weights": {name: _sample(weight) for name, weight in stack.named_parameters()},
     }
 
 
-def _sample(weight: torch.Tensor) -> int | None:
-    """A checksum of shape, dtype and evenly spaced values; None for weights that are elsewhere (accelerate)."""
+def likeness(config: Any, stack: nn.Module) -> dict[str, Any]:
+    """What identifies a model in whatever dtype it computes, for `json`; arguments as in `fingerprint`."""
+    return {
+        "config": _config(config),
+        "weights": {name: _values(weight) for name, weight in stack.named_parameters()},
+    }
+
+
+def _config(config: Any) -> dict[str, Any]:
+    known = {key: value for key, value in config.to_dict().items() if key[0] != "_" and key not in _IRRELEVANT}
+    told: dict[str, Any] = json.loads(json.dumps(known, default=str))
+    return told
+
+
+def _spaced(weight: torch.Tensor, most: int) -> torch.Tensor | None:
+    """So many of a weight's values, evenly spaced, on the host; None for weights that are elsewhere (accelerate)."""
     if weight.device.type == "meta":
         return None
     local = getattr(weight, "to_local", None)
     weight = (weight if local is None else local()).detach()
-    places = torch.linspace(0, max(weight.numel() - 1, 0), min(SAMPLES, weight.numel()), dtype=torch.float64)
-    values = weight.reshape(-1)[places.long().to(weight.device)].cpu().view(torch.uint8)
-    return zlib.crc32(f"{tuple(weight.shape)} {weight.dtype}".encode() + values.numpy().tobytes())
+    places = torch.linspace(0, max(weight.numel() - 1, 0), min(most, weight.numel()), dtype=torch.float64)
+    return weight.reshape(-1)[places.long().to(weight.device)].cpu()
+
+
+def _sample(weight: torch.Tensor) -> int | None:
+    """A checksum of shape, dtype and values; None for weights that are elsewhere."""
+    values = _spaced(weight, SAMPLES)
+    if values is None:
+        return None
+    told = f"{tuple(weight.shape)} {weight.dtype}".encode()
+    return zlib.crc32(told + values.view(torch.uint8).numpy().tobytes())
+
+
+def _values(weight: torch.Tensor) -> list[Any]:
+    """The shape, and a few values; no value for weights that are elsewhere."""
+    values = _spaced(weight, FEW)
+    return [list(weight.shape), [] if values is None else [float(f"{x:.5g}") for x in values.tolist()]]
 
 
 def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
     """In what another model differs, or None; a key that only one of the configs has says nothing (versions differ)."""
+    if odd := _other_layout(saved, now):
+        return odd
+    for name, sample in saved["weights"].items():
+        if None not in (sample, now["weights"][name]) and sample != now["weights"][name]:
+            return f"the weight {name} has other values or another dtype"
+    return None
+
+
+def unlikeness(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """In what another model differs by its `likeness`, rounding aside, or None."""
+    if odd := _other_layout(saved, now):
+        return odd
+    for name, (shape, values) in saved["weights"].items():
+        here, there = now["weights"][name]
+        if shape != here:
+            return f"the weight {name} was {shape}, here it is {here}"
+        pairs = zip(values, there, strict=True) if values and there else ()
+        if any(abs(old - new) > ROUNDED * abs(old) + 1e-7 for old, new in pairs):
+            return f"the weight {name} has other values"
+    return None
+
+
+def _other_layout(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
     for key in sorted(saved["config"].keys() & now["config"].keys()):
         old, new = saved["config"][key], now["config"][key]
         if old != new:
@@ -52,7 +104,4 @@ def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
     old, new = saved["weights"], now["weights"]
     if odd := sorted(old.keys() ^ new.keys()):
         return f"the weight {odd[0]} is {'missing here' if odd[0] in old else 'new'}"
-    for name, sample in old.items():
-        if None not in (sample, new[name]) and sample != new[name]:
-            return f"the weight {name} has other values or another dtype"
     return None

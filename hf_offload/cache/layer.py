@@ -228,9 +228,9 @@ class HybridLayer(CacheLayerMixin):
         if getattr(self, "salience", None) is not None:
             self.salience.settle()  # type: ignore[union-attr]
 
-    def count(self, name: str, value: torch.Tensor) -> None:
-        """Remember a tensor for the statistics (`Tally.add`)."""
-        if self.mirror.capture is not None:
+    def count(self, name: str, value: torch.Tensor | float) -> None:
+        """Remember a tensor or a number for the statistics (`Tally.add`)."""
+        if self.mirror.capture is not None and isinstance(value, torch.Tensor):
             self.mirror.capture.count(self, name, value)
         else:
             self.tally.add(name, value)

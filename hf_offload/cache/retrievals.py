@@ -14,7 +14,8 @@ class Retrievals:
 
     def __init__(self) -> None:
         self._known: tuple[tuple[int, ...], int] = ((), 0)
-        self.spans, self._totals = np.empty(0, np.int32), np.zeros(TALLIES)
+        self.spans, self.totals = np.empty(0, np.int32), np.zeros(TALLIES)
+        """Blocks a run that may be chosen; and the counts, as `cpu.retrieve.tally` has them."""
         self._tasks = self._device_tasks = 0
         self._busy = {"device": 0.0, "cpu": 0.0}
         self._idle = {"device": 0.0, "cpu": 0.0}
@@ -24,12 +25,12 @@ class Retrievals:
         if self._known != (granularities, block_size):
             self._known = granularities, block_size
             self.spans = np.array([tokens // block_size for tokens in granularities], np.int32)
-            self._totals = np.zeros(TALLIES + len(granularities))
+            self.totals = np.zeros(TALLIES + len(granularities))
         return self.spans
 
     def count(self, spans: np.ndarray, runs: np.ndarray, counts: np.ndarray, first: np.ndarray, end: int) -> None:
         """Take in a choice; arguments as in `cpu.retrieve.tally`."""
-        tally(spans, runs, counts, first, end, self.spans, self._totals)
+        tally(spans, runs, counts, first, end, self.spans, self.totals)
 
     def count_shares(self, device_tasks: int, tasks: int, began: float, device: float, cpu: list[float]) -> None:
         """Take in how a step's tasks were shared.
@@ -52,7 +53,7 @@ class Retrievals:
         Args:
             record_bytes: of a KV head's keys and values in a block.
         """
-        groups, streaming, heads, idle, budget, chosen, there = self._totals[:TALLIES].tolist()
+        groups, streaming, heads, idle, budget, chosen, there = self.totals[:TALLIES].tolist()
         if not groups:
             return {}
         shares: dict[str, Any] = {}
@@ -60,7 +61,7 @@ class Retrievals:
             shares = {"device_tasks": self._device_tasks / self._tasks}
             shares |= {f"{side}_busy_seconds": seconds for side, seconds in self._busy.items()}
             shares |= {f"{side}_idle_seconds": seconds for side, seconds in self._idle.items()}
-        by_tokens = zip(self._known[0], self._totals[TALLIES:].tolist(), strict=True)
+        by_tokens = zip(self._known[0], self.totals[TALLIES:].tolist(), strict=True)
         return {
             "streaming_groups": streaming / groups,
             "streaming_heads": idle / heads,

@@ -154,8 +154,14 @@ class Tally:
         """Where replayed steps count for this tally."""
         self._pending: dict[tuple[str, torch.Size], list[torch.Tensor]] = {}
 
-    def add(self, name: str, value: torch.Tensor) -> None:
-        """Remember the sum of a tensor: `"cpu_ratio"`, `"cosine"`, `"overlap"`, or `"moves"` (blocks recalled)."""
+    def add(self, name: str, value: torch.Tensor | float) -> None:
+        """Remember the sum of a tensor: `"cpu_ratio"`, `"cosine"`, `"overlap"`, or `"moves"` (blocks recalled).
+
+        A number, which the host knows, is counted at once.
+        """
+        if isinstance(value, float):
+            self.take({name: [value]})
+            return
         if self.ledger is not None and self.ledger.rows:
             self.count()
         pending = self._pending.setdefault((name, value.shape), [])

@@ -62,7 +62,7 @@ def write_numbers(call: int, count: int, first: int, second: int, third: int) ->
 
 
 @jit
-def _run(call: int, count: int, first: int, second: int, third: int) -> int:
+def run_standing(call: int, count: int, first: int, second: int, third: int) -> int:
     """Write so many of the numbers and do all tasks; which number is too large, or FINE."""
     wrong = write_numbers(call, count, first, second, third)
     if wrong != FINE:
@@ -134,18 +134,28 @@ class Standing:
             MemoryError: a thread of the team could not do its tasks.
         """
         if self.shared:
-            self._call[_RUNTIME:_TICKET] = team()
-        wrong = _run(self.address, len(self.changing), first, second, third)
+            self.gather()
+        wrong = run_standing(self.address, len(self.changing), first, second, third)
         if wrong != FINE:
             self.set(self.changing[wrong], (first, second, third)[wrong])
         if self.shared:
             self.check()
+
+    def gather(self) -> None:
+        """Have the caller's team."""
+        self._call[_RUNTIME:_TICKET] = team()
 
     def check(self) -> None:
         """After all participants have returned: raise MemoryError unless all tasks were done."""
         if self.launch.ticket[1] != self.tasks:
             done = self.launch.ticket[1]
             raise MemoryError(f"{self.label}: only {done} of {self.tasks} tasks were done; is memory left?")
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Addresses of the number of tasks, and of how many of them are done."""
+        place: int = self._memory.ctypes.data + 8 * self._numbers["tasks"][0]
+        return place, self.launch.ticket.ctypes.data + 8
 
     @property
     def tasks(self) -> int:

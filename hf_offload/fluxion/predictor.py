@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -14,15 +15,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_offload.cache.fingerprint import difference
+from hf_offload.cache.fingerprint import unlikeness
+from hf_offload.cpu.network import LIMIT, Network, pack_network
 from hf_offload.fluxion.features import FEATURES
 from hf_offload.fluxion.labels import GRANULARITIES
 
-FORMAT = 1
+FORMAT = 2
 WIDTH = 312
 """Of the two layers that the three outputs share."""
-LIMIT = 8.0
-"""Standard deviations beyond which a feature says no more: contexts longer than those of training, outliers."""
 
 
 class HeadProperties(NamedTuple):
@@ -60,6 +60,9 @@ class Predictor(Protocol):
     def predict(self, features: torch.Tensor) -> HeadProperties:
         """Properties `[…]` from features fp32 `[…, 41]`."""
 
+    def network(self) -> Network:
+        """The same for compiled code, as it is now."""
+
 
 @dataclass(frozen=True)
 class ConstantPredictor:
@@ -81,6 +84,17 @@ class ConstantPredictor:
             torch.full_like(like, self.slope),
             torch.full_like(like, self.streaming, dtype=torch.bool),
         )
+
+    def network(self) -> Network:
+        """A network that hears nothing."""
+        deaf, outputs = nn.Linear(len(FEATURES), 1), nn.Linear(1, 3)
+        layers = (deaf, nn.Linear(1, 1), outputs)
+        for layer in layers:
+            nn.init.zeros_(layer.weight)
+        outputs.bias.data = torch.tensor((self.budget0, self.slope, float(self.streaming)))
+        nothing = torch.zeros(len(FEATURES))
+        first, second, last = ((layer.weight, layer.bias) for layer in layers)
+        return pack_network((nothing, nothing), first, second, last, 0.5)
 
 
 class HeadPredictor(nn.Module):
@@ -133,21 +147,27 @@ class HeadPredictor(nn.Module):
         budget0, slope, logit = self.forward(features).unbind(-1)
         return HeadProperties(budget0, slope, logit > self._logit)
 
+    def network(self) -> Network:
+        """The network for compiled code, with the weights of now."""
+        first, second, outputs = ((layer.weight, layer.bias) for layer in (self.first, self.second, self.outputs))
+        return pack_network((self.offset, self.inverse), first, second, outputs, self._logit)
+
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Mapping[str, Any], tau: float = 0.1) -> Self:
         """The predictor for one τ out of a file.
 
         Args:
             path: what `save_predictors` wrote.
-            model: `cache.fingerprint.fingerprint` of the model that it is to serve.
+            model: `cache.fingerprint.likeness` of the model that it is to serve, which may compute in another dtype.
             tau: one of those that the file was trained for.
 
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: no predictor, another model (in what it differs), other features, or a τ that it does not know.
         """
-        about = read_about(path)
-        odd = difference(about["model"], dict(model))
+        known = Path(path).stat()
+        about, tensors = _read(str(path), known.st_mtime_ns, known.st_size)
+        odd = unlikeness(about["model"], dict(model))
         if odd is not None:
             raise ValueError(f"{path} was trained for another model: {odd}; train one for this model")
         if about["features"] != list(FEATURES):
@@ -163,7 +183,6 @@ class HeadPredictor(nn.Module):
         settings = about["predictors"][names[tau]]
         made = cls(tau=tau, digest=about["digest"], sinks=about["sinks"], local=about["local"], **settings)
         prefix = f"{names[tau]}/"
-        tensors = load_file(path)
         made.load_state_dict({key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)})
         return made.eval().requires_grad_(False)
 
@@ -180,7 +199,7 @@ def save_predictors(
 
     Args:
         path: the file.
-        model: fingerprint of the model.
+        model: likeness of the model.
         predictors: by τ; they share digest, sinks and local tokens.
         summary: what is to be known of the training, for `json`.
 
@@ -202,6 +221,12 @@ def save_predictors(
         for name, tensor in one.state_dict().items()
     }
     write_whole(Path(path), tensors, about)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: str, changed: int, size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a file says and holds, read once as long as it is the same; nobody writes into it."""
+    return read_about(path), load_file(path)
 
 
 def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class Policy(ABC):
         """This policy for a model, with what has to be read for it.
 
         Args:
-            identity: tells what identifies the model (`cache.fingerprint`).
+            identity: tells what identifies the model in whatever dtype (`cache.fingerprint.likeness`).
         """
         return self
 

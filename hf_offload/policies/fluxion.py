@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from hf_offload.fluxion.features import PromptStatistics, prompt_statistics, step_features
+from hf_offload.fluxion.features import PromptStatistics, prompt_statistics
+from hf_offload.fluxion.foresight import Foresight
 from hf_offload.fluxion.labels import GRANULARITIES
 from hf_offload.fluxion.partials import BLOCK, Tokens
 from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, Predictor
@@ -19,6 +21,7 @@ from hf_offload.policies.base import SCHEDULES, Plan, Policy
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
+    from hf_offload.cpu.network import Network
 
 
 @dataclass(slots=True)
@@ -26,11 +29,11 @@ class FluxionState:
     """What Fluxion remembers of one layer.
 
     Args:
-        statistics: of the prompt, once there are tokens on the host.
+        foresight: with the statistics of the prompt, once there are tokens on the host.
         blocks: the end of the host's blocks when they were made.
     """
 
-    statistics: PromptStatistics | None = None
+    foresight: Foresight | None = None
     blocks: int = 0
 
 
@@ -72,6 +75,8 @@ class Fluxion(Policy):
     schedule: str | None = None
     ready: Predictor | None = field(default=None, init=False, repr=False, compare=False)
     """The predictor, once it is known for which model."""
+    network: Network | None = field(default=None, init=False, repr=False, compare=False)
+    """The same for compiled code."""
 
     def __post_init__(self) -> None:
         if self.predictor is None:
@@ -95,6 +100,10 @@ class Fluxion(Policy):
         if self.digest not in (None, predictor.digest):
             raise ValueError(f"digest={self.digest!r}: the predictor's budgets are for {predictor.digest!r}; use that")
         object.__setattr__(self, "ready", predictor)
+        network = predictor.network()
+        if not self.skip_streaming:
+            network.threshold.fill(np.inf)
+        object.__setattr__(self, "network", network)
 
     def for_model(self, identity: Callable[[], dict[str, Any]]) -> Fluxion:
         if not isinstance(self.predictor, str | Path):
@@ -153,33 +162,36 @@ class Fluxion(Policy):
         return FluxionState()
 
     def pack_state(self, state: FluxionState) -> dict[str, torch.Tensor]:
-        if state.statistics is None:
+        if state.foresight is None:
             return {}
-        tensors = {part.name: getattr(state.statistics, part.name) for part in dataclasses.fields(PromptStatistics)}
+        statistics = state.foresight.statistics
+        tensors = {part.name: getattr(statistics, part.name) for part in dataclasses.fields(PromptStatistics)}
         return {**tensors, "blocks": torch.tensor(state.blocks)}
 
     def unpack_state(self, state: FluxionState, packed: dict[str, torch.Tensor]) -> None:
         if packed:
             tensors = {name: part.clone() for name, part in packed.items() if name != "blocks"}
-            state.statistics, state.blocks = PromptStatistics(**tensors), int(packed["blocks"])
+            state.foresight, state.blocks = self._foresee(PromptStatistics(**tensors)), int(packed["blocks"])
 
     def select_rows(self, state: FluxionState, rows: torch.Tensor) -> FluxionState:
-        if state.statistics is None:
+        if state.foresight is None:
             return state
-        return FluxionState(state.statistics.rows(rows.to(state.statistics.fixed.device)), state.blocks)
+        statistics = state.foresight.statistics
+        return FluxionState(self._foresee(statistics.rows(rows.to(statistics.fixed.device))), state.blocks)
 
     def plan(self, step: Step) -> Plan:
         """The device attends what it has; then the CPU is told what each head needs of the rest (figure 6)."""
         near, state = step.attend_near(), step.state
         if not step.has_far:
             return Plan(near=near)
-        if state.statistics is None or step.host_end >= 2 * state.blocks:
-            state.statistics = self._look(step, near.query if state.statistics is not None else step.anchor)
-            state.blocks = step.host_end
-        features = step_features(state.statistics, near.query, near.sinks, near.newest, step.lengths())
-        budget0, slope, streaming = self.known.predict(features)
-        properties = (budget0, slope, streaming if self.skip_streaming else False)
-        return Plan(near=near, retrieved=step.retrieve(properties, self.granularities))
+        if state.foresight is None or step.host_end >= 2 * state.blocks:
+            anchor = near.query if state.foresight is not None else step.anchor
+            state.foresight, state.blocks = self._foresee(self._look(step, anchor)), step.host_end
+        return Plan(near=near, retrieved=step.retrieve(state.foresight, self.granularities, near))
+
+    def _foresee(self, statistics: PromptStatistics) -> Foresight:
+        assert self.network is not None, "a predictor that is known has a network"
+        return Foresight(self.known, self.network, statistics, skip_streaming=self.skip_streaming)
 
     def _look(self, step: Step, anchor: torch.Tensor) -> PromptStatistics:
         """What the features need of the tokens so far."""

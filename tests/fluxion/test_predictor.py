@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tiny import tiny_model
 
 from hf_offload.attention.hooks import find_layers
-from hf_offload.cache.fingerprint import fingerprint
+from hf_offload.cache.fingerprint import likeness
 from hf_offload.fluxion import predictor
 from hf_offload.fluxion.features import FEATURES
 from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, read_about, save_predictors
@@ -34,9 +34,9 @@ def sample(count: int) -> torch.Tensor:
     return features
 
 
-def identity(seed: int = 0) -> dict[str, Any]:
-    model = tiny_model("llama", seed=seed)
-    return fingerprint(model.config, find_layers(model)[0])
+def identity(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    model = tiny_model("llama", seed=seed).to(dtype)
+    return likeness(model.config, find_layers(model)[0])
 
 
 def test_size_is_that_of_the_paper() -> None:
@@ -92,7 +92,7 @@ def test_file_gives_the_same_predictions(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, model = tmp_path / "predictor.safetensors", identity()
     save_predictors(path, model, {0.05: made(0.05), 0.1: made(0.1)}, {})
-    with pytest.raises(ValueError, match=r"another model: the weight .* has other values .*; train one for this model"):
+    with pytest.raises(ValueError, match=r"another model: the weight .* has other values; train one for this model"):
         HeadPredictor.load(path, identity(seed=1))
     with pytest.raises(ValueError, match=r"tau=0\.2 is none .*; use one of 0\.05, 0\.1, or train it for more"):
         HeadPredictor.load(path, model, 0.2)
@@ -108,6 +108,36 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         HeadPredictor.load(tmp_path / "none", model)
     with pytest.raises(ValueError, match="2 settings"):
         save_predictors(path, model, {0.05: made(0.05), 0.1: made(0.1, digest="submean")}, {})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_is_known_again_in_another_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = tmp_path / "predictor.safetensors"
+    for one, two in ((torch.float32, dtype), (dtype, torch.float32), (torch.float16, torch.bfloat16)):
+        save_predictors(path, identity(dtype=one), {0.1: made()}, {})
+        HeadPredictor.load(path, json.loads(json.dumps(identity(dtype=two))))
+        changed = identity(dtype=two)
+        shape, values = changed["weights"]["layers.0.self_attn.q_proj.weight"]
+        values[3] *= 1.01
+        with pytest.raises(ValueError, match=r"another model: the weight .*q_proj.weight has other"):
+            HeadPredictor.load(path, changed)
+        shape.append(2)
+        with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj.weight was \[.*\], here it is \[.*, 2\]"):
+            HeadPredictor.load(path, changed)
+
+
+def test_a_file_is_read_once_as_long_as_it_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, reads = tmp_path / "predictor.safetensors", []
+    save_predictors(path, identity(), {0.1: made()}, {})
+    read = predictor.load_file
+    monkeypatch.setattr(predictor, "load_file", lambda name: reads.append(name) or read(name))
+    first, second = (HeadPredictor.load(path, identity()) for _ in range(2))
+    assert reads == [str(path)]
+    first.outputs.bias[0] = 1.0  # each has weights of its own
+    assert second.outputs.bias[0] == made().outputs.bias[0]
+    save_predictors(path, identity(), {0.1: made(seed=3)}, {"again": True})
+    assert HeadPredictor.load(path, identity()).outputs.bias[0] == made(seed=3).outputs.bias[0]
+    assert len(reads) == 2
 
 
 def test_files_that_are_no_predictors(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
+from hf_offload.attention.host_near import HostNear
 from hf_offload.attention.host_step import HostStep
+from hf_offload.attention.retrieved_part import RetrievedPart
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cpu.network import Network
 from hf_offload.fluxion.features import FEATURES
 from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, HeadProperties, save_predictors
 from hf_offload.policies import Fluxion
@@ -23,7 +26,7 @@ SINKS, LOCAL, BLOCK = 16, 32, 16
 
 @dataclass(frozen=True)
 class Watched:
-    """A predictor that keeps the features that it gets."""
+    """A predictor that keeps the features that it gets, where they are made by torch: with two memories."""
 
     inner: Any
     seen: list[torch.Tensor] = field(default_factory=list)
@@ -35,6 +38,10 @@ class Watched:
     def predict(self, features: torch.Tensor) -> HeadProperties:
         self.seen.append(features.clone())
         found: HeadProperties = self.inner.predict(features)
+        return found
+
+    def network(self) -> Network:
+        found: Network = self.inner.network()
         return found
 
 
@@ -96,23 +103,37 @@ def test_without_a_budget_sinks_and_newest_tokens_are_attended(llama: PreTrained
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_both_memories_choose_alike(llama: PreTrainedModel, batch: int) -> None:
+def test_both_memories_choose_alike(llama: PreTrainedModel, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     constant = Watched(ConstantPredictor())
-    decode(llama, hf_offload.HybridCache(llama, "fluxion", predictor=constant), batch, 300, 20)
+    decode(llama, hf_offload.HybridCache(llama, "fluxion", predictor=constant, tier="split"), batch, 300, 20)
+    assert len(constant.seen) == 20 * llama.config.num_hidden_layers
     features = torch.cat(constant.seen).flatten(0, -2)
     net = network()
     net.standardise(features)
     net.outputs.bias.data -= net(features).median(0).values - torch.tensor([0.3, 0.0, 0.0])
-    caches, logits, watched = [], [], []
+    needs: list[torch.Tensor] = []
+
+    def watch(cls: type, name: str) -> None:
+        work = getattr(cls, name)
+
+        def watched(part: Any, *args: Any) -> Any:
+            found = work(part, *args)
+            needs.append(torch.cat([one.float().reshape(-1) for one in part.choice.needs]))
+            return found
+
+        monkeypatch.setattr(cls, name, watched)
+
+    watch(HostNear, "retrieve")
+    watch(RetrievedPart, "partial")
+    caches, logits = [], []
     for tier in TIERS:
-        watched.append(Watched(net))
-        caches.append(hf_offload.HybridCache(llama, "fluxion", predictor=watched[-1], tier=tier))
+        caches.append(hf_offload.HybridCache(llama, "fluxion", predictor=net, tier=tier))
         logits.append(decode(llama, caches[-1], batch, 300, 20))
     # What is rounded otherwise may, rarely, turn a head's choice, and what comes after it in that step.
     alike = (logits[0] - logits[1]).abs().amax(-1) < 1e-3
     assert alike.float().mean() >= 0.9
-    assert len(watched[0].seen) == 20 * llama.config.num_hidden_layers
-    first, second = (torch.stack(one.seen) for one in watched)
+    first, second = torch.stack(needs).chunk(2)
+    assert first.shape[0] == 20 * llama.config.num_hidden_layers
     assert torch.isclose(first, second, rtol=1e-3, atol=1e-3).float().mean() > 0.95
     one, two = (cache.stats().as_dict()["retrievals"] for cache in caches)
     assert one["head_budget"] == pytest.approx(two["head_budget"], rel=0.02)
@@ -157,7 +178,7 @@ def test_statistics_are_made_anew_when_the_host_has_twice_as_much(llama: PreTrai
     cache = hf_offload.HybridCache(llama, "fluxion", predictor=predictor, tier="one")
     layer = cache.layers[0]
     decode(llama, cache, 1, 40, 1)
-    assert layer.state.statistics is None  # nothing is on the host yet
+    assert layer.state.foresight is None  # nothing is on the host yet
     decode_more = prompt(1, 200)[0]
     made = []
     with torch.no_grad():
@@ -169,10 +190,10 @@ def test_statistics_are_made_anew_when_the_host_has_twice_as_much(llama: PreTrai
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_predictor_from_a_file(llama: PreTrainedModel, tmp_path: Any, tier: str) -> None:
-    from hf_offload.cache.fingerprint import fingerprint
+    from hf_offload.cache.fingerprint import likeness
 
     path = tmp_path / "predictor.safetensors"
-    identity = fingerprint(llama.config, llama.model)
+    identity = likeness(llama.config, llama.model)
     save_predictors(path, identity, {0.1: network()}, {})
     want = decode(llama, hf_offload.HybridCache(llama, "fluxion", predictor=network(), tier=tier), 1, 300, 4)
     cache = hf_offload.HybridCache(llama, "fluxion", predictor=str(path), tier=tier)

@@ -20,7 +20,7 @@ LENGTHS = (512, 64, 40, 304)
 
 @dataclass(frozen=True)
 class Watched(ConstantPredictor):
-    """A constant predictor that keeps the features that it gets."""
+    """A constant predictor that keeps the features that it gets, where they are made by torch: with two memories."""
 
     seen: list[torch.Tensor] = field(default_factory=list)
 
@@ -69,10 +69,10 @@ def test_a_budget_of_one_is_full_attention_for_every_row(llama: PreTrainedModel,
 
 def test_features_of_a_row_are_those_that_it_has_alone(llama: PreTrainedModel) -> None:
     together = Watched(digest="quest", sinks=SINKS, local=LOCAL)
-    decode(llama, hf_offload.HybridCache(llama, "fluxion", predictor=together, tier="one"), LENGTHS)
+    decode(llama, hf_offload.HybridCache(llama, "fluxion", predictor=together, tier="split"), LENGTHS)
     for row in (0, 3):  # the others alone have nothing to predict
         alone = Watched(digest="quest", sinks=SINKS, local=LOCAL)
-        decode(llama, hf_offload.HybridCache(llama, "fluxion", predictor=alone, tier="one"), LENGTHS[row : row + 1])
+        decode(llama, hf_offload.HybridCache(llama, "fluxion", predictor=alone, tier="split"), LENGTHS[row : row + 1])
         for mine, theirs in zip(together.seen, alone.seen, strict=True):
             torch.testing.assert_close(mine[row], theirs[0], rtol=1e-3, atol=1e-3)
     hosts = torch.stack(together.seen)[..., FEATURES.index("host_length")][:, :, 0]

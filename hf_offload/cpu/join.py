@@ -1,0 +1,91 @@
+"""Attention to tokens apart from each other, taken together; and the choice of a step, counted."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .launch import F32, I32, Array, Launch, kernel, new_ticket, require
+from .memory import address_of, count_up, hold
+from .retrieve import TALLIES, tally
+from .vector import fma, load_f32, splat, store
+
+
+@kernel
+def join_kernel(
+    ticket: Array, tasks: int, out: Array, lse: Array, one_out: Array, one_lse: Array, two_out: Array, two_lse: Array
+) -> None:
+    """One task = one row."""
+    heads, dim = out.shape[1], out.shape[2]
+    while True:
+        b = count_up(ticket, 0)
+        if b >= tasks:
+            break
+        for h in range(heads):
+            peak = max(lse[b, h], max(one_lse[b, h], two_lse[b, h]))
+            if peak == -np.inf:
+                continue
+            mine, one, two = math.exp(lse[b, h] - peak), math.exp(one_lse[b, h] - peak), math.exp(two_lse[b, h] - peak)
+            total = mine + one + two
+            here = address_of(out[b, h])
+            for place, share in ((address_of(one_out[b, h]), one), (address_of(two_out[b, h]), two)):
+                if share > 0.0:  # what has attended nothing may hold anything
+                    weight, keep = splat(np.float32(share / total)), splat(np.float32(mine / total))
+                    for d in range(0, 4 * dim, 64):
+                        store(here + d, fma(load_f32(place + d), weight, load_f32(here + d) * keep))
+                    mine = total
+            if mine != total:
+                keep = splat(np.float32(mine / total))
+                for d in range(0, 4 * dim, 64):
+                    store(here + d, load_f32(here + d) * keep)
+            lse[b, h] = peak + math.log(total)
+        count_up(ticket, 1)
+    hold(out)
+    hold(one_out)
+    hold(two_out)
+
+
+def join_parts(out: Array, lse: Array, one: tuple[Array, Array], two: tuple[Array, Array]) -> Launch:
+    """Prepare to take two parts into attention to other tokens.
+
+    Args:
+        out, lse: float32 [B, Hq, D], D a multiple of 16, and [B, Hq], natural log; those of all tokens after.
+        one, two: the same of the parts; where an lse is −inf, out may hold anything.
+
+    Raises:
+        ValueError: shapes that contradict each other or a size that the kernel does not cover.
+        TypeError: an array of another dtype.
+    """
+    if out.shape[-1] % 16:
+        raise ValueError(f"head dimension {out.shape[-1]} is not a multiple of 16; pad the heads")
+    for array, total in ((out, lse), one, two):
+        require("out", array, F32, (*lse.shape, out.shape[-1]))
+        require("lse", total, F32, lse.shape)
+    return Launch(join_kernel, len(out), (out, lse, *one, *two), new_ticket(), 3 * out.nbytes)
+
+
+@kernel
+def count_kernel(
+    ticket: Array, tasks: int, spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array,
+    totals: Array,
+) -> None:  # fmt: skip
+    """One task: all of it."""
+    if count_up(ticket, 0) == 0:
+        tally(spans, runs, counts, first, end, granularities, totals)
+        count_up(ticket, 1)
+
+
+def count_choice(
+    spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array, totals: Array
+) -> Launch:
+    """Prepare to count a choice; arguments as in `retrieve.tally`."""
+    batch, kv_heads = counts.shape
+    require("counts", counts, I32, (batch, kv_heads))
+    require("spans", spans, I32, (batch, kv_heads))
+    require("runs", runs, I32, (batch, runs.shape[-1]))
+    require("first", first, I32, (batch,))
+    require("granularities", granularities, I32, (len(granularities),))
+    require("totals", totals, np.dtype(np.float64), (TALLIES + len(granularities),))
+    args = (spans, runs, counts, first, int(end), granularities, totals)
+    return Launch(count_kernel, 1, args, new_ticket(), runs.nbytes)
