@@ -44,7 +44,7 @@ def budgets_by_weight(kept: Partial, blocks: Partial, scores: torch.Tensor, dige
     found, total = [], merge_partials([kept, tuple(part[:, :, 0] for part in join_blocks(blocks, -1))])[1]
     for granularity in GRANULARITIES[1:]:
         run = granularity // BLOCK
-        order = join_scores(scores, run, digest).argsort(-1, descending=True, stable=True)
+        order = join_scores(scores, run, digest).argsort(dim=-1, descending=True, stable=True)
         weight = (join_blocks(blocks, run)[1] - total[..., None]).exp().gather(-1, order).cumsum(-1)
         missing = weight + (kept[1] - total).exp()[..., None] < share
         there = (kept[1] - total).exp() >= share

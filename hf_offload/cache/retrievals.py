@@ -16,6 +16,7 @@ class Retrievals:
         self._known: tuple[tuple[int, ...], int] = ((), 0)
         self.spans, self.totals = np.empty(0, np.int32), np.zeros(TALLIES)
         """Blocks a run that may be chosen; and the counts, as `cpu.retrieve.tally` has them."""
+        self._shared = False  # whether tasks were shared out, of which there may have been none
         self._tasks = self._device_tasks = 0
         self._busy = {"device": 0.0, "cpu": 0.0}
         self._idle = {"device": 0.0, "cpu": 0.0}
@@ -40,6 +41,7 @@ class Retrievals:
             began: when they could be taken, in seconds.
             device: when the device found none left; cpu: the same for each of the CPU's threads.
         """
+        self._shared = True
         self._tasks += tasks
         self._device_tasks += device_tasks
         last = max(device, *cpu)
@@ -57,8 +59,8 @@ class Retrievals:
         if not groups:
             return {}
         shares: dict[str, Any] = {}
-        if self._tasks:
-            shares = {"device_tasks": self._device_tasks / self._tasks}
+        if self._shared:
+            shares = {"device_tasks": self._device_tasks / max(self._tasks, 1)}
             shares |= {f"{side}_busy_seconds": seconds for side, seconds in self._busy.items()}
             shares |= {f"{side}_idle_seconds": seconds for side, seconds in self._idle.items()}
         by_tokens = zip(self._known[0], self.totals[TALLIES:].tolist(), strict=True)
