@@ -53,7 +53,7 @@ class Reading:
         read, logits = self._read
         if tokens < self.ids.shape[1]:
             read = copy.deepcopy(read)
-            read.crop(tokens)
+            read.crop(tokens - self.ids.shape[1])
         return hf_offload.HybridCache.from_cache(read, self.model, row.policy, **row.options), logits
 
     def _takes_over(self, row: Row, cache: Cache) -> bool:

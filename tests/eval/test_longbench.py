@@ -6,6 +6,7 @@ import csv
 import json
 
 import pytest
+from launching import TESTS, torchrun
 from letters import letters
 from tiny import tiny_model
 from typer.testing import CliRunner
@@ -68,7 +69,7 @@ def test_sets_are_those_of_the_papers():
 def run(tmp_path, monkeypatch):
     """Runs the script on rows of two tasks with a tiny model; returns its result and the CSV's lines."""
     monkeypatch.setattr(tasks.run, "load", lambda *_: (tiny_model("llama"), letters()))
-    write(tmp_path, "qasper", [*rows(2), *rows(1, words=0)])
+    write(tmp_path, "qasper", [*rows(2), rows(3, words=2)[2]])
     write(tmp_path, "2wikimqa", rows(3, "2wikimqa", 20))
 
     def invoke(*options, names="qasper,2wikimqa,samsum"):
@@ -119,7 +120,7 @@ def test_a_run_that_is_stopped_goes_on(run, tmp_path, monkeypatch):
 
 def test_rows_can_be_added_and_prompts_chosen_by_length(run):
     assert run("--row", "full", names="qasper")[0].exit_code == 0
-    result, lines = run(*ROWS[:4], "--min-tokens", "600", names="qasper")
+    result, lines = run(*ROWS[:4], "--min-tokens", "1000", names="qasper")
     assert result.exit_code == 0, result.output
     assert [(line["row"], line["task"], line["samples"]) for line in lines][:3:2] == [
         ("full", "qasper", "2"),
@@ -143,3 +144,25 @@ def test_what_cannot_be_run_is_refused(run, monkeypatch):
     result, _ = run(names="nonesuch")
     assert result.exit_code == 2
     assert "unknown task nonesuch" in result.output
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_samples(run, tmp_path):
+    """Each answers every other sample; the results are those of one."""
+    result, want = run(*ROWS)
+    assert result.exit_code == 0, result.output
+    model = tmp_path / "model"
+    tiny_model("llama").save_pretrained(model)
+    letters().save_pretrained(model)
+    out = tmp_path / "two.csv"
+    done = torchrun(
+        2, str(TESTS.parent / "eval" / "longbench.py"), "--tasks", "qasper,2wikimqa", "--data-dir", str(tmp_path),
+        "--new-tokens", "4", "--model", str(model), "--dtype", "float32", "--out", str(out), *ROWS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with out.open(encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    assert [(x["row"], x["task"], x["score"], x["samples"]) for x in found] == [
+        (x["row"], x["task"], x["score"], x["samples"]) for x in want
+    ]
+    assert not list(tmp_path.glob("two.*.jsonl"))

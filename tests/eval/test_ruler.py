@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 from letters import letters
@@ -11,7 +13,18 @@ pytest.importorskip("wonderwords", reason="needs lm-eval[ruler]: pip install hf-
 
 import ruler
 
+WORDS = [f"word{letter}" for letter in "abcdefghijklmnopqrst"]
 PARAGRAPHS = [f"Paragraph {n} tells of the town of Place{n}. Its mayor is Person{n}." for n in range(30)]
+
+
+@pytest.fixture(autouse=True)
+def few_words(monkeypatch):
+    """lm-eval joins every adjective with every noun when it is imported: millions of words."""
+    kinds = dict.fromkeys(("noun", "nouns", "adjective", "adjectives", "verb", "verbs"), WORDS)
+    monkeypatch.setattr("wonderwords.RandomWord", lambda: SimpleNamespace(_categories=kinds))
+    monkeypatch.setattr("nltk.download", lambda *_: True)
+    for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.ruler")]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.fixture

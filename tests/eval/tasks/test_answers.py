@@ -62,12 +62,13 @@ def test_taken_over_is_as_if_it_had_read_itself(model, ids, text, tokens):
     assert shared == (not on_device(model) and row.policy not in ("hgca", "dynamic"))
     cache = row.make_cache(model)
     want = common.prefill(model, cache, ids[:, :tokens])
-    if tokens < LENGTH:  # a question follows, of which each token is a step
-        got, want = ((c, model(ids[:, tokens, None], past_key_values=c).logits[:, -1]) for c in (got[0], cache))
-        assert torch.equal(go_on(model, *got), go_on(model, cache, want[1]))
-    else:
+    if tokens == LENGTH:
         assert torch.equal(got[1], want)
         assert torch.equal(go_on(model, *got), go_on(model, cache, want))
+        return
+    question = ids[:, tokens, None]  # keys and values of a longer forward differ in their last bits
+    got, want = (go_on(model, c, model(question, past_key_values=c).logits[:, -1]) for c in (got[0], cache))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-2)
 
 
 @torch.inference_mode()
