@@ -64,6 +64,7 @@ from common import (
     window,
     write_csv,
 )
+from hf_offload.measuring import READS_PROMPTS, divergence
 
 WARM_UP = 2
 BLOCK_SIZE = 32
@@ -71,8 +72,6 @@ TURN = 128
 """Tokens behind a context that is filled by repetition, which all rows read themselves."""
 AS_PROMPT = {"append": "mean", "append_run": 0}
 """With these knobs `hgca` learns from such an append what it learns from the end of a prompt."""
-READS_PROMPTS = ("hgca", "fluxion")
-"""Policies that learn from a prompt's attention, so that keys and values alone are not enough."""
 
 
 def make_rows(tier: str | None, predictor: Path | None = None) -> list[Row]:
@@ -209,8 +208,8 @@ def read_bytes(model: PreTrainedModel, row: Row, cache: Cache) -> tuple[float, f
 
 def compare(mine: torch.Tensor, full: torch.Tensor) -> tuple[float, float]:
     """Mean KL(full‖mine) and how often the most likely token is the same, of log-probabilities `[N, V]`."""
-    kl = (full.exp() * (full - mine)).sum(-1).mean()
-    return float(kl), float((full.argmax(-1) == mine.argmax(-1)).float().mean())
+    kl, top1 = divergence(mine, full)
+    return float(kl.mean()), top1
 
 
 def measure(

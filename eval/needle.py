@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from common import (
     FULL,
@@ -50,9 +50,19 @@ def make_rows(tier: str | None, lookahead: str) -> list[Row]:
     ]
 
 
-def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: Row, prompt: torch.Tensor) -> dict[str, Any]:
-    """Answer a prompt `[1, N]` with a row's cache; returns the answer, the seconds it took, and the CPU ratio."""
-    cache = row.make_cache(model)
+def ask(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    prompt: torch.Tensor,
+    cache: Cache | None = None,
+) -> dict[str, Any]:
+    """Answer a prompt `[1, N]` with a row's cache; returns the answer, the seconds it took, and the CPU ratio.
+
+    Args:
+        cache: holds the beginning of the prompt; None: a new one of the row.
+    """
+    cache = row.make_cache(model) if cache is None else cache
     start = time.perf_counter()
     out = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=24, do_sample=False
