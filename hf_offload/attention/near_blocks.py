@@ -36,8 +36,8 @@ class NearBlocks:
             low, high = sinks
             newest = np.maximum(low, end)  # padding behind which nothing but the newest blocks lies
             spans = (low, np.minimum(high, newest)), (newest, np.full_like(low, blocks))
-            first, second = (self._convert(_consecutive(*span, blocks, kv_heads)) for span in spans)
-            self._known, self._low, self._parts = known, low, (first, second)
+            one, two = (self._convert(_consecutive(first, stop, blocks, kv_heads)) for first, stop in spans)
+            self._known, self._low, self._parts = known, low, (one, two)
         return self._parts
 
 

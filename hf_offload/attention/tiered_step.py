@@ -228,7 +228,7 @@ class TieredStep(Step):
     def retrieve(
         self, needs: Properties | Foresight, granularities: tuple[int, ...], near: Near | None = None
     ) -> RetrievedPart | None:
-        part = self.layer.host_part
+        part: RetrievedPart | None = self.layer.host_part
         if part is None or not part.fits(self.query, 0):
             part = self.layer.host_part = retrieved_part(self.layer, self.query)
         part.cancel()

@@ -130,7 +130,7 @@ def _layer(heads: Any, rows: int, weights: Array, source: int, stride: int, targ
 @jit
 def scratch_floats(network: Any, rows: int) -> int:
     """Floats that `run_network` wants for so many rows: features and both layers."""
-    return rows * (len(network.offset) + 2 * (network.outputs.shape[1] + LANES)) + LANES
+    return int(rows * (len(network.offset) + 2 * (network.outputs.shape[1] + LANES)) + LANES)
 
 
 @jit

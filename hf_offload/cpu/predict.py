@@ -108,7 +108,7 @@ def predict_kernel(
         for h in range(query_heads):
             share = 1.0 / (1.0 + math.exp(float(sink_lse[b, h]) - float(near_lse[b, h])))
             norm = _mixed_norm(address_of(sink_out[b, h]), address_of(near_out[b, h]), share, dim)
-            largest = max(largest, norm)
+            largest = max(largest, np.float32(norm))
         features[:rows] = 0.0
         for i in range(count):
             h, row = low + i, features[i]
@@ -185,8 +185,9 @@ def predict_needs(
     require("half_variance", known.half_variance, F32, (batch, heads))
     if network.first.shape[1] != features + 1:
         raise ValueError(f"a network of {network.first.shape[1] - 1} features does not serve {features}")
-    for array, kind in zip(needs, (F32, F32, U8), strict=True):
-        require("needs", array, kind, (batch, heads))
+    for name, array in zip(("budget0", "slope"), needs, strict=False):
+        require(name, array, F32, (batch, heads))
+    require("streaming", needs[2], U8, (batch, heads))
     require("first", first, I32, (batch,))
     require("begins", begins, I32, (batch,))
     require("valid", valid, U8, (batch, valid.shape[-1]))

@@ -18,7 +18,7 @@ def _run_row(row: int, count: int, number: int) -> int:
     """Run so many launches; the number of the first that did not do all, or `FINE`."""
     for i in range(count):
         place = row + 8 * _WIDTH * i
-        if run_standing(np.int64(get_word(place)), np.int64(get_word(place + 8)), number, 0, 0) != FINE:
+        if run_standing(int(np.int64(get_word(place))), int(np.int64(get_word(place + 8))), number, 0, 0) != FINE:
             return i
         tasks = np.int64(get_word(place + 16))
         if tasks and get_word(tasks) != get_word(np.int64(get_word(place + 24))):

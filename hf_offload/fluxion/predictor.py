@@ -165,8 +165,8 @@ class HeadPredictor(nn.Module):
             FileNotFoundError: there is no such file.
             ValueError: no predictor, another model (in what it differs), other features, or a τ that it does not know.
         """
-        known = Path(path).stat()
-        about, tensors = _read(str(path), known.st_mtime_ns, known.st_size)
+        stamp = Path(path).stat()
+        about, tensors = _read(str(path), stamp.st_mtime_ns, stamp.st_size)
         odd = unlikeness(about["model"], dict(model))
         if odd is not None:
             raise ValueError(f"{path} was trained for another model: {odd}; train one for this model")
