@@ -84,7 +84,7 @@ def measure(model: PreTrainedModel, row: Row, ids: torch.Tensor, steps: int, bat
     """One line of the table, after the context ids `[1, N]`."""
     cache = row.make_cache(model)
     rows = ids.expand(batch, -1)
-    token = prefill(model, cache, rows, chunk=2048)[:, -1:].argmax(-1)
+    token = prefill(model, cache, rows, chunk=2048).argmax(-1)[:, None]
     times: dict[str, list[float]] = {name: [] for name in ("step", "attention", "predict", "share", "attention_share")}
     watch, first = Watch(), 0.0
     with watch.watching(model.config._attn_implementation, cache):
