@@ -73,7 +73,7 @@ def make_rows(budget: int) -> list[Row]:
         for lookahead, suffix in (("off", ""), ("select", "-select"), ("attend", "-attend")):
             knobs = {"budget": budget, "lookahead": lookahead, "synchronous_layers": (0,), "tier": tier}
             rows.append(Row(f"{prefix}scout{suffix}", "scout", {**knobs, "block_size": BLOCK_SIZE}))
-        rows.append(Row(f"{prefix}fixed", "fixed_hybrid", {"tier": tier}))
+        rows.append(Row(f"{prefix}fixed", "fixed_hybrid", {"tier": tier, "sinks": 32, "local": 128}))
     return rows
 
 
