@@ -98,7 +98,8 @@ class Report:
         if torch.cuda.is_available():
             done = self.rounds * (WARM_UP + self.steps)
             for row, line in zip(rows, lines, strict=True):
-                line["gpu_idle"] = gpu_idle(lambda: batch.decode(row, caches[row.name], done, WARM_UP + 4))  # noqa: B023
+                work = functools.partial(batch.decode, row, caches[row.name], done, WARM_UP + 4)
+                line["gpu_idle"] = gpu_idle(work)
         return [{"lengths": "+".join(map(str, batch.lengths))} | line for line in lines]
 
     def replayed(self, row: Row, name: str) -> tuple[dict[str, Any], Row]:

@@ -10,7 +10,7 @@ import torch
 
 from hf_offload.attention.retrieval import Retrieval
 from hf_offload.cache.copying import bring
-from hf_offload.gpu import move
+from hf_offload.gpu import move, transfer
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged import paged_attention
 from hf_offload.gpu.runs import choose_runs
@@ -33,6 +33,7 @@ class DeviceTasks:
         with torch.inference_mode(False):
             self.out = torch.zeros(query.shape, device=layer.device)
             self.lse = torch.zeros(query.shape[:2], device=layer.device)
+        self._asked_for = transfer.asked_for()
         self._stream: Any = None
         if layer.device.type == "cuda":
             self._stream = torch.cuda.Stream(layer.device)  # type: ignore[no-untyped-call]
@@ -102,7 +103,9 @@ class DeviceTasks:
     ) -> None:  # fmt: skip
         """Bring blocks of a row and KV head into `pool`: read where they lie, or else brought together by the CPU."""
         store = step.store
-        if pool.device.type != "cuda" or not store.pool.pinned:
+        on_gpu = pool.device.type == "cuda"
+        way = self._asked_for or ("uva" if on_gpu else "copy")
+        if way == "copy" or (on_gpu and not store.pool.pinned):
             bring(store, pool[0, 0], row, head, blocks[0, 0, : int(count)].cpu().numpy())
             return
         addresses, packed = store.tables.block_ptr()[store.tables.table()[row].long()], store.packed

@@ -58,11 +58,14 @@ def test_with_a_budget_of_one_every_schedule_is_full_attention(llama: PreTrained
     torch.testing.assert_close(got, full, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("side", ["cpu", "device"])
+@pytest.mark.parametrize("side", ["cpu", "device", "device, uva"])
 @pytest.mark.parametrize(("digest", "host_dtype"), [("quest", None), ("quest", "int8"), ("submean", None)])
 def test_either_side_chooses_and_attends_alike(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, digest: str, host_dtype: str | None, side: str
 ) -> None:
+    side, _, way = side.partition(", ")
+    if way:
+        monkeypatch.setenv("HF_OFFLOAD_TRANSFER", way)
     knobs = {"host_dtype": host_dtype} if host_dtype else {}
     alone = make_cache(llama, digest=digest, **knobs)
     want = decode(llama, alone)
