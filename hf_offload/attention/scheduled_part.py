@@ -61,7 +61,8 @@ class ScheduledPart(RetrievedPart):
 
         def work() -> None:
             self._deal(step, launch)
-            launch()
+            if launch.tasks:
+                launch()
             self._ends.append(time.perf_counter())
 
         label = step.label("choice of blocks and attention")

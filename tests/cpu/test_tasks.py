@@ -18,7 +18,7 @@ from hf_offload.cpu.tasks import take, whole_tasks
 
 from ._pools import Case, bits, make_case, run
 
-KV_HEADS, GROUP, DIM, BLOCK, DTYPE = 2, 3, 32, 16, torch.float32
+KV_HEADS, GROUP, DIM, BLOCK, DTYPE = 2, 2, 32, 16, torch.float32
 
 
 class Work:

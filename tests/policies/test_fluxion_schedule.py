@@ -58,8 +58,17 @@ def test_with_a_budget_of_one_every_schedule_is_full_attention(llama: PreTrained
     torch.testing.assert_close(got, full, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("side", ["cpu", "device", "device, uva"])
-@pytest.mark.parametrize(("digest", "host_dtype"), [("quest", None), ("quest", "int8"), ("submean", None)])
+@pytest.mark.parametrize(
+    ("digest", "host_dtype", "side"),
+    [
+        ("submean", None, "cpu"),
+        ("submean", None, "device"),
+        ("quest", None, "device"),
+        ("quest", None, "device, uva"),
+        ("quest", "int8", "device"),
+        ("quest", "int8", "device, uva"),
+    ],
+)
 def test_either_side_chooses_and_attends_alike(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, digest: str, host_dtype: str | None, side: str
 ) -> None:
@@ -87,8 +96,8 @@ def test_either_side_chooses_and_attends_alike(
 def test_a_side_that_is_late_changes_nothing(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    want = decode(llama, make_cache(llama, digest="quest"))
-    cache = make_cache(llama, digest="quest", schedule="priority", threads=2)
+    want = decode(llama, make_cache(llama, 1.0))
+    cache = make_cache(llama, 1.0, schedule="priority", threads=2)
     if late == "cpu":
         cache.settings.worker.delay = 0.01
     else:
