@@ -6,9 +6,9 @@
 Each section compares a few rows on one text, in turns; full attention reads it once and all rows take that over.
 
 - idle: `fixed_hybrid` (16 tokens, 0.05) and `fluxion` with one row and four, two memories. `wait_ms` is how long the
-  model's thread waits for the CPU's part in a step, all layers. With a GPU `gpu_idle` is the share of a step in which
-  no kernel runs there, by the profiler's timeline. `cpu_idle_ms` and `device_idle_ms` are what the CPU's threads and
-  the device, where tasks are shared, wait for each other.
+  model's thread waits for the CPU's part in a step, all layers; `wait_share` is that as a share of the step. With a GPU
+  `gpu_idle` is the share of a step in which no kernel runs there, by the profiler's timeline. `cpu_idle_ms` and
+  `device_idle_ms` are what the CPU's threads and the device, where tasks are shared, wait for each other.
 - criteria: budgets by 95 % of the attention's weight, by a deviation of a tenth of a head's own output, and by one of a
   tenth of the step's largest output. Nothing is predicted: every head gets what it needs in that very step. Times are
   those of the same needs told once more, so that finding them costs nothing.

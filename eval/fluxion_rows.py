@@ -171,13 +171,22 @@ class Batch:
         )  # fmt: skip
         return out.logits[:, -1]
 
-    def decode(self, row: Row, cache: Cache, first: int, steps: int) -> tuple[dict[str, list[float]], torch.Tensor]:
-        """Feed so many tokens one by one: milliseconds of the steps after the warm-up, log-probabilities `[N, V]`."""
+    def decode(
+        self, row: Row, cache: Cache, first: int, steps: int
+    ) -> tuple[dict[str, list[float]], torch.Tensor, dict[str, float]]:
+        """Feed so many tokens one by one.
+
+        Returns:
+            Milliseconds of the steps after the warm-up, log-probabilities `[N, V]`, and what the cache has counted in
+            the steps after the warm-up (nothing for full attention).
+        """
         row.activate(self.model)
         times: dict[str, list[float]] = {"attention": [], "step": []}
-        logits, watch = [], Watch()
+        logits, watch, before = [], Watch(), {}
         with watch.watching(self.model.config._attn_implementation, cache):
             for at in range(first, first + steps):
+                if at == first + WARM_UP and row is not FULL:
+                    before = _told(cache)
                 synchronize()
                 watch.seconds, start = 0.0, time.perf_counter()
                 logits.append(self.feed(cache, at, at + 1))
@@ -185,7 +194,9 @@ class Batch:
                 times["step"].append(1000 * (time.perf_counter() - start))
                 times["attention"].append(1000 * watch.seconds)
         told = torch.cat(logits).float().log_softmax(-1).cpu()
-        return {name: values[WARM_UP:] for name, values in times.items()}, told
+        now = _told(cache) if before else {}
+        gone = {name: now[name] - before[name] for name in now}
+        return {name: values[WARM_UP:] for name, values in times.items()}, told, gone
 
     def compared(self, rows: list[Row], caches: dict[str, Cache], rounds: int, steps: int) -> list[dict[str, Any]]:
         """Rows in turns, full attention first: times, how far they are from it, what they waited for.
@@ -196,12 +207,13 @@ class Batch:
         """
         times: dict[str, dict[str, list[float]]] = {row.name: {"attention": [], "step": []} for row in rows}
         apart: dict[str, list[tuple[float, float]]] = {row.name: [] for row in rows}
-        before = {row.name: _told(caches[row.name]) for row in rows if row is not FULL}
+        counts: dict[str, dict[str, float]] = {row.name: {} for row in rows}
         each = WARM_UP + steps
         for number in range(rounds):
             seen = {}
             for row in rows:
-                found, seen[row.name] = self.decode(row, caches[row.name], number * each, each)
+                found, seen[row.name], gone = self.decode(row, caches[row.name], number * each, each)
+                counts[row.name] = {name: counts[row.name].get(name, 0.0) + gone[name] for name in gone}
                 for name, values in found.items():
                     times[row.name][name] += values
                 if FULL.name in seen:
@@ -214,10 +226,10 @@ class Batch:
             if apart[row.name]:
                 line |= dict(zip(("kl", "top1"), torch.tensor(apart[row.name]).mean(0).tolist(), strict=True))
             if row is not FULL:
-                now, all_steps = _told(caches[row.name]), rounds * each
-                gone = {name: now[name] - before[row.name].get(name, 0.0) for name in now}
-                line |= {f"{name}_ms": 1000 * seconds / all_steps for name, seconds in gone.items() if name != "bytes"}
-                line["chosen_MiB"] = gone["bytes"] / all_steps / 2**20
+                told, count = counts[row.name], rounds * steps
+                line |= {f"{name}_ms": 1000 * seconds / count for name, seconds in told.items() if name != "bytes"}
+                line["wait_share"] = line["wait_ms"] / line["step"]
+                line["chosen_MiB"] = told["bytes"] / count / 2**20
                 line["device_tasks"] = caches[row.name].stats().as_dict()["retrievals"].get("device_tasks")
             lines.append(line | {f"{n}_{p}": parts[n][p] for n in parts for p in ("p20", "p80")})
         return lines
