@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import common
 import fluxion_report
 from fluxion_rows import TAIL, Batch, Needing, Replayed, budgets_by_weight, recording
-from hf_offload.cache.fingerprint import fingerprint
+from hf_offload.cache.fingerprint import likeness
 from hf_offload.fluxion.features import FEATURES
 from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, save_predictors
 
@@ -102,7 +102,7 @@ def test_every_section_and_a_run_that_was_stopped(llama, tmp_path, monkeypatch):
         predictors[tau] = HeadPredictor(tau=tau, digest="quest", **NEAR)
         predictors[tau].standardise(torch.randn(64, len(FEATURES)) * 20)
     path, out = tmp_path / "predictor.safetensors", tmp_path / "report.csv"
-    save_predictors(path, fingerprint(llama.config, llama.model), predictors, {})
+    save_predictors(path, likeness(llama.config, llama.model), predictors, {})
     ids = prompt(1, 480)[0]
     monkeypatch.setattr(fluxion_report, "load", lambda *_: (llama, None))
     monkeypatch.setattr(fluxion_report, "text_of", lambda kind, prose: kind)
@@ -115,7 +115,7 @@ def test_every_section_and_a_run_that_was_stopped(llama, tmp_path, monkeypatch):
     app = common.command(fluxion_report.main)
     with monkeypatch.context() as patch:
         patch.setitem(fluxion_report.SECTIONS, "tau", stop)
-        assert CliRunner().invoke(app, options).exit_code != 0
+        assert CliRunner().invoke(app, options).exit_code == 130
     patched = {name: stop for name in fluxion_report.SECTIONS if name not in ("tau", "mixed")}
     with monkeypatch.context() as patch:
         for name, work in patched.items():
