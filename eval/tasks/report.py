@@ -38,7 +38,7 @@ def write_report(title: str, out: Path, records: Sequence[dict[str, Any]], missi
     out.with_suffix(".md").write_text(_markdown(title, lines, missing), encoding="utf-8")
     _plot(title, lines, out.with_suffix(".png"))
     print(f"wrote {out.with_suffix('.md')}\nwrote {out.with_suffix('.png')}")
-    columns = ("setup", "row", "task", "score", "more", "low", "high", "pairs", "ms_per_token")
+    columns = ("setup", "row", "task", "score", "more", "low", "high", "percent", "same", "pairs", "ms_per_token")
     averages = [line for line in lines if line["task"] in AVERAGES]
     show(
         f"{title}: scores, and what they are more than those of {REFERENCE}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,7 @@ def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> None:
         read: gives the samples of a task.
         settings: what else the answers depend on, for `json`.
     """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options of its own
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
     rows = parse_rows(plan.rows)
     settings |= {"model": plan.model, "dtype": plan.dtype, "most": plan.most, "new_tokens": plan.new_tokens}
@@ -122,7 +124,7 @@ def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> None:
     missing = [task for task, found in by_task.items() if not found]
     everything = [question for found in by_task.values() for question in found]
     if not everything:
-        raise typer.BadParameter(f"there is no sample of {', '.join(missing)} here: look at --data-dir and --least")
+        raise typer.BadParameter(f"no sample of {', '.join(missing)} here: look at --data-dir and --min-tokens")
     mine = everything[state.process_index :: state.num_processes]
     jobs = [(question, row, setup) for question in mine for setup in plan.setups for row in rows]
     with tqdm(total=len(jobs), disable=not state.is_main_process, unit="answers") as bar:

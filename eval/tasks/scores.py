@@ -54,6 +54,9 @@ def _mean_of_means(*tasks: np.ndarray, axis: int) -> np.ndarray:
 def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines of the results: for each setup and row one a task, then the averages over tasks.
 
+    score; what it is more than full's, in points with its interval and in percent; same, the share of answers that are
+    full's word by word; how many tasks, samples and cut prompts; and what the answers took.
+
     Args:
         records: of `answers.answer`, with task, sample, row, setup and tokens.
     """
@@ -71,10 +74,16 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             found = [record for task in over for record in by_task[setup, row, task]]
             less = difference(mine, full)
             means = [float(np.mean(list(task.values()))) for task in mine]
+            said = {
+                (r["task"], r["sample"]): r["answer"] for r in records if (r["setup"], r["row"]) == (setup, REFERENCE)
+            }
+            alike = [r["answer"] == said[key] for r in found if (key := (r["task"], r["sample"])) in said]
             base = [np.mean(list(task.values())) for task in full if task]
             return {
                 "setup": setup, "row": row, "task": name, "score": float(np.mean(means)), **less,
                 "full": float(np.mean(base)) if base else None,
+                "percent": 100 * less["more"] / float(np.mean(base)) if less["pairs"] and np.mean(base) else None,
+                "same": float(np.mean(alike)) if alike else None,
                 "tasks": len(over), "samples": len(found),
                 "tokens": float(np.mean([r["tokens"] for r in found])),
                 "cut": sum(r["whole"] > r["tokens"] for r in found),

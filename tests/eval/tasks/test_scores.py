@@ -14,7 +14,8 @@ from tasks.scores import AVERAGE, WORTH, difference, summarize
 def record(task, sample, row, score, setup="dense", **more):
     return {
         "task": task, "sample": sample, "row": row, "setup": setup, "score": score, "tokens": 90, "whole": 100,
-        "new_tokens": 4, "answer_seconds": 0.02, "cpu_ratio": None, "kept_share": None, "retrieved_share": 0.5, **more,
+        "new_tokens": 4, "answer_seconds": 0.02, "answer": str(score), "cpu_ratio": None, "kept_share": None,
+        "retrieved_share": 0.5, **more,
     }  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def test_a_line_a_task_and_the_averages():
     assert (scout["score"], scout["full"], scout["more"], scout["samples"]) == (19.0, 22.5, -3.5, 4)
     assert (scout["ms_per_token"], scout["cut"], scout["retrieved_share"]) == (pytest.approx(5), 4, 0.5)
     worth = lines["dense", "scout", WORTH]
+    assert (worth["percent"], worth["same"]) == (-5, 0.5)
     assert (worth["more"], worth["tasks"], worth["pairs"]) == (-2, 1, 2)
     alone = lines["sparse", "scout", AVERAGE]
     assert (alone["score"], alone["more"], alone["full"], alone["cut"]) == (44, None, None, 0)
