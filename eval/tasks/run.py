@@ -42,7 +42,9 @@ MostOption = Annotated[
 ]
 NewOption = Annotated[int | None, typer.Option(min=1, help="The longest answer [default: the task's own].")]
 ChatOption = Annotated[bool, typer.Option(help="Use the tokenizer's chat template, where the benchmark does.")]
-ChunkOption = Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt in one forward [default: all].")]
+ChunkOption = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of a prompt in one forward [default: all]; each row reads for itself.")
+]
 DataOption = Annotated[
     Path | None, typer.Option(exists=True, file_okay=False, help="Rows from TASK.jsonl in a folder, not from the hub.")
 ]
