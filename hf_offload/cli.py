@@ -1,4 +1,4 @@
-"""The command line: `hf-offload plan`, `profile`, `train-fluxion`."""
+"""The command line: `hf-offload plan`, `tune`, `profile`, `train-fluxion`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from hf_offload.fluxion.samples import Sampling
 from hf_offload.plan import DEFAULTS, parse_setting, plan_table, shape_of
 from hf_offload.profile import Profile, check_profiling, profile_intervals
 from hf_offload.train_fluxion import PREDICTOR, REPORT, check_sampling, collect, cut_windows, train
+from hf_offload.tune import check_tuning
+from hf_offload.tune import tune as find_setting
 
 DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
@@ -110,6 +112,43 @@ def plan(
     # A file or a pipe has no width of its own.
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     typer.echo("The model's activations and the runtime's own memory come on top.")
+
+
+@app.command()
+def tune(
+    model: Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="SmolLM2-135M-Instruct")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text to read (UTF-8).", show_default="Python's documentation"),
+    ] = None,
+    target_kl: Annotated[float, typer.Option(help="KL to full attention, a token, that is accepted.")] = 0.02,
+    tokens: Annotated[int, typer.Option(help="Tokens of context in each window.")] = 4096,
+    steps: Annotated[int, typer.Option(help="Tokens decoded in each window.")] = 64,
+    windows: Annotated[int, typer.Option(help="Windows of the text.")] = 2,
+    tier: Annotated[
+        str | None, typer.Option(help='"one" or "split" memory.', show_default="as the model's device says")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "auto",
+) -> None:
+    """Find the quickest policy, budget, block size and recall that stay near full attention on a text."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    try:
+        check_tuning(target_kl, tokens=tokens, steps=steps, windows=windows)
+        content = assets.texts("documentation") if text is None else text.read_text(encoding="utf-8")
+        language_model, tokenizer = assets.load_model(model, attn_implementation="hybrid_sparse", dtype=DTYPES[dtype])
+        ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+        found = find_setting(
+            language_model, torch.tensor([ids]), target_kl, tokens=tokens, steps=steps, windows=windows, tier=tier,
+            progress=True,
+        )  # fmt: skip
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"text={str(text)!r} is not UTF-8 ({error}); convert it first") from error
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    # A file or a pipe has no width of its own.
+    Console(width=None if sys.stdout.isatty() else 140).print(found.table())
+    typer.echo(f"{found.why}\n\n    {found.chosen.line}\n")
 
 
 @app.command()

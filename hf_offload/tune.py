@@ -1,0 +1,266 @@
+"""Which policy, budget, block size and recall serve a model on a text and a machine: `hf-offload tune`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.table import Table
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import PreTrainedModel
+
+from hf_offload.attention.spread import on_device
+from hf_offload.measuring import Reading, cost, follow, read
+
+LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "scout": tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096)),
+    "hgca": tuple(
+        {"gpu_ratio": ratio, "beta": beta}
+        for ratio, beta in ((0.05, 1.0), (0.1, 1.0), (0.25, 1.0), (0.25, 0.5), (0.5, 0.25))
+    ),
+    "fixed_hybrid": tuple({"budget": share} for share in (0.02, 0.05, 0.1, 0.2, 0.4)),
+    "sparse_fetch": tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096)),
+}
+"""What is tried of each policy, from little to much."""
+FETCHES = ("sparse_fetch",)
+"""Policies that with one memory are nothing but a choice that others make better."""
+BLOCK_SIZES = (16, 32, 64)
+RECALLS = ("adaptive", 1, 8)
+ALIKE = 0.03
+"""Times that differ by less are taken to be the same, and device memory decides."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A setting that was tried.
+
+    Args:
+        policy: by name; options: of the cache and of the policy.
+        kl: mean KL to full attention; error: its standard error; worst: the mean of the worst window.
+        top1: how often the most likely token is the same.
+        seconds: median of a step.
+        host_bytes: that a step reads of the host, None with one memory; device_bytes: of KV and digests.
+    """
+
+    policy: str
+    options: dict[str, Any]
+    kl: float
+    error: float
+    worst: float
+    top1: float
+    seconds: float
+    host_bytes: float | None
+    device_bytes: int
+
+    def meets(self, target: float) -> bool:
+        """Whether it is below a KL with two standard errors to spare, and each window is below it."""
+        return self.kl + 2 * self.error <= target and self.worst <= target
+
+    @property
+    def line(self) -> str:
+        """The line of Python that makes such a cache."""
+        knobs = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f'HybridCache(model, "{self.policy}"{knobs})'
+
+
+@dataclass
+class Tuning:
+    """What `tune` has found.
+
+    Args:
+        target: the KL that was asked for.
+        full_seconds: a step of Transformers' own cache, median.
+        trials: all that was tried, in order; the first is full attention through a HybridCache.
+    """
+
+    target: float
+    full_seconds: float
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def chosen(self) -> Trial:
+        """The quickest that meets the target; of those about as quick the one that takes least of the device."""
+        good = [trial for trial in self.trials if trial.meets(self.target)]
+        quickest = min(trial.seconds for trial in good)
+        alike = [trial for trial in good if trial.seconds <= (1 + ALIKE) * quickest]
+        return min(alike, key=lambda trial: trial.device_bytes)
+
+    @property
+    def why(self) -> str:
+        """Why that one, in a sentence or two."""
+        chosen, good = self.chosen, [trial for trial in self.trials if trial.meets(self.target)]
+        said = (
+            f"{len(good)} of {len(self.trials)} settings stay below a KL of {self.target:g}; this one takes "
+            f"{1000 * chosen.seconds:.1f} ms a token (Transformers' own cache: {1000 * self.full_seconds:.1f}) at a KL "
+            f"of {chosen.kl:.4f} ± {chosen.error:.4f}"
+        )
+        others = sorted((t for t in good if t.policy != chosen.policy), key=lambda trial: trial.seconds)
+        if chosen.policy == "full":
+            return f"{said}. Nothing that leaves tokens out was both near and quick enough."
+        best = f"; next comes {others[0].policy} with {1000 * others[0].seconds:.1f} ms" if others else ""
+        slower = " It is not quicker than Transformers' own." if chosen.seconds >= self.full_seconds else ""
+        return f"{said}{best}.{slower}"
+
+    def table(self) -> Table:
+        """All that was tried, as a table."""
+        table = Table(
+            title=f"KL to full attention of at most {self.target:g}; a token of its own cache takes "
+            f"{1000 * self.full_seconds:.1f} ms"
+        )
+        for title in (
+            "setting",
+            "KL",
+            "worst window",
+            "top token",
+            "ms",
+            "host MiB a step",
+            "device MiB",
+            "near enough",
+        ):
+            table.add_column(title, justify="left" if title == "setting" else "right")
+        for trial in sorted(self.trials, key=lambda trial: trial.seconds):
+            host = "–" if trial.host_bytes is None else f"{trial.host_bytes / 2**20:.1f}"
+            table.add_row(
+                trial.line.removeprefix("HybridCache(model, ").removesuffix(")"),
+                f"{trial.kl:.4f} ± {trial.error:.4f}",
+                f"{trial.worst:.4f}",
+                f"{100 * trial.top1:.0f} %",
+                f"{1000 * trial.seconds:.1f}",
+                host,
+                f"{trial.device_bytes / 2**20:.1f}",
+                "yes" if trial.meets(self.target) else "",
+            )
+        return table
+
+
+def check_tuning(target: float, *, tokens: int, steps: int, windows: int) -> None:
+    """Check the settings of a run, before a model is loaded for it.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    for name, value in {"tokens": tokens, "steps": steps, "windows": windows}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not a count; use a whole number of at least 1")
+    if not 0 < target < math.inf:
+        raise ValueError(f"target_kl={target!r} is not a divergence; use a positive number such as 0.02")
+
+
+def tune(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    target: float,
+    *,
+    tokens: int = 4096,
+    steps: int = 64,
+    windows: int = 2,
+    tier: str | None = None,
+    progress: bool = False,
+) -> Tuning:
+    """Find the quickest setting whose KL to full attention stays below a target on a text.
+
+    Of each policy the first rung of its ladder that is near enough is looked for, on the assumption that each rung is
+    nearer than the one before. Around the best of these, block sizes and (with two memories) recalls are tried.
+    `window`, which forgets the middle, is not: what it loses shows in questions, hardly in a text's KL.
+
+    Args:
+        model: runs with `attn_implementation="hybrid_sparse"`.
+        ids: of the text, int64 `[1, N]`.
+        target: KL(full‖policy) a token, in nats.
+        tokens: of context in each window; steps: tokens that are decoded behind it.
+        windows: stretches of the text, evenly spread.
+        tier: as for `HybridCache`.
+        progress: whether a bar shows how far it is.
+
+    Raises:
+        ValueError: a value that is not allowed, a text that is too short, or a target that is below rounding.
+    """
+    check_tuning(target, tokens=tokens, steps=steps, windows=windows)
+    need = tokens + steps
+    if ids.shape[1] < windows * need:
+        raise ValueError(
+            f"the text has {ids.shape[1]} tokens, but {windows} windows of {tokens} and {steps} tokens need "
+            f"{windows * need}; give a longer text, or fewer tokens or windows"
+        )
+    starts = [i * (ids.shape[1] - need) // max(windows - 1, 1) for i in range(windows)]
+    with tqdm(disable=not progress, desc="full attention", unit=" settings") as bar:
+        readings = [read(model, ids[:, first : first + need].to(model.device), steps) for first in starts]
+        found = Tuning(target, _stock_seconds(model, readings[0]))
+        two = tier == "split" or (tier is None and on_device(model))
+        memory = {} if tier is None else {"tier": tier}
+
+        def attempt(policy: str, options: dict[str, Any]) -> Trial:
+            bar.set_description(policy)
+            found.trials.append(_trial(model, policy, options | memory, readings))
+            bar.update()
+            return found.trials[-1]
+
+        exact = attempt("full", {})
+        if not exact.meets(target):
+            raise ValueError(
+                f"target_kl={target:g} is below the {exact.kl + 2 * exact.error:.2g} that rounding alone makes of full "
+                "attention here; use a larger one, or another dtype"
+            )
+        near: list[Trial] = []
+        for policy, ladder in LADDERS.items():
+            if two or policy not in FETCHES:
+                near += _climb(attempt, policy, [rung for rung in ladder if rung.get("budget", 0) < tokens], target)
+        if near:
+            best = min(near, key=lambda trial: trial.seconds)
+            for options in _variants(best, two):
+                attempt(best.policy, {name: value for name, value in options.items() if name != "tier"})
+    return found
+
+
+def _climb(
+    attempt: Callable[[str, dict[str, Any]], Trial], policy: str, ladder: list[dict[str, Any]], target: float
+) -> Iterator[Trial]:
+    """The trial of the first rung that meets a target, found by halving; nothing if none does."""
+    low, high, good = 0, len(ladder), None
+    while low < high:
+        middle = (low + high) // 2
+        trial = attempt(policy, ladder[middle])
+        if trial.meets(target):
+            high, good = middle, trial
+        else:
+            low = middle + 1
+    if good is not None:
+        yield good
+
+
+def _variants(best: Trial, two: bool) -> Iterator[dict[str, Any]]:
+    """Settings that differ from the best one in their block size, or in when they recall."""
+    usual = 16 if best.policy in ("fixed_hybrid", "sparse_fetch") else 32
+    for size in BLOCK_SIZES:
+        if size != usual:
+            yield best.options | {"block_size": size}
+    if best.policy == "scout" and two:
+        for recall in RECALLS[1:]:
+            yield best.options | {"recall": recall}
+
+
+def _trial(model: PreTrainedModel, policy: str, options: dict[str, Any], readings: list[Reading]) -> Trial:
+    costs = [cost(model, policy, options, reading) for reading in readings]
+    kl = torch.cat([each.kl for each in costs])
+    host = [each.host_bytes for each in costs if each.host_bytes is not None]
+    return Trial(
+        policy=policy,
+        options=options,
+        kl=float(kl.mean()),
+        error=float(kl.std(correction=0)) / math.sqrt(len(kl)),
+        worst=max(float(each.kl.mean()) for each in costs),
+        top1=sum(each.top1 for each in costs) / len(costs),
+        seconds=sum(each.seconds for each in costs) / len(costs),
+        host_bytes=sum(host) / len(host) if host else None,
+        device_bytes=max(each.device_bytes for each in costs),
+    )
+
+
+def _stock_seconds(model: PreTrainedModel, reading: Reading) -> float:
+    """A step of Transformers' own cache, the median."""
+    seconds = sorted(follow(model, reading.cache, reading.following)[1])
+    reading.cache.crop(-len(reading.full))
+    return seconds[len(seconds) // 2]

@@ -1,0 +1,120 @@
+"""`hf-offload tune`: what is tried, which is chosen, and that its line works and keeps the target on another text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cli import tokenize
+from tiny import prompt, tiny_model
+from typer.testing import CliRunner
+
+import hf_offload.tune as tuning
+from hf_offload import HybridCache, assets
+from hf_offload.cli import app
+from hf_offload.measuring import cost, read
+from hf_offload.tune import Trial, Tuning, tune
+
+SMALL = {"tokens": 200, "steps": 12, "windows": 2}
+LADDERS = {
+    "scout": tuple({"budget": budget, "recent": 0} for budget in (64, 96, 128, 160, 192)),
+    "fixed_hybrid": tuple({"budget": share, "sinks": 16, "local": 32} for share in (0.05, 0.2, 0.5)),
+    "sparse_fetch": ({"budget": 64}, {"budget": 176}),
+}
+
+
+@pytest.fixture
+def ladders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "LADDERS", LADDERS)
+
+
+def test_the_chosen_line_keeps_the_target_on_another_text(ladders: None) -> None:
+    model, ids = tiny_model("llama"), prompt(1, 900)[0]
+    found = tune(model, ids[:, :500], 0.5, **SMALL)
+    assert found.trials[0].policy == "full"
+    assert found.trials[0].kl < 1e-6
+    assert not any(trial.policy == "sparse_fetch" for trial in found.trials)  # one memory
+    chosen = found.chosen
+    assert chosen.meets(0.5)
+    cache = eval(chosen.line, {"HybridCache": HybridCache, "model": model})
+    assert cache.policy.name == chosen.policy
+    other = cost(model, chosen.policy, chosen.options, read(model, ids[:, 600:812], 12))
+    assert float(other.kl.mean()) <= 0.5
+    table = found.table()
+    assert table.row_count == len(found.trials)
+    assert "settings stay below a KL of 0.5" in found.why
+
+
+def test_two_memories_try_fetching_and_recalls(ladders: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, dict[str, Any]]] = []
+
+    def fake(model: Any, policy: str, options: dict[str, Any], readings: Any) -> Trial:
+        tried.append((policy, options))
+        kl = 0.0 if policy == "full" else 1 / options["budget"]
+        return Trial(policy, options, kl, 0.0, kl, 1.0, {"scout": 1.0}.get(policy, 2.0), 5.0, 7)
+
+    monkeypatch.setattr(tuning, "_trial", fake)
+    found = tune(tiny_model("llama"), prompt(1, 500)[0], 1 / 100, tier="split", **SMALL)
+    split = {"tier": "split"}
+    scouts = [options for policy, options in tried if policy == "scout"]
+    budgets = [options["budget"] for options in scouts]
+    assert budgets[:2] == [128, 96]  # halved: the middle is near enough, what is below it is not
+    assert min(trial.options["budget"] for trial in found.trials if trial.policy == "scout" and trial.kl <= 0.01) == 128
+    assert {"budget": 128, "recent": 0, "block_size": 16, **split} in scouts
+    assert {"budget": 128, "recent": 0, "recall": 8, **split} in scouts
+    assert ("sparse_fetch", {"budget": 176, **split}) in tried
+    assert not any(policy == "fixed_hybrid" and "block_size" in options for policy, options in tried)
+    assert found.chosen.policy == "scout"
+    assert "next comes" in found.why
+
+
+def test_of_alike_times_the_smaller_device_memory_wins() -> None:
+    def trial(policy: str, seconds: float, device: int, kl: float = 0.001) -> Trial:
+        return Trial(policy, {}, kl, 0.0, kl, 1.0, seconds, None, device)
+
+    found = Tuning(
+        0.01, 1.0, [trial("full", 2.0, 9), trial("a", 1.0, 5), trial("b", 1.02, 3), trial("c", 0.5, 1, 0.02)]
+    )
+    assert found.chosen.policy == "b"
+    assert "It is not quicker" in found.why
+    found.trials[1:] = []
+    assert "Nothing that leaves tokens out" in found.why
+
+
+def test_two_standard_errors_and_every_window_count() -> None:
+    assert Trial("a", {}, 0.01, 0.0039, 0.015, 1.0, 1.0, None, 1).meets(0.018)
+    assert not Trial("a", {}, 0.01, 0.0041, 0.015, 1.0, 1.0, None, 1).meets(0.018)
+    assert not Trial("a", {}, 0.01, 0.001, 0.019, 1.0, 1.0, None, 1).meets(0.018)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"target": 0.0}, "target_kl=0.0 is not a divergence"),
+        ({"target": float("nan")}, "target_kl=nan"),
+        ({"steps": 0}, "steps=0 is not a count"),
+        ({"tokens": 400}, "the text has 500 tokens, but 2 windows"),
+        ({"target": 1e-12}, "is below the .* that rounding alone makes"),
+    ],
+)
+def test_wrong_settings(change: dict[str, Any], told: str) -> None:
+    options = {**SMALL, **change}
+    with pytest.raises(ValueError, match=told):
+        tune(tiny_model("llama"), prompt(1, 500)[0], options.pop("target", 0.5), **options)
+
+
+def test_the_command(tmp_path: Path, ladders: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assets, "load_model", lambda *_, **options: (tiny_model("llama"), tokenize))
+    text = tmp_path / "text.txt"
+    letters = torch.randint(32, 120, (500,), generator=torch.Generator().manual_seed(0)).tolist()
+    text.write_text("".join(map(chr, letters)), encoding="utf-8")
+    words = ["tune", "--text", str(text), "--target-kl", "0.5", "--tokens", "200", "--steps", "8"]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert re.search(r"HybridCache\(model, \"\w+\"", result.output)
+    wrong = CliRunner().invoke(app, [*words, "--windows", "9"], env={"COLUMNS": "200"})
+    assert wrong.exit_code == 2
+    assert "give a longer text" in re.sub(r"[\s│]+", " ", wrong.output)
