@@ -57,6 +57,7 @@ ROWS = (
     *(f"window:budget={budget}" for budget in (512, 1024, 2048)),
     *(f"scout:budget={budget}" for budget in (256, 512, 1024, 2048)),
     *(f"sparse_fetch:budget={budget}" for budget in (512, 1024, 2048)),
+    *(f"h2o:heavy={share},recent={share}" for share in (0.05, 0.1, 0.2)),
     *(f"hgca:gpu_ratio={ratio}" for ratio in (0.05, 0.1, 0.25)),
     *(f"fixed_hybrid:budget={share}" for share in (0.02, 0.05, 0.1, 0.2)),
 )

@@ -81,6 +81,7 @@ def take_in(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> None:
         model(part, past_key_values=cache, logits_to_keep=1)
 
 
+@torch.no_grad()
 def hold(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: Reading) -> HybridCache:
     """A cache with the context of a reading.
 
@@ -122,8 +123,7 @@ def cost(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: 
     Raises:
         ValueError: an option that is not allowed.
     """
-    with torch.inference_mode():
-        cache = hold(model, policy, options, reading)
+    cache = hold(model, policy, options, reading)
     mine, seconds = follow(model, cache, reading.following)
     kl, top1 = divergence(mine, reading.full)
     stats = cache.stats().as_dict()

@@ -21,8 +21,10 @@ from hf_offload.cache.store import BlockStore
 from hf_offload.cache.weighing import averages_for
 from hf_offload.policies import Policy, make_policy
 
-DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "sparse_fetch")
+DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "sparse_fetch", "h2o")
 """Policies that need nothing but a model."""
+KEPT_BYTES = 12
+"""Of a token's score and number, where a policy's states hold tokens."""
 MOST_ROWS = 4096
 """More rows than this are not looked for."""
 CACHE_KNOBS = ("block_size", "resident", "device_budget", "host_dtype", "prefill_tile")
@@ -176,10 +178,11 @@ def memory_of(
     lines = batch * shape.kv_heads
     averages = 0 if made.salience is None else averages_for(context, 0, size)
     near = batch * shape.query_heads * slots * size * 4 if averages and two else 0
+    kept = made.kept_tokens(context) * lines * (2 * shape.head_dim * shape.dtype.itemsize + KEPT_BYTES)
     tile = min(memory.get("prefill_tile", 4096), context)
     return Memory(
         resident=slots * size,
-        resident_bytes=shape.layers * (lines * slots * record + near),
+        resident_bytes=shape.layers * (lines * slots * record + near + kept),
         host_bytes=shape.layers * lines * ((blocks - old) * record + old * packed),
         digest_bytes=0 if store.digests is None else shape.layers * places * store.digests.block_bytes,
         digests_on_host=made.retrieves or not two,

@@ -122,6 +122,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "hgca, int8": ("hgca", {"window": 40, "resident": None, "block_size": BLOCK, "host_dtype": "int8"}),
     "fixed_hybrid": ("fixed_hybrid", FIXED | {"host_dtype": "int8"}),
     "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
+    "h2o": ("h2o", {"heavy": 0.2, "recent": 0.2, "block_size": BLOCK, "resident": None}),
     "sparse_fetch": ("sparse_fetch", {"budget": 48, "sinks": 8}),
     "mean, int8": ("scout", SCOUT | {"lookahead": "off", "digest": "mean", "host_dtype": "int8"}),
 }

@@ -35,6 +35,7 @@ CASES = {
     "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 16, "local": 32, "resident": None}),
     "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
     "full-fetch-int8": ("full", {"host": "fetch", "host_dtype": "int8"}),
+    "h2o": ("h2o", {"heavy": 0.2, "recent": 0.2, "resident": None}),
     "sparse_fetch": ("sparse_fetch", {"budget": 96, "sinks": 16}),
 }
 
@@ -75,6 +76,8 @@ def models() -> dict[str, PreTrainedModel]:
         ("fixed_hybrid", "one", 19),
         ("full-fetch-int8", "split", 21),
         ("sparse_fetch", "split", 19),
+        ("h2o", "one", 19),
+        ("h2o", "split", 21),
         ("fluxion", "one", 0),
         ("fluxion", "split", 21),
     ],

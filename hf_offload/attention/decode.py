@@ -62,7 +62,7 @@ def append(
             layer.salience.take_in(query, scale=scale, softcap=softcap)
     layer.scale, layer.softcap = scale, softcap
     window = layer.policy.query_window
-    if window and (layer.has_slots or layer.policy.retrieves):
+    if window and (layer.has_slots or layer.policy.retrieves or not layer.policy.attends_blocks):
         queries = query[:, :, -window:].float()
         if layer.last_queries is not None and queries.shape[2] < window:
             queries = torch.cat([layer.last_queries, queries], 2)[:, :, -window:]
@@ -137,7 +137,9 @@ def _decode(
         store.append_token(key, value)
     step = HostStep(layer, query, store.length, scale, softcap)
     plan = layer.policy.plan(step)
-    if plan.near is not None:
+    if plan.attended is not None:
+        out, lse = (mine.copy_(made) for mine, made in zip(step.nothing(), plan.attended, strict=True))
+    elif plan.near is not None:
         out, lse = step.join_near(plan)
     elif plan.kept is not None:
         out, lse = step.attend_kept(plan, learn=fresh)

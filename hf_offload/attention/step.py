@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,6 +157,16 @@ class Step(ABC):
                 the fewest bytes (Fluxion, Eq. 3).
             near: what has been attended, for a foresight.
         """
+
+    def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V `[B, Hkv, D]` of this step's own token."""
+        key, value = self.store.gather(self.length - 1, 1)
+        return key[:, :, 0], value[:, :, 0]
+
+    def earlier(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """All tokens before this step's own, in tiles: the first token, K and V `[B, Hkv, T, D]`, until the next."""
+        self.layer.write_back()
+        return self.store.tiles(self.length - 1, self.layer.settings.prefill_tile)
 
     @property
     def has_far(self) -> bool:

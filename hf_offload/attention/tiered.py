@@ -97,7 +97,9 @@ def decode(
     part: HostPart | None = plan.ahead if plan.host is None else step.attend_host(plan.host)
     if plan.kept is not None:
         part = step.attend_kept(plan.kept)
-    if plan.near is not None:
+    if plan.attended is not None:
+        out, lse = (made.unsqueeze(2) for made in plan.attended)
+    elif plan.near is not None:
         part, (out, lse) = plan.retrieved, step.shares(plan.near)
         if plan.retrieved is not None:
             out, lse = plan.retrieved.assist(step, out, lse)

@@ -127,6 +127,11 @@ class TieredStep(Step):
         counts = torch.full(shape, self.num_blocks - first, dtype=torch.int32, device=device)
         return Selection(blocks.clamp(max=self.store.table.shape[1] - 1).expand(*shape, -1).contiguous(), counts)
 
+    def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
+        block, offset = divmod(self.length - 1, self.block_size)
+        key, value = self.resident.block(block)[:, :, :, offset].unbind(2)
+        return key, value
+
     def resident_blocks(self) -> Selection:
         nowhere = torch.iinfo(torch.int32).max
         held = self.resident.block_of

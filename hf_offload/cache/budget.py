@@ -159,7 +159,7 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
         return slots * block_size
     least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
     if resident is None:
-        wanted = least if policy.retrieves else policy.budget_tokens or DEFAULT_RESIDENT
+        wanted = least if policy.retrieves or not policy.attends_blocks else policy.budget_tokens or DEFAULT_RESIDENT
         resident = min(max(wanted, least), most)
     if isinstance(resident, bool) or not isinstance(resident, int) or resident < least:
         raise ValueError(

@@ -299,9 +299,10 @@ class ResidentSet:
 
     def keys(self, block: int) -> torch.Tensor:
         """The keys `[B, Hkv, block_size, D]` of a resident block."""
-        return self._slot(block)[:, :, 0]
+        return self.block(block)[:, :, 0]
 
-    def _slot(self, block: int) -> torch.Tensor:
+    def block(self, block: int) -> torch.Tensor:
+        """K and V `[B, Hkv, 2, block_size, D]` of a resident block."""
         index = self.slot_of[:, :, block].long()[:, :, None, None, None, None].expand(-1, -1, 1, *self.pool.shape[3:])
         return self.pool.gather(2, index)[:, :, 0]
 
@@ -314,7 +315,7 @@ class ResidentSet:
             self.store.written()
             return
         first = block * self.store.block_size
-        k, v = self._slot(block)[:, :, :, : tokens - first].cpu().unbind(2)
+        k, v = self.block(block)[:, :, :, : tokens - first].cpu().unbind(2)
         movers.write_tokens(k, v, self.store.pool.block_ptr, self.store.table, first, self.store.block_size)()
 
     def synchronize(self) -> None:

@@ -106,7 +106,8 @@ def report(layer: HybridLayer) -> LayerStats:
             store.digest_bytes,
             store.shared_bytes,
         )
-        stats.resident_bytes = layer.resident.nbytes if layer.resident is not None else 0
+        stats.resident_bytes = layer.policy.state_bytes(layer.state)
+        stats.resident_bytes += layer.resident.nbytes if layer.resident is not None else 0
         stats.retrievals = layer.retrievals.as_dict(store.pool.record_bytes)
         stats.transfer = layer.resident.came_by if layer.resident is not None else None
     if salience is not None:

@@ -10,6 +10,7 @@ from hf_offload.policies.base import Plan, Policy, Selection
 from hf_offload.policies.fixed_hybrid import FixedHybrid
 from hf_offload.policies.fluxion import Fluxion
 from hf_offload.policies.full import Full
+from hf_offload.policies.h2o import H2O
 from hf_offload.policies.hgca import HGCA
 from hf_offload.policies.scout import Scout
 from hf_offload.policies.sparse_fetch import SparseFetch
@@ -19,6 +20,7 @@ POLICIES: dict[str, type[Policy]] = {
     "fixed_hybrid": FixedHybrid,
     "fluxion": Fluxion,
     "full": Full,
+    "h2o": H2O,
     "hgca": HGCA,
     "scout": Scout,
     "sparse_fetch": SparseFetch,
@@ -81,6 +83,7 @@ def saved_policy(saved: dict[str, Any]) -> Policy:
 
 
 __all__ = [
+    "H2O",
     "HGCA",
     "POLICIES",
     "FixedHybrid",

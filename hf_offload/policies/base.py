@@ -53,6 +53,7 @@ class Plan:
             beside them are the window, whose tokens' weights are averaged.
         near: sinks and newest blocks, which have been attended (`attention.step.Near`).
         retrieved: a CPU part that chooses its blocks itself, of those that are not near, and has been started.
+        attended: out `[B, Hq, D]` and lse `[B, Hq]` fp32, where the policy has attended everything itself.
     """
 
     device: Selection | None = None
@@ -62,6 +63,7 @@ class Plan:
     kept: Any = None
     near: Any = None
     retrieved: Any = None
+    attended: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def check_tokens(name: str, value: Any, *, least: int = 1) -> None:
@@ -112,6 +114,19 @@ class Policy(ABC):
     def task_schedule(self) -> str | None:
         """Where the CPU chooses: one of `SCHEDULES`, or None for `"priority"` on a GPU and `"none"` without one."""
         return "none"
+
+    @property
+    def attends_blocks(self) -> bool:
+        """Whether steps attend blocks; otherwise the policy's states hold what is attended, apart from all blocks."""
+        return True
+
+    def kept_tokens(self, length: int) -> int:
+        """Tokens of K and V that a state holds of a row and KV head, if decoding starts with `length` cached."""
+        return 0
+
+    def state_bytes(self, state: Any) -> int:
+        """Bytes of the K and V, and what belongs to them, that a layer's state holds on the model's device."""
+        return 0
 
     @property
     def salience(self) -> SalienceRule | None:

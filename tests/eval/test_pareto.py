@@ -88,16 +88,16 @@ def test_every_row_is_measured_and_a_stopped_run_goes_on(tmp_path: Any, monkeypa
 
     monkeypatch.setattr(pareto, "follow", stops)
     out = tmp_path / "pareto.csv"
-    rows = ["--row", "full", "--row", "scout:budget=192,recent=0"]
+    rows = ["--row", "full", "--row", "scout:budget=192,recent=0", "--row", "h2o:heavy=0.1"]
     options = [*rows, "--tokens", "220", "--steps", "6", "--kinds", "code", "--needles", "2", "--out", str(out)]
     assert CliRunner().invoke(common.command(pareto.main), options).exit_code != 0
     result = CliRunner().invoke(common.command(pareto.main), options)
     assert result.exit_code == 0, result.output
-    assert asked == ["full", "scout:budget=192,recent=0", "scout:budget=192,recent=0"]
+    assert asked == ["full", "scout:budget=192,recent=0", "scout:budget=192,recent=0", "h2o:heavy=0.1"]
     with out.open(encoding="utf-8") as file:
         found = list(csv.DictReader(file))
     assert [line["row"] for line in found] == rows[1::2]
-    assert [(line["found"], line["of"]) for line in found] == [("2", "2")] * 2
+    assert [(line["found"], line["of"]) for line in found] == [("2", "2")] * 3
     assert float(found[0]["kl"]) < 1e-5 < float(found[1]["kl"])
     assert out.with_suffix(".png").stat().st_size > 0
     assert not out.with_suffix(".state").exists()

@@ -1,0 +1,229 @@
+"""H2O (Zhang et al. 2023): heavy hitters by accumulated attention and the newest tokens; the rest is evicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_offload.policies.base import Plan, Policy, check_tokens
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
+
+EMPTY = -1
+
+
+@dataclass(slots=True)
+class Kept:
+    """The tokens of one layer that are not evicted, in places of no order.
+
+    Args:
+        keys, values: `[B, Hkv, C, D]` in the model's dtype.
+        score: fp32 `[B, Hkv, C]`, the weights that a token has got so far, of all query heads of the KV head.
+        position: int64 `[B, Hkv, C]`, its number in the row; -1: the place is empty.
+        recent: so many newest tokens are never evicted.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    score: torch.Tensor
+    position: torch.Tensor
+    recent: int
+
+    def take_in(self, key: torch.Tensor, value: torch.Tensor, number: int, valid: torch.Tensor | None) -> None:
+        """Give token `number`, K and V `[B, Hkv, D]`, an empty place or that of the lightest token that is not recent.
+
+        Args:
+            valid: bool `[B]`, whether it counts in a row; None: in all.
+        """
+        held = self.score.masked_fill(self.position > number - self.recent, math.inf)
+        place = held.masked_fill(self.position == EMPTY, -math.inf).argmin(-1, keepdim=True)
+        where = place[..., None].expand(*place.shape, key.shape[-1])
+        self.keys.scatter_(2, where, key[:, :, None])
+        self.values.scatter_(2, where, value[:, :, None])
+        self.score.scatter_(2, place, 0.0)
+        numbers = torch.full_like(place, number)
+        if valid is not None:
+            numbers.masked_fill_(~valid.to(place.device)[:, None, None], EMPTY)
+        self.position.scatter_(2, place, numbers)
+
+    def attend(self, query: torch.Tensor, scale: float, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend all of them with `[B, Hq, D]` fp32, and let their scores grow: out as the query, lse `[B, Hq]`."""
+        batch, heads, _, dim = self.keys.shape
+        logits = _logits(query.view(batch, heads, -1, dim), self.keys, scale, softcap)
+        logits = logits.masked_fill((self.position == EMPTY)[:, :, None], -math.inf)
+        lse = logits.logsumexp(-1)
+        weights = (logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+        self.score += weights.sum(2)
+        return (weights @ self.values.float()).view(query.shape), lse.view(query.shape[:2])
+
+
+@dataclass(slots=True)
+class H2OState:
+    """What H2O remembers of one layer: nothing before its first decode step."""
+
+    kept: Kept | None = None
+
+
+@dataclass(frozen=True)
+class H2O(Policy):
+    """Attend the newest tokens and the heavy hitters of the others; a token that was evicted is never attended again.
+
+    Each KV head keeps, in a small cache of its own on the model's device, the newest tokens and those of the others
+    that have got most attention, summed over all queries so far and the query heads of the group. With each token
+    that comes one goes for good: the lightest that is not among the newest. All this is the paper's (algorithm 1).
+
+    What is not: the engine attends prompts and appends exactly and keeps every token on the host, so that after an
+    append all tokens are there to choose from again; of a prompt the last `prompt_queries` queries count, the paper
+    has all. It stands for eviction, and saves no host memory here.
+
+    Args:
+        heavy: share of the tokens cached when decoding starts that are kept for their attention, 0 … 1.
+        recent: share of them that is kept for being newest, 0 … 1. The paper has 20 % in all, half and half.
+        prompt_queries: so many of a prompt's last queries say what is heavy when decoding starts.
+
+    Raises:
+        ValueError: a knob has a value that is not allowed.
+    """
+
+    name = "h2o"
+    heavy: float = 0.1
+    recent: float = 0.1
+    prompt_queries: int = 512
+
+    def __post_init__(self) -> None:
+        for knob in ("heavy", "recent"):
+            share = getattr(self, knob)
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+                raise ValueError(f"{knob}={share!r} is not a share of the cached tokens; use a number in 0 … 1")
+        check_tokens("prompt_queries", self.prompt_queries)
+
+    @property
+    def leaves_out(self) -> bool:
+        return True
+
+    @property
+    def attends_blocks(self) -> bool:
+        return False
+
+    @property
+    def query_window(self) -> int:
+        return self.prompt_queries
+
+    def kept_tokens(self, length: int) -> int:
+        return self._heavy(length) + self._recent(length) + 1  # this step's own
+
+    def _heavy(self, length: int) -> int:
+        return math.ceil(self.heavy * length)
+
+    def _recent(self, length: int) -> int:
+        return max(math.ceil(self.recent * length), 1)
+
+    def new_state(self, layer: HybridLayer) -> H2OState:
+        return H2OState()
+
+    def state_bytes(self, state: H2OState) -> int:
+        return sum(tensor.nbytes for name, tensor in self.pack_state(state).items() if name != "recent")
+
+    def pack_state(self, state: H2OState) -> dict[str, torch.Tensor]:
+        if state.kept is None:
+            return {}
+        packed = {part.name: getattr(state.kept, part.name) for part in dataclasses.fields(Kept)}
+        return packed | {"recent": torch.tensor(state.kept.recent)}
+
+    def unpack_state(self, state: H2OState, packed: dict[str, torch.Tensor]) -> None:
+        if packed:
+            with torch.inference_mode(False):
+                tensors = {name: tensor.clone() for name, tensor in packed.items() if name != "recent"}
+            state.kept = Kept(**tensors, recent=int(packed["recent"]))
+
+    def select_rows(self, state: H2OState, rows: torch.Tensor) -> H2OState:
+        if state.kept is None:
+            return state
+        packed = self.pack_state(state)
+        index = rows.to(state.kept.keys.device)
+        selected = H2OState()
+        self.unpack_state(selected, {k: v if k == "recent" else v[index] for k, v in packed.items()})
+        return selected
+
+    def plan(self, step: Step) -> Plan:
+        """Take this step's token in, attend what is kept."""
+        state: H2OState = step.state
+        if state.kept is None:
+            state.kept = self._choose(step)
+        number, padding = step.length - 1, step.store.padding
+        valid = torch.from_numpy(padding.valid[:, number] != 0) if padding.ragged else None
+        state.kept.take_in(*step.newest(), number, valid)
+        query = torch.as_tensor(step.query).to(state.kept.keys.device)
+        return Plan(attended=state.kept.attend(query, step.scale, step.softcap))
+
+    def _choose(self, step: Step) -> Kept:
+        """The heavy and the newest of the tokens before this step's own."""
+        count, store = step.length - 1, step.store
+        score = _weighed(step, count)
+        recent, heavy = min(self._recent(count), count), min(self._heavy(count), count)
+        valid = _valid(step, count)
+        rank = score.clone()
+        rank[:, :, count - recent :] = math.inf
+        best = rank.masked_fill(~valid[:, None], -math.inf).topk(min(heavy + recent, count), -1)
+        shape, places = score.shape[:2], self.kept_tokens(count)
+        with torch.inference_mode(False):
+            size = (*shape, places, store.head_dim)
+            keys, values = (torch.zeros(size, dtype=store.dtype, device=store.device) for _ in range(2))
+            kept_score = torch.zeros(*shape, places, device=store.device)
+            position = torch.full((*shape, places), EMPTY, device=store.device)
+        most = best.indices.shape[-1]
+        position[:, :, :most] = best.indices.masked_fill(best.values == -math.inf, EMPTY)
+        kept_score[:, :, :most] = score.gather(2, best.indices)
+        for first, key, value in step.earlier():
+            inside = (best.indices >= first) & (best.indices < first + key.shape[2])
+            where = (best.indices - first).clamp(0, key.shape[2] - 1)[..., None].expand(-1, -1, -1, key.shape[3])
+            for target, source in ((keys, key), (values, value)):
+                target[:, :, :most] = torch.where(inside[..., None], source.gather(2, where), target[:, :, :most])
+        return Kept(keys, values, kept_score, position, self._recent(count))
+
+
+def _logits(query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """Scores fp32 `[B, Hkv, n, T]` of queries `[B, Hkv, n, D]` and keys `[B, Hkv, T, D]`."""
+    logits = scale * (query @ key.float().transpose(2, 3))
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def _valid(step: Step, count: int) -> torch.Tensor:
+    """Which of the first `count` tokens count, bool `[B, count]` on the device."""
+    return torch.from_numpy(step.store.padding.valid[:, :count] != 0).to(step.store.device)
+
+
+def _weighed(step: Step, count: int) -> torch.Tensor:
+    """The weights that the prompt's last queries gave each of `count` tokens, summed: fp32 `[B, Hkv, count]`."""
+    known, store = step.layer.last_queries, step.store
+    query = torch.as_tensor(step.query)[:, :, None] if known is None else known[:, :, -count:]
+    query = query.to(store.device).float()
+    last = torch.arange(count - query.shape[2], count, device=store.device)  # what each query may see
+    last = last + 1 if known is None else last
+    valid = _valid(step, count)
+    counts = valid[:, last.clamp(max=count - 1)]  # queries of padding say nothing
+    grouped = query.reshape(store.batch, store.num_kv_heads, -1, query.shape[3])  # heads of a group, query by query
+
+    def tiles() -> Iterator[tuple[int, int, torch.Tensor]]:
+        for first, key, _ in step.earlier():
+            stop = first + key.shape[2]
+            logits = _logits(grouped, key, step.scale, step.softcap)
+            logits = logits.view(*logits.shape[:2], -1, query.shape[2], stop - first)
+            seen = torch.arange(first, stop, device=store.device) <= last[:, None]
+            seen = seen & valid[:, None, first:stop] & counts[..., None]
+            yield first, stop, logits.masked_fill(~seen[:, None, None], -math.inf)
+
+    lse = torch.full((*grouped.shape[:2], 1, 1), -math.inf, device=store.device)
+    for _, _, logits in tiles():
+        lse = torch.logaddexp(lse, logits.logsumexp(-1))
+    score = torch.zeros(*grouped.shape[:2], count, device=store.device)
+    for first, stop, logits in tiles():
+        score[:, :, first:stop] = (logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp().sum((2, 3))
+    return score
