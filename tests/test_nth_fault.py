@@ -38,6 +38,7 @@ SETTINGS = {
     "fixed_hybrid": Setting(2, 16, "fixed_hybrid", {**FIXED, "tier": "split"}, True),
     "hgca, one": Setting(2, 16, "hgca", {**HGCA, "tier": "one"}, True),
     "fluxion": Setting(2, 16, "fluxion", {**FLUXION, "tier": "split"}, True),
+    "fluxion, shared": Setting(2, 16, "fluxion", {**FLUXION, "tier": "split", "schedule": "priority"}, True),
 }
 
 
