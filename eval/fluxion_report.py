@@ -216,8 +216,8 @@ def main(
         raise typer.BadParameter(f"unknown sections {', '.join(unknown)}: choose among {', '.join(SECTIONS)}")
     settings = {"predictor": predictor.name, "tau": tau, "steps": steps, "rounds": rounds, "kind": kind, "model": model,
                 "dtype": dtype, "threads": threads, "contexts": lengths}  # fmt: skip
-    progress = Progress(out.with_suffix(""), settings)
     language_model, tokenizer = load(model, dtype, threads)
+    progress = Progress(out.with_suffix(""), settings)
     following = rounds * (WARM_UP + steps) + WARM_UP + 4
     ids = window(text_of(text, prose), tokenizer, 0, lengths[-1] + following).to(language_model.device)
     records: list[dict[str, Any]] = []
