@@ -195,7 +195,7 @@ class Batch:
                 times["attention"].append(1000 * watch.seconds)
         told = torch.cat(logits).float().log_softmax(-1).cpu()
         now = _told(cache) if before else {}
-        gone = {name: now[name] - before[name] for name in now}
+        gone = {name: now[name] - before.get(name, 0.0) for name in now}
         return {name: values[WARM_UP:] for name, values in times.items()}, told, gone
 
     def compared(self, rows: list[Row], caches: dict[str, Cache], rounds: int, steps: int) -> list[dict[str, Any]]:
@@ -238,7 +238,7 @@ class Batch:
 def _told(cache: Any) -> dict[str, float]:
     """What a cache has counted so far: seconds of waiting and idling, and bytes that were chosen."""
     stats = cache.stats().as_dict()
-    counted = {"wait": stats["wait_seconds"], "bytes": 0.0, "device_idle": 0.0, "cpu_idle": 0.0}
+    counted = {"wait": stats["wait_seconds"], "bytes": 0.0}
     for name, told in stats["retrievals"].items():
         if name == "retrieved_bytes":
             counted["bytes"] = float(told)
