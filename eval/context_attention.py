@@ -64,6 +64,7 @@ from common import (
     window,
     write_csv,
 )
+from hf_offload.fluxion.predictor import read_about
 from hf_offload.measuring import READS_PROMPTS, divergence
 
 WARM_UP = 2
@@ -75,9 +76,9 @@ AS_PROMPT = {"append": "mean", "append_run": 0}
 
 
 def make_rows(tier: str | None, predictor: Path | None = None) -> list[Row]:
-    """The rows to choose from, beside full attention; `fluxion` with a predictor alone."""
+    """The rows to choose from, beside full attention; `fluxion` with a predictor alone, for all that it knows."""
     tiers = {} if tier is None else {"tier": tier}
-    fluxion = {"predictor": predictor, "tau": 0.1} | tiers
+    taus = [] if predictor is None else sorted(float(tau) for tau in read_about(predictor)["predictors"])
     memory = {"block_size": BLOCK_SIZE} | tiers
     return [
         Row("full-hybrid", "full", memory),
@@ -85,7 +86,7 @@ def make_rows(tier: str | None, predictor: Path | None = None) -> list[Row]:
         *(Row(f"scout-{n}", "scout", {"budget": n} | memory) for n in (256, 512, 1024, 2048)),
         *(Row(f"window-{n}", "window", {"budget": n} | memory) for n in (1024, 2048)),
         *(Row(f"fixed-{share:g}", "fixed_hybrid", {"budget": share} | tiers) for share in (0.02, 0.05, 0.1, 0.2)),
-        *([] if predictor is None else [Row("fluxion-0.1", "fluxion", fluxion)]),
+        *(Row(f"fluxion-{tau:g}", "fluxion", {"predictor": predictor, "tau": tau} | tiers) for tau in taus),
     ]
 
 
@@ -276,7 +277,7 @@ def main(
     kind: Annotated[str, typer.Option(help="prose, documentation or code.")] = "code",
     tier: TierOption = None,
     predictor: Annotated[
-        Path | None, typer.Option(help="A file of hf-offload train-fluxion, for the row fluxion-0.1.")
+        Path | None, typer.Option(help="A file of hf-offload train-fluxion, for the rows fluxion-TAU.")
     ] = None,
     prose: ProseOption = None,
     model: ModelOption = None,

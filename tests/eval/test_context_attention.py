@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import common
 import context_attention
+from hf_offload.fluxion.predictor import HeadPredictor, save_predictors
 
 BLOCK = {"block_size": 32}
 TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
@@ -131,6 +132,15 @@ def test_bytes_of_what_the_cpu_chose():
     assert 0.4 < stats["retrievals"]["retrieved_share"] <= 1
     assert chosen == pytest.approx(stats["retrievals"]["retrieved_share"] * 160 * TOKEN)
     assert read == pytest.approx(320 * TOKEN + chosen + stats["digest_bytes"])
+
+
+def test_a_predictor_has_a_row_for_every_deviation_that_it_knows(tmp_path):
+    path = tmp_path / "predictor.safetensors"
+    made = {tau: HeadPredictor(tau=tau, digest="quest", sinks=16, local=32) for tau in (0.2, 0.05)}
+    save_predictors(path, {}, made, {})
+    rows = [row for row in context_attention.make_rows("one", path) if row.policy == "fluxion"]
+    assert [row.name for row in rows] == ["fluxion-0.05", "fluxion-0.2"]
+    assert rows[1].options == {"predictor": path, "tau": 0.2, "tier": "one"}
 
 
 def test_rows_are_compared_token_by_token():
