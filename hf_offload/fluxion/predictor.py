@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -117,6 +118,7 @@ class HeadPredictor(nn.Module):
         self.tau, self.digest, self.sinks, self.local = tau, digest, sinks, local
         self.streaming_at = streaming_at
         self._logit = float(torch.logit(torch.tensor(streaming_at, dtype=torch.float64)))
+        self._elsewhere: dict[torch.device, HeadPredictor] = {}
         self.register_buffer("offset", torch.zeros(len(FEATURES)))
         self.register_buffer("inverse", torch.ones(len(FEATURES)))
         self.first = nn.Linear(len(FEATURES), WIDTH)
@@ -139,13 +141,22 @@ class HeadPredictor(nn.Module):
         return nn.functional.linear(x, self.outputs.weight, self.outputs.bias)
 
     def predict(self, features: torch.Tensor) -> HeadProperties:
-        """The properties of heads from their features.
+        """The properties of heads from their features, on whatever device these are.
 
         Args:
             features: fp32 `[…, 41]`, as `FEATURES` names them.
         """
+        if features.device != self.offset.device:
+            return self._on(features.device).predict(features)
         budget0, slope, logit = self.forward(features).unbind(-1)
         return HeadProperties(budget0, slope, logit > self._logit)
+
+    def _on(self, device: torch.device) -> HeadPredictor:
+        """A copy on another device, made once: a model may be spread over several."""
+        found = self._elsewhere.get(device)
+        if found is None:
+            found = self._elsewhere[device] = copy.deepcopy(self).to(device)
+        return found
 
     def network(self) -> Network:
         """The network for compiled code, with the weights of now."""

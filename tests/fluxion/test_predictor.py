@@ -75,6 +75,16 @@ def test_shapes_and_the_threshold() -> None:
         made(streaming_at=1)
 
 
+def test_it_predicts_where_the_features_are() -> None:
+    one, features = made(), sample(4)
+    want = one.predict(features)
+    for _ in range(2):
+        there = one.predict(features.to("meta"))
+        assert all(part.device.type == "meta" and part.shape == (4,) for part in there)
+    assert torch.equal(one.predict(features).budget0, want.budget0)
+    assert set(one.state_dict()) == set(made().state_dict())
+
+
 def test_file_gives_the_same_predictions(tmp_path: Path) -> None:
     path, model = tmp_path / "predictor.safetensors", identity()
     both = {0.05: made(0.05, 1, 0.6), 0.1: made(0.1, 2, 0.7)}
