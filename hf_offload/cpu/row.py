@@ -62,6 +62,7 @@ class Row:
             refusing.check()
 
     def _keep(self, launches: tuple[Standing, ...]) -> None:
+        self._launches = ()  # until all of it is there
         for i, launch in enumerate(launches):
             self._row[i] = launch.address, len(launch.changing), *(launch.counters if launch.shared else (0, 0))
         self._launches, self._shared = launches, tuple(launch for launch in launches if launch.shared)
