@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from hf_offload.attention.spread import on_device
-from hf_offload.measuring import Reading, cost, follow, read
+from hf_offload.measuring import Reading, cost, follow, hold, read
 
 LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
     "scout": tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096)),
@@ -29,6 +30,10 @@ FETCHES = ("sparse_fetch",)
 """Policies that with one memory are nothing but a choice that others make better."""
 BLOCK_SIZES = (16, 32, 64)
 RECALLS = ("adaptive", 1, 8)
+TURN = 8
+"""Steps of a row before the next one takes its turn, where times are compared."""
+AFTER_SWITCH = 2
+"""Steps of a turn that find another row's data in the CPU's caches, and do not count."""
 ALIKE = 0.03
 """Times that differ by less are taken to be the same, and device memory decides."""
 
@@ -72,7 +77,7 @@ class Tuning:
 
     Args:
         target: the KL that was asked for.
-        full_seconds: a step of Transformers' own cache, median.
+        full_seconds: a step of Transformers' own cache, median; it and the settings that are near enough took turns.
         trials: all that was tried, in order; the first is full attention through a HybridCache.
     """
 
@@ -212,6 +217,8 @@ def tune(
             best = min(near, key=lambda trial: trial.seconds)
             for options in _variants(best, two):
                 attempt(best.policy, {name: value for name, value in options.items() if name != "tier"})
+        bar.set_description("times, in turns")
+        _time(model, found, readings[0])
     return found
 
 
@@ -259,8 +266,26 @@ def _trial(model: PreTrainedModel, policy: str, options: dict[str, Any], reading
     )
 
 
+def _time(model: PreTrainedModel, found: Tuning, reading: Reading) -> None:
+    """Time all that is near enough, and Transformers' own cache, in turns: other work meets all of them alike."""
+    near = [number for number, trial in enumerate(found.trials) if trial.meets(found.target)]
+    caches: dict[int, Cache] = {-1: reading.cache}
+    for number in near:
+        caches[number] = hold(model, found.trials[number].policy, found.trials[number].options, reading)
+    seconds: dict[int, list[float]] = {number: [] for number in caches}
+    for tokens in reading.following.split(TURN, 1):  # type: ignore[no-untyped-call]
+        for number, cache in caches.items():
+            seconds[number] += follow(model, cache, tokens)[1][AFTER_SWITCH:]
+    reading.cache.crop(-len(reading.full))
+    if not seconds[-1]:  # so few steps that nothing was counted
+        return
+    found.full_seconds = statistics.median(seconds[-1])
+    for number in near:
+        found.trials[number] = replace(found.trials[number], seconds=statistics.median(seconds[number]))
+
+
 def _stock_seconds(model: PreTrainedModel, reading: Reading) -> float:
     """A step of Transformers' own cache, the median."""
-    seconds = sorted(follow(model, reading.cache, reading.following)[1])
+    seconds = follow(model, reading.cache, reading.following)[1]
     reading.cache.crop(-len(reading.full))
-    return seconds[len(seconds) // 2]
+    return statistics.median(seconds)

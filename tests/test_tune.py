@@ -57,6 +57,7 @@ def test_two_memories_try_fetching_and_recalls(ladders: None, monkeypatch: pytes
         return Trial(policy, options, kl, 0.0, kl, 1.0, {"scout": 1.0}.get(policy, 2.0), 5.0, 7)
 
     monkeypatch.setattr(tuning, "_trial", fake)
+    monkeypatch.setattr(tuning, "_time", lambda *_: None)
     found = tune(tiny_model("llama"), prompt(1, 500)[0], 1 / 100, tier="split", **SMALL)
     split = {"tier": "split"}
     scouts = [options for policy, options in tried if policy == "scout"]
