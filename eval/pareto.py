@@ -57,14 +57,15 @@ ROWS = (
     *(f"window:budget={budget}" for budget in (512, 1024, 2048)),
     *(f"scout:budget={budget}" for budget in (256, 512, 1024, 2048)),
     *(f"sparse_fetch:budget={budget}" for budget in (512, 1024, 2048)),
+    *(f"infinigen:alpha={alpha}" for alpha in (2, 4, 6)),
     *(f"h2o:heavy={share},recent={share}" for share in (0.05, 0.1, 0.2)),
     *(f"hgca:gpu_ratio={ratio}" for ratio in (0.05, 0.1, 0.25)),
     *(f"fixed_hybrid:budget={share}" for share in (0.02, 0.05, 0.1, 0.2)),
 )
 COSTS = {"host": "MiB read of the host, a step", "device": "MiB on the device", "ms": "ms a step"}
 LIMITS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
-TAIL = 16
-"""Tokens at the end of a needle's prompt that every row reads itself."""
+TAIL = 64
+"""Tokens at the end of a needle's prompt, the question among them, that every row reads itself."""
 
 
 def measured(progress: Progress, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

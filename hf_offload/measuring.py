@@ -14,7 +14,7 @@ from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.hybrid_cache import HybridCache
 
 CHUNK = 2048
-READS_PROMPTS = ("fluxion", "h2o", "hgca")
+READS_PROMPTS = ("fluxion", "h2o", "hgca", "infinigen")
 """Policies that learn from a prompt's attention, so that keys and values alone are not enough."""
 WARM_UP = 4
 """Steps whose time does not count."""

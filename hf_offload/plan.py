@@ -21,10 +21,8 @@ from hf_offload.cache.store import BlockStore
 from hf_offload.cache.weighing import averages_for
 from hf_offload.policies import Policy, make_policy
 
-DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "sparse_fetch", "h2o")
+DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "sparse_fetch", "h2o", "infinigen")
 """Policies that need nothing but a model."""
-KEPT_BYTES = 12
-"""Of a token's score and number, where a policy's states hold tokens."""
 MOST_ROWS = 4096
 """More rows than this are not looked for."""
 CACHE_KNOBS = ("block_size", "resident", "device_budget", "host_dtype", "prefill_tile")
@@ -178,7 +176,7 @@ def memory_of(
     lines = batch * shape.kv_heads
     averages = 0 if made.salience is None else averages_for(context, 0, size)
     near = batch * shape.query_heads * slots * size * 4 if averages and two else 0
-    kept = made.kept_tokens(context) * lines * (2 * shape.head_dim * shape.dtype.itemsize + KEPT_BYTES)
+    kept = lines * made.line_bytes(context, shape.head_dim, shape.dtype.itemsize)
     tile = min(memory.get("prefill_tile", 4096), context)
     return Memory(
         resident=slots * size,

@@ -123,6 +123,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fixed_hybrid": ("fixed_hybrid", FIXED | {"host_dtype": "int8"}),
     "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
     "h2o": ("h2o", {"heavy": 0.2, "recent": 0.2, "block_size": BLOCK, "resident": None}),
+    "infinigen": ("infinigen", {"alpha": 1.0, "block_size": BLOCK, "resident": None}),
     "sparse_fetch": ("sparse_fetch", {"budget": 48, "sinks": 8}),
     "mean, int8": ("scout", SCOUT | {"lookahead": "off", "digest": "mean", "host_dtype": "int8"}),
 }

@@ -36,6 +36,8 @@ CASES = {
     "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
     "full-fetch-int8": ("full", {"host": "fetch", "host_dtype": "int8"}),
     "h2o": ("h2o", {"heavy": 0.2, "recent": 0.2, "resident": None}),
+    "infinigen-int8": ("infinigen", {"alpha": 1.0, "host_dtype": "int8", "resident": None}),
+    "infinigen": ("infinigen", {"alpha": 1.0, "resident": None}),
     "sparse_fetch": ("sparse_fetch", {"budget": 96, "sinks": 16}),
 }
 
@@ -77,6 +79,7 @@ def models() -> dict[str, PreTrainedModel]:
         ("full-fetch-int8", "split", 21),
         ("sparse_fetch", "split", 19),
         ("h2o", "one", 19),
+        ("infinigen-int8", "split", 19),
         ("h2o", "split", 21),
         ("fluxion", "one", 0),
         ("fluxion", "split", 21),

@@ -57,6 +57,7 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         ("fixed_hybrid", "split", 0),
         ("sparse_fetch", "split", 19),
         ("h2o", "one", 5),
+        ("infinigen", "split", 5),
         ("h2o", "split", 19),
         ("fluxion", "one", 5),
         ("fluxion", "split", 19),

@@ -11,6 +11,7 @@ import torch
 
 from hf_offload.attention.retrieval import Foresight, Properties, Retrieval
 from hf_offload.attention.segments import Segments, segments_of
+from hf_offload.attention.token_fetch import TokenFetch
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.base import Plan, Selection
 
@@ -167,6 +168,16 @@ class Step(ABC):
         """All tokens before this step's own, in tiles: the first token, K and V `[B, Hkv, T, D]`, until the next."""
         self.layer.write_back()
         return self.store.tiles(self.length - 1, self.layer.settings.prefill_tile)
+
+    def bring_tokens(self, numbers: torch.Tensor, counts: torch.Tensor) -> TokenFetch:
+        """Start to bring single tokens from the host to the device.
+
+        Args:
+            numbers: `[B, Hkv, M]` int64, tokens before this step's own; entries from `counts` on mean nothing.
+            counts: `[B, Hkv]` int64.
+        """
+        self.layer.write_back()
+        return TokenFetch(self.layer, numbers, counts, self.label("tokens"))
 
     @property
     def has_far(self) -> bool:

@@ -12,6 +12,7 @@ from hf_offload.policies.fluxion import Fluxion
 from hf_offload.policies.full import Full
 from hf_offload.policies.h2o import H2O
 from hf_offload.policies.hgca import HGCA
+from hf_offload.policies.infinigen import InfiniGen
 from hf_offload.policies.scout import Scout
 from hf_offload.policies.sparse_fetch import SparseFetch
 from hf_offload.policies.window import Window
@@ -22,6 +23,7 @@ POLICIES: dict[str, type[Policy]] = {
     "full": Full,
     "h2o": H2O,
     "hgca": HGCA,
+    "infinigen": InfiniGen,
     "scout": Scout,
     "sparse_fetch": SparseFetch,
     "window": Window,
@@ -89,6 +91,7 @@ __all__ = [
     "FixedHybrid",
     "Fluxion",
     "Full",
+    "InfiniGen",
     "Plan",
     "Policy",
     "Scout",

@@ -120,12 +120,12 @@ class Policy(ABC):
         """Whether steps attend blocks; otherwise the policy's states hold what is attended, apart from all blocks."""
         return True
 
-    def kept_tokens(self, length: int) -> int:
-        """Tokens of K and V that a state holds of a row and KV head, if decoding starts with `length` cached."""
+    def line_bytes(self, length: int, head_dim: int, itemsize: int) -> int:
+        """Bytes that a state holds on the device for a row and KV head, if decoding starts with `length` tokens."""
         return 0
 
     def state_bytes(self, state: Any) -> int:
-        """Bytes of the K and V, and what belongs to them, that a layer's state holds on the model's device."""
+        """Bytes of what a layer's state holds of tokens on the model's device."""
         return 0
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_offload.policies.base import Plan, Policy, check_tokens
+from hf_offload.policies.tokens import attend, scores, valid_tokens
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -55,13 +56,9 @@ class Kept:
 
     def attend(self, query: torch.Tensor, scale: float, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend all of them with `[B, Hq, D]` fp32, and let their scores grow: out as the query, lse `[B, Hq]`."""
-        batch, heads, _, dim = self.keys.shape
-        logits = _logits(query.view(batch, heads, -1, dim), self.keys, scale, softcap)
-        logits = logits.masked_fill((self.position == EMPTY)[:, :, None], -math.inf)
-        lse = logits.logsumexp(-1)
-        weights = (logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+        out, lse, weights = attend(query, self.keys, self.values, self.position != EMPTY, scale, softcap)
         self.score += weights.sum(2)
-        return (weights @ self.values.float()).view(query.shape), lse.view(query.shape[:2])
+        return out, lse
 
 
 @dataclass(slots=True)
@@ -116,7 +113,10 @@ class H2O(Policy):
     def query_window(self) -> int:
         return self.prompt_queries
 
-    def kept_tokens(self, length: int) -> int:
+    def line_bytes(self, length: int, head_dim: int, itemsize: int) -> int:
+        return self._places(length) * (2 * head_dim * itemsize + 12)  # a score and a number
+
+    def _places(self, length: int) -> int:
         return self._heavy(length) + self._recent(length) + 1  # this step's own
 
     def _heavy(self, length: int) -> int:
@@ -168,11 +168,11 @@ class H2O(Policy):
         count, store = step.length - 1, step.store
         score = _weighed(step, count)
         recent, heavy = min(self._recent(count), count), min(self._heavy(count), count)
-        valid = _valid(step, count)
+        valid = valid_tokens(step, count)
         rank = score.clone()
         rank[:, :, count - recent :] = math.inf
         best = rank.masked_fill(~valid[:, None], -math.inf).topk(min(heavy + recent, count), -1)
-        shape, places = score.shape[:2], self.kept_tokens(count)
+        shape, places = score.shape[:2], self._places(count)
         with torch.inference_mode(False):
             size = (*shape, places, store.head_dim)
             keys, values = (torch.zeros(size, dtype=store.dtype, device=store.device) for _ in range(2))
@@ -189,17 +189,6 @@ class H2O(Policy):
         return Kept(keys, values, kept_score, position, self._recent(count))
 
 
-def _logits(query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Scores fp32 `[B, Hkv, n, T]` of queries `[B, Hkv, n, D]` and keys `[B, Hkv, T, D]`."""
-    logits = scale * (query @ key.float().transpose(2, 3))
-    return logits if softcap is None else softcap * (logits / softcap).tanh()
-
-
-def _valid(step: Step, count: int) -> torch.Tensor:
-    """Which of the first `count` tokens count, bool `[B, count]` on the device."""
-    return torch.from_numpy(step.store.padding.valid[:, :count] != 0).to(step.store.device)
-
-
 def _weighed(step: Step, count: int) -> torch.Tensor:
     """The weights that the prompt's last queries gave each of `count` tokens, summed: fp32 `[B, Hkv, count]`."""
     known, store = step.layer.last_queries, step.store
@@ -207,14 +196,14 @@ def _weighed(step: Step, count: int) -> torch.Tensor:
     query = query.to(store.device).float()
     last = torch.arange(count - query.shape[2], count, device=store.device)  # what each query may see
     last = last + 1 if known is None else last
-    valid = _valid(step, count)
+    valid = valid_tokens(step, count)
     counts = valid[:, last.clamp(max=count - 1)]  # queries of padding say nothing
     grouped = query.reshape(store.batch, store.num_kv_heads, -1, query.shape[3])  # heads of a group, query by query
 
     def tiles() -> Iterator[tuple[int, int, torch.Tensor]]:
         for first, key, _ in step.earlier():
             stop = first + key.shape[2]
-            logits = _logits(grouped, key, step.scale, step.softcap)
+            logits = scores(grouped, key, step.scale, step.softcap)
             logits = logits.view(*logits.shape[:2], -1, query.shape[2], stop - first)
             seen = torch.arange(first, stop, device=store.device) <= last[:, None]
             seen = seen & valid[:, None, first:stop] & counts[..., None]

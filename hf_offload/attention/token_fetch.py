@@ -1,0 +1,65 @@
+"""Single tokens on their way from the host to the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory import host_empty
+from hf_offload.cache.unchecked import check_selected
+from hf_offload.cpu import pool as movers
+from hf_offload.cpu.packed import unpack_records
+
+
+class TokenFetch:
+    """K and V of tokens that each row and KV head chose, brought together by a worker thread.
+
+    Args:
+        layer: the layer; the host has all its tokens.
+        numbers: `[B, Hkv, M]` int64; entries from `counts` on mean nothing.
+        counts: `[B, Hkv]` int64.
+        label: what an error message calls it.
+    """
+
+    def __init__(self, layer: HybridLayer, numbers: torch.Tensor, counts: torch.Tensor, label: str) -> None:
+        store = layer.store
+        assert store is not None
+        self.layer = layer
+        wanted, many = numbers.cpu().numpy(), counts.cpu().numpy()
+        most = max(int(many.max(initial=0)), 1)
+        meant = np.arange(most) < many[..., None]
+        self.there = torch.from_numpy(meant).to(store.device)
+        """Bool `[B, Hkv, m]`, which of the tokens that come are meant."""
+        pin = store.pool.pinned and not store.packs
+        shape = (*many.shape, most, 2, store.head_dim)
+        self._host = host_empty(shape, store.gather_dtype, pin=pin, brief=True, what="chosen tokens")
+        store.settle()
+        blocks = (wanted[:, :, :most] // store.block_size).astype(np.int32)
+        check_selected(store, blocks, many.astype(np.int32))
+        rows, heads, places = np.nonzero(meant)
+        source = store.pool.addresses(store.table[rows, blocks[meant]], heads)
+        first = (wanted[:, :, :most][meant] % store.block_size).astype(np.int32)
+        line = self._host[0, 0, 0, 0].nbytes
+        target = self._host.data_ptr() + 2 * line * ((rows * many.shape[1] + heads) * most + places).astype(np.int64)
+        if store.packs:
+            launch = unpack_records(
+                source, first, np.ones_like(first), target, target + line, kv_dtype=store.dtype, dim=store.head_dim,
+                block_size=store.block_size,
+            )  # fmt: skip
+        else:
+            source = np.concatenate((source, source + store.pool.record_bytes // 2)) + np.tile(first, 2) * line
+            launch = movers.copy_records(source, np.concatenate((target, target + line)), line)
+        if layer.has_slots:
+            layer.stats.recall_bytes += len(first) * 2 * store.head_dim * store.dtype.itemsize
+            layer.stats.recalls += 1
+        self._job = layer.settings.worker.submit(launch, label, keep=(store.pool, self._host))
+
+    def arrive(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V `[B, Hkv, m, D]` in the model's dtype, on its device; what is not `there` may be anything."""
+        store = self.layer.store
+        assert store is not None
+        with self.layer.stats.waiting():
+            self._job.result()
+        key, value = store.narrowed(self._host).to(store.device, non_blocking=True).unbind(3)
+        return key, value

@@ -1,0 +1,207 @@
+"""InfiniGen (Lee et al. 2024): tokens are chosen one layer ahead by a few channels, and recalled over the link."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_offload.policies.base import Plan, Policy, check_tokens
+from hf_offload.policies.tokens import attend, valid_tokens
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
+
+GROW = 256
+"""Tokens by which the partial keys grow."""
+
+
+@dataclass(slots=True)
+class InfiniGenState:
+    """What InfiniGen remembers of one layer.
+
+    Args:
+        basis: fp32 `[B, Hkv, D, r]`, the channels that scores are speculated by; None before the first decode step.
+        partial: fp32 `[B, Hkv, C, r]`, the keys of all tokens in these channels.
+        count: tokens that `partial` has.
+        coming: tokens that were chosen one layer ahead and are on their way, and the length that was for.
+    """
+
+    basis: torch.Tensor | None = None
+    partial: torch.Tensor | None = None
+    count: int = 0
+    coming: Any = None
+
+
+@dataclass(frozen=True)
+class InfiniGen(Policy):
+    """Speculate, from the layer before, which tokens will be wanted, bring these to the device, and attend them.
+
+    All keys and values lie on the host. The device has a part of each key: its coordinates in the directions in which
+    the queries are largest. The query of the next layer is predicted from this layer's input; a token whose
+    speculated score is within `alpha` of the best one is recalled, for each KV head as many as it takes. They are
+    attended with the real query, with this step's own token. These choices are the paper's (sections 4.2 and 4.3).
+
+    What is not: the paper skews the weights once, offline, here the directions are those of the prompt's own queries,
+    after rotary positions, which a skewed weight would not commute with; it recalls equally many tokens for all heads
+    of a layer, the mean; the query heads of a KV head share what they recall, here; and its pool on the host is
+    bounded, which saves memory that is not saved here.
+
+    Args:
+        alpha: a token is recalled if its score is above the best one less this (the paper: 4, or 5).
+        partial: share of the channels that scores are speculated by (the paper: 0.3).
+        share: at most this share of the tokens is recalled (the paper: 0.2).
+        lookahead: False: choose by the real query, when it is there.
+        prompt_queries: so many of a prompt's last queries say which directions count.
+
+    Raises:
+        ValueError: a knob has a value that is not allowed.
+    """
+
+    name = "infinigen"
+    alpha: float = 4.0
+    partial: float = 0.3
+    share: float = 0.2
+    lookahead: bool = True
+    prompt_queries: int = 512
+
+    def __post_init__(self) -> None:
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not self.alpha > 0:
+            raise ValueError(f"alpha={self.alpha!r} is not a distance of scores; use a positive number")
+        for knob in ("partial", "share"):
+            value = getattr(self, knob)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+                raise ValueError(f"{knob}={value!r} is not a share; use a number in (0, 1]")
+        if not isinstance(self.lookahead, bool):
+            raise ValueError(f"lookahead={self.lookahead!r} is not True or False")
+        check_tokens("prompt_queries", self.prompt_queries)
+
+    @property
+    def leaves_out(self) -> bool:
+        return True
+
+    @property
+    def attends_blocks(self) -> bool:
+        return False
+
+    @property
+    def query_window(self) -> int:
+        return self.prompt_queries
+
+    def looks_ahead(self, layer: HybridLayer) -> bool:
+        return self.lookahead and layer.index > 0
+
+    def may_look_ahead(self, *, beside_device: bool) -> bool:
+        return self.lookahead
+
+    def line_bytes(self, length: int, head_dim: int, itemsize: int) -> int:
+        return 4 * self._channels(head_dim) * (_room(length + 1) + head_dim)
+
+    def _channels(self, head_dim: int) -> int:
+        return max(math.ceil(self.partial * head_dim), 1)
+
+    def new_state(self, layer: HybridLayer) -> InfiniGenState:
+        return InfiniGenState()
+
+    def state_bytes(self, state: InfiniGenState) -> int:
+        return 0 if state.basis is None or state.partial is None else state.basis.nbytes + state.partial.nbytes
+
+    def pack_state(self, state: InfiniGenState) -> dict[str, torch.Tensor]:
+        if state.basis is None or state.partial is None:
+            return {}
+        return {"basis": state.basis, "partial": state.partial, "count": torch.tensor(state.count)}
+
+    def unpack_state(self, state: InfiniGenState, packed: dict[str, torch.Tensor]) -> None:
+        if packed:
+            with torch.inference_mode(False):
+                state.basis, state.partial = packed["basis"].clone(), packed["partial"].clone()
+            state.count = int(packed["count"])
+
+    def select_rows(self, state: InfiniGenState, rows: torch.Tensor) -> InfiniGenState:
+        selected, packed = InfiniGenState(), self.pack_state(state)
+        moved = {name: x if name == "count" else x[rows.to(x.device)] for name, x in packed.items()}
+        self.unpack_state(selected, moved)
+        return selected
+
+    def before_layer(self, step: Step) -> None:
+        """Choose the next layer's tokens by its predicted query, and let them come while this layer computes."""
+        step.state.coming = (step.length, self._speculate(step))
+
+    def plan(self, step: Step) -> Plan:
+        """Attend what has come, and this step's own token."""
+        state: InfiniGenState = step.state
+        coming, state.coming = state.coming, None
+        fetch = coming[1] if coming is not None and coming[0] == step.length else self._speculate(step)
+        new_key, new_value = step.newest()
+        self._remember(state, new_key[:, :, None])
+        key, value = fetch.arrive()
+        own = valid_tokens(step, step.length)[:, -1, None, None].expand(*key.shape[:2], 1)
+        query = torch.as_tensor(step.query).to(key.device)
+        out, lse, _ = attend(
+            query, torch.cat((key, new_key[:, :, None]), 2), torch.cat((value, new_value[:, :, None]), 2),
+            torch.cat((fetch.there, own), 2), step.scale, step.softcap,
+        )  # fmt: skip
+        return Plan(attended=(out, lse))
+
+    def _speculate(self, step: Step) -> Any:
+        """Start to bring the tokens before this step's own that its query, as far as it is known, seems to want."""
+        state: InfiniGenState = step.state
+        count = step.length - 1
+        if state.basis is None:
+            self._skew(step, state)
+        assert state.basis is not None
+        assert state.partial is not None
+        shape = (*state.basis.shape[:2], -1, state.basis.shape[2])
+        query = torch.as_tensor(step.query).to(state.basis.device).view(shape) @ state.basis
+        score = step.scale * (query @ state.partial[:, :, :count].transpose(2, 3))
+        score = score.masked_fill(~valid_tokens(step, count)[:, None, None], -math.inf)
+        best = score.amax(-1, keepdim=True)
+        below = (score - best.masked_fill(best == -math.inf, 0.0)).amax(2)  # one head of a group is enough
+        chosen = below.topk(max(math.ceil(self.share * count), 1), -1)
+        return step.bring_tokens(chosen.indices, ((chosen.values > -self.alpha) & chosen.values.isfinite()).sum(-1))
+
+    def _remember(self, state: InfiniGenState, key: torch.Tensor) -> None:
+        """Add the partial keys of new tokens `[B, Hkv, n, D]`."""
+        assert state.basis is not None
+        assert state.partial is not None
+        stop = state.count + key.shape[2]
+        if stop > state.partial.shape[2]:
+            with torch.inference_mode(False):
+                wide = state.partial.new_zeros(*state.partial.shape[:2], _room(stop), state.partial.shape[3])
+            wide[:, :, : state.count] = state.partial[:, :, : state.count]
+            state.partial = wide
+        state.partial[:, :, state.count : stop] = key.float() @ state.basis
+        state.count = stop
+
+    def _skew(self, step: Step, state: InfiniGenState) -> None:
+        """Find the directions in which this row's queries and keys are largest, and the keys' parts in them."""
+        known, store, count = step.layer.last_queries, step.store, step.length - 1
+        query = torch.as_tensor(step.query)[:, :, None] if known is None else known[:, :, -count:]
+        seen = valid_tokens(step, count)[:, -query.shape[2] :] if known is not None else None
+        query = query.to(store.device).float()
+        if seen is not None:
+            query = query.masked_fill(~seen[:, None, :, None], 0.0)
+        query = query.reshape(store.batch, store.num_kv_heads, -1, store.head_dim)
+        turned = torch.linalg.eigh(query.transpose(2, 3) @ query).eigenvectors  # the right singular vectors
+        weight = (query @ turned).abs().sum(2)
+        valid = valid_tokens(step, count)
+        for first, key, _ in step.earlier():
+            there = valid[:, None, first : first + key.shape[2], None]
+            weight += (key.float().masked_fill(~there, 0.0) @ turned).abs().sum(2)
+        best = weight.topk(self._channels(store.head_dim), -1).indices
+        with torch.inference_mode(False):
+            basis = torch.zeros(*weight.shape, best.shape[-1], device=store.device)
+            partial = torch.zeros(*weight.shape[:2], _room(step.length), best.shape[-1], device=store.device)
+        basis.copy_(turned.gather(3, best[:, :, None].expand(-1, -1, store.head_dim, -1)))
+        state.basis, state.partial, state.count = basis, partial, 0
+        for first, key, _ in step.earlier():
+            there = valid[:, None, first : first + key.shape[2], None]
+            self._remember(state, key.masked_fill(~there, 0.0))
+
+
+def _room(tokens: int) -> int:
+    """Places of partial keys that there are for so many tokens."""
+    return -(-tokens // GROW) * GROW

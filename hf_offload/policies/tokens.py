@@ -1,0 +1,49 @@
+"""Attention over single tokens that a policy holds itself, in torch operations."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+
+
+def scores(query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """Scores fp32 `[B, Hkv, n, T]` of queries `[B, Hkv, n, D]` fp32 and keys `[B, Hkv, T, D]`."""
+    found = scale * (query @ key.float().transpose(2, 3))
+    return found if softcap is None else softcap * (found / softcap).tanh()
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    there: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend tokens of each KV head.
+
+    Args:
+        query: `[B, Hq, D]` fp32.
+        key, value: `[B, Hkv, T, D]`.
+        there: bool `[B, Hkv, T]`, which of them are attended.
+        scale, softcap: of the model's attention.
+
+    Returns:
+        out `[B, Hq, D]`, lse `[B, Hq]`, and the weights `[B, Hkv, G, T]`; fp32.
+    """
+    batch, heads, _, dim = key.shape
+    found = scores(query.view(batch, heads, -1, dim), key, scale, softcap).masked_fill(~there[:, :, None], -math.inf)
+    lse = found.logsumexp(-1)
+    weights = (found - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    out = weights @ value.float().masked_fill(~there[..., None], 0.0)
+    return out.view(query.shape), lse.view(query.shape[:2]), weights
+
+
+def valid_tokens(step: Step, count: int) -> torch.Tensor:
+    """Which of the first `count` tokens are no padding, bool `[B, count]` on the device."""
+    return torch.from_numpy(step.store.padding.valid[:, :count] != 0).to(step.store.device)

@@ -1,0 +1,114 @@
+"""InfiniGen: what is speculated, what is recalled, and that it is attended with the real query."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt, tiny_model
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.attention.step import Step
+from hf_offload.policies.infinigen import InfiniGen
+
+LENGTH, STEPS = 300, 12
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+def decode(model: PreTrainedModel, rows: int = 1, **options: Any) -> tuple[HybridCache, torch.Tensor]:
+    """A cache that has generated some tokens, and these."""
+    cache = HybridCache(model, "infinigen", block_size=16, **options)
+    ids, mask = prompt(rows, LENGTH)
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=STEPS, do_sample=False)
+    return cache, out[:, LENGTH:]
+
+
+@pytest.fixture
+def recalls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Step, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Each recall: the step, scores of its query with all keys `[B, Hkv, G, T]`, numbers and counts."""
+    seen, bring = [], Step.bring_tokens
+
+    def record(step: Step, numbers: torch.Tensor, counts: torch.Tensor) -> Any:
+        key = torch.cat([key for _, key, _ in step.earlier()], 2)
+        query = torch.as_tensor(step.query).view(*key.shape[:2], -1, key.shape[3])
+        scores = step.scale * (query @ key.transpose(2, 3))
+        scores = scores.masked_fill(
+            torch.from_numpy(step.store.padding.valid[:, None, None, : key.shape[2]] == 0), -1e9
+        )
+        seen.append((step, scores, numbers, counts))
+        return bring(step, numbers, counts)
+
+    monkeypatch.setattr(Step, "bring_tokens", record)
+    return seen
+
+
+def test_with_all_channels_scores_are_real(model: PreTrainedModel, recalls: list[Any]) -> None:
+    decode(model, 2, partial=1.0, share=1.0, alpha=0.7)
+    assert len(recalls) == 4 * (STEPS - 1)
+    for _, scores, numbers, counts in recalls:
+        wanted = ((scores - scores.amax(-1, keepdim=True)).amax(2) > -0.7).long()
+        got = torch.zeros_like(wanted)
+        meant = (torch.arange(numbers.shape[2]) < counts[..., None]).long()
+        got.scatter_add_(2, numbers, meant)
+        assert (got != wanted).sum() <= 1  # at the very threshold
+        assert len(set(counts.flatten().tolist())) > 1  # as many as each head takes
+
+
+def test_few_channels_find_most_of_what_is_wanted(model: PreTrainedModel, recalls: list[Any]) -> None:
+    decode(model, partial=0.5, share=0.2)
+    found = []
+    for _, scores, numbers, counts in recalls:
+        best = scores.amax(2).topk(10, -1).indices
+        assert int(counts.max()) <= 63  # a fifth of at most 311
+        for line in range(2):
+            chosen = set(numbers[0, line, : counts[0, line]].tolist())
+            found.append(len(chosen & set(best[0, line].tolist())) / 10)
+    assert sum(found) / len(found) > 0.6  # a fifth by chance
+
+
+@pytest.mark.parametrize("host_dtype", [None, "int8"])
+def test_two_memories_attend_what_one_does(model: PreTrainedModel, host_dtype: str | None) -> None:
+    options = {"alpha": 1.0, "host_dtype": host_dtype, "prefill_tile": 64}
+    one, want = decode(model, 3, tier="one", **options)
+    two, got = decode(model, 3, tier="split", **options)
+    assert torch.equal(got, want)
+    assert one.stats().as_dict()["recall_bytes"] == 0
+    total = two.stats().as_dict()
+    assert total["cpu_ratio"] == 0
+    assert total["recall_bytes"] > 0
+
+
+def test_layers_behind_the_first_choose_one_ahead(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, recalls: list[Any]
+) -> None:
+    early, before = [], InfiniGen.before_layer
+
+    def count(policy: InfiniGen, step: Step) -> None:
+        early.append(step.layer.index)
+        before(policy, step)
+
+    monkeypatch.setattr(InfiniGen, "before_layer", count)
+    ahead = decode(model)[1]
+    assert set(early) == {1, 2, 3}
+    assert len(recalls) == 4 * (STEPS - 1)  # what came early was not asked for again
+    early.clear()
+    late = decode(model, lookahead=False)[1]
+    assert not early
+    assert ahead.shape == late.shape
+
+
+def test_partial_keys_are_those_of_the_keys(model: PreTrainedModel) -> None:
+    cache, _ = decode(model, partial=0.25)
+    for layer in cache.layers:
+        state, length = layer.state, layer.store.length
+        assert state.basis.shape == (1, 2, 16, 4)
+        torch.testing.assert_close(state.basis.transpose(2, 3) @ state.basis, torch.eye(4).expand(1, 2, 4, 4))
+        assert state.count == length
+        keys = layer.store.gather(0, length)[0]
+        torch.testing.assert_close(state.partial[:, :, :length], keys @ state.basis, atol=1e-5, rtol=1e-5)
