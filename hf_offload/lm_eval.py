@@ -23,12 +23,12 @@ from hf_offload.attention.function import NAME
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies import POLICIES, Policy, describe_policy
 
-_CACHE_KNOBS = {
+CACHE_KNOBS = {
     name
     for name, parameter in inspect.signature(HybridCache.__init__).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
-_KNOBS = _CACHE_KNOBS | {part.name for policy in POLICIES.values() for part in dataclasses.fields(policy) if part.init}
+_KNOBS = CACHE_KNOBS | {part.name for policy in POLICIES.values() for part in dataclasses.fields(policy) if part.init}
 
 
 def split_knobs(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -126,7 +126,7 @@ class HybridLM(HFLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval tells of a model in its results, with `hf_offload`: policy, knobs and statistics."""
-        knobs = {name: value for name, value in self._knobs.items() if name in _CACHE_KNOBS}
+        knobs = {name: value for name, value in self._knobs.items() if name in CACHE_KNOBS}
         about = {"policy": self._about["name"], "knobs": self._about["knobs"] | knobs, "stats": self.totals.as_dict()}
         return {**super().get_model_info(), "hf_offload": about}
 

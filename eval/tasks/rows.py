@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
 import typer
-from lm_eval.utils import simple_parse_args_string
 
-import hf_offload
 from common import Row
+from hf_offload.lm_eval import CACHE_KNOBS
+from hf_offload.plan import parse_setting
 from hf_offload.policies import make_policy
 
-CACHE_KNOBS = {
-    name
-    for name, parameter in inspect.signature(hf_offload.HybridCache.__init__).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-}
 REFERENCE = "full"
 """The row that others are compared with: every token attended, through a HybridCache."""
 CONTROL = "dynamic"
@@ -30,8 +24,10 @@ def parse_row(text: str) -> Row:
     Raises:
         typer.BadParameter: an unknown policy, knob or value.
     """
-    policy, _, written = text.partition(":")
-    options = simple_parse_args_string(written)
+    try:
+        policy, options = parse_setting(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--row: {error}") from None
     name = ",".join(
         f"{knob}={Path(value).name if isinstance(value, str) else value}" for knob, value in options.items()
     )

@@ -13,7 +13,7 @@ def test_a_row_has_a_policy_and_options():
     assert (row.name, row.policy) == ("scout:budget=512,tier=split,recall=8", "scout")
     assert row.options == {"budget": 512, "tier": "split", "recall": 8}
     assert parse_row("full").options == {}
-    assert parse_row("hgca:gpu_ratio=0.1,reevaluate=false").options == {"gpu_ratio": 0.1, "reevaluate": False}
+    assert parse_row("hgca:gpu_ratio=0.1,reevaluate=False").options == {"gpu_ratio": 0.1, "reevaluate": False}
 
 
 def test_the_folder_of_a_file_is_not_in_the_name(tmp_path):
@@ -30,6 +30,7 @@ def test_the_folder_of_a_file_is_not_in_the_name(tmp_path):
         ("window:budget=many", "budget='many'"),
         ("dynamic:budget=512", "policy='dynamic' is unknown"),
         ("fluxion", "needs a predictor"),
+        ("scout:512", "not a policy with options"),
     ],
 )
 def test_wrong_rows_are_refused(text, message):
