@@ -27,9 +27,9 @@ exactly."""
 class Reading:
     """One prompt, taken in by row after row.
 
-    With one memory a cache knows of a prompt no more than its keys and values, but for policies that weigh attention
-    while they read. So one cache of policy `full` reads the prompt, and the others take its tokens over. A row whose
-    policy weighs, with two memories, with a prompt in chunks, and Transformers' own cache read it themselves.
+    With one memory a cache knows of a prompt no more than its keys and values, but for policies that learn from its
+    queries. So one cache of policy `full` reads the prompt, and the others take its tokens over. A row whose policy
+    learns, with two memories, with a prompt in chunks, and Transformers' own cache read it themselves.
 
     Args:
         model: of all rows.
@@ -57,9 +57,16 @@ class Reading:
         return hf_offload.HybridCache.from_cache(read, self.model, row.policy, **row.options), logits
 
     def _takes_over(self, row: Row, cache: Cache) -> bool:
-        if row.policy == CONTROL or self.chunk is not None or on_device(self.model):
+        if (
+            row.policy == CONTROL
+            or self.chunk is not None
+            or on_device(self.model)
+            or row.options.get("tier") == "split"
+        ):
             return False
-        return row.options.get("tier") != "split" and cache.policy.salience is None
+        policy = cache.policy
+        asks = policy.query_window and (policy.retrieves or not policy.attends_blocks)
+        return policy.salience is None and not asks
 
 
 @torch.inference_mode()

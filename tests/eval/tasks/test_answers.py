@@ -20,7 +20,9 @@ ROWS = (
     "scout:budget=64,sinks=8,recent=16,block_size=8,digest=quest,host_dtype=int8",
     "window:budget=48,sinks=8,block_size=8",
     "fixed_hybrid:budget=0.2,sinks=8,local=16,block_size=8",
+    "sparse_fetch:budget=64,sinks=8,recent=16,block_size=8",
     "hgca:window=32,block_size=8",
+    "h2o:heavy=0.2,recent=0.2,prompt_queries=20",
     "dynamic",
 )
 LENGTH = 150
@@ -59,7 +61,7 @@ def test_taken_over_is_as_if_it_had_read_itself(model, ids, text, tokens):
     got = reading.start(row, tokens)
     assert got[0].get_seq_length() == tokens
     shared = reading._read is not None
-    assert shared == (not on_device(model) and row.policy not in ("hgca", "dynamic"))
+    assert shared == (not on_device(model) and row.policy not in ("hgca", "h2o", "dynamic"))
     cache = row.make_cache(model)
     want = common.prefill(model, cache, ids[:, :tokens])
     if tokens == LENGTH:
