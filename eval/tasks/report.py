@@ -11,7 +11,7 @@ import matplotlib
 from common import environment, show, write_csv
 from tasks.answers import SETUPS
 from tasks.rows import REFERENCE
-from tasks.scores import AVERAGE, WORTH, summarize
+from tasks.scores import AVERAGE, FEWEST, WORTH, summarize
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -65,7 +65,8 @@ def _markdown(title: str, lines: list[dict[str, Any]], missing: Sequence[str]) -
         f"`{meta['command']}`, commit {meta['commit']}, {meta['cpu']}, GPU {meta['gpu']}, torch {meta['torch']}, "
         f"transformers {meta['transformers']}.",
         f"Scores from 0 to 100. In brackets: what they are more than those of `{REFERENCE}` on the same samples, and "
-        "the interval in which 95 % of resampled differences lie (paired bootstrap; none where a task has one sample).",
+        "the interval in which 95 % of resampled differences lie (paired bootstrap; none where a task has fewer than "
+        f"{FEWEST} samples).",
     ]
     for setup in (setup for setup in SETUPS if any(line["setup"] == setup for line in lines)):
         mine = [line for line in lines if line["setup"] == setup]

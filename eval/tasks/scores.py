@@ -14,6 +14,8 @@ AVERAGE = "average"
 WORTH = "average, full above 20"
 """Over the tasks on which full attention scores above 20: where the model fails anyway, a cache has nothing to lose."""
 RESAMPLES = 10_000
+FEWEST = 5
+"""Samples of each task that an interval takes: of fewer, resampling says too little."""
 
 Scores = dict[str, float]
 
@@ -27,7 +29,8 @@ def difference(mine: Sequence[Scores], full: Sequence[Scores]) -> dict[str, Any]
         mine, full: for each task the score of each sample, by its name.
 
     Returns:
-        more: mean difference; low, high: where 95 % of the resampled ones lie (None: a task has one sample only);
+        more: mean difference; low, high: where 95 % of the resampled ones lie (None: a task has fewer than
+            `FEWEST` samples);
         pairs: samples that count. All None or 0 without any.
     """
     pairs = [
@@ -39,7 +42,7 @@ def difference(mine: Sequence[Scores], full: Sequence[Scores]) -> dict[str, Any]
         return {"more": None, "low": None, "high": None, "pairs": 0}
     found = {"more": float(np.mean([task.mean() for task in pairs])), "low": None, "high": None}
     found["pairs"] = sum(map(len, pairs))
-    if min(map(len, pairs)) > 1:
+    if min(map(len, pairs)) >= FEWEST:
         interval = bootstrap(
             pairs, _mean_of_means, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(0)
         ).confidence_interval

@@ -19,6 +19,19 @@ def record(task, sample, row, score, setup="dense", **more):
     }  # fmt: skip
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """Intervals of two samples, which are easy to reckon."""
+    monkeypatch.setattr("tasks.scores.FEWEST", 2)
+
+
+def test_few_samples_have_no_interval():
+    many = {str(n): float(n) for n in range(5)}
+    none = dict.fromkeys(many, 0.0)
+    assert difference([many], [none])["low"] > 0
+    assert difference([many, {"a": 1.0}], [none, {"a": 0.0}]) == {"more": 1.5, "low": None, "high": None, "pairs": 6}
+
+
 def test_differences_are_paired_by_sample():
     found = difference([{"a": 5.0, "b": 7.0, "c": 100.0}], [{"b": 6.0, "a": 5.0}])
     assert (found["more"], found["pairs"]) == (0.5, 2)
@@ -26,11 +39,11 @@ def test_differences_are_paired_by_sample():
     assert difference([{"a": 5.0}], [{"a": 4.0}]) == {"more": 1.0, "low": None, "high": None, "pairs": 1}
 
 
-def test_tasks_weigh_alike_however_many_samples_they_have():
+def test_tasks_weigh_alike_however_many_samples_they_have(few):
     many = {str(n): 1.0 for n in range(30)}
-    few = {"a": 4.0, "b": 6.0}
-    none = [dict.fromkeys(many, 0.0), dict.fromkeys(few, 0.0)]
-    found = difference([many, few], none)
+    two = {"a": 4.0, "b": 6.0}
+    none = [dict.fromkeys(many, 0.0), dict.fromkeys(two, 0.0)]
+    found = difference([many, two], none)
     assert found["more"] == pytest.approx(3)
     assert (found["low"], found["high"]) == (pytest.approx(2.5), pytest.approx(3.5))  # b or a drawn twice
 
@@ -53,7 +66,7 @@ RECORDS = [
 ]  # fmt: skip
 
 
-def test_a_line_a_task_and_the_averages():
+def test_a_line_a_task_and_the_averages(few):
     lines = {(x["setup"], x["row"], x["task"]): x for x in summarize(RECORDS)}
     assert len(lines) == 10
     scout = lines["dense", "scout", AVERAGE]
@@ -69,7 +82,7 @@ def test_a_line_a_task_and_the_averages():
     assert spoken(alone) == "44.0"
 
 
-def test_the_report(tmp_path, capsys):
+def test_the_report(tmp_path, capsys, few):
     out = tmp_path / "out.csv"
     write_report("Bench", out, RECORDS, ["samsum"])
     with out.open(encoding="utf-8") as file:
