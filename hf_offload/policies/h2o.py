@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
 EMPTY = -1
+_NUMBERS = ("recent", "taken")  # of `Kept`, which rows have in common
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Kept:
         score: fp32 `[B, Hkv, C]`, the weights that a token has got so far, of all query heads of the KV head.
         position: int64 `[B, Hkv, C]`, its number in the row; -1: the place is empty.
         recent: so many newest tokens are never evicted.
+        taken: the number of the last token that was taken in.
     """
 
     keys: torch.Tensor
@@ -36,6 +38,7 @@ class Kept:
     score: torch.Tensor
     position: torch.Tensor
     recent: int
+    taken: int = EMPTY
 
     def take_in(self, key: torch.Tensor, value: torch.Tensor, number: int, valid: torch.Tensor | None) -> None:
         """Give token `number`, K and V `[B, Hkv, D]`, an empty place or that of the lightest token that is not recent.
@@ -53,6 +56,7 @@ class Kept:
         if valid is not None:
             numbers.masked_fill_(~valid.to(place.device)[:, None, None], EMPTY)
         self.position.scatter_(2, place, numbers)
+        self.taken = number
 
     def attend(self, query: torch.Tensor, scale: float, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend all of them with `[B, Hq, D]` fp32, and let their scores grow: out as the query, lse `[B, Hq]`."""
@@ -129,19 +133,19 @@ class H2O(Policy):
         return H2OState()
 
     def state_bytes(self, state: H2OState) -> int:
-        return sum(tensor.nbytes for name, tensor in self.pack_state(state).items() if name != "recent")
+        return sum(tensor.nbytes for name, tensor in self.pack_state(state).items() if name not in _NUMBERS)
 
     def pack_state(self, state: H2OState) -> dict[str, torch.Tensor]:
         if state.kept is None:
             return {}
         packed = {part.name: getattr(state.kept, part.name) for part in dataclasses.fields(Kept)}
-        return packed | {"recent": torch.tensor(state.kept.recent)}
+        return packed | {name: torch.tensor(packed[name]) for name in _NUMBERS}
 
     def unpack_state(self, state: H2OState, packed: dict[str, torch.Tensor]) -> None:
         if packed:
             with torch.inference_mode(False):
-                tensors = {name: tensor.clone() for name, tensor in packed.items() if name != "recent"}
-            state.kept = Kept(**tensors, recent=int(packed["recent"]))
+                tensors = {name: tensor.clone() for name, tensor in packed.items() if name not in _NUMBERS}
+            state.kept = Kept(**tensors, **{name: int(packed[name]) for name in _NUMBERS})
 
     def select_rows(self, state: H2OState, rows: torch.Tensor) -> H2OState:
         if state.kept is None:
@@ -149,7 +153,7 @@ class H2O(Policy):
         packed = self.pack_state(state)
         index = rows.to(state.kept.keys.device)
         selected = H2OState()
-        self.unpack_state(selected, {k: v if k == "recent" else v[index] for k, v in packed.items()})
+        self.unpack_state(selected, {k: v if k in _NUMBERS else v[index] for k, v in packed.items()})
         return selected
 
     def plan(self, step: Step) -> Plan:
@@ -159,7 +163,8 @@ class H2O(Policy):
             state.kept = self._choose(step)
         number, padding = step.length - 1, step.store.padding
         valid = torch.from_numpy(padding.valid[:, number] != 0) if padding.ragged else None
-        state.kept.take_in(*step.newest(), number, valid)
+        if number > state.kept.taken:  # layers may share keys and values, and each of them asks
+            state.kept.take_in(*step.newest(), number, valid)
         query = torch.as_tensor(step.query).to(state.kept.keys.device)
         return Plan(attended=state.kept.attend(query, step.scale, step.softcap))
 
@@ -186,7 +191,7 @@ class H2O(Policy):
             where = (best.indices - first).clamp(0, key.shape[2] - 1)[..., None].expand(-1, -1, -1, key.shape[3])
             for target, source in ((keys, key), (values, value)):
                 target[:, :, :most] = torch.where(inside[..., None], source.gather(2, where), target[:, :, :most])
-        return Kept(keys, values, kept_score, position, self._recent(count))
+        return Kept(keys, values, kept_score, position, self._recent(count), count - 1)
 
 
 def _weighed(step: Step, count: int) -> torch.Tensor:

@@ -136,7 +136,8 @@ class InfiniGen(Policy):
         coming, state.coming = state.coming, None
         fetch = coming[1] if coming is not None and coming[0] == step.length else self._speculate(step)
         new_key, new_value = step.newest()
-        self._remember(state, new_key[:, :, None])
+        if state.count < step.length:  # layers may share keys and values, and each of them asks
+            self._remember(state, new_key[:, :, None])
         key, value = fetch.arrive()
         own = valid_tokens(step, step.length)[:, -1, None, None].expand(*key.shape[:2], 1)
         query = torch.as_tensor(step.query).to(key.device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from attention.test_verify import SMALL, feed
+from attention.test_verify import BLOCK, SMALL, feed
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
@@ -59,3 +61,27 @@ def test_layers_that_share_keys_and_values_are_refused(llama: PreTrainedModel) -
         else:
             with pytest.raises(ValueError, match="layers that share keys and values"):
                 function.hybrid_sparse_attention(module, q[:, :, 30:], *tagged, None)
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize(
+    ("policy", "knobs"), [("h2o", {"heavy": 0.5, "recent": 0.5}), ("infinigen", {"alpha": float("inf"), "share": 1})]
+)
+def test_a_shared_token_is_taken_in_once(llama: PreTrainedModel, policy: str, knobs: dict[str, Any], tier: str) -> None:
+    """Two layers attend the same keys: the second one finds the token where the first one has put it."""
+    module, device = llama.model.layers[0].self_attn, prompt(1, 1)[0].device
+    cache = HybridCache(llama, policy, tier=tier, block_size=BLOCK, **knobs)
+    layer = cache.layers[0]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 33, 16, generator=generator).to(device) for heads in (4, 2, 2))
+    function.hybrid_sparse_attention(module, q[:, :, :30], *layer.update(k[:, :, :30], v[:, :, :30]), None)
+    for at in range(30, 33):
+        tagged = layer.update(k[:, :, at : at + 1], v[:, :, at : at + 1])
+        own, again = (function.hybrid_sparse_attention(module, q[:, :, at : at + 1], *tagged, None)[0] for _ in "12")
+        torch.testing.assert_close(again, own)
+    if policy == "infinigen":
+        assert layer.state.count == 33
+        torch.testing.assert_close(layer.state.partial[:, :, :33], k @ layer.state.basis, atol=1e-5, rtol=1e-5)
+    else:
+        numbers = layer.state.kept.position[0, 0].tolist()
+        assert len(set(numbers)) == len(numbers) == 31
