@@ -81,10 +81,10 @@ def joined(layers: list[dict[str, Any]]) -> dict[str, Any]:
     if not told:
         return {}
     found: dict[str, Any] = {}
-    for key, first in told[0].items():
-        if isinstance(first, dict):
-            found[key] = {tokens: sum(layer[key][tokens] for layer in told) / len(told) for tokens in first}
+    for key in dict.fromkeys(key for layer in told for key in layer):
+        known = [layer[key] for layer in told if key in layer]  # a model on several devices shares tasks in some layers
+        if isinstance(known[0], dict):
+            found[key] = {tokens: sum(each[tokens] for each in known) / len(known) for tokens in known[0]}
         else:
-            total = sum(layer[key] for layer in told)
-            found[key] = total if key.endswith(("_bytes", "_seconds")) else total / len(told)
+            found[key] = sum(known) if key.endswith(("_bytes", "_seconds")) else sum(known) / len(known)
     return found

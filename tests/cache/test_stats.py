@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from hf_offload.cache.retrievals import joined
 from hf_offload.cache.stats import LayerStats, Ledger, Tally
 
 
@@ -53,3 +54,15 @@ def test_a_tally_that_is_gone_is_not_counted_for() -> None:
         gc.enable()
     other.count()
     assert other.stats.cpu_ratio_by_step == [2.0]
+
+
+def test_layers_of_which_some_share_their_tasks() -> None:
+    """A model may lie on a device in part; the other layers' tasks are all the CPU's."""
+    on_host = {"head_budget": 0.2, "retrieved_bytes": 10, "granularities": {"16": 1.0, "32": 0.0}}
+    shared = {"head_budget": 0.4, "retrieved_bytes": 30, "granularities": {"16": 0.5, "32": 0.5}}
+    shared |= {"device_tasks": 0.5, "cpu_busy_seconds": 2.0}
+    for layers in ([on_host, shared, {}], [shared, on_host]):
+        found = joined(layers)
+        assert found.pop("head_budget") == pytest.approx(0.3)
+        assert found.pop("granularities") == {"16": 0.75, "32": 0.25}
+        assert found == {"retrieved_bytes": 40, "device_tasks": 0.5, "cpu_busy_seconds": 2.0}
