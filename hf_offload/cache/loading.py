@@ -166,7 +166,7 @@ class SavedCache:
         if "queries" in tensors:
             layer.last_queries = tensors["queries"].to(layer.device)
         state = {name.removeprefix("state."): part for name, part in tensors.items() if name.startswith("state.")}
-        layer.policy.unpack_state(layer.state, state)
+        layer.policy.unpack_state(layer.state, {name: part.to(layer.device) for name, part in state.items()})
         if layer.salience is not None:
             known = {name.removeprefix("salience."): part for name, part in tensors.items() if "salience." in name}
             knowledge.unpack(layer.salience, known, window=layer.policy.window_tokens(0) is not None)
