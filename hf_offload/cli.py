@@ -16,7 +16,7 @@ from hf_offload import assets
 from hf_offload.cache.budget import parse_bytes
 from hf_offload.fluxion.fitting import Fitting
 from hf_offload.fluxion.samples import Sampling
-from hf_offload.plan import DEFAULTS, parse_setting, plan_table, shape_of
+from hf_offload.plan import DEFAULTS, parse_setting, parse_tokens, plan_table, shape_of
 from hf_offload.profile import Profile, check_profiling, profile_intervals
 from hf_offload.train_fluxion import PREDICTOR, REPORT, check_sampling, collect, cut_windows, train
 from hf_offload.tune import check_tuning
@@ -99,7 +99,7 @@ def plan(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
     try:
-        tokens = int(context[:-1]) * 1024 if context.endswith("k") else int(context)
+        tokens = parse_tokens(context)
         device = None if device_memory is None else parse_bytes("device-memory", device_memory)
         config = assets.load_config(model)
         kept = DTYPES[dtype] if dtype != "auto" else getattr(config, "dtype", None) or torch.float32

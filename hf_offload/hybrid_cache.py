@@ -21,7 +21,8 @@ from hf_offload.cache.fingerprint import likeness
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mending import halt, mend
 from hf_offload.cache.padding import Padding
-from hf_offload.cache.settings import Settings
+from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
+from hf_offload.cache.settings import Settings, check_sizes
 from hf_offload.cache.stats import Pace, Stats, report
 from hf_offload.cache.turn import Turn
 from hf_offload.cpu.cores import cores
@@ -29,7 +30,6 @@ from hf_offload.cpu.worker import Worker, WorkerError
 from hf_offload.policies import Policy, make_policy
 from hf_offload.portable import Portable
 
-BLOCK_SIZES = (8, 16, 32, 64, 128)
 MOST_THREADS = 16  # by default: more hardly read faster
 
 
@@ -90,14 +90,7 @@ class HybridCache(Portable):
         block_size = self.policy.block_size if block_size is None else block_size
         if tier not in (None, "one", "split"):
             raise ValueError(f'tier={tier!r} is not a tier; use "one", "split" or None')
-        if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
-            raise ValueError(
-                f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}"
-            )
-        if not isinstance(prefill_tile, int) or prefill_tile < block_size:
-            raise ValueError(f"prefill_tile={prefill_tile!r} is less than a block; use at least {block_size} tokens")
-        if host_dtype not in (None, "int8"):
-            raise ValueError(f'host_dtype={host_dtype!r} is not supported; use "int8", or None for the model\'s dtype')
+        check_sizes(block_size, prefill_tile, host_dtype)
         if cuda_graph:
             check_graph(model, self.policy, config)
         self.policy.check_blocks(block_size)

@@ -17,6 +17,7 @@ from hf_offload.cache.fits import unsuitable
 from hf_offload.cache.host_pool import growth
 from hf_offload.cache.memory import size_text
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.settings import check_sizes
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.weighing import averages_for
 from hf_offload.policies import Policy, make_policy
@@ -106,17 +107,31 @@ def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> Shape:
     stock = stock_layers(text)
     held = held_layers(text, stock)
     windows = tuple(getattr(layer, "sliding_window", None) for layer, ours in zip(stock, held, strict=True) if not ours)
-    query_heads = text.num_attention_heads
+    query_heads = getattr(text, "num_attention_heads", None)
+    if not any(held) or not query_heads:
+        raise ValueError(f"{config.model_type}: no layer is plain full attention; nothing is offloaded")
     dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or query_heads
     key = torch.empty(1, kv_heads, 1, dim, device="meta")
     reason = "its keys and values are compressed" if hasattr(text, "kv_lora_rank") else unsuitable(key, key)
-    if reason or not any(held):
-        raise ValueError(f"{config.model_type}: {reason or 'no layer is plain full attention'}; nothing is offloaded")
+    if reason:
+        raise ValueError(f"{config.model_type}: {reason}; nothing is offloaded")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     return Shape(sum(held), windows, kv_heads, query_heads, dim, dtype, weights)
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens, written `4096`, `32k` or `32K`, of which k is 1,024.
+
+    Raises:
+        ValueError: it is written otherwise, or is not positive.
+    """
+    number, thousands = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"context={text!r} is not a number of tokens; use one of at least 1, such as 4096 or 32k")
+    return int(number) * thousands
 
 
 def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
@@ -158,9 +173,17 @@ def memory_of(
     """
     memory = {name: options[name] for name in CACHE_KNOBS if name in options}
     made = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
-    size = memory.get("block_size") or made.block_size
+    size, tile = memory.get("block_size"), memory.get("prefill_tile", 4096)
+    size = made.block_size if size is None else size
+    check_sizes(size, tile, memory.get("host_dtype"))
     made.check_blocks(size)
-    digest = made.digest_name
+    try:
+        digest = made.digest_name
+    except RuntimeError as error:  # a file that is read for a model
+        raise ValueError(
+            f"policy {made.name!r}: {error}, and a plan knows the config alone; fixed_hybrid:digest=submean takes what "
+            "a predictor for that digest takes"
+        ) from error
     store = BlockStore(
         batch, shape.kv_heads, shape.head_dim, shape.dtype, block_size=size, device=torch.device("cpu"),
         digest=DIGESTS[digest] if digest else None, padding=Padding(size), packs=memory.get("host_dtype") == "int8",
@@ -177,7 +200,6 @@ def memory_of(
     averages = 0 if made.salience is None else averages_for(context, 0, size)
     near = batch * shape.query_heads * slots * size * 4 if averages and two else 0
     kept = lines * made.line_bytes(context, shape.head_dim, shape.dtype.itemsize)
-    tile = min(memory.get("prefill_tile", 4096), context)
     return Memory(
         resident=slots * size,
         resident_bytes=shape.layers * (lines * slots * record + near + kept),
@@ -186,7 +208,7 @@ def memory_of(
         digests_on_host=made.retrieves or not two,
         salience_bytes=shape.layers * batch * averages * (4 * shape.query_heads + shape.kv_heads),
         stock_bytes=shape.stock_bytes(batch, context),
-        tile_bytes=2 * batch * tile * shape.token_bytes if two else 0,
+        tile_bytes=2 * batch * min(tile, context) * shape.token_bytes if two else 0,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import prompt, tiny_model
-from transformers import DeepseekV3Config, PreTrainedConfig, T5Config
+from transformers import DeepseekV3Config, MambaConfig, PreTrainedConfig, T5Config
 from typer.testing import CliRunner
 
 from hf_offload import HybridCache, assets
@@ -110,7 +110,12 @@ def test_what_is_no_setting(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"), [(T5Config(), "single stacks"), (DeepseekV3Config(), "keys and values are compressed")]
+    ("config", "told"),
+    [
+        (T5Config(), "single stacks"),
+        (DeepseekV3Config(), "keys and values are compressed"),
+        (MambaConfig(num_hidden_layers=2), "no layer is plain full attention"),
+    ],
 )
 def test_models_that_are_not_served(config: PreTrainedConfig, told: str) -> None:
     with pytest.raises(ValueError, match=told):
@@ -136,4 +141,23 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 2
     assert "bugdet: not a knob" in said
     assert "device-memory='much' is not an amount" in run("--device-memory", "much")[1]
-    assert "invalid literal" in run("--context", "long")[1]
+    for context in ("long", "0", "-3k"):
+        assert (
+            f"context={context!r} is not a number of tokens" in run(f"--context={context}", "--device-memory=1GiB")[1]
+        )
+    assert "fixed_hybrid:digest=submean takes" in run("--policy", "fluxion:predictor=there.safetensors")[1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("full:block_size=0", "block_size=0 is not supported"),
+        ("full:block_size=24", "block_size=24 is not supported"),
+        ("full:host_dtype=int4", "host_dtype='int4' is not supported"),
+        ("full:prefill_tile=many", "prefill_tile='many' is less than a block"),
+    ],
+)
+def test_what_no_cache_takes_is_not_planned(setting: str, told: str) -> None:
+    shape = shape_of(tiny_model("llama").config, torch.float32)
+    with pytest.raises(ValueError, match=told):
+        memory_of(shape, *parse_setting(setting), context=64, batch=1)

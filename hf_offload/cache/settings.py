@@ -13,6 +13,22 @@ from hf_offload.cache.rollback import Drafts
 from hf_offload.cpu.worker import Worker
 from hf_offload.policies.base import Policy
 
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+
+def check_sizes(block_size: object, prefill_tile: object, host_dtype: object) -> None:
+    """Check what a user says of how tokens are held, whatever the policy.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}")
+    if not isinstance(prefill_tile, int) or prefill_tile < block_size:
+        raise ValueError(f"prefill_tile={prefill_tile!r} is less than a block; use at least {block_size} tokens")
+    if host_dtype not in (None, "int8"):
+        raise ValueError(f'host_dtype={host_dtype!r} is not supported; use "int8", or None for the model\'s dtype')
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
