@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -144,8 +144,8 @@ class H2O(Policy):
     def unpack_state(self, state: H2OState, packed: dict[str, torch.Tensor]) -> None:
         if packed:
             with torch.inference_mode(False):
-                tensors = {name: tensor.clone() for name, tensor in packed.items() if name not in _NUMBERS}
-            state.kept = Kept(**tensors, **{name: int(packed[name]) for name in _NUMBERS})
+                parts: dict[str, Any] = {n: int(x) if n in _NUMBERS else x.clone() for n, x in packed.items()}
+            state.kept = Kept(**parts)
 
     def select_rows(self, state: H2OState, rows: torch.Tensor) -> H2OState:
         if state.kept is None:
