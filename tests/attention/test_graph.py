@@ -43,7 +43,7 @@ def logits_of(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, mas
     return torch.cat(rows, 1)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("policy", "knobs"),
     [

@@ -20,7 +20,7 @@ TESTS = (
 )
 
 
-@pytest.mark.parametrize("level", ["plain", "avx2"])
+@pytest.mark.parametrize("level", ["plain", pytest.param("avx2", marks=pytest.mark.slow)])
 def test_kernels(level: str) -> None:
     if level == "avx2" and platform.machine() != "x86_64":
         pytest.skip("AVX2 is for x86-64")

@@ -41,6 +41,7 @@ def table(path: Path) -> list[dict[str, str]]:
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_part_runs(tmp_path: Path) -> None:
     rows = ["--rows", "dynamic,scout,full,scout-graph"]
     done = invoke("--out", str(tmp_path), *rows, "--replay", "miss=0.2,drift=0.3,recall=2")

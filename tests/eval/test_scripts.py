@@ -49,6 +49,7 @@ def test_the_kernel_benchmark_runs(tmp_path, monkeypatch):
     assert out.with_suffix(".png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_the_soak_runs_and_finds_a_leak(tmp_path):
     out = tmp_path / "soak.csv"
     options = ["--rows", "full-one", "--steps", "60", "--every", "10", "--context", "512", "--out", str(out)]

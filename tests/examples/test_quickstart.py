@@ -28,6 +28,7 @@ def test_every_row_finds_the_number_in_a_short_prompt(loaded):
     assert result.output.count("yes") == 3
 
 
+@pytest.mark.slow
 def test_a_question_of_ones_own(loaded, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("The cat is called Mathilda. " + "It sleeps all day. " * 40)
