@@ -98,7 +98,7 @@ def reference(
 
 
 def combinations() -> list[Any]:
-    """All of them; in the quick set padded rows in chunks are enough, but for those policies that are tried here alone."""
+    """All of them; in the quick set padded rows in chunks are enough of policies that are not tried here alone."""
     rows = []
     for row in itertools.product(FAMILIES, POLICIES, (1, 3), (None, 17), ("one", "split")):
         elsewhere = row[1] in ("full-fetch", "sparse-fetch", "h2o", "infinigen", "hgca", "fixed-hybrid", "fluxion")
