@@ -65,7 +65,7 @@ from common import (
     write_csv,
 )
 from hf_offload.fluxion.predictor import read_about
-from hf_offload.measuring import READS_PROMPTS, divergence
+from hf_offload.measuring import divergence
 
 WARM_UP = 2
 BLOCK_SIZE = 32
@@ -157,11 +157,11 @@ def fill(
     caches: dict[str, Cache] = {}
     for row in rows:
         say(f"{length} tokens: {row.name} reads")
-        if row.policy in READS_PROMPTS and not shift:
-            caches[row.name] = row.make_cache(model)
-            prefill(model, caches[row.name], ids, chunk=2048)
+        cache = row.make_cache(model)
+        if cache.policy.reads_prompts and not shift:
+            prefill(model, cache, ids, chunk=2048)
+            caches[row.name] = cache
             continue
-        row.activate(model)
         knobs = AS_PROMPT if shift and row.policy == "hgca" else {}
         caches[row.name] = hf_offload.HybridCache.from_cache(full, model, row.policy, **row.options, **knobs)
         if shift:

@@ -14,8 +14,6 @@ from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.hybrid_cache import HybridCache
 
 CHUNK = 2048
-READS_PROMPTS = ("fluxion", "h2o", "hgca", "infinigen")
-"""Policies that learn from a prompt's attention, so that keys and values alone are not enough."""
 WARM_UP = 4
 """Steps whose time does not count."""
 
@@ -91,9 +89,9 @@ def hold(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: 
     Raises:
         ValueError: an option that is not allowed.
     """
-    if policy not in READS_PROMPTS:
-        return HybridCache.from_cache(reading.cache, model, policy, **options)
     cache = HybridCache(model, policy, **options)
+    if not cache.policy.reads_prompts:
+        return HybridCache.from_cache(reading.cache, model, policy, **options)
     take_in(model, cache, reading.context)
     return cache
 

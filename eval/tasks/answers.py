@@ -64,9 +64,7 @@ class Reading:
             or row.options.get("tier") == "split"
         ):
             return False
-        policy = cache.policy
-        asks = policy.query_window and (policy.retrieves or not policy.attends_blocks)
-        return policy.salience is None and not asks
+        return not cache.policy.reads_prompts
 
 
 @torch.inference_mode()

@@ -133,6 +133,12 @@ class Policy(ABC):
         """How single tokens are kept for the CPU by their attention weights, or None: nobody averages weights."""
         return None
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether it learns from a prompt's queries, so that keys and values alone are not all that it knows."""
+        asks = self.query_window > 0 and (self.retrieves or not self.attends_blocks)
+        return self.salience is not None or asks
+
     def window_tokens(self, length: int) -> int | None:
         """Tokens of the window, of `length` that are cached; None: as many as are resident."""
         return None
