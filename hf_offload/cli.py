@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from hf_offload import assets
 from hf_offload.cache.budget import parse_bytes
@@ -67,16 +68,13 @@ def profile(
             tokens=tokens, steps=steps, windows=windows, resident=resident, block_size=block_size, budget=budget,
             threshold=threshold,
         )  # fmt: skip
-        content = assets.texts("documentation") if text is None else text.read_text(encoding="utf-8")
+        content = assets.texts("documentation") if text is None else _read("text", text)
         language_model, tokenizer = assets.load_model(model, attn_implementation="hybrid_sparse", dtype=DTYPES[dtype])
-        ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
         found = profile_intervals(
-            language_model, torch.tensor([ids]), tokens=tokens, steps=steps, windows=windows, resident=resident,
+            language_model, _ids(tokenizer, content), tokens=tokens, steps=steps, windows=windows, resident=resident,
             block_size=block_size, progress=True, budget=budget, threshold=threshold,
         )  # fmt: skip
         found.write(out)
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"text={str(text)!r} is not UTF-8 ({error}); convert it first") from error
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     show(found)
@@ -128,6 +126,12 @@ def tune(
     tier: Annotated[
         str | None, typer.Option(help='"one" or "split" memory.', show_default="as the model's device says")
     ] = None,
+    predictor: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Of train-fluxion: try fluxion, too.")
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Another text, to check the chosen setting on.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "auto",
 ) -> None:
     """Find the quickest policy, budget, block size and recall that stay near full attention on a text."""
@@ -135,15 +139,13 @@ def tune(
         raise typer.BadParameter(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
     try:
         check_tuning(target_kl, tokens=tokens, steps=steps, windows=windows)
-        content = assets.texts("documentation") if text is None else text.read_text(encoding="utf-8")
+        content = assets.texts("documentation") if text is None else _read("text", text)
+        other = None if held_out is None else _read("held_out", held_out)
         language_model, tokenizer = assets.load_model(model, attn_implementation="hybrid_sparse", dtype=DTYPES[dtype])
-        ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
         found = find_setting(
-            language_model, torch.tensor([ids]), target_kl, tokens=tokens, steps=steps, windows=windows, tier=tier,
-            progress=True,
+            language_model, _ids(tokenizer, content), target_kl, tokens=tokens, steps=steps, windows=windows, tier=tier,
+            predictor=predictor, held_out=None if other is None else _ids(tokenizer, other), progress=True,
         )  # fmt: skip
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"text={str(text)!r} is not UTF-8 ({error}); convert it first") from error
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     # A file or a pipe has no width of its own.
@@ -180,20 +182,35 @@ def train_fluxion(
     try:
         check_sampling(sampling, context)
         fitting = Fitting(epochs=epochs, under=under, streaming_at=streaming_at, fit=fit)
-        contents = [path.read_text(encoding="utf-8") for path in text or []]
+        contents = [_read("text", path) for path in text or []]
         contents = contents or [assets.texts(kind)[UNREAD:] for kind in assets.KINDS]
         language_model, tokenizer = assets.load_model(model, dtype=DTYPES[dtype])
         ids = [tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"] for content in contents]
         cut = cut_windows(ids, context, windows)
         collect(language_model, cut, sampling, out, progress=True)
         report = train(language_model, cut, sampling, fitting, out, progress=True)
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"a text is not UTF-8 ({error}); convert it first") from error
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if report is not None:
         show_quality(report)
         typer.echo(f"wrote {out / PREDICTOR} and {out / REPORT}")
+
+
+def _read(option: str, path: Path) -> str:
+    """A text file that an option names.
+
+    Raises:
+        typer.BadParameter: it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{option}={str(path)!r} is not UTF-8 ({error}); convert it first") from error
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """Token ids `[1, N]` of a text, nothing added."""
+    return torch.tensor([tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]])
 
 
 def show_quality(report: dict[str, Any]) -> None:

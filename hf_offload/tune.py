@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import Cache, PreTrainedModel
 
 from hf_offload.attention.spread import on_device
+from hf_offload.fluxion.predictor import read_about
 from hf_offload.measuring import Reading, cost, follow, hold, read
 
 LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -79,11 +81,13 @@ class Tuning:
         target: the KL that was asked for.
         full_seconds: a step of Transformers' own cache, median; it and the settings that are near enough took turns.
         trials: all that was tried, in order; the first is full attention through a HybridCache.
+        held_out: the chosen setting on a text that nothing was chosen by, if one was given.
     """
 
     target: float
     full_seconds: float
     trials: list[Trial] = field(default_factory=list)
+    held_out: Trial | None = None
 
     @property
     def chosen(self) -> Trial:
@@ -95,7 +99,20 @@ class Tuning:
 
     @property
     def why(self) -> str:
-        """Why that one, in a sentence or two."""
+        """Why that one, in a few sentences."""
+        return f"{self._reason}{self._check}"
+
+    @property
+    def _check(self) -> str:
+        """What the held-out text says of it."""
+        if self.held_out is None:
+            return ""
+        kept, kl = self.held_out.meets(self.target), f"{self.held_out.kl:.4f} ± {self.held_out.error:.4f}"
+        end = "." if kept else ": too much. Tune on texts nearer to those that you will serve, or for less."
+        return f" On the text that was held out its KL is {kl}{end}"
+
+    @property
+    def _reason(self) -> str:
         chosen, good = self.chosen, [trial for trial in self.trials if trial.meets(self.target)]
         said = (
             f"{len(good)} of {len(self.trials)} settings stay below a KL of {self.target:g}; this one takes "
@@ -163,6 +180,8 @@ def tune(
     steps: int = 64,
     windows: int = 2,
     tier: str | None = None,
+    predictor: str | os.PathLike[str] | None = None,
+    held_out: torch.Tensor | None = None,
     progress: bool = False,
 ) -> Tuning:
     """Find the quickest setting whose KL to full attention stays below a target on a text.
@@ -178,21 +197,21 @@ def tune(
         tokens: of context in each window; steps: tokens that are decoded behind it.
         windows: stretches of the text, evenly spread.
         tier: as for `HybridCache`.
+        predictor: a file of `hf-offload train-fluxion` for this model: `fluxion` is tried, too, with its deviations τ.
+        held_out: of another text, int64 `[1, M]`: the chosen setting is measured on it, with as many windows.
         progress: whether a bar shows how far it is.
 
     Raises:
-        ValueError: a value that is not allowed, a text that is too short, or a target that is below rounding.
+        ValueError: a value that is not allowed, a text that is too short, a target that is below rounding, or a
+            predictor for another model.
+        FileNotFoundError: there is no such predictor.
     """
     check_tuning(target, tokens=tokens, steps=steps, windows=windows)
-    need = tokens + steps
-    if ids.shape[1] < windows * need:
-        raise ValueError(
-            f"the text has {ids.shape[1]} tokens, but {windows} windows of {tokens} and {steps} tokens need "
-            f"{windows * need}; give a longer text, or fewer tokens or windows"
-        )
-    starts = [i * (ids.shape[1] - need) // max(windows - 1, 1) for i in range(windows)]
+    ladders = LADDERS if predictor is None else LADDERS | {"fluxion": _by_deviation(predictor)}
+    stretches = cut(ids, tokens + steps, windows)
+    others = [] if held_out is None else cut(held_out, tokens + steps, windows)
     with tqdm(disable=not progress, desc="full attention", unit=" settings") as bar:
-        readings = [read(model, ids[:, first : first + need].to(model.device), steps) for first in starts]
+        readings = [read(model, stretch.to(model.device), steps) for stretch in stretches]
         found = Tuning(target, _stock_seconds(model, readings[0]))
         two = tier == "split" or (tier is None and on_device(model))
         memory = {} if tier is None else {"tier": tier}
@@ -210,7 +229,7 @@ def tune(
                 "attention here; use a larger one, or another dtype"
             )
         near: list[Trial] = []
-        for policy, ladder in LADDERS.items():
+        for policy, ladder in ladders.items():
             if two or policy not in FETCHES:
                 near += _climb(attempt, policy, [rung for rung in ladder if rung.get("budget", 0) < tokens], target)
         if near:
@@ -219,7 +238,32 @@ def tune(
                 attempt(best.policy, {name: value for name, value in options.items() if name != "tier"})
         bar.set_description("times, in turns")
         _time(model, found, readings[0])
+        if others:
+            bar.set_description("the text held out")
+            readings = [read(model, stretch.to(model.device), steps) for stretch in others]
+            found.held_out = _trial(model, found.chosen.policy, found.chosen.options, readings)
     return found
+
+
+def cut(ids: torch.Tensor, length: int, windows: int) -> list[torch.Tensor]:
+    """Windows of a length out of a text's ids `[1, N]`, evenly spread.
+
+    Raises:
+        ValueError: the text is too short for them.
+    """
+    if ids.shape[1] < windows * length:
+        raise ValueError(
+            f"the text has {ids.shape[1]} tokens, but {windows} windows of {length} tokens need {windows * length}; "
+            "give a longer text, or fewer tokens, steps or windows"
+        )
+    starts = [i * (ids.shape[1] - length) // max(windows - 1, 1) for i in range(windows)]
+    return [ids[:, first : first + length] for first in starts]
+
+
+def _by_deviation(predictor: str | os.PathLike[str]) -> tuple[dict[str, Any], ...]:
+    """What is tried of `fluxion` with a file: the largest deviation, which reads least, first."""
+    taus = sorted(map(float, read_about(predictor)["predictors"]), reverse=True)
+    return tuple({"predictor": os.fspath(predictor), "tau": tau} for tau in taus)
 
 
 def _climb(

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 import hf_offload.tune as tuning
 from hf_offload import HybridCache, assets
+from hf_offload.cache.fingerprint import likeness
 from hf_offload.cli import app
+from hf_offload.fluxion.predictor import HeadPredictor, save_predictors
 from hf_offload.measuring import cost, read
 from hf_offload.tune import Trial, Tuning, tune
 
@@ -33,7 +35,7 @@ def ladders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_chosen_line_keeps_the_target_on_another_text(ladders: None) -> None:
     model, ids = tiny_model("llama"), prompt(1, 900)[0]
-    found = tune(model, ids[:, :500], 0.5, **SMALL)
+    found = tune(model, ids[:, :500], 0.5, held_out=ids[:, 476:], **SMALL)
     assert found.trials[0].policy == "full"
     assert found.trials[0].kl < 1e-6
     assert not any(trial.policy == "sparse_fetch" for trial in found.trials)  # one memory
@@ -41,8 +43,14 @@ def test_the_chosen_line_keeps_the_target_on_another_text(ladders: None) -> None
     assert chosen.meets(0.5)
     cache = eval(chosen.line, {"HybridCache": HybridCache, "model": model})
     assert cache.policy.name == chosen.policy
-    other = cost(model, chosen.policy, chosen.options, read(model, ids[:, 600:812], 12))
+    other = cost(model, chosen.policy, chosen.options, read(model, ids[:, 688:900], 12))  # the last held-out window
     assert float(other.kl.mean()) <= 0.5
+    checked = found.held_out
+    assert checked is not None
+    assert (checked.policy, checked.options) == (chosen.policy, chosen.options)
+    assert checked.kl <= 0.5
+    assert checked.kl != chosen.kl
+    assert checked.worst >= float(other.kl.mean()) * (1 - 1e-6)
     table = found.table()
     assert table.row_count == len(found.trials)
     assert "settings stay below a KL of 0.5" in found.why
@@ -72,6 +80,33 @@ def test_two_memories_try_fetching_and_recalls(ladders: None, monkeypatch: pytes
     assert "next comes" in found.why
 
 
+def test_a_predictor_brings_its_deviations(ladders: None, tmp_path: Path) -> None:
+    model, path = tiny_model("llama"), tmp_path / "predictor.safetensors"
+    predictors = {tau: HeadPredictor(tau=tau, digest="quest", sinks=16, local=32) for tau in (0.05, 0.2)}
+    for predictor in predictors.values():  # everything is needed
+        torch.nn.init.zeros_(predictor.outputs.weight)
+        predictor.outputs.bias.data = torch.tensor([1.0, 0.0, -9.0])
+    save_predictors(path, likeness(model.config, model.model), predictors, {})
+    found = tune(model, prompt(1, 500)[0], 0.5, predictor=path, **SMALL)
+    tried = [trial for trial in found.trials if trial.policy == "fluxion"]
+    assert [trial.options["tau"] for trial in tried][:1] == [0.05]  # halved: the last of what was tried is enough
+    assert all(trial.kl < 1e-4 for trial in tried)
+    with pytest.raises(ValueError, match="trained for another model"):
+        tune(tiny_model("qwen3"), prompt(1, 500)[0], 0.5, predictor=path, **SMALL)
+    with pytest.raises(FileNotFoundError):
+        tune(model, prompt(1, 500)[0], 0.5, predictor=tmp_path / "none", **SMALL)
+
+
+def test_what_the_held_out_text_says() -> None:
+    def trial(kl: float) -> Trial:
+        return Trial("scout", {}, kl, 0.0, kl, 1.0, 1.0, None, 1)
+
+    found = Tuning(0.01, 2.0, [trial(0.005)], held_out=trial(0.006))
+    assert "held out its KL is 0.0060 ± 0.0000." in found.why
+    found.held_out = trial(0.02)
+    assert "too much. Tune on" in found.why
+
+
 def test_of_alike_times_the_smaller_device_memory_wins() -> None:
     def trial(policy: str, seconds: float, device: int, kl: float = 0.001) -> Trial:
         return Trial(policy, {}, kl, 0.0, kl, 1.0, seconds, None, device)
@@ -98,6 +133,7 @@ def test_two_standard_errors_and_every_window_count() -> None:
         ({"target": float("nan")}, "target_kl=nan"),
         ({"steps": 0}, "steps=0 is not a count"),
         ({"tokens": 400}, "the text has 500 tokens, but 2 windows"),
+        ({"held_out": torch.ones(1, 300, dtype=torch.long)}, "the text has 300 tokens"),
         ({"target": 1e-12}, "is below the .* that rounding alone makes"),
     ],
 )
@@ -113,9 +149,11 @@ def test_the_command(tmp_path: Path, ladders: None, monkeypatch: pytest.MonkeyPa
     letters = torch.randint(32, 120, (500,), generator=torch.Generator().manual_seed(0)).tolist()
     text.write_text("".join(map(chr, letters)), encoding="utf-8")
     words = ["tune", "--text", str(text), "--target-kl", "0.5", "--tokens", "200", "--steps", "8"]
+    words += ["--held-out", str(text)]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert re.search(r"HybridCache\(model, \"\w+\"", result.output)
+    assert "On the text that was held out" in result.output
     wrong = CliRunner().invoke(app, [*words, "--windows", "9"], env={"COLUMNS": "200"})
     assert wrong.exit_code == 2
     assert "give a longer text" in re.sub(r"[\s│]+", " ", wrong.output)
