@@ -11,6 +11,7 @@ from hf_offload.attention.partial import merge_partials
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cache.around import uncast
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.queries import joined
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.window import set_window
 
@@ -62,11 +63,9 @@ def append(
             layer.salience.take_in(query, scale=scale, softcap=softcap)
     layer.scale, layer.softcap = scale, softcap
     window = layer.policy.query_window
-    if window and (layer.has_slots or layer.policy.retrieves or not layer.policy.attends_blocks):
-        queries = query[:, :, -window:].float()
-        if layer.last_queries is not None and queries.shape[2] < window:
-            queries = torch.cat([layer.last_queries, queries], 2)[:, :, -window:]
-        layer.last_queries = queries.clone()
+    # Of layers that share keys and values only the one that brought them counts, in chunks as in one prompt.
+    if fresh and window and (layer.has_slots or layer.policy.retrieves or not layer.policy.attends_blocks):
+        layer.last_queries = joined(layer.last_queries, query, past, window)
     return out
 
 

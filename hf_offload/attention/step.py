@@ -188,7 +188,7 @@ class Step(ABC):
     def anchor(self) -> torch.Tensor:
         """`[B, Hq, D]` fp32, the last query of the last append; where nobody has kept it, this step's."""
         if self.layer.last_queries is not None:
-            return self.layer.last_queries[:, :, -1].contiguous()
+            return self.layer.last_queries.values[:, :, -1].contiguous()
         return torch.as_tensor(self.query)
 
     def segments(self, query: torch.Tensor) -> Segments:

@@ -31,7 +31,7 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     resident.reserve()
     starts_block = store.length % store.block_size == 0
     slots = resident.slots - starts_block
-    queries = query if layer.last_queries is None else layer.last_queries
+    queries = query if layer.last_queries is None else layer.last_queries.values
     assert layer.scale is not None
     step = TieredStep(layer, queries, store.length, layer.scale, layer.softcap)
     chosen = layer.policy.place(step, slots)

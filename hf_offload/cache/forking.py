@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_offload.cache import knowledge
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.opening import open_layer
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.sharing import share_blocks
@@ -38,7 +39,8 @@ def _fork(source: HybridLayer, target: HybridLayer) -> None:
     source.rollback.clear()  # what it would put back is shared from here on
     source.write_back()
     target.slots = None if source.resident is None else source.resident.slots
-    target.open(source.store.batch, source.store.num_kv_heads, source.store.head_dim, source.dtype, source.device)
+    store = source.store
+    open_layer(target, store.batch, store.num_kv_heads, store.head_dim, source.dtype, source.device)
     assert target.store is not None
     share_blocks(target.store, source.store)
     seal(target.store, target.settings.prefill_tile)  # blocks of padding alone have digests, but no statistics to share

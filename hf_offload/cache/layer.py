@@ -12,9 +12,10 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_offload.cache.around import attended, uncompiled
-from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.fits import check_arrivals, unconsumed, unsuitable
-from hf_offload.cache.memory import memory_for
+from hf_offload.cache.mirror import DeviceMirror
+from hf_offload.cache.opening import open_layer
+from hf_offload.cache.queries import LastQueries
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cache.retrievals import Retrievals
 from hf_offload.cache.rollback import Rollback, crop
@@ -23,7 +24,6 @@ from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
-from hf_offload.cache.window import make_salience
 from hf_offload.cpu.worker import WorkerError
 from hf_offload.policies.base import Selection
 
@@ -43,6 +43,11 @@ class HybridLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     supports_early_init = False
+    dtype: torch.dtype
+    device: torch.device
+    device_type: str
+    mirror: DeviceMirror
+    """With two memories."""
 
     def __init__(self, index: int, settings: Settings) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,7 +87,7 @@ class HybridLayer(CacheLayerMixin):
         self.ahead: Any = None
         self.host_part: Any = None
         """The buffers of the CPU's part, with two memories (`attention.host_part.HostPart`)."""
-        self.last_queries: torch.Tensor | None = None
+        self.last_queries: LastQueries | None = None
         self.retrievals = Retrievals()
         self.unplaced = True
         self.slots: int | None = None
@@ -99,38 +104,7 @@ class HybridLayer(CacheLayerMixin):
         batch, heads, _, dim = key_states.shape
         if key_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"K and V are {key_states.dtype}; HybridCache holds float32, float16 and bfloat16")
-        self.open(batch, heads, dim, key_states.dtype, key_states.device, key_states.shape[2])
-
-    def open(self, batch: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, tokens: int = 0) -> None:
-        """Make what holds the tokens: of these sizes, for a model that computes in `dtype` on `device`.
-
-        Args:
-            tokens: how many arrive first; the device's budget is divided accordingly, unless `slots` is set.
-        """
-        self.dtype, self.device, self.device_type = dtype, device, device.type
-        self.has_slots = self.settings.tier == "split" or (self.settings.tier is None and device.type != "cpu")
-        self.keys = self.values = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)  # Mllama looks here
-        if self.settings.tier == "one" and self.device.type != "cpu":
-            raise ValueError(f'tier="one" is for models on the CPU, but this one is on {self.device}; leave tier out')
-        name = self.policy.digest_name
-        self.store = BlockStore(
-            batch, heads, dim, self.dtype, block_size=self.settings.block_size, device=self.device,
-            digest=DIGESTS[name] if name else None, padding=self.settings.padding, packs=self.settings.packs,
-            worker=self.settings.worker if self.has_slots else None, scored_on_host=self.policy.retrieves,
-        )  # fmt: skip
-        if self.has_slots:
-            budget = self.settings.device_budget if self.slots is None else None
-            slots = self.slots or self.settings.resident // self.settings.block_size
-            self.mirror = self.settings.mirror(self.device)
-            self.tally.record_bytes = self.store.pool.record_bytes
-            if budget is not None:
-                slots = budget.slots(self.store, tokens)
-            nbytes = batch * heads * slots * self.store.pool.record_bytes
-            with memory_for("resident blocks", "a smaller resident or device_budget or fewer rows need less", nbytes):
-                self.resident = ResidentSet(self.store, slots, self.mirror)
-        self.salience = make_salience(self)
-        self.state = self.policy.new_state(self)
-        self.is_initialized = True
+        open_layer(self, batch, heads, dim, key_states.dtype, key_states.device, key_states.shape[2])
 
     def serves(self, module: torch.nn.Module) -> bool:
         """Whether an attention module belongs to the model that the cache was made for."""
@@ -327,7 +301,7 @@ class HybridLayer(CacheLayerMixin):
             self.salience.select_rows(rows)
         self.state = self.policy.select_rows(self.state, torch.from_numpy(rows))
         if self.last_queries is not None:
-            self.last_queries = self.last_queries[torch.from_numpy(rows).to(self.last_queries.device)]
+            self.last_queries = self.last_queries.select_rows(torch.from_numpy(rows))
         self.kernels.clear()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

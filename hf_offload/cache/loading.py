@@ -17,6 +17,8 @@ from torch import nn
 from hf_offload.cache import knowledge
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import host_empty, host_mapped
+from hf_offload.cache.opening import open_layer
+from hf_offload.cache.queries import LastQueries
 from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS
 from hf_offload.cache.stock import unpack
 from hf_offload.cache.takeover import device_of
@@ -124,9 +126,8 @@ class SavedCache:
                     padding.copy_from(self._tensors["padding"].numpy(), dense=self.about["dense"])
                 layer.revision = padding.revision
                 layer.slots = tensors["block_of"].shape[2] if place and "block_of" in tensors else None
-                layer.open(
-                    told["batch"], told["heads"], told["dim"], getattr(torch, told["dtype"]), device, told["length"]
-                )
+                dtype = getattr(torch, told["dtype"])
+                open_layer(layer, told["batch"], told["heads"], told["dim"], dtype, device, told["length"])
                 if not layer.has_slots and mapped is None and self._entries:
                     mapped = host_mapped(self.folder / BLOCKS)
                 self._fill(layer, told, tensors, mapped)
@@ -164,7 +165,7 @@ class SavedCache:
             store.digests.frozen = told["frozen"]
         layer.scale, layer.softcap = told["scale"], told["softcap"]
         if "queries" in tensors:
-            layer.last_queries = tensors["queries"].to(layer.device)
+            layer.last_queries = LastQueries(tensors["queries"].to(layer.device), told["queries_end"])
         state = {name.removeprefix("state."): part for name, part in tensors.items() if name.startswith("state.")}
         layer.policy.unpack_state(layer.state, {name: part.to(layer.device) for name, part in state.items()})
         if layer.salience is not None:

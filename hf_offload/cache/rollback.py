@@ -73,6 +73,8 @@ def crop(layer: HybridLayer, length: int) -> None:
     else:
         layer.store.unpack(state.packed)
     layer.store.crop(length)
+    if layer.last_queries is not None:
+        layer.last_queries = layer.last_queries.cropped(length)
     if layer.salience is not None and (state is None or state.salience is None):
         layer.salience.crop(length)
     if state is not None:

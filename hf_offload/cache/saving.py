@@ -34,7 +34,7 @@ from hf_offload.cache.stock import pack
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.unchecked import check_blocks, record_sums
 
-FORMAT = 1
+FORMAT = 2
 """Rises when a cache that was saved before cannot be read any more, such as with another layout of packed records."""
 BLOCKS, DIGESTS, CACHE, SUMS = "blocks.safetensors", "digests.safetensors", "cache.safetensors", "SHA256SUMS"
 ALIGNMENT = 4096  # of the blocks' data in their file
@@ -152,6 +152,7 @@ def _describe(layer: HybridLayer) -> dict[str, Any]:
         "dtype": str(store.dtype).removeprefix("torch."), "length": store.length, "sealed": store.sealed,
         "packed": store.packed_blocks, "frozen": store.digests is not None and store.digests.frozen,
         "width": store.table.shape[1], "scale": layer.scale, "softcap": layer.softcap, "placed": not layer.unplaced,
+        "queries_end": 0 if layer.last_queries is None else layer.last_queries.end,
     }  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
     numbers[ids] = np.arange(len(ids))
     found = {"table": torch.from_numpy(numbers[store.table[:, : store.num_blocks]])}
     if layer.last_queries is not None:
-        found["queries"] = layer.last_queries
+        found["queries"] = layer.last_queries.values
     for name, tensor in layer.policy.pack_state(layer.state).items():
         found[f"state.{name}"] = tensor
     if layer.salience is not None:

@@ -197,10 +197,10 @@ class H2O(Policy):
 def _weighed(step: Step, count: int) -> torch.Tensor:
     """The weights that the prompt's last queries gave each of `count` tokens, summed: fp32 `[B, Hkv, count]`."""
     known, store = step.layer.last_queries, step.store
-    query = torch.as_tensor(step.query)[:, :, None] if known is None else known[:, :, -count:]
+    query = torch.as_tensor(step.query)[:, :, None] if known is None else known.values
     query = query.to(store.device).float()
-    last = torch.arange(count - query.shape[2], count, device=store.device)  # what each query may see
-    last = last + 1 if known is None else last
+    start, end = (count, count + 1) if known is None else (known.start, known.end)
+    last = torch.arange(start, end, device=store.device)  # what each query may see
     valid = valid_tokens(step, count)
     counts = valid[:, last.clamp(max=count - 1)]  # queries of padding say nothing
     grouped = query.reshape(store.batch, store.num_kv_heads, -1, query.shape[3])  # heads of a group, query by query

@@ -180,8 +180,8 @@ class InfiniGen(Policy):
     def _skew(self, step: Step, state: InfiniGenState) -> None:
         """Find the directions in which this row's queries and keys are largest, and the keys' parts in them."""
         known, store, count = step.layer.last_queries, step.store, step.length - 1
-        query = torch.as_tensor(step.query)[:, :, None] if known is None else known[:, :, -count:]
-        seen = valid_tokens(step, count)[:, -query.shape[2] :] if known is not None else None
+        query = torch.as_tensor(step.query)[:, :, None] if known is None else known.values
+        seen = valid_tokens(step, count)[:, known.start : known.end] if known is not None else None
         query = query.to(store.device).float()
         if seen is not None:
             query = query.masked_fill(~seen[:, None, :, None], 0.0)
