@@ -176,8 +176,10 @@ class Step(ABC):
             numbers: `[B, Hkv, M]` int64, tokens before this step's own; entries from `counts` on mean nothing.
             counts: `[B, Hkv]` int64.
         """
+        self.layer.drain_ahead()
         self.layer.write_back()
-        return TokenFetch(self.layer, numbers, counts, self.label("tokens"))
+        self.layer.ahead = fetch = TokenFetch(self.layer, numbers, counts, self.label("tokens"))
+        return fetch
 
     @property
     def has_far(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import torch
 
@@ -10,6 +12,7 @@ from hf_offload.cache.memory import host_empty
 from hf_offload.cache.unchecked import check_selected
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.packed import unpack_records
+from hf_offload.cpu.worker import WorkerError
 
 
 class TokenFetch:
@@ -54,6 +57,11 @@ class TokenFetch:
             layer.stats.recall_bytes += len(first) * 2 * store.head_dim * store.dtype.itemsize
             layer.stats.recalls += 1
         self._job = layer.settings.worker.submit(launch, label, keep=(store.pool, self._host))
+
+    def cancel(self) -> None:
+        """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change."""
+        with suppress(WorkerError):  # nobody asks for this result any more
+            self._job.result()
 
     def arrive(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[B, Hkv, m, D]` in the model's dtype, on its device; what is not `there` may be anything."""

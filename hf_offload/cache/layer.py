@@ -230,6 +230,8 @@ class HybridLayer(CacheLayerMixin):
             self.store.sealed = padding.changed_block
             seal(self.store, self.settings.prefill_tile)
             self.forget_plans()
+        elif not self.policy.attends_blocks:  # its state may hold a token of the block that is filling up
+            self.forget_plans()
         self.revision = padding.revision
 
     def forget_plans(self) -> None:

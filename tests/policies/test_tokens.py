@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from tiny import prompt, tiny_model
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
+from hf_offload.attention.decode import look_ahead
 from hf_offload.policies.h2o import EMPTY
 
 LENGTH = 120  # half of the last block
@@ -79,3 +80,38 @@ def test_a_turn_after_decoding_brings_queries_of_its_own(model: PreTrainedModel,
     for got, attention in zip(learnt(cache, policy), weights, strict=True):
         want = attention[:, :, 90:].sum(2).view(1, 2, -1, LENGTH + 1).sum(2)
         torch.testing.assert_close(got[..., : LENGTH + 1], want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize("policy", COVERING)
+def test_a_token_that_becomes_padding_is_attended_no_more(model: PreTrainedModel, policy: str, tier: str) -> None:
+    """One of the block that is filling up, and one of a full block; and they come back with their mask."""
+    ids, mask = prompt(1, LENGTH)
+    caches = [HybridCache(model, policy, tier=tier, block_size=16, **COVERING[policy]), DynamicCache()]
+    for cache in caches:
+        feed(model, cache, ids)
+    for number, hidden in enumerate(([], [117], [117, 120], [120], [20], [])):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        now = mask.clone()
+        now[:, hidden] = 0
+        got, want = (feed(model, cache, ids[:, number : number + 1], now) for cache in caches)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_on_its_way_has_come_once_a_layer_is_at_rest(model: PreTrainedModel) -> None:
+    cache = HybridCache(model, "infinigen", tier="split", block_size=16)
+    feed(model, cache, prompt(1, LENGTH)[0])
+    feed(model, cache, prompt(1, 1)[0])
+    layer = cache.layers[1]
+    cache.settings.worker.delay = 0.05
+    query = torch.randn(1, 4, 2, 1, 16, generator=torch.Generator().manual_seed(0)).to(layer.device)
+    look_ahead(layer, query[:, :, 0])
+    first = layer.state.coming[1]
+    look_ahead(layer, query[:, :, 1])  # in place of the one before
+    assert first._job.done()
+    second = layer.state.coming[1]
+    assert second is not first
+    assert not second._job.done()
+    layer.drain()
+    assert second._job.done()
+    assert layer.ahead is None
