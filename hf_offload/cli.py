@@ -138,7 +138,7 @@ def tune(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
     try:
-        check_tuning(target_kl, tokens=tokens, steps=steps, windows=windows)
+        check_tuning(target_kl, tokens=tokens, steps=steps, windows=windows, tier=tier)
         content = assets.texts("documentation") if text is None else _read("text", text)
         other = None if held_out is None else _read("held_out", held_out)
         language_model, tokenizer = assets.load_model(model, attn_implementation="hybrid_sparse", dtype=DTYPES[dtype])

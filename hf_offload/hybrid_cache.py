@@ -22,7 +22,7 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mending import halt, mend
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
-from hf_offload.cache.settings import Settings, check_sizes
+from hf_offload.cache.settings import Settings, check_sizes, check_tier
 from hf_offload.cache.stats import Pace, Stats, report
 from hf_offload.cache.turn import Turn
 from hf_offload.cpu.cores import cores
@@ -88,14 +88,14 @@ class HybridCache(Portable):
         config = check_model(model)
         self.policy = make_policy(policy, knobs).for_model(lambda: likeness(config, find_layers(model)[0]))
         block_size = self.policy.block_size if block_size is None else block_size
-        if tier not in (None, "one", "split"):
-            raise ValueError(f'tier={tier!r} is not a tier; use "one", "split" or None')
+        check_tier(tier)
         check_sizes(block_size, prefill_tile, host_dtype)
         if cuda_graph:
             check_graph(model, self.policy, config)
         self.policy.check_blocks(block_size)
         stock = stock_layers(config)
         two = tier == "split" or (tier is None and on_device(model))
+        self.policy.check_memories(two=two)
         held = held_layers(config, stock)
         least = least_blocks(self.policy, block_size)
         budget = make_budget(device_budget, resident, sum(held), least, two_memories=two)

@@ -177,6 +177,7 @@ def memory_of(
     size = made.block_size if size is None else size
     check_sizes(size, tile, memory.get("host_dtype"))
     made.check_blocks(size)
+    made.check_memories(two=two)
     try:
         digest = made.digest_name
     except RuntimeError as error:  # a file that is read for a model

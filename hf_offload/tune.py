@@ -15,6 +15,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import Cache, PreTrainedModel
 
 from hf_offload.attention.spread import on_device
+from hf_offload.cache.settings import check_tier
 from hf_offload.fluxion.predictor import read_about
 from hf_offload.measuring import Reading, cost, follow, hold, read
 
@@ -158,7 +159,7 @@ class Tuning:
         return table
 
 
-def check_tuning(target: float, *, tokens: int, steps: int, windows: int) -> None:
+def check_tuning(target: float, *, tokens: int, steps: int, windows: int, tier: str | None = None) -> None:
     """Check the settings of a run, before a model is loaded for it.
 
     Raises:
@@ -169,6 +170,7 @@ def check_tuning(target: float, *, tokens: int, steps: int, windows: int) -> Non
             raise ValueError(f"{name}={value!r} is not a count; use a whole number of at least 1")
     if not 0 < target < math.inf:
         raise ValueError(f"target_kl={target!r} is not a divergence; use a positive number such as 0.02")
+    check_tier(tier)
 
 
 def tune(
@@ -206,7 +208,7 @@ def tune(
             predictor for another model.
         FileNotFoundError: there is no such predictor.
     """
-    check_tuning(target, tokens=tokens, steps=steps, windows=windows)
+    check_tuning(target, tokens=tokens, steps=steps, windows=windows, tier=tier)
     ladders = LADDERS if predictor is None else LADDERS | {"fluxion": _by_deviation(predictor)}
     stretches = cut(ids, tokens + steps, windows)
     others = [] if held_out is None else cut(held_out, tokens + steps, windows)

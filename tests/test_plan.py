@@ -161,3 +161,11 @@ def test_what_no_cache_takes_is_not_planned(setting: str, told: str) -> None:
     shape = shape_of(tiny_model("llama").config, torch.float32)
     with pytest.raises(ValueError, match=told):
         memory_of(shape, *parse_setting(setting), context=64, batch=1)
+
+
+def test_a_schedule_needs_a_device() -> None:
+    shape, knobs = shape_of(tiny_model("llama").config, torch.float32), {"predictor": ConstantPredictor()}
+    options = {**knobs, "schedule": "length"}
+    assert memory_of(shape, "fluxion", options, context=64, batch=1).device > 0
+    with pytest.raises(ValueError, match="schedule='length' shares work with a device"):
+        memory_of(shape, "fluxion", options, context=64, batch=1, two=False)

@@ -134,6 +134,7 @@ def test_two_standard_errors_and_every_window_count() -> None:
         ({"steps": 0}, "steps=0 is not a count"),
         ({"tokens": 400}, "the text has 500 tokens, but 2 windows"),
         ({"held_out": torch.ones(1, 300, dtype=torch.long)}, "the text has 300 tokens"),
+        ({"tier": "wrong"}, "tier='wrong' is not a tier"),
         ({"target": 1e-12}, "is below the .* that rounding alone makes"),
     ],
 )
@@ -157,3 +158,7 @@ def test_the_command(tmp_path: Path, ladders: None, monkeypatch: pytest.MonkeyPa
     wrong = CliRunner().invoke(app, [*words, "--windows", "9"], env={"COLUMNS": "200"})
     assert wrong.exit_code == 2
     assert "give a longer text" in re.sub(r"[\s│]+", " ", wrong.output)
+    monkeypatch.setattr(assets, "load_model", None)  # what is wrong is said before anything is loaded
+    wrong = CliRunner().invoke(app, [*words, "--tier", "wrong"], env={"COLUMNS": "200"})
+    assert wrong.exit_code == 2
+    assert "tier='wrong' is not a tier" in wrong.output

@@ -30,6 +30,16 @@ def check_sizes(block_size: object, prefill_tile: object, host_dtype: object) ->
         raise ValueError(f'host_dtype={host_dtype!r} is not supported; use "int8", or None for the model\'s dtype')
 
 
+def check_tier(tier: object) -> None:
+    """Check what a user says of the memories.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    if tier not in (None, "one", "split"):
+        raise ValueError(f'tier={tier!r} is not a tier; use "one", "split" or None')
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What all layers of a cache share.

@@ -158,6 +158,10 @@ class Policy(ABC):
                 f"blocks of {block_size}; raise budget or lower sinks, recent or block_size"
             )
 
+    def check_memories(self, *, two: bool) -> None:
+        """Raise ValueError if the knobs make no sense with one memory, or with two."""
+        return
+
     def always_blocks(self, block_size: int) -> int:
         """Blocks that are always attended: sinks, recent ones and the tail (sinks behind padding may need one more)."""
         sinks, recent = -(-self.sink_tokens // block_size), -(-self.recent_tokens // block_size)

@@ -156,9 +156,14 @@ class Fluxion(Policy):
     def task_schedule(self) -> str | None:
         return self.schedule
 
+    def check_memories(self, *, two: bool) -> None:
+        if self.schedule not in (None, "none") and not two:
+            raise ValueError(
+                f"schedule={self.schedule!r} shares work with a device, but one memory has none; leave it out "
+                'or use "none" (or try two memories on the CPU with tier="split")'
+            )
+
     def new_state(self, layer: HybridLayer) -> FluxionState:
-        if self.schedule not in (None, "none") and not layer.has_slots:
-            raise ValueError(f'schedule={self.schedule!r} shares work with a device; use tier="split" or "none"')
         return FluxionState()
 
     def pack_state(self, state: FluxionState) -> dict[str, torch.Tensor]:

@@ -207,7 +207,7 @@ def test_knobs_that_are_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="schedule='best' is not known; use one of priority"):
         Fluxion(predictor=predictor, schedule="best")
     with pytest.raises(ValueError, match="schedule='priority' shares work with a device"):
-        decode(llama, make_cache(llama, tier="one", schedule="priority"), steps=1)
+        make_cache(llama, tier="one", schedule="priority")
 
 
 def test_a_saved_cache_knows_its_schedule(llama: PreTrainedModel, tmp_path: Path) -> None:
