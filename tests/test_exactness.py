@@ -98,13 +98,19 @@ def reference(
 
 
 def combinations() -> list[Any]:
-    """All of them; in the quick set padded rows in chunks are enough of policies that are not tried here alone."""
+    """All of them; in the quick set padded rows in chunks, of every family and policy, with one memory or with two."""
     rows = []
     for row in itertools.product(FAMILIES, POLICIES, (1, 3), (None, 17), ("one", "split")):
-        elsewhere = row[1] in ("full-fetch", "sparse-fetch", "h2o", "infinigen", "hgca", "fixed-hybrid", "fluxion")
-        everything = row[0] == FAMILIES[0] and not elsewhere
-        slow = not everything and (row[2:4] != (3, 17) or (elsewhere and row[0] not in ("llama", "gemma3")))
-        rows.append(pytest.param(*row, marks=pytest.mark.slow if slow else ()))
+        family, policy, batch, chunk, tier = row
+        elsewhere = policy in ("full-fetch", "sparse-fetch", "h2o", "infinigen", "hgca", "fixed-hybrid", "fluxion")
+        turn = FAMILIES.index(family) + list(POLICIES).index(policy)
+        if family == "llama":
+            quick = (batch, chunk) == (3, 17) or ((batch, chunk) == (1, None) and not elsewhere)
+        else:
+            quick = (batch, chunk, tier) == (3, 17, ("one", "split")[turn % 2]) and (
+                family == "gemma3" or not elsewhere
+            )
+        rows.append(pytest.param(*row, marks=() if quick else pytest.mark.slow))
     return rows
 
 

@@ -86,7 +86,7 @@ def test_generate_replays_and_a_turn_captures_again(monkeypatch: pytest.MonkeyPa
     assert len(records) == 2
 
 
-@pytest.mark.parametrize("length", [5, 15, 16])
+@pytest.mark.parametrize("length", [5, pytest.param(15, marks=pytest.mark.slow), 16])
 def test_a_prompt_shorter_than_a_block(length: int) -> None:
     """What is captured before any block has a digest must not serve the steps after."""
     model = tiny_model("llama")
@@ -193,7 +193,7 @@ def test_a_step_that_asks_for_hidden_states_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("at", [157, 159, 160])
+@pytest.mark.parametrize("at", [pytest.param(157, marks=pytest.mark.slow), 159, 160])
 def test_a_step_that_fails_when_it_is_closed_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch, at: int, graphs: bool
 ) -> None:

@@ -1,4 +1,7 @@
-"""`choose.choose_blocks` with every digest, and `packing`, against float64."""
+"""`choose.choose_blocks` with every digest, and `packing`, against float64.
+
+Kernels are compiled for each dtype and size of a tile of heads: the quick set has the usual ones.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def _check(score: torch.Tensor, logmass: torch.Tensor, tail: torch.Tensor, join:
         (3, 64, torch.bfloat16, 4),
         (3, 16, torch.bfloat16, 1),
         (1, 160, torch.float32, 1031),
-        (12, 128, torch.float16, 30),
+        pytest.param(12, 128, torch.float16, 30, marks=pytest.mark.slow),
     ],
 )
 def test_vectors(group: int, width: int, dtype: torch.dtype, blocks: int, join: str) -> None:
@@ -79,11 +82,12 @@ def test_vectors(group: int, width: int, dtype: torch.dtype, blocks: int, join: 
         (8, 64, 3, 1037),
         (8, 80, 3, 5),
         (4, 16, 3, 33),
-        (4, 128, 5, 21),
+        pytest.param(4, 128, 5, 21, marks=pytest.mark.slow),
         (16, 64, 3, 275),
-        (16, 64, 7, 1),
-        (32, 96, 3, 18),
-        (64, 64, 4, 19),
+        (16, 64, 3, 1),
+        pytest.param(16, 64, 7, 1, marks=pytest.mark.slow),
+        pytest.param(32, 96, 3, 18, marks=pytest.mark.slow),
+        pytest.param(64, 64, 4, 19, marks=pytest.mark.slow),
     ],
 )
 def test_submeans(count: int, dim: int, group: int, blocks: int, join: str) -> None:
@@ -107,17 +111,26 @@ def test_submeans(count: int, dim: int, group: int, blocks: int, join: str) -> N
 
 
 @pytest.mark.parametrize("join", JOINS)
-def test_masses_that_are_given(join: str) -> None:
+@pytest.mark.parametrize(
+    ("group", "blocks"),
+    [
+        (3, 37),
+        (3, 1),
+        (5, 513),
+        pytest.param(1, 16, marks=pytest.mark.slow),
+        pytest.param(2, 513, marks=pytest.mark.slow),
+    ],
+)
+def test_masses_that_are_given(group: int, blocks: int, join: str) -> None:
     torch.manual_seed(0)
-    for group, blocks in ((3, 37), (1, 16), (5, 1), (2, 513)):
-        logmass = torch.randn(2, 2 * group, blocks) * 8
-        logmass[0, 0] -= 300  # a head whose blocks vanish beside its tail: shares underflow to 0
-        logmass[1, :, ::3] = -math.inf
-        tail = torch.randn(2, 2 * group)
-        tail[1, 0] = -math.inf
-        query = torch.zeros(2, 2 * group, 16)
-        score = _score(query, LogMasses(logmass.numpy()), _table(2, blocks, blocks), 2, blocks, tail, join)
-        _check(score, logmass, tail, join)
+    logmass = torch.randn(2, 2 * group, blocks) * 8
+    logmass[0, 0] -= 300  # a head whose blocks vanish beside its tail: shares underflow to 0
+    logmass[1, :, ::3] = -math.inf
+    tail = torch.randn(2, 2 * group)
+    tail[1, 0] = -math.inf
+    query = torch.zeros(2, 2 * group, 16)
+    score = _score(query, LogMasses(logmass.numpy()), _table(2, blocks, blocks), 2, blocks, tail, join)
+    _check(score, logmass, tail, join)
 
 
 @pytest.mark.parametrize("join", JOINS)
@@ -128,7 +141,7 @@ def test_nothing_to_score(join: str) -> None:
     assert _score(query, LogMasses(np.empty((1, 2, 0), np.float32)), table, 1, 0, tail, join).shape == (1, 1, 0)
 
 
-@pytest.mark.parametrize(("group", "block_size"), [(3, 8), (3, 32), (12, 128)])
+@pytest.mark.parametrize(("group", "block_size"), [(3, 8), (3, 32), pytest.param(12, 128, marks=pytest.mark.slow)])
 def test_the_tail_is_read(group: int, block_size: int) -> None:
     torch.manual_seed(4)
     length = 3 * block_size + 1

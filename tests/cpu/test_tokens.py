@@ -18,8 +18,9 @@ from ._pools import make_case, run
     ("group", "dim", "block_size", "dtype", "softcap"),
     [
         (3, 64, 32, torch.bfloat16, None),
-        (1, 16, 8, torch.float32, None),
-        (5, 80, 16, torch.float16, 30.0),
+        (3, 80, 16, torch.bfloat16, 30.0),
+        pytest.param(1, 16, 8, torch.float32, None, marks=pytest.mark.slow),
+        pytest.param(5, 80, 16, torch.float16, 30.0, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("kbar", [False, True])

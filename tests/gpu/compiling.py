@@ -1,4 +1,5 @@
-"""Compile kernels for GPUs that need not be there: `python compiling.py 90` takes the cases of every `cases_*.py` here.
+"""Compile kernels for GPUs that need not be there: `python compiling.py 90` takes the cases of every `cases_*.py` here,
+`python compiling.py 90 first` one of each kernel.
 
 Runs in a process of its own without TRITON_INTERPRET, since the interpreter replaces what could be compiled. Prints one
 line of JSON for each case. The function `cases()` of a module returns tuples (name, kernel, signature: the type of each
@@ -62,6 +63,9 @@ def all_cases() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict
 
 
 if __name__ == "__main__":
-    target = int(sys.argv[1])
+    target, seen = int(sys.argv[1]), set()
     for case, *what in all_cases():
+        if "first" in sys.argv and what[0] in seen:
+            continue
+        seen.add(what[0])
         print(json.dumps({"case": case, "limit": SHARED_MEMORY[target], **compile_case(target, *what)}), flush=True)

@@ -106,7 +106,7 @@ def check_exchange(at: SimpleNamespace, recent: int, device: str, due: int | Non
 
 
 @every_form
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 20))])
 def test_exchange(form: str, seed: int, request: pytest.FixtureRequest) -> None:
     device = device_of(form, request)
     rng = np.random.default_rng(seed)

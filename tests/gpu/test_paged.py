@@ -22,7 +22,15 @@ SHAPES = [  # chosen so that tiles join blocks, are blocks, or cut them, and tha
 ]
 
 
-@pytest.mark.parametrize("extra", [{}, {"padded": True}, {"padded": True, "softcap": 2.0, "window": 150}], ids=str)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        pytest.param({"padded": True}, marks=pytest.mark.slow),
+        {"padded": True, "softcap": 2.0, "window": 150},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
 def test_shares_add_up_to_attention(
