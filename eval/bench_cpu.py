@@ -37,7 +37,6 @@ from hf_offload.cpu.launch import SHARE_BYTES, Launch
 from hf_offload.cpu.pool import touch_records
 from hf_offload.cpu.select import select_blocks
 from hf_offload.cpu.submeans import submeans
-from hf_offload.cpu.tokens import sparse_decode_tokens
 from hf_offload.cpu.worker import Worker
 
 POOL_BYTES = 1 << 29  # far beyond the caches
@@ -195,16 +194,6 @@ class Memory:
             packed=self.packed, prefetch=prefetch,
         )  # fmt: skip
 
-    def tokens(self, group: int, budget: int) -> Launch:
-        """One sparse decode over `budget` single tokens a KV head."""
-        query, length = self._query(group, 1), self.blocks * self.block_size
-        picks = [np.sort(self.rng.choice(length, budget, replace=False)) for _ in range(self.kv_heads)]
-        return sparse_decode_tokens(
-            query, self.pool.block_ptr, self.table, np.concatenate(picks).astype(np.int32),
-            budget * np.arange(self.kv_heads + 1), np.empty_like(query), np.empty(query.shape[:2], np.float32), None,
-            kv_dtype=self.dtype, block_size=self.block_size, scale=self.dim**-0.5, softcap=None,
-        )  # fmt: skip
-
     def _query(self, group: int, batch: int) -> np.ndarray:  # type: ignore[type-arg]
         return self.rng.standard_normal((batch, group * self.kv_heads, self.dim), dtype=np.float32)
 
@@ -226,10 +215,7 @@ def decode_cases(name: str, threads: int, read: Case, reader: Reader) -> Iterato
 
     def case(memory: Memory, group: int, batch: int, budget: int, kind: str = "sparse_decode") -> Case:
         def prepare() -> Callable[[], Any]:
-            if kind == "single tokens":
-                launch = memory.tokens(group, budget)
-            else:
-                launch = memory.decode(group, batch, budget, dense=kind == "dense", prefetch=kind != "no prefetch")
+            launch = memory.decode(group, batch, budget, dense=kind == "dense", prefetch=kind != "no prefetch")
             if threads == 1:
                 return launch
             _WARM @ _WARM  # in a model, an operator before has the team awake
@@ -256,7 +242,7 @@ def decode_cases(name: str, threads: int, read: Case, reader: Reader) -> Iterato
     def sets() -> Iterator[list[Case]]:
         memory = Memory(8, 128, 32, dtype)
         shapes = ((4, 1), (3, 1), (7, 1), (4, 4))
-        others = [case(memory, 4, 1, 2048, kind) for kind in ("no prefetch", "single tokens")]
+        others = [case(memory, 4, 1, 2048, "no prefetch")]
         packed = [case(Memory(8, 128, 32, dtype, packed=True), 4, 1, 2048)] if name == "bf16" else []
         yield [
             read,

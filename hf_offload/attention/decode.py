@@ -13,7 +13,7 @@ from hf_offload.cache.around import uncast
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.queries import joined
 from hf_offload.cache.sealing import seal
-from hf_offload.cache.window import set_window
+from hf_offload.cache.window import window_blocks
 
 FEW_QUERIES = 16
 """Appends of at most so many tokens read the cached blocks where they lie; more are worth bringing them together."""
@@ -59,8 +59,7 @@ def append(
         store.append(key, value)
         seal(store, tile, key)
         if layer.salience is not None:
-            set_window(layer, layer.salience)
-            layer.salience.take_in(query, scale=scale, softcap=softcap)
+            layer.salience.take_in(query, window_blocks(layer), scale=scale, softcap=softcap)
     layer.scale, layer.softcap = scale, softcap
     window = layer.policy.query_window
     # Of layers that share keys and values only the one that brought them counts, in chunks as in one prompt.

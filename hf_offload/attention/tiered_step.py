@@ -212,7 +212,7 @@ class TieredStep(Step):
         update_weights(
             salience.near.average, self.query, self.resident.pool, device.slots, device.blocks, device.counts,
             self.limits, self.mirror.valid(), lse.logsumexp(-1), scale=self.scale, softcap=self.softcap,
-            **salience.weighing.moving(salience.alpha, salience.window_blocks * self.block_size),
+            **salience.weighing.moving(salience.alpha, salience.window_size),
         )  # fmt: skip
 
     def attend_near(self) -> Near:

@@ -77,7 +77,7 @@ def _moving(step: HostStep, mine: WindowKernels, window: Selection) -> Standing:
     standing = mine.averaging.find(arrays, numbers)
     if standing is None:
         first = int(window.blocks[0, 0, 0]) * size
-        moving = salience.weighing.moving(salience.alpha, salience.window_blocks * size)
+        moving = salience.weighing.moving(salience.alpha, salience.window_size)
         launch = averaging.move_averages(salience.average, mine.weights, step.kernels.lse, first, step.length, **moving)
         standing = mine.averaging.keep(launch, arrays, numbers, length=first + window.blocks.shape[2] * size)
     return standing

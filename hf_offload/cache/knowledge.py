@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from hf_offload.cache.keeping import copy_marked
 from hf_offload.cache.salience import Salience
 from hf_offload.cache.weighing import Weighing
 
@@ -58,8 +59,9 @@ def copy(source: Salience, target: Salience) -> None:
         source.near.write_back()
     target.context = source.context.fork()
     target.average, target.kept = source.average.copy(), source.kept.copy()
-    target.window_blocks, target.evicted, target.known = source.window_blocks, source.evicted, source.known
+    target.window_blocks, target.evicted, target.known = source.window_blocks, source.evicted, source.known.copy()
     target.weighing = replace(source.weighing)
+    target.earlier.copy_from(source.earlier)
 
 
 def pack(salience: Salience) -> dict[str, torch.Tensor]:
@@ -68,11 +70,13 @@ def pack(salience: Salience) -> dict[str, torch.Tensor]:
         salience.near.write_back()
     weighing, length = salience.weighing, salience.store.length
     numbers = (
-        salience.window_blocks, salience.evicted, salience.known, weighing.border, weighing.queries, weighing.decoded,
+        salience.window_blocks, salience.evicted, weighing.border, weighing.prompt, weighing.decoded,
     )  # fmt: skip
     return {
         "average": torch.from_numpy(salience.average[:, :, :length]),
         "kept": torch.from_numpy(salience.kept[:, :, :length]),
+        "known": torch.from_numpy(salience.known),
+        "queries": torch.from_numpy(weighing.queries),
         "numbers": torch.tensor(numbers, dtype=torch.int64),
     }
 
@@ -82,7 +86,9 @@ def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool)
     average, kept = packed["average"].numpy(), packed["kept"].numpy()
     salience.reserve(average.shape[2], average.shape[1])
     salience.average[:, :, : average.shape[2]], salience.kept[:, :, : kept.shape[2]] = average, kept
-    blocks, salience.evicted, known, border, queries, decoded = packed["numbers"].tolist()
+    blocks, salience.evicted, border, prompt, decoded = packed["numbers"].tolist()
     salience.window_blocks = blocks if window else salience.window_blocks
-    salience.known, salience.weighing = bool(known), Weighing(salience.rule, border, queries, bool(decoded))
-    salience.rebuild()
+    salience.known = packed["known"].numpy().copy()
+    queries = packed["queries"].numpy().copy()
+    salience.weighing = Weighing(salience.rule, queries, border, bool(prompt), bool(decoded))
+    salience.context = copy_marked(salience)

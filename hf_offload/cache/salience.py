@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hf_offload.cache.context import Context
-from hf_offload.cache.memory import host_empty
+from hf_offload.cache.earlier import Earlier
+from hf_offload.cache.keeping import copy_marked, keep_tokens
 from hf_offload.cache.mirror import brought
 from hf_offload.cache.stats import LayerStats
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.weighing import Span, Weighing, averages_for
-from hf_offload.cpu import keep
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.query_lse import query_lse
 from hf_offload.cpu.stages import Stages
@@ -26,11 +26,6 @@ from hf_offload.policies.salience import SalienceRule
 
 if TYPE_CHECKING:
     from hf_offload.cache.near import NearAverages
-
-TILE = 4096
-"""Tokens that are looked at and copied at a time."""
-KEEP_ALL = -np.inf
-"""A threshold that every valid token exceeds."""
 
 
 @dataclass(slots=True)
@@ -42,6 +37,7 @@ class _Decision:
         counts: `[B · Hkv]`, tokens that the lists hold now.
         context, kept: in place of those that are there; None: they are added to.
         free: frees the slots of the blocks that leave.
+        began, seconds: when it was asked for, and how long it took.
     """
 
     evicted: int
@@ -50,6 +46,7 @@ class _Decision:
     kept: np.ndarray | None = None
     free: Callable[[], None] | None = None
     began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
 
 
 class Salience:
@@ -79,25 +76,29 @@ class Salience:
         """`[B, Hq, T]`, by token; with two memories the resident tokens' own lie on the device meanwhile."""
         self.kept = np.zeros((store.batch, store.num_kv_heads, 0), np.uint8)
         """`[B, Hkv, T]`, 1 for tokens before the window that are kept."""
-        self.known = True
-        """Whether the averages come from attention: a cache that was taken over has none, and keeps every token."""
-        self.weighing = Weighing(rule)
+        self.known = np.ones(store.batch, bool)
+        """`[B]`, whether averages come from attention: a cache that was taken over has none, and keeps every token."""
+        self.weighing = Weighing(rule, np.zeros(store.batch, np.int64))
+        self.earlier = Earlier()
         self.near: NearAverages | None = None
         """The averages of what is resident, with two memories."""
         self._job: Job | None = None
         self._decision: _Decision | None = None
-        self._before: tuple[int, Weighing] | None = None
-        """How many tokens there were before the last prompt or append, and how far that was."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the averages and marks of all tokens."""
-        return self.average.nbytes + self.kept.nbytes
+        """Bytes of the averages and marks of all tokens, and of what they were before the last append."""
+        return self.average.nbytes + self.kept.nbytes + self.earlier.nbytes
+
+    @property
+    def window_size(self) -> int:
+        """Tokens of the window."""
+        return self.window_blocks * self.store.block_size
 
     @property
     def alpha(self) -> float:
         """How fast averages forget."""
-        return self.rule.alpha or 1 / (self.window_blocks * self.store.block_size)
+        return self.rule.alpha or 1 / self.window_size
 
     def due(self, length: int) -> int:
         """Blocks that have left the window once the rows have `length` tokens; what has left it does not come back."""
@@ -135,52 +136,65 @@ class Salience:
             job.result()
         except BaseException:
             if job.foreign:  # whoever was at work in the lists is not here, and may have left a lock closed
-                self.rebuild()
+                self.context = copy_marked(self)
             if job.done():
                 self.context.cut(decision.counts)
-                self.known = self.known and decision.context is None
+                self.known &= decision.context is None
                 self._job = self._decision = None
             raise
         self._adopt(decision)
         self._job = self._decision = None
 
     def _adopt(self, made: _Decision) -> None:
-        stats, seconds = self.stats, time.perf_counter() - made.began
+        stats = self.stats
         if made.context is None or made.kept is None:
             stats.evictions += made.evicted - self.evicted
-            stats.eviction_seconds += seconds
+            stats.eviction_seconds += made.seconds
         else:
             self.context, self.kept = made.context, made.kept
             stats.reevaluations += 1
-            stats.reevaluation_seconds += seconds
+            stats.reevaluation_seconds += made.seconds
         self.evicted = made.evicted
         if made.free is not None:
             made.free()
 
     def _start(self, stages: Iterator[Launch], decision: _Decision, label: str) -> None:
+        def timed() -> Iterator[Launch]:
+            yield from stages
+            decision.seconds = time.perf_counter() - decision.began
+
         self._decision = decision
         keep = (self.store.pool, self.context.pool)
-        self._job = self.worker.submit(Stages(stages), label, shares=self.worker.threads, keep=keep)
+        self._job = self.worker.submit(Stages(timed()), label, shares=self.worker.threads, keep=keep)
 
     # --- a prompt or an append ---------------------------------------------------------------------------------------
 
-    def take_in(self, query: torch.Tensor, *, scale: float, softcap: float | None) -> None:
-        """Let the queries `[B, Hq, Q, D]` of the newest Q tokens, which are stored, weigh what is cached."""
+    def take_in(self, query: torch.Tensor, window: int, *, scale: float, softcap: float | None) -> None:
+        """Let the queries `[B, Hq, Q, D]` of the newest Q tokens, which are stored, weigh what is cached.
+
+        Args:
+            query: of the newest tokens.
+            window: blocks of the window from here on.
+            scale, softcap: of the scores.
+        """
         self.settle()
-        store, rule, count = self.store, self.rule, query.shape[2]
+        store, rule, count, weighing = self.store, self.rule, query.shape[2], self.weighing
         length, past, size = store.length, store.length - query.shape[2], store.block_size
-        self._before = past, replace(self.weighing)
+        valid = store.padding.valid[:, past:length]
         self.reserve(length, query.shape[1])
+        self.earlier.note(self, past, chunk=not weighing.decoded)
+        self.window_blocks = window
         self.average[:, :, past:length] = 0.0
-        self.weighing.begin(past, self.evicted * size)
-        border = self.weighing.border
-        anew = rule.reevaluate or not self.known or border == 0
-        spans = self.weighing.spans(store.padding.valid[:, past:length], length, self.alpha, anew=anew)
+        weighing.begin(past, self.evicted * size)
+        border = weighing.border
+        anew = rule.reevaluate or weighing.prompt or not self.known.any()
+        spans = weighing.spans(valid, length, self.alpha, self.window_size, anew=anew)
         most = max(span.queries for span in spans)
         there, wait = brought(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
-        queries = there.numpy()
+        queries, silent = there.numpy(), ~valid.any(1)
         if anew:
             context, first = Context(self.context.lists, size, store.head_dim, store.dtype), 0
+            self.known |= ~silent | weighing.prompt
         else:
             context, first = self.context.fork(), border // size
             context.truncate(border)
@@ -191,9 +205,8 @@ class Salience:
             store.settle()
             for span in spans:
                 yield from self._weigh(span, queries, length, scale, softcap)
-            yield from self._keep(context, kept, first, evicted, border, length)
+            yield from keep_tokens(self, context, kept, range(first, evicted), border, length, silent)
 
-        self.known = self.known or anew
         decision = _Decision(evicted, self.context.counts.copy(), context, kept)
         self._start(stages(), decision, f"what {count} tokens leave to the CPU in layer {self.stats.layer}")
 
@@ -214,14 +227,16 @@ class Salience:
         yield query_lse(*where, **form)
         span.pick(lse)
         weights = np.empty_like(self.average)
-        yield weigh_tokens(*where, span.coefficient, 0.0, weights, **form)
+        yield weigh_tokens(*where, span.coefficient, weights, near=span.near, **form)
         span.take_in(self.average, weights)
 
     # --- blocks that leave the window --------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """After a decode step: begin to look at the tokens of blocks that have left the window."""
-        self.weighing.decoded = True
+        if not self.weighing.decoded:
+            self.weighing.decoded = True
+            self.earlier.decoded()
         length, evicted = self.store.length, self.due(self.store.length)
         if evicted == self.evicted:
             return
@@ -229,74 +244,30 @@ class Salience:
         self.reserve(length, self.average.shape[1])
         first, context = self.evicted, self.context
         arrive, free = (None, None) if self.near is None else self.near.leave(first, evicted)
+        border, silent = first * self.store.block_size, np.zeros(self.store.batch, bool)
 
         def stages() -> Iterator[Launch]:
             if arrive is not None:
                 arrive()
             self.store.settle()
-            yield from self._keep(context, self.kept, first, evicted, first * self.store.block_size, length)
+            yield from keep_tokens(self, context, self.kept, range(first, evicted), border, length, silent)
 
         decision = _Decision(evicted, context.counts.copy(), free=free)
         self._start(stages(), decision, f"what block {evicted - 1} of layer {self.stats.layer} leaves to the CPU")
-
-    def _keep(
-        self, context: Context, kept: np.ndarray, first: int, evicted: int, border: int, length: int
-    ) -> Iterator[Launch]:
-        """Mark and copy the tokens of blocks `first` to `evicted - 1` that are kept.
-
-        Those before token `border` shared their weights among one another, the others with all up to `length`.
-        """
-        store, size, rule = self.store, self.store.block_size, self.rule
-        valid = store.padding.valid
-        old, new = self._threshold(valid[:, :border]), self._threshold(valid[:, border:length])
-        counts = np.zeros((store.batch, store.num_kv_heads), np.int64)
-        for start in range(first * size, evicted * size, TILE):
-            stop = min(start + TILE, evicted * size)
-            yield keep.count_kept(
-                self.average, valid, old, new, border, start, stop, kept, counts, kv_heads=store.num_kv_heads,
-                rule=rule.group,
-            )  # fmt: skip
-            self._keep_sinks(kept, start, stop, counts)
-            if counts.any():
-                yield from self._copy(context, kept, start, stop, counts)
-
-    def _copy(self, context: Context, kept: np.ndarray, start: int, stop: int, counts: np.ndarray) -> Iterator[Launch]:
-        store = self.store
-        shape = (store.batch, store.num_kv_heads, stop - start, store.head_dim)
-        k, v = (host_empty(shape, store.gather_dtype, brief=True, what="kept tokens") for _ in range(2))
-        yield store.gathering(k, v, start)
-        k, v = store.narrowed(k), store.narrowed(v)
-        yield context.append(k, v, kept, counts, start, self.average, self.rule.group)
-
-    def _threshold(self, valid: np.ndarray) -> np.ndarray:
-        """What averages must exceed in each row, `[B]`, where these tokens shared the weights."""
-        if self.rule.beta == 0 or not self.known:
-            return np.full(len(valid), KEEP_ALL, np.float32)
-        thresholds: np.ndarray = (self.rule.beta / np.maximum(valid.sum(1), 1)).astype(np.float32)
-        return thresholds
-
-    def _keep_sinks(self, kept: np.ndarray, start: int, stop: int, counts: np.ndarray) -> None:
-        if not self.rule.sinks:
-            return
-        for row, begin in enumerate(self.store.padding.first):
-            low, high = max(int(begin), start), min(int(begin) + self.rule.sinks, stop)
-            if low < high:
-                real = self.store.padding.valid[row, low:high]
-                counts[row] += real.sum(dtype=np.int64) - kept[row, :, low:high].sum(1, dtype=np.int64)
-                kept[row, :, low:high] = real
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def keep_all(self) -> None:
         """Keep every valid token until the next append: nobody knows how much they were attended."""
-        self.known = False
+        self.earlier.clear()
+        self.known[:] = False
         length = self.store.length
         self.crop(length)
         self.reserve(length, max(self.average.shape[1], self.store.num_kv_heads))
         self.evicted = self.due(length)
         stop = self.evicted * self.store.block_size
         self.kept[:, :, :stop] = self.store.padding.valid[:, None, :stop]
-        self.rebuild()
+        self.context = copy_marked(self)
 
     def catch_up(self) -> None:
         """Have all that should have left the window out of it: what is decided now is waited for.
@@ -310,14 +281,11 @@ class Salience:
             self.settle()
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens; nothing is in flight."""
+        """Keep the first `length` tokens, and what was known before appends that go; nothing is in flight."""
         size = self.store.block_size
-        self.evicted = min(self.evicted, length // size)
-        before, self._before = self._before, None  # which may be about tokens that come in place of others
-        if before is not None and before[0] == length:
-            self.weighing = before[1]
-        else:  # what comes next is no part of what has been cropped
+        if not self.earlier.crop(self, length):  # what comes next is no part of what has been cropped
             self.weighing.decoded = True
+        self.evicted = min(self.evicted, length // size)
         self.weighing.border = min(self.weighing.border, self.evicted * size)
         self.average[:, :, length:] = 0.0
         self.kept[:, :, self.evicted * size :] = 0
@@ -327,20 +295,11 @@ class Salience:
         """Keep the rows of an index, in its order."""
         heads = self.store.num_kv_heads
         self.context.select_lists((rows[:, None] * heads + np.arange(heads)).ravel())
-        self.average, self.kept = self.average[rows], self.kept[rows]
+        self.average, self.kept, self.known = self.average[rows], self.kept[rows], self.known[rows]
+        self.weighing.select_rows(rows)
+        self.earlier.select_rows(rows)
         if self.near is not None:
             self.near.select_rows(rows)
-
-    def rebuild(self) -> None:
-        """Copy the tokens before the window that are marked as kept."""
-        store, size = self.store, self.store.block_size
-        context = Context(self.context.lists, size, store.head_dim, store.dtype)
-        for start in range(0, self.evicted * size, TILE):
-            stop = min(start + TILE, self.evicted * size)
-            counts = self.kept[:, :, start:stop].sum(2, dtype=np.int64)
-            for launch in self._copy(context, self.kept, start, stop, counts):
-                launch.run("kept tokens")
-        self.context = context
 
     def unplace(self) -> None:
         """Nothing is resident any more, from here on."""

@@ -14,7 +14,7 @@ from hf_offload.cache.fits import unsuitable
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.stock import copy_layer
-from hf_offload.cache.window import set_window
+from hf_offload.cache.window import window_blocks
 
 
 def take_over(
@@ -65,7 +65,7 @@ def _fill(layer: HybridLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
     layer.store.append(keys, values)
     seal(layer.store, layer.settings.prefill_tile, keys)
     if layer.salience is not None:
-        set_window(layer, layer.salience)
+        layer.salience.window_blocks = window_blocks(layer)
         layer.salience.keep_all()
 
 

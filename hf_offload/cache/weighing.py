@@ -44,17 +44,26 @@ def averages_for(length: int, have: int, block_size: int) -> int:
     return -(-max(length, have * 5 // 4, 1024) // block_size) * block_size
 
 
+def _of_tokens(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.float32)[None]
+
+
+def _of_rows(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.float32)[:, None]
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens `first` to `stop - 1`, which the newest queries weigh.
 
     Args:
+        first, stop: tokens.
         asking: bool `[B, Q]`, which of the newest Q queries count; in a row where none does, averages stay.
         largest: whether the largest of a token's weights counts, or their mean over the queries that see it.
-        scale: float32 `[B, stop - first]`, Q over those that count and see the token.
-        rate: float32 `[stop - first]`, share of these queries in the average.
-        keeps: float32 `[stop - first]` or None: then what is larger counts, so much of the average or what these
-            queries say.
+        scale: float32 `[B, T]`, where one row or token stands for all: Q over those that count and see the token.
+        rate: as `scale`: share of these queries in the average.
+        keeps: as `scale`, or None: then what is larger counts, so much of the average or what these queries say.
+        near: so many tokens up to a query get nothing from it.
         run: tokens that are pulled along by one before them.
     """
 
@@ -65,6 +74,7 @@ class Span:
     scale: np.ndarray
     rate: np.ndarray
     keeps: np.ndarray | None = None
+    near: int = 0
     run: int = 0
 
     @property
@@ -88,7 +98,10 @@ class Span:
         if self.run:
             new = pull(new, self.run)
         new = new * self.scale[:, None]
-        moved = old + self.rate * (new - old) if self.keeps is None else np.maximum(old * self.keeps, new)
+        if self.keeps is None:
+            moved = old + self.rate[:, None] * (new - old)
+        else:
+            moved = np.maximum(old * self.keeps[:, None], new)
         asked: np.ndarray = np.any(self.asking, axis=1, keepdims=True)
         np.copyto(old, moved, where=asked[:, :, None])
 
@@ -99,63 +112,84 @@ class Weighing:
 
     Args:
         rule: of the policy.
+        queries: int64 `[B]`, how many have been joined into what is known of the tokens on the host; never changed in
+            place.
         border: tokens before this one were on the host when the append began; 0 in a prompt, all of which is weighed.
-        queries: how many have been joined into what is known of the tokens on the host.
+        prompt: whether it is a prompt: nothing has been decoded yet.
         decoded: whether tokens were decoded since then.
     """
 
     rule: SalienceRule
+    queries: np.ndarray
     border: int = 0
-    queries: int = 0
+    prompt: bool = True
     decoded: bool = False
 
-    def begin(self, past: int, outside: int) -> None:
-        """Tokens arrive behind `past` others, of which the first `outside` are on the host."""
-        if self.decoded or not past:
-            self.border, self.queries, self.decoded = outside if past else 0, 0, False
+    def begin(self, past: int, outside: int) -> bool:
+        """Tokens arrive behind `past` others, of which the first `outside` are on the host; is it no further chunk?"""
+        anew = self.decoded or not past
+        if anew:
+            self.border, self.prompt, self.decoded = outside if past else 0, not past, False
+            self.queries = np.zeros_like(self.queries)
+        return anew
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Keep the rows of an index, in its order."""
+        self.queries = self.queries[rows]
+
+    def near(self, window: int) -> int:
+        """A token's first steps, in a window of so many tokens, which say nothing of it."""
+        return 0 if self.rule.steps == "mean" else min(NEAR_STEPS, window // 4)
 
     def moving(self, alpha: float, window: int) -> dict[str, Any]:
         """The last arguments of `move_averages` and `update_weights`, with a window of so many tokens."""
         if self.rule.steps == "mean":
             return {"alpha": alpha}
-        return {"alpha": alpha, "share": PEAK_SHARE, "after": min(NEAR_STEPS, window // 4)}
+        return {"alpha": alpha, "share": PEAK_SHARE, "after": self.near(window)}
 
-    def spans(self, valid: np.ndarray, length: int, alpha: float, *, anew: bool) -> list[Span]:
+    def spans(self, valid: np.ndarray, length: int, alpha: float, window: int, *, anew: bool) -> list[Span]:
         """What the newest queries, with `length` tokens in all, say about which tokens.
 
         Args:
             valid: uint8 `[B, count]`, which of the newest tokens are no padding.
             length: tokens.
             alpha: share of a decode step in an average.
+            window: tokens of the window.
             anew: whether it is decided anew which tokens on the host are kept.
         """
-        count = valid.shape[1]
+        count, near = valid.shape[1], self.near(window)
         age = length - np.arange(self.border, length)
-        met = np.minimum(count, age)
-        among = self.rule.prompt_queries or max(round(1 / alpha), 1)
+        met, far = np.minimum(count, age), np.maximum(age - near, 0)
+        met_far = np.minimum(count, far)
         keeps = None
-        if self.border:  # as many steps
+        if self.prompt:  # the mean over its last queries
+            among = self.rule.prompt_queries or max(round(1 / alpha), 1)
+            rate = met_far / np.maximum(np.minimum(np.maximum(among, met_far), far), 1)
+        else:  # as many steps
+            among = min(max(round(1 / alpha), 1), self.rule.append_queries or count)
             left = (1 - alpha) ** met
             rate = np.maximum(1 - left, met / age)
-            keeps = left.astype(np.float32) if self.rule.steps == "max" else None
-            among = min(max(round(1 / alpha), 1), self.rule.append_queries or count)
-        else:  # the mean over a prompt's last queries
-            rate = met / np.minimum(np.maximum(among, met), age)
+            keeps = _of_tokens(left) if self.rule.steps == "max" else None
         asking = newest(valid, among)
         queries = asking.shape[1]
-        seen = asking[:, ::-1].cumsum(1)[:, np.minimum(queries, age) - 1]
-        scale = (queries / np.maximum(seen, 1)).astype(np.float32)
-        spans = [Span(self.border, length, asking, False, scale, rate.astype(np.float32), keeps)]
+        behind = np.pad(asking[:, ::-1].cumsum(1), ((0, 0), (1, 0)))
+        scale = (queries / np.maximum(behind[:, np.minimum(queries, far)], 1)).astype(np.float32)
+        spans = [Span(self.border, length, asking, False, scale, _of_tokens(rate), keeps, near)]
         if self.border and anew:
             spans.append(self._of_append(valid))
         return spans
 
     def _of_append(self, valid: np.ndarray) -> Span:
         """A_cpu: what an append's queries say about the tokens on the host."""
-        asking = newest(valid, self.rule.append_queries or valid.shape[1])
-        queries, largest, ones = asking.shape[1], self.rule.append == "max", np.ones(self.border, np.float32)
-        before, self.queries = self.queries, self.queries + queries
-        scale = ones if largest else ones * np.float32(queries) / np.maximum(asking.sum(1, keepdims=True), 1)
-        scale = np.broadcast_to(scale.astype(np.float32), (len(valid), self.border))
-        rate, keeps = ones * np.float32(queries / self.queries), ones * np.float32(before > 0) if largest else None
-        return Span(0, self.border, asking, largest, scale, rate, keeps, self.rule.append_run)
+        among, run = self.rule.append_queries, self.rule.append_run
+        asking = newest(valid, among or valid.shape[1])
+        before, mine = self.queries, asking.sum(1)
+        self.queries = before + mine
+        most = np.minimum(self.queries, among or self.queries)
+        rate = _of_rows(mine / np.maximum(most, 1))
+        if self.rule.append == "mean":
+            scale = _of_rows(asking.shape[1] / np.maximum(mine, 1))
+            return Span(0, self.border, asking, False, scale, rate, run=run)
+        # Weights of earlier chunks' queries cannot be told from one another: as some are too old to count, all fade.
+        keeps = _of_rows((most - mine) / np.maximum(np.minimum(before, most), 1))
+        return Span(0, self.border, asking, True, np.ones((1, 1), np.float32), rate, keeps, run=run)

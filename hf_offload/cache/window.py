@@ -20,16 +20,16 @@ def make_salience(layer: HybridLayer) -> Salience | None:
         return None
     assert layer.store is not None
     salience = Salience(layer.store, rule, layer.settings.worker, layer.stats, layer.index)
-    set_window(layer, salience)
+    salience.window_blocks = window_blocks(layer)
     return salience
 
 
-def set_window(layer: HybridLayer, salience: Salience) -> None:
-    """Let the window be as large as the policy wants it, or as large as the resident set with one block to spare."""
+def window_blocks(layer: HybridLayer) -> int:
+    """As many as the policy wants with the tokens that are there, or as the resident set has with one to spare."""
     size = layer.settings.block_size
     tokens = layer.policy.window_tokens(layer.past)
     slots = layer.settings.resident // size if layer.resident is None else layer.resident.slots
-    salience.window_blocks = slots - 1 if tokens is None else -(-tokens // size)
+    return slots - 1 if tokens is None else -(-tokens // size)
 
 
 def make_room(layer: HybridLayer) -> None:

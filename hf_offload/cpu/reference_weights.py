@@ -62,25 +62,24 @@ def weigh_tokens(
     scores: Tensor,
     lse: Tensor,
     coefficient: Tensor | None,
-    decay: float,
     average: Tensor,
     valid: Tensor,
     first: int,
     stop: int,
+    start: int,
+    near: int,
 ) -> Tensor:
-    """Return the averages [B, Hq, T], float64, as `weigh.weigh_tokens` leaves them.
+    """Return the joined weights [B, Hq, T], float64, as `weigh.weigh_tokens` leaves them.
 
     Args:
         scores: from `query_scores`; the others as in `weigh.weigh_tokens`.
     """
     total = lse.double()[..., None]
     weights = torch.where((scores == -math.inf) | (total == -math.inf), 0.0, torch.exp(scores - total))
+    at = start + torch.arange(scores.shape[2])
+    weights = torch.where(torch.arange(first, stop) + near <= at[:, None], weights, 0.0)
+    joined = weights.amax(2) if coefficient is None else torch.einsum("q,bhqt->bht", coefficient.double(), weights)
     new = average.double().clone()
-    old = decay * new[..., first:stop] if decay > 0 else torch.zeros_like(new[..., first:stop])
-    if coefficient is None:
-        joined = torch.maximum(old, weights.amax(2))
-    else:
-        joined = old + torch.einsum("q,bhqt->bht", coefficient.double(), weights)
     new[..., first:stop] = torch.where(valid[:, None, first:stop] == 0, 0.0, joined)
     return new
 

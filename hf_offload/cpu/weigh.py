@@ -1,6 +1,6 @@
 """Attention weights of stored tokens under several queries, streamed: no matrix of queries by tokens is kept.
 
-128 tokens are scored for four rows of queries (`query_rows.py`), and their weights join the averages at once.
+128 tokens are scored for four rows of queries (`query_rows.py`), and their weights are joined at once.
 Source: HGCA, section 3.2.2, "Re-evaluation".
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .block import STEP_TOKENS, clear_scores
-from .edges import load_first, store_first
+from .edges import store_first
 from .launch import F32, Array, Launch, jit, kernel, new_ticket, require, tag_of
 from .memory import address_of, count_up, hold
 from .packed import packed_bytes
@@ -48,8 +48,8 @@ def weigh_kernel(
     start: int,
     lse: Array,
     coefficient: Array,
-    decay: float,
-    average: Array,
+    near: int,
+    joined: Array,
     kv_heads: int,
     block_size: int,
     scale: float,
@@ -79,7 +79,7 @@ def weigh_kernel(
             targets[g * queries + i] = sums + g * stride
             if not largest:
                 factors[g * queries + i] = coefficient[i]
-    zero, fade = splat(np.float32(0.0)), splat(np.float32(decay))
+    zero = splat(np.float32(0.0))
     while True:
         task = count_up(ticket, 0)
         if task >= tasks:
@@ -88,8 +88,8 @@ def weigh_kernel(
         b, h = head // kv_heads, head % kv_heads
         find_ends(ends, 0, queries, start, stop, valid[b])
         for row in range(rows):
-            if totals[head, row] == -np.inf:
-                ends[row] = 0
+            behind = start + row % queries + 1 - near
+            ends[row] = 0 if totals[head, row] == -np.inf else min(ends[row], behind)
         source = address_of(query) + 4 * head * rows * dim
         low = first + part * share
         for begin in range(low, min(low + share, stop), width):
@@ -98,13 +98,10 @@ def weigh_kernel(
                 addresses, block_ptr, table[b], holes[b], valid[b], begin, begin + whole, h, record, block_size,
                 packed, packed_record, marks,
             )  # fmt: skip
-            place = address_of(average) + 4 * (head * group * average.shape[2] + begin)
+            place = address_of(joined) + 4 * (head * group * joined.shape[2] + begin)
             for g in range(group):
                 for token in range(0, whole, 16):
-                    old = zero
-                    if decay != 0.0:
-                        old = load_first(place + 4 * (g * average.shape[2] + token), whole - token) * fade
-                    store(sums + g * stride + 4 * token, old)
+                    store(sums + g * stride + 4 * token, zero)
             row = 0 if end > begin else rows
             while row < rows:
                 filled, row = pick_rows(picked, ends, row, begin, source, dim, scale, tile)
@@ -126,11 +123,11 @@ def weigh_kernel(
                     x = load_f32(sums + g * stride + 4 * token)
                     if masked:
                         x = choose_less(zero, load_f32(marks + 4 * token), x, zero)
-                    store_first(place + 4 * (g * average.shape[2] + token), whole - token, x)
+                    store_first(place + 4 * (g * joined.shape[2] + token), whole - token, x)
         count_up(ticket, 1)
     hold(scratch)
     hold(query)
-    hold(average)
+    hold(joined)
 
 
 def weigh_tokens(
@@ -144,30 +141,29 @@ def weigh_tokens(
     start: int,
     lse: Array,
     coefficient: Array | None,
-    decay: float,
-    average: Array,
+    joined: Array,
     *,
     kv_heads: int,
     kv_dtype: torch.dtype,
     block_size: int,
     scale: float,
     softcap: float | None,
+    near: int = 0,
     packed: bool = False,
 ) -> Launch:
-    """Prepare taking several queries' attention weights into the averages of tokens first..stop-1 of every row.
+    """Prepare joining the attention weights of tokens first..stop-1 of every row under several queries.
 
-    The weight of a token is w_i = exp(score - lse) under query i, 0 where the query does not see it. With coefficients
-    the average becomes decay * average + sum_i coefficient_i * w_i, without the larger of decay * average and
-    max_i w_i. With a decay of 0 it does not matter what it was.
+    The weight of a token is w_i = exp(score - lse) under query i, 0 where the query does not see it or is too near.
+    With coefficients they are joined to sum_i coefficient_i * w_i, without to max_i w_i.
 
     Args:
         query, block_ptr, table, holes, valid, first, stop, start: as in `query_lse.query_lse`.
         lse: float32 [B, Hq, Q], natural log of each query's sum of exp(score), no smaller than any score of its; a
             query with -inf is left out.
         coefficient: float32 [Q] or None.
-        decay: what the average so far counts, 0 to 1.
-        average: float32 [B, Hq, T'], T' at least `stop`, written: 0 where a token is not valid.
+        joined: float32 [B, Hq, T'], T' at least `stop`, written: 0 where a token is not valid.
         kv_heads, kv_dtype, block_size, scale, softcap, packed: as in `query_lse.query_lse`.
+        near: so many tokens up to a query, itself among them, get nothing from it.
 
     Raises:
         ValueError: shapes that contradict each other, a memory layout or a size that the kernel does not cover.
@@ -175,21 +171,21 @@ def weigh_tokens(
     """
     check_queries(query, block_ptr, table, holes, valid, first, stop, start, lse, kv_heads, block_size, softcap)
     batch, query_heads, queries, dim = query.shape
-    require("average", average, F32, (batch, query_heads, average.shape[-1]))
+    require("joined", joined, F32, (batch, query_heads, joined.shape[-1]))
     if coefficient is None:
         coefficient = _NO_COEFFICIENT
     else:
         require("coefficient", coefficient, F32, (queries,))
-    if average.shape[2] < stop:
-        raise ValueError(f"average holds {average.shape[2]} tokens, fewer than stop {stop}")
-    if not 0.0 <= decay <= 1.0:
-        raise ValueError(f"decay must be within 0..1, got {decay}")
+    if joined.shape[2] < stop:
+        raise ValueError(f"joined holds {joined.shape[2]} tokens, fewer than stop {stop}")
+    if near < 0:
+        raise ValueError(f"near must not be negative, got {near}")
     heads = batch * kv_heads
     share = step_share(stop - first, max(1, PARTS // heads), block_size)
     parts = -(-(stop - first) // share)
     args = (
         tag_of(kv_dtype), query, block_ptr, table, holes, valid, int(first), int(stop), int(start), lse, coefficient,
-        float(decay), average, int(kv_heads), int(block_size), float(scale), float(softcap or 0.0), share, parts,
+        int(near), joined, int(kv_heads), int(block_size), float(scale), float(softcap or 0.0), share, parts,
         0 if packed else None, packed_bytes(dim, block_size),
     )  # fmt: skip
     return Launch(weigh_kernel, heads * parts, args, new_ticket(), key_bytes(query, stop - first, kv_dtype))

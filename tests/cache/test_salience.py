@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.cache import context, host_pool, salience
+from hf_offload.cache import context, host_pool, keeping, salience
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu.launch import Launch, new_ticket
 from hf_offload.cpu.worker import DELAY, WorkerError
@@ -68,7 +68,7 @@ def broken(*args: Any, **kwargs: Any) -> Launch:
     ("module", "name", "calls"),
     [
         (salience, "weigh_tokens", (0, 2, 5)),  # of the prompt in two layers, and of the turn
-        (salience.keep, "count_kept", (1, 9, 17)),  # of the prompt, a block, the turn
+        (keeping.keep, "count_kept", (1, 9, 17)),  # of the prompt, a block, the turn
         (context.keep, "copy_kept", (0, 10)),
     ],
 )
@@ -188,7 +188,7 @@ def test_memory_that_nobody_wrote_is_never_read(
         self.pool.fill_(float("nan"))
 
     want = converse(model, make(model, tier, host_dtype=host_dtype))
-    for module in (host_pool, salience):
+    for module in (host_pool, keeping):
         monkeypatch.setattr(module, "host_empty", poisoned_slab)
     monkeypatch.setattr(ResidentSet, "__init__", poisoned_set)
     assert torch.equal(converse(model, make(model, tier, host_dtype=host_dtype)), want)

@@ -20,7 +20,7 @@ from ._pools import Case, make_case, run
 
 def _check(
     case: Case, group: int, queries: int, first: int, stop: int, start: int, dtype: torch.dtype,
-    softcap: float | None = None, decay: float = 0.5, largest: bool = False, threads: int = 1, packed: bool = False,
+    softcap: float | None = None, near: int = 0, largest: bool = False, threads: int = 1, packed: bool = False,
 ) -> None:  # fmt: skip
     """Both kernels, one after the other."""
     kv_heads, block_size, dim = case.clean.shape[1], case.clean.shape[3], case.clean.shape[4]
@@ -48,15 +48,13 @@ def _check(
     lse[0, 0, queries // 2] = -math.inf
     width = case.valid.shape[1]
     average = torch.rand(batch, kv_heads * group, width + 5)
-    average[..., :width][(case.valid[:, None] == 0).expand(-1, kv_heads * group, -1)] = math.nan
-    if decay == 0:
-        average[..., first:stop] = math.nan
+    average[..., first:stop] = math.nan
     average[..., :first] = 7.0
     average[..., stop:] = 7.0
     coefficient = None if largest else torch.rand(queries) / queries
-    expected = reference.weigh_tokens(scores, lse, coefficient, decay, average, case.valid, first, stop)
+    expected = reference.weigh_tokens(scores, lse, coefficient, average, case.valid, first, stop, start, near)
     launch = weigh_tokens(
-        *arrays, lse.numpy(), None if coefficient is None else coefficient.numpy(), decay, average.numpy(), **facts
+        *arrays, lse.numpy(), None if coefficient is None else coefficient.numpy(), average.numpy(), near=near, **facts
     )
     run(launch, threads)
     assert launch.cost > 0
@@ -64,32 +62,32 @@ def _check(
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "block_size", "dtype", "queries", "softcap", "decay", "largest"),
+    ("group", "dim", "block_size", "dtype", "queries", "softcap", "near", "largest"),
     [
-        (3, 64, 32, torch.bfloat16, 37, None, 0.5, False),
-        (3, 64, 32, torch.bfloat16, 37, None, 0.0, True),
-        (1, 128, 16, torch.bfloat16, 1, 20.0, 0.9, False),
-        (7, 64, 128, torch.bfloat16, 20, 5.0, 0.9, True),
-        pytest.param(4, 80, 8, torch.float16, 33, None, 0.0, False, marks=pytest.mark.slow),
-        pytest.param(1, 16, 64, torch.float16, 150, None, 1.0, True, marks=pytest.mark.slow),
-        (4, 80, 8, torch.float32, 33, None, 0.0, False),
-        (1, 16, 64, torch.bfloat16, 150, None, 1.0, True),
-        (7, 128, 8, torch.float32, 5, None, 0.3, False),
+        (3, 64, 32, torch.bfloat16, 37, None, 9, False),
+        (3, 64, 32, torch.bfloat16, 37, None, 0, True),
+        (1, 128, 16, torch.bfloat16, 1, 20.0, 1, False),
+        (7, 64, 128, torch.bfloat16, 20, 5.0, 30, True),
+        pytest.param(4, 80, 8, torch.float16, 33, None, 0, False, marks=pytest.mark.slow),
+        pytest.param(1, 16, 64, torch.float16, 150, None, 64, True, marks=pytest.mark.slow),
+        (4, 80, 8, torch.float32, 33, None, 0, False),
+        (1, 16, 64, torch.bfloat16, 150, None, 64, True),
+        (7, 128, 8, torch.float32, 5, None, 5, False),
     ],
     ids=str,
 )
 def test_weights(
-    group: int, dim: int, block_size: int, dtype: torch.dtype, queries: int, softcap: float | None, decay: float,
+    group: int, dim: int, block_size: int, dtype: torch.dtype, queries: int, softcap: float | None, near: int,
     largest: bool,
 ) -> None:  # fmt: skip
     torch.manual_seed(group * dim)
     length = 9 * 32 + 133  # the last block is not full
     case = make_case(3, 2, dim, block_size, length, dtype, padding=(0, 200, length - 2), scattered=0.05)
     case.valid[2, :length] = 0  # a row in which nothing is valid
-    _check(case, group, queries, 0, length, length - queries, dtype, softcap, decay, largest)
+    _check(case, group, queries, 0, length, length - queries, dtype, softcap, near, largest)
     # A middle part that the queries see all of; one that none sees.
-    _check(case, group, queries, 128, 256, length - queries, dtype, softcap, decay, largest)
-    _check(case, group, queries, 256, length, 256 - queries, dtype, softcap, decay, largest)
+    _check(case, group, queries, 128, 256, length - queries, dtype, softcap, near, largest)
+    _check(case, group, queries, 256, length, 256 - queries, dtype, softcap, near, largest)
 
 
 @pytest.mark.parametrize("largest", [False, True])
@@ -115,7 +113,7 @@ def test_nothing_depends_on_the_number_of_threads() -> None:
             "kv_heads": 2, "kv_dtype": torch.bfloat16, "block_size": 32, "scale": 0.125, "softcap": None,
         }  # fmt: skip
         run(query_lse(*arrays, **facts), threads)
-        run(weigh_tokens(*arrays, np.full(50, 0.02, np.float32), 0.0, average.numpy(), **facts), threads)
+        run(weigh_tokens(*arrays, np.full(50, 0.02, np.float32), average.numpy(), **facts), threads)
         found.append((lse, average))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
@@ -151,8 +149,8 @@ def test_packed_blocks() -> None:
         ({"softcap": 0.0}, ValueError, "softcap"),
         ({"lse": np.zeros((1, 3, 4), np.float32)}, ValueError, "lse"),
         ({"coefficient": np.zeros(4, np.float32)}, ValueError, "coefficient"),
-        ({"decay": -0.1}, ValueError, "decay"),
-        ({"average": np.zeros((1, 3, 99), np.float32)}, ValueError, "99"),
+        ({"near": -1}, ValueError, "near"),
+        ({"joined": np.zeros((1, 3, 99), np.float32)}, ValueError, "99"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -167,8 +165,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Excep
         "start": 96,
         "lse": np.zeros((1, 3, 5), np.float32),
         "coefficient": None,
-        "decay": 0.0,
-        "average": np.zeros((1, 3, 100), np.float32),
+        "joined": np.zeros((1, 3, 100), np.float32),
         "kv_heads": 1,
         "kv_dtype": torch.bfloat16,
         "block_size": 32,

@@ -126,8 +126,9 @@ def direct(
     kept = torch.zeros(batch, kv_heads, length, dtype=torch.bool)
     margin = torch.full((), float("inf"), dtype=torch.float64)
     assert rule.window is not None
-    blocks, outside, decoded, border = -(-rule.window // BLOCK), 0, False, 0
+    blocks, outside, decoded, border, asked = -(-rule.window // BLOCK), 0, False, 0, False
     alpha = rule.alpha or 1 / (blocks * BLOCK)
+    near = min(64, blocks * BLOCK // 4) if rule.steps == "max" else 0
 
     def decide(first: int, stop: int, size: torch.Tensor) -> None:
         nonlocal margin
@@ -145,7 +146,6 @@ def direct(
         if count == 1 and start:
             w = weights(query, keys, valid, start, outside, stop)[:, :, 0]
             if rule.steps == "max":
-                near = min(64, blocks * BLOCK // 4)
                 moved = torch.maximum((1 - alpha) * average, w / 3 * (age > near))
             else:
                 moved = average + (1 / age).clamp(min=alpha) * (w - average)
@@ -155,23 +155,25 @@ def direct(
                 decide(outside, due, valid[:, outside:stop].sum(1))
                 outside = due
             continue
-        if decoded or not start:
-            border, decoded, fresh = outside, False, True
-        else:
-            fresh = False
-        among = min(count, round(1 / alpha) if border or not rule.prompt_queries else rule.prompt_queries)
-        w = weights(query, keys, valid, start, border, stop)[:, :, -among:]
-        mean = w.sum(2) / age.clamp(max=among)
+        fresh = decoded or not start
+        if fresh:
+            border, decoded, asked = outside, False, start > 0
+        among = min(count, round(1 / alpha) if asked or not rule.prompt_queries else rule.prompt_queries)
+        w = weights(query, keys, valid, start, border, stop)
+        too_near = torch.arange(length) + near > start + torch.arange(count)[:, None]
+        far = age - near  # steps that count
+        mean = w.masked_fill(too_near, 0.0)[:, :, -among:].sum(2) / far.clamp(min=1, max=among)
         for token in range(border, stop):
             met = min(count, int(age[token]))
-            if border and rule.steps == "max":
+            if asked and rule.steps == "max":
                 left = (1 - alpha) ** met * average[:, :, token]
                 average[:, :, token] = torch.maximum(left, mean[:, :, token])
                 continue
-            if border:
+            if asked:
                 rate = max(1 - (1 - alpha) ** met, met / age[token])
             else:
-                rate = met / min(max(rule.prompt_queries or round(1 / alpha), met), age[token])
+                met = max(min(count, int(far[token])), 0)
+                rate = met / max(min(max(rule.prompt_queries or round(1 / alpha), met), far[token]), 1)
             average[:, :, token] += rate * (mean[:, :, token] - average[:, :, token])
         if border and rule.reevaluate:
             most = weights(query, keys, valid, start, 0, border).amax(2)
@@ -195,6 +197,7 @@ def direct(
         {"group": "mean", "alpha": 0.4, "beta": 0.6, "prompt_queries": 7, "append_run": 0},
         {"reevaluate": False, "prompt_queries": None},
         {"steps": "mean"},
+        {"window": 200},  # the first append finds nothing on the host
     ],
 )
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -202,7 +205,7 @@ def test_what_is_kept_is_what_the_algorithm_keeps(
     monkeypatch: pytest.MonkeyPatch, batch: int, knobs: dict[str, Any], tier: str
 ) -> None:
     model = tiny_model("llama")
-    policy = HGCA(window=40, **knobs)
+    policy = HGCA(**{"window": 40} | knobs)
     cache = hf_offload.HybridCache(model, policy, tier=tier, block_size=BLOCK, prefill_tile=32)
     record = Record(monkeypatch, 2)
     run(model, cache, batch, 19)

@@ -1,0 +1,114 @@
+"""What a layer knew before its last prompt or append: a crop that takes that back brings this back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hf_offload.cache.keeping import copy_marked
+from hf_offload.cache.weighing import Weighing
+
+if TYPE_CHECKING:
+    from hf_offload.cache.salience import Salience
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What was known with `length` tokens.
+
+    Args:
+        length: tokens.
+        window_blocks, evicted: of the window, and before it.
+        known: bool `[B]`.
+        weighing: how far the last prompt or append was.
+        kept: uint8 `[B, Hkv, t]`, marks of the tokens before the window.
+        weights: float32 `[B · Hkv, E]`, averages of those that are kept when they were.
+        average: float32 `[B, Hq, length - t]`, of the tokens of the window.
+        host: float32 `[B, Hq, t]`, of the tokens before it, where a further chunk of the same append may come; None
+            otherwise: the next append weighs them anew.
+    """
+
+    length: int
+    window_blocks: int
+    evicted: int
+    known: np.ndarray
+    weighing: Weighing
+    kept: np.ndarray
+    weights: np.ndarray
+    average: np.ndarray
+    host: np.ndarray | None
+
+    def select_rows(self, rows: np.ndarray) -> Before:
+        """The same of the rows of an index, in its order."""
+        batch, heads = self.kept.shape[:2]
+        weights = self.weights.reshape(batch, heads, -1)[rows].reshape(len(rows) * heads, -1)
+        weighing = replace(self.weighing, queries=self.weighing.queries[rows])
+        host = None if self.host is None else self.host[rows]
+        return replace(
+            self, known=self.known[rows], weighing=weighing, kept=self.kept[rows], weights=weights,
+            average=self.average[rows], host=host,
+        )  # fmt: skip
+
+
+def _look_back(salience: Salience, length: int, *, chunk: bool) -> Before:
+    border, context = salience.evicted * salience.store.block_size, salience.context
+    return Before(
+        length, salience.window_blocks, salience.evicted, salience.known.copy(), replace(salience.weighing),
+        salience.kept[:, :, :border].copy(), context.salience[:, : int(context.counts.max(initial=0))].copy(),
+        salience.average[:, :, border:length].copy(), salience.average[:, :, :border].copy() if chunk else None,
+    )  # fmt: skip
+
+
+def _go_back(salience: Salience, then: Before) -> None:
+    border = then.kept.shape[2]
+    salience.window_blocks, salience.evicted, salience.known = then.window_blocks, then.evicted, then.known.copy()
+    salience.weighing = replace(then.weighing)
+    salience.average[:, :, border : then.length] = then.average
+    if then.host is not None:
+        salience.average[:, :, :border] = then.host
+    salience.kept[:, :, :border] = then.kept
+    salience.context = copy_marked(salience)
+    salience.context.salience[:, : then.weights.shape[1]] = then.weights
+
+
+class Earlier:
+    """What was known before the last prompt or append, and before its last chunk, by the tokens that there were."""
+
+    def __init__(self) -> None:
+        self._known: list[Before] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        parts = (part for one in self._known for part in (one.kept, one.weights, one.average, one.host))
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def note(self, salience: Salience, length: int, *, chunk: bool) -> None:
+        """Tokens arrive behind `length` others, as a further chunk or not; nothing is in flight or resident."""
+        self._known = [*(self._known[:1] if chunk else ()), _look_back(salience, length, chunk=chunk)]
+
+    def decoded(self) -> None:
+        """A token was decoded."""
+        self._known = [replace(one, host=None) for one in self._known]
+
+    def crop(self, salience: Salience, length: int) -> bool:
+        """Go back to what was known before tokens that a crop to `length` takes; was it known with just as many?"""
+        then = next((one for one in self._known if one.length >= length), None)
+        self._known = [one for one in self._known if one.length <= length]
+        if then is not None:
+            _go_back(salience, then)
+        return then is not None and then.length == length
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Keep the rows of an index, in its order."""
+        self._known = [one.select_rows(rows) for one in self._known]
+
+    def copy_from(self, other: Earlier) -> None:
+        """Know what another one knows, whose tokens are the same."""
+        self._known = list(other._known)
+
+    def clear(self) -> None:
+        """Forget it."""
+        self._known.clear()
