@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tiny import prompt, tiny_model
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.cache.weighing import newest
+from hf_offload.cache.weighing import Weighing, newest
+from hf_offload.policies import HGCA
 
 BLOCK = 16
 Piece = tuple[torch.Tensor, torch.Tensor]
@@ -104,3 +105,79 @@ def test_a_crop_below_a_turn_forgets_what_was_before_it(model: PreTrainedModel, 
             model(ids[:, t : t + 1], past_key_values=cache)
     cache.crop(-10)
     assert all(layer.salience.weighing.decoded for layer in hybrid_layers(cache))
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_a_row_that_says_nothing_in_a_turn_keeps_what_it_kept(model: PreTrainedModel, tier: str) -> None:
+    ids, mask = prompt(2, 300)[0], torch.ones(2, 300, dtype=torch.long)
+    mask[1, 212:260] = 0
+    before = [(ids[:, a:b], mask[:, a:b]) for a, b in pairwise([0, 200, *range(201, 213)])]
+    turn = ids[:, 212:260], mask[:, 212:260]
+    first, second = (converse(model, pieces, tier, beta=3.0) for pieces in (before, [*before, turn]))
+    for had, has in zip(hybrid_layers(first), hybrid_layers(second), strict=True):
+        stop = had.salience.evicted * BLOCK
+        marks = had.salience.kept[:, :, :stop], has.salience.kept[:, :, :stop]
+        assert np.array_equal(marks[0][1], marks[1][1])
+        assert not np.array_equal(marks[0][0], marks[1][0])
+        assert 0.02 < marks[0].mean() < 0.9
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_a_row_of_which_nothing_is_known_keeps_all_until_it_asks(model: PreTrainedModel, tier: str) -> None:
+    ids, mask = prompt(2, 340)[0], torch.ones(2, 340, dtype=torch.long)
+    whole = DynamicCache(config=model.config)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        model(ids[:, :200], past_key_values=whole)
+    model.set_attn_implementation("hybrid_sparse")
+    cache = HybridCache.from_cache(whole, model, "hgca", window=80, block_size=BLOCK, tier=tier, beta=3.0)
+    mask[1, 200:230] = 0
+
+    def feed(*pieces: tuple[int, int]) -> list[list[float]]:
+        """The share that each row keeps in each layer."""
+        for a, b in pieces:
+            positions = (mask[:, :b].cumsum(-1) - 1)[:, a:]
+            with torch.no_grad():
+                model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions, past_key_values=cache)
+        cache.drain()
+        return [[float(marks.mean()) for marks in outside(cache, line)] for line in (0, 1)]
+
+    asking, silent = feed((200, 230))
+    assert max(asking) < 1.0
+    assert silent == [1.0] * 4
+    asking, silent = feed(*((t, t + 1) for t in range(230, 300)))  # what leaves the window of both
+    assert silent == [1.0] * 4
+    assert max(max(row) for row in feed((300, 340))) < 1.0
+
+
+def told(chunks: list[list[int]], among: int | None, append: str) -> np.ndarray:
+    """What an append says of one token on the host, `[B]`, in chunks of so many queries of each row.
+
+    The first query of a row gives it a weight of 1/2, the next one 1/3, and so on.
+    """
+    rows, length = len(chunks[0]), 50
+    rule = HGCA(append_queries=among, append=append, append_run=0).salience
+    weighing, average, asked = Weighing(rule, np.zeros(rows, np.int64), decoded=True), np.full((rows, 1, 1), 7.0), 0
+    weighing.begin(length, 1)
+    for counts in map(np.array, chunks):
+        length += counts.max()
+        valid = (np.arange(counts.max()) >= counts.max() - counts[:, None]).astype(np.uint8)
+        given = valid / (np.reshape(asked, (-1, 1)) + valid.cumsum(1) + 1.0)
+        asked = asked + counts
+        span = weighing.spans(valid, length, 0.1, 10, anew=True)[1]
+        given = np.where(span.asking, given[:, -span.queries :], 0.0)
+        joined = given.max(1) if span.coefficient is None else given @ span.coefficient
+        span.take_in(average, joined[:, None, None])
+    return average[:, 0, 0]
+
+
+@pytest.mark.parametrize("append", ["max", "mean"])
+def test_an_appends_queries_are_counted_over_its_chunks(append: str) -> None:
+    """In rows of which one says nothing at first."""
+    chunks, weights = [[5, 0], [3, 9], [12, 2]], 1 / np.arange(2.0, 22.0)
+    join = np.max if append == "max" else np.mean
+    assert told(chunks, None, append) == pytest.approx([join(weights), join(weights[:11])], rel=1e-5)
+    assert told(chunks, 30, append) == pytest.approx([join(weights), join(weights[:11])], rel=1e-5)
+    late = 0.75 * join(weights[1:9])  # six of them are among the last eight
+    late = max(late, weights[9]) if append == "max" else late + 0.25 * weights[9:11].mean()
+    assert told(chunks, 8, append) == pytest.approx([join(weights[12:]), late], rel=1e-5)

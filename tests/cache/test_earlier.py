@@ -1,0 +1,163 @@
+"""What a crop behind an append brings back: all that was known before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import prompt, tiny_model
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.attention.hooks import hybrid_layers
+
+BLOCK = 16
+PROMPT, STEPS = 170, 20
+TIERS = ["one", "split"]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+class Talk:
+    """A cache of two rows, the second of which is left padded, and what it has been told."""
+
+    def __init__(self, model: PreTrainedModel, tier: str, **knobs: Any) -> None:
+        self.model = model
+        self.cache = HybridCache(
+            model, "hgca", **({"tier": tier, "window": 60, "block_size": BLOCK, "beta": 3.0} | knobs)
+        )
+        self.mask = torch.zeros(2, 0, dtype=torch.long)
+
+    @torch.no_grad()
+    def say(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Take tokens in, at once; the last logits."""
+        past = self.cache.get_seq_length()
+        new = torch.ones_like(ids) if mask is None else mask
+        mask = torch.cat([self.mask[:, :past], new], 1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
+        logits = self.model(ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache).logits
+        self.mask = mask
+        return logits[:, -1]
+
+    def begin(self) -> Talk:
+        """A prompt and some steps."""
+        ids, mask = prompt(2, PROMPT)
+        self.say(ids, mask)
+        self.steps(3)
+        return self
+
+    def steps(self, seed: int, count: int = STEPS) -> torch.Tensor:
+        """Decode some tokens; the logits."""
+        return torch.stack([self.say(token) for token in prompt(2, count, seed)[0].split(1, 1)])
+
+    def append(self, seed: int, count: int = 40, chunk: int = 40) -> torch.Tensor:
+        return torch.stack([self.say(part) for part in prompt(2, count, seed)[0].split(chunk, 1)])
+
+    def known(self) -> list[tuple[Any, ...]]:
+        """What each layer knows that steps or appends use, or statistics tell."""
+        self.cache.drain()
+        found = []
+        for layer in hybrid_layers(self.cache):
+            layer.unplace()
+            salience = layer.salience
+            border, lists = salience.evicted * BLOCK, salience.context
+            weights = [lists.weights(i) for i in range(lists.lists)]
+            held = [lists.positions[i, :n] for i, n in enumerate(lists.counts)]
+            average, kept = salience.average[:, :, border : layer.past], salience.kept[:, :, : layer.past]
+            weighing = salience.weighing
+            how_far = (weighing.border, weighing.prompt, weighing.decoded, weighing.queries.tolist())
+            numbers = (salience.window_blocks, salience.evicted, salience.known.tolist(), how_far)
+            found.append((numbers, average.copy(), kept.copy(), *weights, *held))
+        return found
+
+
+def same(got: list[tuple[Any, ...]], want: list[tuple[Any, ...]]) -> bool:
+    return all(
+        len(mine) == len(theirs) and mine[0] == theirs[0] and all(map(np.array_equal, mine[1:], theirs[1:]))
+        for mine, theirs in zip(got, want, strict=True)
+    )
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(("chunk", "knobs"), [(40, {}), (13, {"window": None, "gpu_ratio": 0.3})], ids=str)
+def test_a_turn_that_is_taken_back_leaves_nothing(
+    model: PreTrainedModel, chunk: int, knobs: dict[str, Any], tier: str
+) -> None:
+    talk, other = Talk(model, tier, **knobs).begin(), Talk(model, tier, **knobs).begin()
+    before, length = talk.known(), talk.cache.get_seq_length()
+    talk.append(5, chunk=chunk)
+    changed = talk.known()
+    assert not same(changed, before)
+    talk.steps(6)
+    talk.cache.crop(-4)
+    talk.cache.crop(length - talk.cache.get_seq_length())
+    assert same(talk.known(), before)
+    for _ in range(2):  # the same place again
+        assert torch.equal(talk.append(7), other.append(7))
+        assert torch.equal(talk.steps(8), other.steps(8))
+        assert same(talk.known(), other.known())
+        for one in (talk, other):
+            one.cache.crop(length - one.cache.get_seq_length())
+        assert same(talk.known(), before)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_crop_behind_a_turn_is_a_crop_of_what_was_before_it(model: PreTrainedModel, tier: str) -> None:
+    talk, other = Talk(model, tier).begin(), Talk(model, tier).begin()
+    talk.append(5)
+    talk.steps(6)
+    for one in (talk, other):
+        one.cache.crop(PROMPT - 30 - one.cache.get_seq_length())
+    assert same(talk.known(), other.known())
+    assert torch.equal(talk.steps(7), other.steps(7))
+
+
+def test_a_system_prompt_serves_one_question_after_the_other(model: PreTrainedModel) -> None:
+    """Nothing was decoded before the questions, which count as chunks of the prompt."""
+    ids, mask = prompt(2, PROMPT)
+    talk, kept = Talk(model, "one"), []
+    talk.say(ids, mask)
+    before = talk.known()
+    for question in (5, 6, 7):
+        talk.append(question)
+        kept.append([parts[2] for parts in talk.known()])
+        talk.steps(8)
+        talk.cache.crop(PROMPT - talk.cache.get_seq_length())
+        assert same(talk.known(), before)
+    assert any(not np.array_equal(*pair) for pair in zip(kept[0], kept[1], strict=True))
+
+
+@pytest.mark.parametrize("append", ["max", "mean"])
+def test_a_chunk_that_fails_and_comes_again_counts_once(model: PreTrainedModel, append: str) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("no luck")
+
+    talk, other = (Talk(model, "one", append=append, append_queries=20).begin() for _ in range(2))
+    ids = prompt(2, 40, 5)[0]
+    for part in ids.split(14, 1):
+        hook = model.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            talk.say(part)
+        hook.remove()
+        talk.say(part)
+        other.say(part)
+    assert same(talk.known(), other.known())
+
+
+@pytest.mark.parametrize("way", ["fork", "rows"])
+def test_forks_and_rows_have_their_part_of_it(model: PreTrainedModel, way: str) -> None:
+    talk, other = Talk(model, "split").begin(), Talk(model, "split").begin()
+    talk.append(5)
+    if way == "fork":
+        talk.cache = talk.cache.fork()
+    else:
+        for one in (talk, other):
+            one.cache.batch_select_indices(torch.tensor([1, 0, 1]))
+            one.mask = one.mask[[1, 0, 1]]
+    talk.cache.crop(-40)
+    assert same(talk.known(), other.known())
