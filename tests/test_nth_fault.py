@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ SCOUT: dict[str, Any] = {
 HGCA: dict[str, Any] = {"window": 24, "beta": 0.0, "block_size": 8, "prefill_tile": 32, "timeout": 120.0}
 FIXED: dict[str, Any] = {"budget": 1.0, "sinks": 8, "local": 16, "block_size": 8, "timeout": 120.0}
 FETCH: dict[str, Any] = {"budget": 8192, "sinks": 8, "block_size": 8, "prefill_tile": 32, "timeout": 120.0}
+BLOCKS: dict[str, Any] = {"block_size": 8, "prefill_tile": 32, "timeout": 120.0}
 FLUXION: dict[str, Any] = {"predictor": ConstantPredictor(sinks=16, local=16), "prefill_tile": 32, "timeout": 120.0}
 SETTINGS = {
     "one": Setting(2, 16, "scout", {**SCOUT, "tier": "one"}, True),
@@ -36,6 +38,9 @@ SETTINGS = {
     "hgca": Setting(2, 16, "hgca", {**HGCA, "tier": "split"}, True),
     "sparse_fetch": Setting(2, 16, "sparse_fetch", {**FETCH, "tier": "split", "resident": 48}, True),
     "fixed_hybrid": Setting(2, 16, "fixed_hybrid", {**FIXED, "tier": "split"}, True),
+    "full, fetched": Setting(2, 16, "full", {"host": "fetch", "tier": "split", "resident": 48, **BLOCKS}, True),
+    "h2o": Setting(2, 16, "h2o", {"heavy": 1, "recent": 1, "tier": "split", **BLOCKS}, True),
+    "infinigen": Setting(2, 16, "infinigen", {"alpha": math.inf, "share": 1, "tier": "split", **BLOCKS}, True),
     "hgca, one": Setting(2, 16, "hgca", {**HGCA, "tier": "one"}, True),
     "fluxion": Setting(2, 16, "fluxion", {**FLUXION, "tier": "split"}, True),
     "fluxion, shared": Setting(2, 16, "fluxion", {**FLUXION, "tier": "split", "schedule": "priority"}, True),
@@ -200,7 +205,7 @@ def mend(history: History, held: int) -> None:
 
 @pytest.mark.parametrize("memory", SETTINGS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize("most", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_nth_fault(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch, Nth], Any], memory: str, most: int
 ) -> None:

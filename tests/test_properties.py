@@ -1,6 +1,6 @@
 """Any sequence of what a cache can be asked for leaves it right: hypothesis draws settings and sequences.
 
-What is drawn here is fixed, so that the same commit gives the same result. Another 4,000 histories, new ones at every
+What is drawn here is fixed, so that the same commit gives the same result. Another 5,000 histories, new ones at every
 run (a failing one is printed, shrunk, with the lines that repeat it):
 
     python -m pytest -m slow tests/test_properties.py
@@ -9,6 +9,7 @@ run (a failing one is printed, shrunk, with the lines that repeat it):
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ TIERS = ["one", "split"] if DEVICE == "cpu" else [None]
 
 
 @st.composite
-def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
+def some_settings(draw: st.DrawFn, policies: Sequence[str], kv_heads: Sequence[int]) -> Setting:
     """Caches of some policies, all tiers and sizes; with a budget that covers every history, or a small one."""
     policy = draw(st.sampled_from(policies), label="policy")
     size = 16 if policy == "fluxion" else draw(st.sampled_from([8, 16, 32]), label="block_size")
@@ -68,7 +69,7 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
             sinks=draw(st.sampled_from([0, 16]), label="sinks"),
             local=draw(st.sampled_from([0, 16, 40]), label="local"),
         )
-    elif policy != "full":
+    elif policy not in ("full", "h2o", "infinigen"):
         knobs["sinks"] = draw(st.sampled_from([0, 8, 16]), label="sinks")
     if policy == "fixed_hybrid":
         knobs |= {
@@ -93,6 +94,18 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
             "digest": draw(st.sampled_from(["submean", "quest", "mean"]), label="digest"),
             "join": draw(st.sampled_from(["max", "mean", "raw"]), label="join"),
         }
+    if policy == "h2o":  # no share covers a prompt of one token and what follows it
+        covers = False
+        knobs |= {name: draw(st.sampled_from([0, 0.1, 0.5, 1]), label=name) for name in ("heavy", "recent")}
+    if policy == "infinigen":
+        knobs |= {
+            "alpha": math.inf if covers else draw(st.sampled_from([0.5, 4.0]), label="alpha"),
+            "share": 1 if covers else draw(st.sampled_from([0.1, 0.5]), label="share"),
+            "partial": draw(st.sampled_from([0.1, 0.3, 1.0]), label="partial"),
+            "lookahead": draw(st.booleans(), label="lookahead"),
+        }
+    if policy in ("h2o", "infinigen"):
+        knobs["prompt_queries"] = draw(st.sampled_from([1, 20, 512]), label="prompt_queries")
     if policy == "full":
         knobs["host"] = draw(st.sampled_from(["attend", "fetch"]), label="host")
     if policy in ("scout", "sparse_fetch", "window"):
@@ -116,14 +129,17 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str]) -> Setting:
         "prefill_tile": draw(st.sampled_from([32, 4096]), label="prefill_tile"),
         "host_dtype": draw(st.sampled_from([None, None, "int8"]), label="host_dtype"),
     }
-    kv_heads, dim = draw(st.sampled_from([4, 2, 1]), label="kv_heads"), draw(st.sampled_from([16, 32, 64]), label="dim")
+    kv_heads, dim = draw(st.sampled_from(kv_heads), label="kv_heads"), draw(st.sampled_from([16, 32, 64]), label="dim")
     return Setting(kv_heads, dim, policy, knobs, exact)
 
 
 class Histories(RuleBasedStateMachine):
     """Up to three histories of one setting that may share blocks."""
 
-    policies = ("scout", "scout", "full", "window", "hgca", "fixed_hybrid", "sparse_fetch", "fluxion")
+    policies: tuple[str, ...] = (
+        "scout", "scout", "full", "window", "hgca", "fixed_hybrid", "sparse_fetch", "fluxion", "h2o", "infinigen",
+    )  # fmt: skip
+    kv_heads = (4, 2, 1)
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +152,7 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(rows=st.integers(1, 3), data=st.data(), count=st.integers(1, 300))
     def begin(self, rows: int, data: st.DataObject, count: int) -> None:
-        self.setting = data.draw(some_settings(self.policies), label="setting")
+        self.setting = data.draw(some_settings(self.policies, self.kv_heads), label="setting")
         self.histories.append(empty(self.setting, rows))
         self.histories[0].feed(*self._tokens(data, rows, count, data.draw(st.booleans(), label="pads")))
 
@@ -288,6 +304,18 @@ class Histories(RuleBasedStateMachine):
         check_books(self.histories)
 
 
+class Usual(Histories):
+    """Histories of models with one or two query heads for each KV head: fewer kernels to compile."""
+
+    kv_heads = (4, 2)
+
+
+class Apart(Histories):
+    """Histories of caches whose policies hold tokens themselves."""
+
+    policies = ("h2o", "infinigen")
+
+
 class Foreseen(Histories):
     """Histories of caches that predict what heads need."""
 
@@ -315,7 +343,7 @@ def run(examples: int, fixed: bool, histories: type[Histories] = Histories) -> N
 
 
 def test_any_history_leaves_the_cache_right() -> None:
-    run(200, fixed=True)
+    run(200, fixed=True, histories=Usual)
 
 
 @pytest.mark.slow
@@ -326,6 +354,11 @@ def test_many_histories_leave_the_cache_right() -> None:
 @pytest.mark.slow
 def test_many_histories_leave_what_is_foreseen_right() -> None:
     run(1000, fixed=False, histories=Foreseen)
+
+
+@pytest.mark.slow
+def test_many_histories_leave_what_is_held_apart_right() -> None:
+    run(1000, fixed=False, histories=Apart)
 
 
 @pytest.mark.slow
