@@ -25,7 +25,9 @@ class Letters:
         return f"<user>{messages[0]['content']}<assistant>"
 
 
-@pytest.mark.parametrize("kind", assets.KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "prose" else ()) for kind in assets.KINDS]
+)
 def test_texts_are_long_and_the_same_each_time(kind):
     text = assets.texts(kind)
     assert len(text) >= 400_000

@@ -134,7 +134,7 @@ def test_covering_budget_is_full_attention(
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attending_ahead_with_the_real_query_is_full_attention(
     oracle: dict[Any, Any], monkeypatch: pytest.MonkeyPatch, family: str, batch: int, tier: str

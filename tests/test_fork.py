@@ -64,14 +64,11 @@ def models() -> dict[str, PreTrainedModel]:
     ("case", "tier", "when"),
     [
         ("full-int8", "one", 21),
-        ("full-int8", "split", 0),
         ("window", "split", 21),
         ("scout", "one", 0),
         ("scout", "split", 19),  # the next token begins a block
         ("scout-quest-int8", "one", 0),
-        ("scout-attend", "one", 21),
-        ("scout-attend", "split", 21),
-        ("scout-attend-int8", "split", 0),
+        ("scout-attend-int8", "split", 21),
         ("hgca", "one", 21),
         ("hgca", "split", 19),
         ("hgca-int8", "split", 0),
@@ -80,9 +77,18 @@ def models() -> dict[str, PreTrainedModel]:
         ("sparse_fetch", "split", 19),
         ("h2o", "one", 19),
         ("infinigen-int8", "split", 19),
-        ("h2o", "split", 21),
-        ("fluxion", "one", 0),
         ("fluxion", "split", 21),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("full-int8", "split", 0),
+                ("scout-attend", "one", 21),
+                ("scout-attend", "split", 21),
+                ("scout-attend-int8", "split", 0),
+                ("h2o", "split", 21),
+                ("fluxion", "one", 0),
+            )
+        ),
     ],
 )
 def test_every_cache_goes_on_as_one_alone(models: dict[str, PreTrainedModel], case: str, tier: str, when: int) -> None:

@@ -36,8 +36,14 @@ def llama() -> PreTrainedModel:
     return tiny_model("llama")
 
 
-@pytest.mark.parametrize(("policy", "knobs"), CASES)
-@pytest.mark.parametrize("chunk", [None, 100])
+@pytest.mark.parametrize(
+    ("policy", "knobs", "chunk"),
+    [
+        pytest.param(*case, chunk, marks=() if place == number % 2 else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+        for place, chunk in enumerate((None, 100))
+    ],
+)
 def test_logits_are_near_those_of_exact_blocks(
     llama: PreTrainedModel, policy: str, knobs: dict[str, Any], chunk: int | None
 ) -> None:

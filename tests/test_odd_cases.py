@@ -45,7 +45,9 @@ def build(attn_implementation: str, **config: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("policy", ["full", "scout"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 1, 16), (7, 1, 32), (6, 2, 80)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(5, 1, 16), (6, 2, 80), pytest.param(7, 1, 32, marks=pytest.mark.slow)]
+)
 def test_group_sizes(heads: int, kv_heads: int, dim: int, policy: str, tier: str) -> None:
     sizes = {
         "hidden_size": 16 * heads,

@@ -64,8 +64,17 @@ ATTENTION = pytest.param(
 )
 
 
-@pytest.mark.parametrize("memory", [{}, SPLIT, {**SPLIT, "host_dtype": "int8"}], ids=["one", "split", "int8"])
-@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize(
+    ("memory", "calls"),
+    [
+        pytest.param({}, 0, id="one-0"),
+        pytest.param(SPLIT, 2, id="split-2"),
+        pytest.param({**SPLIT, "host_dtype": "int8"}, 0, id="int8-0"),
+        pytest.param({}, 2, id="one-2", marks=pytest.mark.slow),
+        pytest.param(SPLIT, 0, id="split-0", marks=pytest.mark.slow),
+        pytest.param({**SPLIT, "host_dtype": "int8"}, 2, id="int8-2", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(("module", "name", "told"), [*HOST, ATTENTION])
 def test_an_append_that_had_no_memory_can_be_repeated(
     llama: PreTrainedModel,

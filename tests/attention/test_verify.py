@@ -47,6 +47,8 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hgca, int8": ("hgca", HGCA | {"host_dtype": "int8", "group": "mean", "beta": 0.7}),
 }
 TIERS = {"one": {"tier": "one"}, "split": {"tier": "split", "resident": 48}}
+ONE = ("full", "select", "attend", "hgca, int8", "h2o", "infinigen", "fluxion")
+"""What is tried with one memory in the quick set, too."""
 
 
 class Drafter:
@@ -146,8 +148,14 @@ def assert_same(got: HybridCache, want: HybridCache, atol: float) -> None:
                 assert value == b[name], name
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "tier"),
+    [
+        pytest.param(policy, tier, marks=() if tier == "split" or policy in ONE else pytest.mark.slow)
+        for policy in POLICIES
+        for tier in TIERS
+    ],
+)
 def test_drafts_change_nothing(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, policy: str, tier: str) -> None:
     name, knobs = POLICIES[policy]
     packs = "host_dtype" in knobs

@@ -1,4 +1,4 @@
-"""Print the PTX for sm_90 of some of the kernels in a `cases_*.py`: `python ptx.py cases_move "name" "name"`.
+"""Print the PTX for sm_90 of some of the kernels in `cases_*.py`: `python ptx.py "cases_move:name" "cases_flags:name"`.
 
 Interpreted kernels cannot be compiled: what asks for it runs in a process without TRITON_INTERPRET.
 """
@@ -18,9 +18,10 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        cases = {case[0]: case[1:] for case in importlib.import_module(sys.argv[1]).cases()}
         found = []
-        for name in sys.argv[2:]:
+        for place in sys.argv[1:]:
+            module, _, name = place.partition(":")
+            cases = {case[0]: case[1:] for case in importlib.import_module(module).cases()}
             kernel, types, constants, options = cases[name]
             signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
             pointers = [i for i, arg in enumerate(kernel.arg_names) if signature[arg].startswith("*")]

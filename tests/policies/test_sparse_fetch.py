@@ -27,7 +27,7 @@ def decode(model: PreTrainedModel, cache: HybridCache, rows: int = 1) -> torch.T
 
 
 @pytest.mark.parametrize("knobs", [{}, {"sinks": 16, "recent": 32, "join": "max"}, {"host_dtype": "int8"}])
-@pytest.mark.parametrize("resident", [96, 160, 64])  # the budget, more, and less than it
+@pytest.mark.parametrize("resident", [96, pytest.param(160, marks=pytest.mark.slow), 64])  # the budget, more, and less
 def test_two_memories_attend_what_one_does(model: PreTrainedModel, knobs: dict[str, Any], resident: int) -> None:
     """Also where what is chosen has no room: the rest passes by."""
     if resident == 64 and knobs.get("recent"):
@@ -62,8 +62,14 @@ def test_what_is_resident_beside_the_choice_saves_fetches(model: PreTrainedModel
     assert 0 < moved[256] < moved[96]
 
 
-@pytest.mark.parametrize("way", ["uva", "copy"])
-@pytest.mark.parametrize("tile", [32, 4096])
+@pytest.mark.parametrize(
+    ("way", "tile"),
+    [
+        ("uva", 32),
+        ("copy", 4096),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("uva", 4096), ("copy", 32))),
+    ],
+)
 def test_full_fetches_every_byte(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, way: str, tile: int) -> None:
     monkeypatch.setenv("HF_OFFLOAD_TRANSFER", way)
     cache = HybridCache(model, "full", host="fetch", tier="split", block_size=16, resident=64, prefill_tile=tile)

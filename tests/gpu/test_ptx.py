@@ -1,0 +1,66 @@
+"""What kernels do to host memory, read in their PTX: in which pieces, in which order, and what they leave alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = {
+    "cases_flags": ("wait", "signal"),
+    "cases_handover": ("4 heads of 128, announced", "4 heads of 128"),
+    "cases_move": (
+        "fetch bf16 D80 block 16 int8", "store_block bf16 D80 block 16", "store_tokens bf16 D80 block 16",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ptx() -> dict[str, list[str]]:
+    """By module, the PTX of its cases."""
+    pytest.importorskip("triton")
+    names = [f"{module}:{name}" for module, cases in CASES.items() for name in cases]
+    command = [sys.executable, str(Path(__file__).with_name("ptx.py")), *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = iter(done.stdout.split("\f"))
+    return {module: [next(found) for _ in cases] for module, cases in CASES.items()}
+
+
+def test_waiting_reads_and_never_writes_the_flag(ptx: dict[str, list[str]]) -> None:
+    waiting, signalling = ptx["cases_flags"]
+    assert "ld.global.sys.acquire.b32" in waiting
+    assert "atom." not in waiting
+    assert "sys.release" in signalling
+
+
+def test_every_program_arrives_before_the_flag(ptx: dict[str, list[str]]) -> None:
+    """All threads of a program meet, one orders what they wrote and counts it; the flag follows in release order."""
+    announced, plain = (
+        [
+            line.split("//")[0].strip()
+            for line in text.splitlines()
+            if "st.global" in line or "atom" in line or "bar." in line
+        ]
+        for text in ptx["cases_handover"]
+    )
+    arrival, flag = (next(i for i, line in enumerate(announced) if kind in line) for kind in ("acq_rel", "release"))
+    assert "sys.acq_rel.add" in announced[arrival]
+    assert "sys.release.exch" in announced[flag]
+    assert announced[arrival - 1].startswith("bar.sync")
+    assert [line for line in announced[arrival:] if "st.global" in line] == [
+        announced[flag - 2]
+    ]  # the count's return to 0
+    assert any("st.global.v4" in line for line in announced[:arrival])
+    assert not any("atom" in line for line in plain)
+
+
+def test_host_memory_is_read_and_written_16_bytes_at_a_time(ptx: dict[str, list[str]]) -> None:
+    fetching, storing, sending = ptx["cases_move"]
+    assert "ld.global.v4.b32" in fetching
+    assert "ld.global.b8" not in fetching
+    assert "st.global.v4.b32" in storing
+    assert "st.global.v4.b32" in sending
+    assert "st.global.b16" not in sending
