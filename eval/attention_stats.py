@@ -13,8 +13,8 @@ queries that are looked at is taken over all keys, from the model's own q and k.
 - positions (Figure 5): the weights of one layer and head over the positions, at three quarters of the text and at its
   end, and a line above which are the heaviest that hold 0.9 at the end.
 
-Figures go beside the CSV, which has the windows: OUT_windows.png, OUT_heads.png, OUT_positions.png; so do the shares by
-head (OUT_heads.csv) and the entries above the line (OUT_positions.csv).
+Figures go beside the CSV, which has the windows: OUT_windows.png, OUT_heads.png, OUT_positions.png; so do the numbers
+of the other two (OUT_heads.csv, OUT_positions.csv).
 """
 
 from __future__ import annotations
@@ -83,13 +83,17 @@ def plot_windows(sums: dict[int, np.ndarray], edges: list[int], path: Path) -> N
     """Draw Figure 3: a heat map a layer."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(sums), figsize=(4 * len(sums), 4), layout="constrained", squeeze=False)
+    size = (4 * len(sums) + 1, 4.2)
+    figure, axes = plt.subplots(1, len(sums), figsize=size, layout="constrained", squeeze=False, sharey=True)
     for one, (layer, values) in zip(axes[0], sums.items(), strict=True):
         image = one.imshow(values, origin="lower", vmin=0, vmax=1, cmap="viridis")
-        one.set(title=f"layer {layer}", xlabel="newest entries", ylabel="first entries")
+        lines = one.contour(values, levels=(0.5, 0.9), colors=("white", "black"), linewidths=1)
+        one.clabel(lines, fmt="%g", fontsize=8)
+        one.set(title=f"layer {layer}", xlabel="newest entries")
         one.set_xticks(range(len(edges)), edges, rotation=90)
         one.set_yticks(range(len(edges)), edges)
-    figure.colorbar(image, ax=axes, label="share of the weight")
+    axes[0, 0].set(ylabel="first entries")
+    figure.colorbar(image, ax=axes, label="share of the weight that both hold")
     _save(figure, path)
 
 
@@ -98,10 +102,16 @@ def plot_heads(shares: dict[str, np.ndarray], layer: int, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    width = 0.8 / len(shares)
     for number, (name, values) in enumerate(shares.items()):
-        width = 0.8 / len(shares)
-        axes.bar(np.arange(len(values)) + number * width, 100 * values, width, label=name)
-    axes.set(xlabel=f"query head of layer {layer}", ylabel=f"% of entries that hold {HOLDS}")
+        shift = (number - (len(shares) - 1) / 2) * width
+        axes.bar(np.arange(len(values)) + shift, 100 * values, width, label=name)
+    axes.set(
+        title=f"layer {layer}: entries that hold {HOLDS:.0%} of a head's weight", xlabel="query head",
+        ylabel="% of the entries", xticks=range(len(values)),
+    )  # fmt: skip
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
     axes.legend()
     _save(figure, path)
 
@@ -110,12 +120,14 @@ def plot_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) 
     """Draw Figure 5: the weights of two queries over the positions, and the line of the later one."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    for weights, color in zip(rows[::-1], ("black", "tab:orange"), strict=True):
-        axes.plot(weights, ".", markersize=2, color=color, label=f"query {len(weights) - 1}")
-    axes.axhline(line_at(rows[-1], LINE), color="red", linewidth=1, label=f"those above hold {LINE} at the end")
-    axes.set(yscale="log", ylim=(1e-8, 1), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
-    axes.legend(markerscale=4)
+    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    for weights, color in zip(rows[::-1], ("tab:gray", "tab:orange"), strict=True):
+        axes.plot(weights, ".", markersize=2.5, color=color, label=f"as query {len(weights) - 1} sees it")
+    above = f"those above hold {LINE:.0%} for query {len(rows[-1]) - 1}"
+    axes.axhline(line_at(rows[-1], LINE), color="red", linewidth=1, label=above)
+    axes.set(yscale="log", ylim=(1e-8, 2), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
+    axes.margins(x=0.01)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, markerscale=4, frameon=False)
     _save(figure, path)
 
 
@@ -193,13 +205,13 @@ def main(
         for number, value in enumerate(values)
     ]
     write_csv(out.with_name(f"{out.stem}_heads.csv"), by_head)
-    heaviest = (pair[1] >= line_at(pair[1], LINE)).nonzero()[:, 0].tolist()
+    line = line_at(pair[1], LINE)
     write_csv(
         out.with_name(f"{out.stem}_positions.csv"),
         [
-            {"layer": middle, "head": head, "position": p, "weight": float(pair[1][p])}
+            {"layer": middle, "head": head, "position": p, "weight": weight, "above_line": int(weight >= line)}
             | {"weight_before": float(pair[0][p]) if p <= early else None, "hold": LINE}
-            for p in heaviest
+            for p, weight in enumerate(pair[1].tolist())
         ],
     )
     table = []

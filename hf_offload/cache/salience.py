@@ -191,7 +191,7 @@ class Salience:
         spans = weighing.spans(valid, length, self.alpha, self.window_size, anew=anew)
         most = max(span.queries for span in spans)
         there, wait = brought(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
-        queries, silent = there.numpy(), np.logical_not(valid.any(1))
+        queries, silent = there.numpy(), valid.max(1) == 0
         if anew:
             context, first = Context(self.context.lists, size, store.head_dim, store.dtype), 0
             self.known |= ~silent | weighing.prompt

@@ -276,21 +276,23 @@ class Stats:
         return total
 
     def __str__(self) -> str:
-        table = Table(title="HybridCache")
+        whole = self.as_dict()
+        whole |= {"layer": "all", "kept_share_by_head": [s for row in self.layers for s in row.kept_share_by_head]}
+        table = Table(title="HybridCache", caption=_caption(whole), caption_justify="left")
         columns = {
             "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "recalls": "recalls",
             "recall_bytes": "recalled MiB", "resident_bytes": "resident MiB", "host_bytes": "host MiB",
-            "context_bytes": "kept MiB", "kept_share": "kept share", "digest_bytes": "digest MiB",
+            "context_bytes": "kept MiB", "kept_share": "kept share", "kept_share_by_head": "by head",
+            "digest_bytes": "digest MiB",
             "retrievals": "retrieved", "wait_seconds": "waited s", "query_cosine": "query cosine",
             "selection_overlap": "overlap",
         }  # fmt: skip
-        whole = self.as_dict()
-        for key in ("context_bytes", "kept_share", "retrievals"):  # things of some policies
+        for key in ("context_bytes", "kept_share", "kept_share_by_head", "retrievals"):  # things of some policies
             if not whole[key]:
                 del columns[key]
         for title in columns.values():
             table.add_column(title, justify="right")
-        for row in [*whole["layers"], {**whole, "layer": "all"}]:
+        for row in [*whole["layers"], whole]:
             table.add_row(*(_cell(key, row[key]) for key in columns))
         console = Console(width=160)
         with console.capture() as capture:
@@ -298,9 +300,23 @@ class Stats:
         return capture.get()
 
 
+def _caption(whole: dict[str, Any]) -> str | None:
+    """What is told of the cache, not of layers, by `as_dict`."""
+    told = []
+    if whole["time_between_tokens"]:
+        times = ", ".join(f"{name} {1000 * value:.1f}" for name, value in whole["time_between_tokens"].items())
+        told.append(f"ms between tokens: {times}")
+    for what, count in (("eviction", whole["evictions"]), ("reevaluation", whole["reevaluations"])):
+        if count:
+            told.append(f"{count} {what}s of {1000 * whole[f'{what}_seconds'] / count:.2f} ms")
+    return "; ".join(told) or None
+
+
 def _cell(key: str, value: Any) -> str:
     if value is None:
         return "–"
+    if isinstance(value, list):
+        return f"{min(value):.2f}–{max(value):.2f}" if value else "–"
     if isinstance(value, dict):
         return f"{value['retrieved_share']:.3f}" if value else "–"
     if key.endswith("_bytes"):

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from hf_offload.attention.step import Step
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class HGCA(Policy):
     """Attend the newest tokens densely and, of the older ones, those that were attended much, for each KV head.
@@ -31,14 +35,16 @@ class HGCA(Policy):
             or append, and constant until the next one.
         beta: how strict the selection is; 0 keeps every token.
         alpha: how fast A forgets, in (0, 1]; None: one over the tokens of the window.
-        steps: `"max"`: A ← max((1 − alpha)·A, weight/3), where weights of a token's first 64 steps do not count: it is
-            attended then for being near. What a token is wanted for later shows in single queries, which a mean over
-            the window loses. `"mean"`, the paper's form: A ← (1 − alpha)·A + alpha·weight, the mean as long as a token
-            has met less than 1/alpha queries.
+        steps: `"max"`: A ← max((1 − alpha)·A, weight/3), where weights of a token's first 64 steps (a quarter of the
+            window, if that is less) do not count, in prompts and appends either: it is attended then for being near.
+            What a token is wanted for later shows in single queries, which a mean over the window loses. `"mean"`, the
+            paper's form: A ← (1 − alpha)·A + alpha·weight, the mean as long as a token has met less than 1/alpha
+            queries.
         group: how the query heads of a KV head decide: `"any"`: one is enough; `"mean"`: by the mean of their averages.
         append: `"max"`: A_cpu is the largest weight that any of an append's queries gives, so that a short question in
             a long turn is not diluted; `"mean"`: their mean.
-        append_queries: so many of an append's last queries are weighed for A_cpu; None: all of them.
+        append_queries: so many of an append's last queries are weighed for A_cpu; None: all of them. In chunks that are
+            shorter what earlier ones said fades.
         append_run: a question points at where an answer begins, and not at what follows: A_cpu of a token is at least a
             64th of that of each of the `append_run` tokens before it. 0: the paper's form.
         prompt_queries: A of a prompt's tokens is the mean over so many of its last queries that are no padding; None:
@@ -47,7 +53,7 @@ class HGCA(Policy):
         sinks: so many first tokens are kept whatever their weights; 0: they are tokens like others.
 
     Raises:
-        ValueError: a number out of range, or both `window` and `gpu_ratio`.
+        ValueError: a knob is none of what it may be, or both `window` and `gpu_ratio` are given.
     """
 
     name = "hgca"
@@ -69,11 +75,11 @@ class HGCA(Policy):
             check_tokens("window", self.window)
         if self.window is not None and self.gpu_ratio is not None:
             raise ValueError(f"window={self.window} and gpu_ratio={self.gpu_ratio} say the same; use one of them")
-        if self.gpu_ratio is not None and (self.gpu_ratio is True or not 0 < self.gpu_ratio <= 1):
+        if self.gpu_ratio is not None and not (_is_number(self.gpu_ratio) and 0 < self.gpu_ratio <= 1):
             raise ValueError(f"gpu_ratio={self.gpu_ratio!r} is not a share of the tokens; use a number in (0, 1]")
-        if not self.beta >= 0:
+        if not (_is_number(self.beta) and self.beta >= 0):
             raise ValueError(f"beta={self.beta!r} is not a threshold; use 0 (keep all) or more")
-        if self.alpha is not None and not 1e-9 <= self.alpha <= 1:
+        if self.alpha is not None and not (_is_number(self.alpha) and 1e-9 <= self.alpha <= 1):
             raise ValueError(f"alpha={self.alpha!r} is not a share of a step; use a number from 1e-9 to 1")
         for name, one in (("group", "any"), ("steps", "max"), ("append", "max")):
             if getattr(self, name) not in (one, "mean"):
@@ -81,6 +87,8 @@ class HGCA(Policy):
         for name in ("append_queries", "prompt_queries"):
             if getattr(self, name) is not None:
                 check_tokens(name, getattr(self, name))
+        if not isinstance(self.reevaluate, bool):
+            raise ValueError(f"reevaluate={self.reevaluate!r} is not True or False")
         check_tokens("append_run", self.append_run, least=0)
         check_tokens("sinks", self.sinks, least=0)
 

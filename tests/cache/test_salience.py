@@ -256,10 +256,28 @@ def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) ->
     assert whole["kept_share"] == pytest.approx(sum(kept) / len(kept))
     assert whole["layers"][0]["kept_share_by_head"] == stats.layers[0].kept_share_by_head
     table = str(stats)
-    assert "kept" in table.splitlines()[2]
+    assert "kept" in "".join(table.splitlines()[2:5])
     assert f"{whole['kept_share']:.3f}" in table
+    assert f"{min(kept):.2f}–{max(kept):.2f}" in table
+    said = table.splitlines()[-1]
+    assert f"p99 {1000 * whole['time_between_tokens']['p99']:.1f}" in said
+    assert f"{whole['evictions']} evictions" in said
+    assert "8 reevaluations" in said
     cache.reset()
     assert cache.stats().as_dict()["context_bytes"] == 0
+
+
+def test_times_are_those_of_decisions(model: PreTrainedModel) -> None:
+    """And not of what happens until the next token arrives."""
+    cache = make(model, "one")
+    ids, mask = prompt(1, 150)
+    prefill(model, cache, ids, mask)
+    for layer in hybrid_layers(cache):
+        layer.salience._job.result()
+    seconds = [layer.salience._decision.seconds for layer in hybrid_layers(cache)]
+    cache.drain()
+    assert [row.reevaluation_seconds for row in cache.stats().layers] == seconds
+    assert min(seconds) > 0
 
 
 def test_beams_share_lists(model: PreTrainedModel) -> None:

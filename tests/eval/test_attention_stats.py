@@ -100,9 +100,10 @@ def test_figures_and_numbers_of_two_texts(tmp_path, monkeypatch):
     with out.with_name("stats_positions.csv").open(encoding="utf-8") as file:
         heavy = list(csv.DictReader(file))
     late, early = weights["one"][1][3, 69], weights["one"][1][3, 51, :52]
-    assert 0.9 <= sum(float(r["weight"]) for r in heavy) <= 0.9 + float(late.max())
-    for r in heavy:
-        position = int(r["position"])
+    above = [float(r["weight"]) for r in heavy if r["above_line"] == "1"]
+    assert 0.9 <= sum(above) <= 0.9 + min(above)
+    assert [int(r["position"]) for r in heavy] == list(range(TOKENS))
+    for position, r in enumerate(heavy):
         assert float(r["weight"]) == pytest.approx(float(late[position]), rel=1e-4)
         before = float(early[position]) if position < 52 else None
         assert r["weight_before"] == "" if before is None else float(r["weight_before"]) == pytest.approx(before, 1e-4)
