@@ -142,15 +142,30 @@ def read_texts(paths: list[Path]) -> dict[str, str]:
     return {p.stem: p.read_text(encoding="utf-8") for p in paths} or {k: text_of(k) for k in ("prose", "code")}
 
 
+def whole_layers(config: Any) -> list[int]:
+    """Layers that attend all tokens: the others' weights end with their windows, or there are none.
+
+    Raises:
+        typer.BadParameter: there is none.
+    """
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    found = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    if not found:
+        raise typer.BadParameter(f"the model's layers are {', '.join(sorted(set(kinds)))}; none attends all tokens")
+    return found
+
+
 def main(
-    layers: Annotated[str | None, typer.Option(help="Layers of Figure 3 [default: first, middle, last].")] = None,
-    layer: Annotated[int | None, typer.Option(help="Layer of Figures 4 and 5 [default: the middle one].")] = None,
-    head: Annotated[int, typer.Option(min=0, help="Query head of Figure 5.")] = 6,
+    layers: Annotated[str | None, typer.Option(help="Layers of Figure 3.", show_default="first, middle, last")] = None,
+    layer: Annotated[int | None, typer.Option(help="Layer of Figures 4 and 5.", show_default="the middle one")] = None,
+    head: Annotated[
+        int | None, typer.Option(min=0, help="Query head of Figure 5.", show_default="6, or the last one")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text.")] = 4096,
     queries: Annotated[int, typer.Option(min=1, help="Last queries of a text to average over.")] = 32,
     text: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="A text; give it twice [default: prose and code]."),
+        typer.Option(exists=True, dir_okay=False, help="A text; give it twice.", show_default="prose and code"),
     ] = None,
     start: Annotated[int, typer.Option(min=0, help="Token of each text to begin with.")] = 2000,
     model: ModelOption = None,
@@ -165,12 +180,14 @@ def main(
     asked = None if layers is None else numbers(layers)
     language_model, tokenizer = load(model, dtype, threads)
     config = language_model.config.get_text_config(decoder=True)
-    last = config.num_hidden_layers - 1
-    three, middle = asked or [0, (last + 1) // 2, last], (last + 1) // 2 if layer is None else layer
+    last, heads, whole = config.num_hidden_layers - 1, config.num_attention_heads, whole_layers(config)
+    centre = whole[len(whole) // 2]
+    three, middle = asked or sorted({whole[0], centre, whole[-1]}), centre if layer is None else layer
     if not all(0 <= one <= last for one in (*three, middle)):
         raise typer.BadParameter(f"layers {three} and {middle}: the model has layers 0 to {last}")
-    if head >= config.num_attention_heads:
-        raise typer.BadParameter(f"head {head}: the model has heads 0 to {config.num_attention_heads - 1}")
+    head = min(6, heads - 1) if head is None else head
+    if head >= heads:
+        raise typer.BadParameter(f"head {head}: the model has heads 0 to {heads - 1}")
     if queries > tokens // 4:
         raise typer.BadParameter(f"{queries} queries of {tokens} tokens: give at most a quarter")
     early = tokens * 3 // 4 - 1

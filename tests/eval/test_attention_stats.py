@@ -6,7 +6,9 @@ import csv
 
 import pytest
 import torch
+import typer
 from tiny import FAMILIES, prompt, tiny_model
+from transformers import Gemma3TextConfig
 from typer.testing import CliRunner
 
 import attention_stats
@@ -69,6 +71,28 @@ def test_entries_that_hold_a_share():
     assert attention_stats.needed_share(weights, 0.6).tolist() == [0.5, 0.75, 0.25]
     assert attention_stats.line_at(weights[0], 0.6) == pytest.approx(0.2)
     assert attention_stats.line_at(weights[2], 0.9) == 1.0
+
+
+def test_layers_are_chosen_among_those_without_windows():
+    assert attention_stats.whole_layers(tiny_model("gemma3").config) == [1, 3]
+    assert attention_stats.whole_layers(tiny_model("opt").config) == [0, 1, 2, 3]
+    config = Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention"] * 2)
+    with pytest.raises(typer.BadParameter, match="layers are sliding_attention; none attends all tokens"):
+        attention_stats.whole_layers(config)
+
+
+@torch.inference_mode()
+def test_a_model_with_few_heads_and_with_windows_needs_no_options(tmp_path, monkeypatch):
+    model, out = tiny_model("gemma3", "sdpa"), tmp_path / "stats.csv"
+    monkeypatch.setattr(attention_stats, "load", lambda *_: (model, None))
+    monkeypatch.setattr(attention_stats, "window", lambda text, tokenizer, start, tokens: prompt(1, tokens)[0])
+    options = [f"--text={__file__}", "--tokens", "40", "--queries", "3", "--out", str(out)]
+    result = CliRunner().invoke(common.command(attention_stats.main), options)
+    assert result.exit_code == 0, result.output
+    with out.open(encoding="utf-8") as file:
+        assert {line["layer"] for line in csv.DictReader(file)} == {"1", "3"}
+    with out.with_name("stats_positions.csv").open(encoding="utf-8") as file:
+        assert {line["head"] for line in csv.DictReader(file)} == {"3"}
 
 
 @torch.inference_mode()
