@@ -86,22 +86,25 @@ class Job:
         """Wait for the job to end.
 
         Args:
-            timeout: seconds to wait at most; the worker's own limit by default.
+            timeout: seconds to wait at most, less those in which the process was stopped; the worker's own limit by
+                default.
 
         Raises:
             WorkerError: the job raised (its error is the cause), no thread is left to run it, or time is up; it is then
                 still at work unless it is `done`.
         """
-        limit = time.monotonic() + (self._worker.timeout if timeout is None else timeout)
+        left = self._worker.timeout if timeout is None else timeout
         while not self._ended:
-            if self._gate.acquire(timeout=min(0.2, max(limit - time.monotonic(), 0.0))):
+            pause = min(0.2, left)
+            left -= pause  # not what a clock says: a job does nothing either while the process is stopped
+            if self._gate.acquire(timeout=pause):
                 self._gate.release()  # for the next who asks
             elif self._ended:  # the gate was in the hands of another who asks
                 break
             elif self.foreign or not self._worker.alive():
                 lost = f"{self.label}: every worker thread has died before the job ended"
                 raise self._withdraw(lost, alone=True)
-            elif time.monotonic() >= limit:
+            elif left <= 0:
                 late = f"{self.label}: not done in time; raise HybridCache(timeout=...) if the machine is slow"
                 raise self._withdraw(late)
         if isinstance(self._error, WorkerError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -52,6 +54,20 @@ def test_a_thread_outlives_the_exit_of_a_job() -> None:
     with pytest.raises(WorkerError):
         worker.submit(leave).result()
     worker.submit(lambda: None).result()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process cannot be stopped there")
+def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
+    """What is late is late by its own time: a machine may sleep, a debugger or a scheduler may stop all of it."""
+
+    def work() -> None:
+        for _ in range(8):
+            time.sleep(0.05)
+
+    job = Worker(timeout=1.2).submit(work)
+    with subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {os.getpid()}; sleep 1.5; kill -CONT {os.getpid()}"]):
+        job.result()
+    assert job.done()
 
 
 def test_a_job_that_is_not_done_in_time_is_an_error() -> None:
