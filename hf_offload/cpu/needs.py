@@ -38,10 +38,14 @@ class Needs:
 
 @jit
 def budget_of(budget0: float, slope: float, streams: int, tokens: float) -> float:
-    """The share of the host's tokens that a query head needs in runs of so many (Eq. 1), within [0, 1]."""
+    """The share of the host's tokens that a query head needs in runs of so many (Eq. 1), within [0, 1].
+
+    A need that is no number is all of them, so that what made it so shows in what is attended.
+    """
     if streams:
         return 0.0
-    return min(max(float(budget0) + float(slope) * math.log2(tokens), 0.0), 1.0)
+    share = float(budget0) + float(slope) * math.log2(tokens)
+    return max(share, 0.0) if share < 1.0 else 1.0
 
 
 @jit

@@ -98,7 +98,8 @@ def _columns(weight: torch.Tensor, bias: torch.Tensor, inputs: int, padded: int)
     wide[: len(bias), -1] = bias.detach().float().cpu().numpy()
     found = _room(padded // _COLUMNS, inputs + 1, _COLUMNS // 2).view(np.int16)  # the memory of two is one float's
     with np.errstate(over="ignore"):
-        found[:] = wide.reshape(-1, _COLUMNS, inputs + 1).transpose(0, 2, 1).astype(np.float16).view(np.int16)
+        halves = wide.astype(np.float16).view(np.int16)
+    found[:] = halves.reshape(padded // _COLUMNS, _COLUMNS, inputs + 1).transpose(0, 2, 1)
     if not np.isfinite(found.view(np.float16)).all():
         raise ValueError("the network has weights that are no float16; train it with standardised features")
     return found
@@ -122,7 +123,7 @@ def _layer(heads: Any, rows: int, weights: Array, source: int, stride: int, targ
     for row in range(rows):
         for column in range(0, 4 * tiles * _COLUMNS, 64):
             at = target + row * out_stride + column
-            store(at, vmax(load_f32(at), zero))
+            store(at, vmax(zero, load_f32(at)))  # in this order NaN stays NaN
         put(target + row * out_stride + 4 * tiles * _COLUMNS, np.float32(1.0))
     hold(weights)
 
@@ -152,8 +153,8 @@ def run_network(network: Any, heads: Any, rows: int, count: int, scratch: int, o
         for i in range(0, 4 * wide, 64):
             at = scratch + row * stride + i
             x = fma(load_f32(at), load_f32(address_of(network.inverse) + i), load_f32(address_of(network.offset) + i))
-            x = vmax(x, low)  # NaN too
-            store(at, choose_less(x, high, x, high))
+            x = vmax(low, x)
+            store(at, choose_less(high, x, high, x))
         put(scratch + row * stride + 4 * count, np.float32(1.0))
     one = scratch + rows * stride
     two = one + rows * hidden

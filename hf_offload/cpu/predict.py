@@ -108,7 +108,7 @@ def predict_kernel(
         for h in range(query_heads):
             share = 1.0 / (1.0 + math.exp(float(sink_lse[b, h]) - float(near_lse[b, h])))
             norm = _mixed_norm(address_of(sink_out[b, h]), address_of(near_out[b, h]), share, dim)
-            largest = max(largest, np.float32(norm))
+            largest = np.float32(norm) if norm > largest or norm != norm else largest
         features[:rows] = 0.0
         for i in range(count):
             h, row = low + i, features[i]

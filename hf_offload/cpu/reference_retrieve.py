@@ -9,7 +9,8 @@ from torch import Tensor
 
 def budget(budget0: float, slope: float, streams: bool, tokens: int) -> float:
     """Return the share of the host's tokens that a head needs in runs of so many (Fluxion, Eq. 1)."""
-    return 0.0 if streams else min(max(budget0 + slope * math.log2(tokens), 0.0), 1.0)
+    share = 0.0 if streams else budget0 + slope * math.log2(tokens)
+    return 1.0 if math.isnan(share) else min(max(share, 0.0), 1.0)
 
 
 def volume(budgets: list[float], length: int, tokens: int, digest_bytes: float, token_bytes: float) -> float:

@@ -87,15 +87,11 @@ class ConstantPredictor:
         )
 
     def network(self) -> Network:
-        """A network that hears nothing."""
-        deaf, outputs = nn.Linear(len(FEATURES), 1), nn.Linear(1, 3)
-        layers = (deaf, nn.Linear(1, 1), outputs)
-        for layer in layers:
-            nn.init.zeros_(layer.weight)
-        outputs.bias.data = torch.tensor((self.budget0, self.slope, float(self.streaming)))
-        nothing = torch.zeros(len(FEATURES))
-        first, second, last = ((layer.weight, layer.bias) for layer in layers)
-        return pack_network((nothing, nothing), first, second, last, 0.5)
+        """A network that hears nothing: no node is between the features and the outputs."""
+        count, none = len(FEATURES), torch.zeros(0)
+        said = torch.tensor((self.budget0, self.slope, float(self.streaming)))
+        layers = ((torch.zeros(0, count), none), (torch.zeros(0, 0), none), (torch.zeros(3, 0), said))
+        return pack_network((torch.zeros(count), torch.zeros(count)), *layers, 0.5)
 
 
 class HeadPredictor(nn.Module):

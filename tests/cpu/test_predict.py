@@ -10,6 +10,7 @@ import torch
 
 from hf_offload.attention.partial import merge_partials
 from hf_offload.cpu.join import join_parts
+from hf_offload.cpu.needs import budget_of
 from hf_offload.cpu.network import Network, pack_network
 from hf_offload.cpu.predict import Known, count_tokens, predict_needs
 from hf_offload.fluxion.features import FEATURES, PROMPT_FEATURES, PromptStatistics, step_features
@@ -112,6 +113,27 @@ def test_outliers_and_missing_sinks() -> None:
     case.query[0, 0] *= 1e6
     case.sinks[1][0], case.sinks[0][0] = -math.inf, 0.0  # a model without sinks: a feature that is -inf
     check(case, predictor, predictor.network())
+
+
+def test_what_is_no_number_is_not_hidden() -> None:
+    """Both forms say so, and such a head takes all that there is."""
+    case = Case(2, 6, 32)
+    predictor = net(case.features())
+    case.known.fixed[0, 1, 5], case.query[1, 3, 2] = math.nan, math.nan
+    want, got = predictor.predict(case.features()), case.needs(predictor.network())
+    lost = torch.zeros(2, 6, dtype=torch.bool)
+    lost[0, 1] = lost[1, 3] = True
+    for mine, theirs in zip(got[:2], want[:2], strict=True):
+        assert torch.equal(theirs.isnan(), lost)
+        torch.testing.assert_close(torch.from_numpy(mine), theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert np.array_equal(got[2] != 0, want.streaming.numpy())
+    assert not got[2][lost.numpy()].any()
+    assert [budget_of(got[0][b, h], got[1][b, h], got[2][b, h], 32.0) for b, h in ((0, 1), (1, 3))] == [1.0, 1.0]
+    case.sinks[0][0, 4, 7] = math.nan  # of one head; the largest output of a row is every head's feature
+    want, got = predictor.predict(case.features()), case.needs(predictor.network())
+    lost[0] = True
+    assert torch.equal(want.budget0.isnan(), lost)
+    assert np.array_equal(np.isnan(got[0]), lost.numpy())
 
 
 @pytest.mark.parametrize("streaming", [True, False])
