@@ -54,8 +54,8 @@ from common import (
     write_csv,
 )
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.row import Row as Launches
 from hf_offload.cpu.standing import Standing
+from hf_offload.cpu.together import Row as Launches
 from hf_offload.cpu.worker import Job, Worker
 
 BARE = "bare"

@@ -45,8 +45,8 @@ from common import (
 )
 from context_attention import Watch
 from hf_offload.cpu.predict import predict_kernel
-from hf_offload.cpu.row import Row as Launches
 from hf_offload.cpu.standing import Standing
+from hf_offload.cpu.together import Row as Launches
 
 WARM_UP = 4
 

@@ -14,8 +14,8 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.join import count_choice, join_parts
 from hf_offload.cpu.network import Network
 from hf_offload.cpu.predict import Known, predict_needs
-from hf_offload.cpu.row import Row
 from hf_offload.cpu.standing import Kept, Standing
+from hf_offload.cpu.together import Row
 from hf_offload.policies.base import Plan, Selection
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import common
 import predictor_share
 from hf_offload.attention.hooks import find_layers
 from hf_offload.cache.fingerprint import likeness
-from hf_offload.cpu.row import Row
+from hf_offload.cpu.together import Row
 from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, save_predictors
 
 
