@@ -12,30 +12,16 @@ TASK.jsonl, in a folder. Rows, setups, resuming and processes are those of longb
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
 from datasets import load_dataset
 from lm_eval.tasks.longbench.metrics import qa_f1_score
 from rouge_score.rouge_scorer import RougeScorer
-from transformers import PreTrainedTokenizerBase
 
-from common import RESULTS, DtypeOption, ModelOption, OutOption, ThreadsOption, command
-from tasks.run import (
-    ROWS,
-    ChatOption,
-    ChunkOption,
-    DataOption,
-    LeastOption,
-    LimitOption,
-    MostOption,
-    NewOption,
-    Plan,
-    RowOption,
-    SetupOption,
-    run,
-)
-from tasks.samples import Sample, named, read_rows
+from common import command
+from tasks.benchmark import benchmark
+from tasks.samples import Sample, read_rows
 
 TASKS = (
     "financial_qa", "gov_report_summ", "legal_contract_qa", "meeting_summ", "multidoc_qa", "narrative_qa",
@@ -70,34 +56,13 @@ def samples_of(task: str, rows: Iterable[dict[str, Any]]) -> list[Sample]:
     return found
 
 
-def main(
-    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "open13",
-    rows: RowOption = ROWS,
-    setup: SetupOption = "dense",
-    data_dir: DataOption = None,
-    limit: LimitOption = None,
-    min_tokens: LeastOption = 0,
-    max_tokens: MostOption = None,
-    new_tokens: NewOption = None,
-    chat: ChatOption = True,
-    chunk: ChunkOption = None,
-    model: ModelOption = None,
-    dtype: DtypeOption = "bfloat16",
-    threads: ThreadsOption = 0,
-    out: OutOption = RESULTS / "leval.csv",
-) -> None:
-    """Score policies on L-Eval's open-ended tasks."""
-    plan = Plan(
-        named(tasks, TASKS, SETS), rows, setup, limit, min_tokens, max_tokens, new_tokens, chat, chunk, model, dtype,
-        threads, out,
-    )  # fmt: skip
+def read(task: str, data_dir: Path | None) -> list[Sample]:
+    """The samples of a task, from the hub or from L-Eval's own files in a folder."""
+    rows = load_dataset("L4NLP/LEval", task, split="test") if data_dir is None else read_rows(data_dir, task)
+    return samples_of(task, rows)
 
-    def read(task: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        return samples_of(
-            task, load_dataset("L4NLP/LEval", task, split="test") if data_dir is None else read_rows(data_dir, task)
-        )
 
-    run("L-Eval", plan, read, {"benchmark": "L-Eval"})
+main = benchmark("L-Eval", TASKS, SETS, "open13", "leval.csv", read)
 
 
 if __name__ == "__main__":

@@ -20,28 +20,14 @@ command goes on where it was stopped, and rows, tasks, setups or a larger --limi
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 
-from common import RESULTS, DtypeOption, ModelOption, OutOption, ThreadsOption, command
-from tasks.run import (
-    ROWS,
-    ChatOption,
-    ChunkOption,
-    DataOption,
-    LeastOption,
-    LimitOption,
-    MostOption,
-    NewOption,
-    Plan,
-    RowOption,
-    SetupOption,
-    run,
-)
-from tasks.samples import Sample, harness_task, named, read_rows
+from common import command
+from tasks.benchmark import benchmark
+from tasks.samples import Sample, harness_task, read_rows
 
 TASKS = (
     "narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh", "hotpotqa", "2wikimqa", "musique", "dureader",
@@ -102,32 +88,12 @@ def samples_of(task: str, rows: list[dict[str, Any]] | None) -> list[Sample]:
     return found
 
 
-def main(
-    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "scout8",
-    rows: RowOption = ROWS,
-    setup: SetupOption = "dense",
-    data_dir: DataOption = None,
-    limit: LimitOption = None,
-    min_tokens: LeastOption = 0,
-    max_tokens: MostOption = None,
-    new_tokens: NewOption = None,
-    chat: ChatOption = True,
-    chunk: ChunkOption = None,
-    model: ModelOption = None,
-    dtype: DtypeOption = "bfloat16",
-    threads: ThreadsOption = 0,
-    out: OutOption = RESULTS / "longbench.csv",
-) -> None:
-    """Score policies on LongBench."""
-    plan = Plan(
-        named(tasks, TASKS, SETS), rows, setup, limit, min_tokens, max_tokens, new_tokens, chat, chunk, model, dtype,
-        threads, out,
-    )  # fmt: skip
+def read(task: str, data_dir: Path | None) -> list[Sample]:
+    """The samples of a task, from the hub or from LongBench's own files in a folder."""
+    return samples_of(task, None if data_dir is None else read_rows(data_dir, task))
 
-    def read(task: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        return samples_of(task, None if data_dir is None else read_rows(data_dir, task))
 
-    run("LongBench", plan, read, {"benchmark": "LongBench"})
+main = benchmark("LongBench", TASKS, SETS, "scout8", "longbench.csv", read)
 
 
 if __name__ == "__main__":

@@ -35,18 +35,10 @@ SetupOption = Annotated[
     ),
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Samples of each task [default: all].")]
-LeastOption = Annotated[int, typer.Option(min=0, help="Leave out shorter prompts.")]
-MostOption = Annotated[
-    int | None,
-    typer.Option(min=16, help="Cut longer prompts in the middle [default: what the model has positions for]."),
-]
 NewOption = Annotated[int | None, typer.Option(min=1, help="The longest answer [default: the task's own].")]
 ChatOption = Annotated[bool, typer.Option(help="Use the tokenizer's chat template, where the benchmark does.")]
 ChunkOption = Annotated[
     int | None, typer.Option(min=1, help="Tokens of a prompt in one forward [default: all]; each row reads for itself.")
-]
-DataOption = Annotated[
-    Path | None, typer.Option(exists=True, file_okay=False, help="Rows from TASK.jsonl in a folder, not from the hub.")
 ]
 ROWS = [
     "full", "dynamic", "scout:budget=1024", "scout:budget=2048", "hgca:window=1024", "hgca:window=2048",
