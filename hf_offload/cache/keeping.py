@@ -49,12 +49,16 @@ def keep_tokens(
         )  # fmt: skip
         kept[silent, :, shared] = before
         _keep_sinks(salience, kept, start, stop)
-        yield from _copy(salience, context, kept, start, stop)
+        if before.size or salience.rule.sinks:  # others than the kernel has counted
+            counts[:] = kept[:, :, start:stop].sum(2, dtype=np.int64)
+        yield from _copy(salience, context, kept, start, stop, counts)
 
 
-def _copy(salience: Salience, context: Context, kept: np.ndarray, start: int, stop: int) -> Iterator[Launch]:
-    """Append those of the tokens `start` to `stop - 1` that are marked to lists."""
-    store, counts = salience.store, kept[:, :, start:stop].sum(2, dtype=np.int64)
+def _copy(
+    salience: Salience, context: Context, kept: np.ndarray, start: int, stop: int, counts: np.ndarray
+) -> Iterator[Launch]:
+    """Append those of the tokens `start` to `stop - 1` that are marked, `[B, Hkv]` of them, to lists."""
+    store = salience.store
     if not counts.any():
         return
     shape = (store.batch, store.num_kv_heads, stop - start, store.head_dim)
@@ -70,7 +74,8 @@ def copy_marked(salience: Salience) -> Context:
     context = Context(salience.context.lists, size, store.head_dim, store.dtype)
     for start in range(0, salience.evicted * size, TILE):
         stop = min(start + TILE, salience.evicted * size)
-        for launch in _copy(salience, context, salience.kept, start, stop):
+        counts = salience.kept[:, :, start:stop].sum(2, dtype=np.int64)
+        for launch in _copy(salience, context, salience.kept, start, stop, counts):
             launch.run("kept tokens")
     return context
 
