@@ -14,8 +14,7 @@ from hf_offload import HybridCache
 from hf_offload.attention.hooks import hybrid_layers
 
 BLOCK = 16
-PROMPT, STEPS = 170, 20
-TIERS = ["one", "split"]
+PROMPT, STEPS = 170, 10
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +82,19 @@ def same(got: list[tuple[Any, ...]], want: list[tuple[Any, ...]]) -> bool:
     )
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize(("chunk", "knobs"), [(40, {}), (13, {"window": None, "gpu_ratio": 0.3})], ids=str)
+SHARE = {"window": None, "gpu_ratio": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("chunk", "knobs", "tier"),
+    [
+        (40, {}, "one"),
+        (13, SHARE, "split"),
+        pytest.param(13, SHARE, "one", marks=pytest.mark.slow),
+        pytest.param(40, {}, "split", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_turn_that_is_taken_back_leaves_nothing(
     model: PreTrainedModel, chunk: int, knobs: dict[str, Any], tier: str
 ) -> None:
@@ -106,7 +116,7 @@ def test_a_turn_that_is_taken_back_leaves_nothing(
         assert same(talk.known(), before)
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", ["one", pytest.param("split", marks=pytest.mark.slow)])
 def test_a_crop_behind_a_turn_is_a_crop_of_what_was_before_it(model: PreTrainedModel, tier: str) -> None:
     talk, other = Talk(model, tier).begin(), Talk(model, tier).begin()
     talk.append(5)
