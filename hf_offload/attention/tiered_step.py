@@ -209,11 +209,15 @@ class TieredStep(Step):
         salience = self.layer.salience
         assert salience is not None
         assert salience.near is not None
+        average, silent = salience.near.average, salience.silent(self.length)
+        before = None if silent is None else average[silent]
         update_weights(
-            salience.near.average, self.query, self.resident.pool, device.slots, device.blocks, device.counts,
+            average, self.query, self.resident.pool, device.slots, device.blocks, device.counts,
             self.limits, self.mirror.valid(), lse.logsumexp(-1), scale=self.scale, softcap=self.softcap,
             **salience.weighing.moving(salience.alpha, salience.window_size),
         )  # fmt: skip
+        if before is not None:
+            average[silent] = before
 
     def attend_near(self) -> Near:
         store, padding = self.store, self.store.padding

@@ -53,7 +53,9 @@ def attend_kept(step: HostStep, plan: Plan, *, learn: bool) -> None:
         learn: whether the averages of the window's tokens take in this step's weights.
     """
     kernels, mine, context, window = step.kernels, step.windowed, plan.kept, plan.host
+    salience = step.layer.salience
     assert window is not None
+    assert salience is not None
     scores = None
     if learn:
         width = window.blocks.shape[2] * step.block_size
@@ -63,7 +65,11 @@ def attend_kept(step: HostStep, plan: Plan, *, learn: bool) -> None:
     near = step.attention(kernels.attending, window, None, scores)
     far = _attention_to_kept(step, mine, context) if context.counts.any() else None
     moving = _moving(step, mine, window) if learn else None
+    silent = salience.silent(step.length) if learn else None
+    before = None if silent is None else salience.average[silent]
     run_together(near, far, moving, step.length)
+    if silent is not None:
+        salience.average[silent] = before
     if far is not None:
         take_in(step.query, kernels.out, kernels.lse, step.query, mine.out, mine.lse, kernels.kbar, False, step.scale)
 

@@ -232,6 +232,14 @@ class Salience:
 
     # --- blocks that leave the window --------------------------------------------------------------------------------
 
+    def silent(self, length: int) -> np.ndarray | None:
+        """Rows whose newest token of `length` is padding, so that its weights say nothing; None if there is none."""
+        padding = self.store.padding
+        if not padding.ragged:
+            return None
+        rows = np.flatnonzero(padding.valid[:, length - 1] == 0)
+        return rows if len(rows) else None
+
     def advance(self) -> None:
         """After a decode step: begin to look at the tokens of blocks that have left the window."""
         if not self.weighing.decoded:

@@ -123,6 +123,23 @@ def test_a_row_that_says_nothing_in_a_turn_keeps_what_it_kept(model: PreTrainedM
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])
+def test_a_step_that_is_padding_in_a_row_says_nothing_of_it(model: PreTrainedModel, tier: str) -> None:
+    ids, mask = prompt(2, 220)[0], torch.ones(2, 220, dtype=torch.long)
+    mask[1, 207:] = 0
+    cuts, found = [0, 120, *range(121, 221)], []
+    for end in (207, 220):
+        pieces = [(ids[:, a:b], mask[:, a:b]) for a, b in pairwise(cut for cut in cuts if cut <= end)]
+        cache = converse(model, pieces, tier, beta=3.0)
+        for layer in hybrid_layers(cache):
+            layer.unplace()
+        found.append([layer.salience.average[:, :, 160:207] for layer in hybrid_layers(cache)])
+    for before, after in zip(*found, strict=True):
+        assert np.array_equal(before[1], after[1])
+        assert not np.array_equal(before[0], after[0])
+        assert before[1].max() > 0
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
 def test_a_row_of_which_nothing_is_known_keeps_all_until_it_asks(model: PreTrainedModel, tier: str) -> None:
     ids, mask = prompt(2, 340)[0], torch.ones(2, 340, dtype=torch.long)
     whole = DynamicCache(config=model.config)
