@@ -42,13 +42,13 @@ class Before:
 
     def select_rows(self, rows: np.ndarray) -> Before:
         """The same of the rows of an index, in its order."""
-        batch, heads = self.kept.shape[:2]
-        weights = self.weights.reshape(batch, heads, -1)[rows].reshape(len(rows) * heads, -1)
+        heads = self.kept.shape[1]
+        lists = (rows[:, None] * heads + np.arange(heads)).ravel()
         weighing = replace(self.weighing, queries=self.weighing.queries[rows])
         host = None if self.host is None else self.host[rows]
         return replace(
-            self, known=self.known[rows], weighing=weighing, kept=self.kept[rows], weights=weights,
-            average=self.average[rows], host=host,
+            self, known=self.known[rows], weighing=weighing, kept=self.kept[rows],
+            weights=self.weights[lists], average=self.average[rows], host=host,
         )  # fmt: skip
 
 
@@ -61,16 +61,18 @@ def _look_back(salience: Salience, length: int, *, chunk: bool) -> Before:
     )  # fmt: skip
 
 
-def _go_back(salience: Salience, then: Before) -> None:
-    border = then.kept.shape[2]
-    salience.window_blocks, salience.evicted, salience.known = then.window_blocks, then.evicted, then.known.copy()
-    salience.weighing = replace(then.weighing)
+def _go_back(salience: Salience, then: Before, length: int) -> None:
+    """Know what was known then of the first `length` tokens, which are those that are left."""
+    border, size = then.kept.shape[2], salience.store.block_size
+    salience.window_blocks, salience.evicted = then.window_blocks, min(then.evicted, length // size)
+    salience.known, salience.weighing = then.known.copy(), replace(then.weighing)
     salience.average[:, :, border : then.length] = then.average
     if then.host is not None:
         salience.average[:, :, :border] = then.host
     salience.kept[:, :, :border] = then.kept
     salience.context = copy_marked(salience)
-    salience.context.salience[:, : then.weights.shape[1]] = then.weights
+    wide = min(then.weights.shape[1], salience.context.capacity)
+    salience.context.salience[:, :wide] = then.weights[:, :wide]
 
 
 class Earlier:
@@ -98,7 +100,7 @@ class Earlier:
         then = next((one for one in self._known if one.length >= length), None)
         self._known = [one for one in self._known if one.length <= length]
         if then is not None:
-            _go_back(salience, then)
+            _go_back(salience, then, length)
         return then is not None and then.length == length
 
     def select_rows(self, rows: np.ndarray) -> None:

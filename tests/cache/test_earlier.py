@@ -117,12 +117,13 @@ def test_a_turn_that_is_taken_back_leaves_nothing(
 
 
 @pytest.mark.parametrize("tier", ["one", pytest.param("split", marks=pytest.mark.slow)])
-def test_a_crop_behind_a_turn_is_a_crop_of_what_was_before_it(model: PreTrainedModel, tier: str) -> None:
+@pytest.mark.parametrize("length", [PROMPT - 20, 4 * BLOCK])  # within the window and before it
+def test_a_crop_behind_a_turn_is_a_crop_of_what_was_before_it(model: PreTrainedModel, length: int, tier: str) -> None:
     talk, other = Talk(model, tier).begin(), Talk(model, tier).begin()
     talk.append(5)
     talk.steps(6)
     for one in (talk, other):
-        one.cache.crop(PROMPT - 30 - one.cache.get_seq_length())
+        one.cache.crop(length - one.cache.get_seq_length())
     assert same(talk.known(), other.known())
     assert torch.equal(talk.steps(7), other.steps(7))
 
