@@ -37,7 +37,8 @@ class LayerStats:
         resident_bytes, host_bytes, digest_bytes: memory in use when the report was made.
         shared_bytes: of host_bytes, what forks of the cache hold too.
         context_bytes: copies of the tokens that are kept for the CPU; salience_bytes: what is known of all tokens.
-        kept_share_by_head: kept tokens as a share of those that have left the window, of all rows, for each KV head.
+        kept_share_by_head: kept tokens as a share of those that have left the window, of all rows, for each KV head;
+            empty as long as none has.
         evictions: blocks that have left the window; eviction_seconds: until it was decided which tokens are kept.
         reevaluations: prompts and appends after which it was decided which tokens are kept; reevaluation_seconds: how
             long that took, beside the model.
@@ -114,7 +115,7 @@ def report(layer: HybridLayer) -> LayerStats:
         tokens = salience.evicted * salience.store.block_size
         outside = int(np.count_nonzero(salience.store.padding.valid[:, :tokens]))
         counts = salience.kept[:, :, :tokens].sum((0, 2), dtype=np.int64)
-        stats.kept_share_by_head = (counts / max(outside, 1)).tolist()
+        stats.kept_share_by_head = (counts / outside).tolist() if outside else []
         stats.context_bytes, stats.salience_bytes = salience.context.nbytes, salience.nbytes
         stats.resident_bytes += 0 if salience.near is None else salience.near.average.nbytes
     return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))

@@ -233,6 +233,10 @@ def test_an_answer_may_outgrow_what_there_was_room_for(
 def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) -> None:
     cache = make(model, tier)
     assert cache.stats().as_dict()["kept_share"] is None
+    short = make(model, tier)
+    prefill(model, short, *prompt(2, 30))
+    short.drain()
+    assert short.stats().as_dict()["kept_share"] is None  # nothing has left the window
     converse(model, cache)
     cache.drain()
     stats, valid = cache.stats(), cache.settings.padding.valid
