@@ -49,7 +49,8 @@ def test_a_cache_takes_what_was_planned(family: str, setting: str, rows: int, le
     model = tiny_model(family)
     policy, options = SETTINGS[setting]
     planned = memory_of(shape_of(model.config, torch.float32), policy, options, context=length, batch=rows)
-    cache = HybridCache(model, policy, tier="split", **options)
+    # A job that weighs a prompt compiles its kernels first, which takes minutes where hardly any CPU is left.
+    cache = HybridCache(model, policy, tier="split", timeout=600.0, **options)
     ids = prompt(rows, length)[0]
     with torch.no_grad():
         model(ids, past_key_values=cache)
