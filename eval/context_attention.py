@@ -14,13 +14,14 @@ attends everything, shows what rounding alone makes of it.
 `attention` is the time in the attention function and in the cache's `update`, all layers, `step` that of the whole
 forward: milliseconds, medians. `read` is what the CPU reads of keys, values and digests at each step, by arithmetic:
 everything for full attention, the budget and all digests for `scout`, the window and the kept share of the rest for
-`hgca`; for `fixed` and `fluxion` sinks, newest tokens, all digests, and what the CPU chose. `chosen` is the part of the
-keys and values that is not always read: what was kept or chosen. Beyond the length that a model was trained for a text
-has its size but has lost its order; whether `kept` and `kl` there are like those of shorter contexts tells what such
-times are worth. With `--read` longer contexts hold the keys and values of so many tokens again and again, and queries
-have the positions that they would have behind the first of them: every token shares its weight with its copies, so that
-selections are like those of the shorter text, and nobody has to read a long one. All rows then take the repeated part
-over and read the last tokens themselves (`hgca` as the end of a prompt). Memory: each row holds the context.
+`hgca`; for `fixed` and `fluxion` sinks, newest tokens, the digests that were looked at, and what the CPU chose.
+`chosen` is the part of the keys and values that is not always read: what was kept or chosen. Beyond the length that a
+model was trained for a text has its size but has lost its order; whether `kept` and `kl` there are like those of
+shorter contexts tells what such times are worth. With `--read` longer contexts hold the keys and values of so many
+tokens again and again, and queries have the positions that they would have behind the first of them: every token shares
+its weight with its copies, so that selections are like those of the shorter text, and nobody has to read a long one.
+All rows then take the repeated part over and read the last tokens themselves (`hgca` as the end of a prompt). Memory:
+each row holds the context.
 """
 
 from __future__ import annotations
@@ -198,8 +199,10 @@ def read_bytes(model: PreTrainedModel, row: Row, cache: Cache) -> tuple[float, f
     stats = cache.stats().as_dict()
     if stats["retrievals"]:
         near = min(cache.policy.sink_tokens + cache.policy.recent_tokens, tokens)
-        chosen = stats["retrievals"]["retrieved_share"] * (tokens - near) * each
-        return near * each + chosen + stats["digest_bytes"], chosen
+        told = stats["retrievals"]
+        chosen = told["retrieved_share"] * (tokens - near) * each
+        digests = chosen * told["scored_bytes"] / max(told["retrieved_bytes"], 1)
+        return near * each + chosen + digests, chosen
     if "gpu_ratio" in row.options:
         newest = math.ceil(row.options["gpu_ratio"] * tokens / BLOCK_SIZE) * BLOCK_SIZE
         chosen = stats["kept_share"] * (tokens - newest) * each

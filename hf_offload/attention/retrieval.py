@@ -77,7 +77,9 @@ class Retrieval:
         self.counts, self.blocks = np.zeros(groups, np.int32), np.empty((*groups, 0), np.int32)
         self.masses = np.empty((batch, heads, 0), np.float32)
         self.first, self.end = np.empty(0, np.int32), 0
-        self._order, self._volumes = np.empty(self.counts.size, np.int32), np.empty(self.counts.size)
+        self._order = np.empty(self.counts.size, np.int32)
+        self.volumes = np.zeros(self.counts.size)
+        """What each task reads, in bytes; 0: nothing."""
         self._bundle: Digest | None = None
         self._constants: Properties | None = None
 
@@ -124,7 +126,7 @@ class Retrieval:
         found = rank_tasks(
             self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
             digests.block_bytes / store.num_kv_heads, store.pool.record_bytes, self.first, self.end, self.spans,
-            self._volumes, self._order,
+            self.volumes, self._order,
         )  # fmt: skip
         return self._order[:found]
 

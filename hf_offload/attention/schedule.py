@@ -1,88 +1,113 @@
-"""Who takes which task of a step: one queue for the CPU's threads and the device, or a list for each of them."""
+"""Who takes which task of a step, of the CPU's threads and the device: dealt out by their pace, or by fixed rules."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from hf_offload.cpu.launch import new_ticket
-from hf_offload.cpu.tasks import take
+from hf_offload.cpu.dealing import deal, new_hands, take
 from hf_offload.policies.base import SCHEDULES
 
+CPU, DEVICE = 0, 1
+_KEPT = 0.7  # of what was known of a pace, when a step tells more
+_FADING = 0.95  # a step without a task makes a side seem so much quicker, so that it is tried again
 
-class Tasks:
-    """A list of tasks, taken from its beginning by any number of threads, each task once.
 
-    Args:
-        most: how many tasks there can be.
-    """
+class Pace:
+    """How long a worker of each side takes for what a task reads, as the steps so far have shown it."""
 
-    def __init__(self, most: int) -> None:
-        self.order, self.count = np.zeros(most, np.int32), 0
-        self.ticket = new_ticket()
-        """What a kernel takes tasks with too (`cpu.tasks.whole_tasks`)."""
+    def __init__(self) -> None:
+        self._seconds: list[float | None] = [None, None]
 
-    def fill(self, tasks: np.ndarray) -> None:
-        """Have these tasks, int32 `[n]`; nobody is taking any."""
-        self.count = len(tasks)
-        self.order[: self.count] = tasks
-        self.ticket[:2] = 0
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Of a thread of the CPU and of the device, for a byte of V(blk); a side of which nothing is known: alike."""
+        cpu, device = self._seconds
+        known = cpu or device or 1.0
+        return cpu or known, device or known
 
-    def take(self) -> int | None:
-        """The next task, which nobody else gets from now on; None: there is none."""
-        place = take(self.ticket)
-        return int(self.order[place]) if place < self.count else None
+    def learn(self, side: int, volume: float, seconds: float) -> None:
+        """Take in a step.
 
-    def close(self) -> None:
-        """Let nobody take another task."""
-        self.ticket[0] = self.count
+        Args:
+            side: `CPU` or `DEVICE`.
+            volume: bytes of V(blk) of the tasks that it did.
+            seconds: for which its workers were at them, all together.
+        """
+        before = self._seconds[side]
+        if volume > 0 and seconds > 0:
+            now = seconds / volume
+            self._seconds[side] = now if before is None else _KEPT * before + (1 - _KEPT) * now
+        elif before is not None:
+            self._seconds[side] = _FADING * before
 
 
 class Queue:
     """The tasks of a step for two sides: the CPU's threads, and one device that is fed by one thread.
 
-    With `"priority"` both take from one list, each whenever it is free (Fluxion, section 6.2). The other schedules give
-    each side a list of its own before anyone begins, those of section 8.3: with `"none"` the CPU has all tasks, with
-    `"uniform"` every other one is the device's, with `"length"` rows are dealt out so that both sides get equally many
-    tokens.
+    Each side has a list, whose largest task its next free worker takes (Fluxion, section 6.2). With `"priority"` a task
+    is dealt to the worker that would end it first, by the pace of both sides, and who has nothing left takes the
+    smallest of the other side's that would come too late there. The other schedules are those of section 8.3, and
+    nobody takes what is the other side's: with `"none"` the CPU has all tasks, with `"uniform"` every other one is the
+    device's, with `"length"` rows are dealt out so that both sides get equally many tokens.
 
     Args:
         most: how many tasks there can be.
         schedule: one of `SCHEDULES`.
+        threads: of the CPU.
 
     Raises:
         ValueError: another schedule.
     """
 
-    def __init__(self, most: int, schedule: str) -> None:
+    def __init__(self, most: int, schedule: str, threads: int = 1) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
-        self.schedule = schedule
-        self.cpu = Tasks(most)
-        self.device = self.cpu if schedule == "priority" else Tasks(most)
+        self.schedule, self.threads, self.pace = schedule, threads, Pace()
+        self.hands = new_hands(most)
+        """What a kernel takes tasks with too (`cpu.tasks.whole_tasks`)."""
 
-    def fill(self, tasks: np.ndarray, lengths: np.ndarray) -> None:
+    def fill(self, tasks: np.ndarray, lengths: np.ndarray, volumes: np.ndarray) -> None:
         """Have these tasks; nobody is taking any.
 
         Args:
             tasks: int32 `[n]`, different from each other, the largest first.
             lengths: `[n]`, of the row that each of them belongs to.
+            volumes: float64 `[n]`, what each of them reads, more than 0.
         """
-        if self.device is self.cpu:
-            self.cpu.fill(tasks)
-            return
-        theirs = _device_share(self.schedule, tasks, lengths)
-        self.cpu.fill(tasks[~theirs])
-        self.device.fill(tasks[theirs])
+        hands = self.hands
+        hands.counts.fill(0)
+        hands.taken.fill(0)
+        if self.schedule == "priority":
+            thread, device = self.pace.seconds
+            theirs = np.empty(len(tasks), np.uint8)
+            deal(volumes, self.threads, thread, device, theirs)
+            theirs = theirs.astype(bool)
+            hands.seconds[:] = (thread, thread / self.threads), (device, device)
+        else:
+            theirs = _device_share(self.schedule, tasks, lengths)
+            hands.seconds[:] = math.inf, 0.0
+        for side, mine in ((CPU, ~theirs), (DEVICE, theirs)):
+            count = int(mine.sum())
+            hands.order[side, :count] = tasks[mine]
+            np.cumsum(volumes[mine], out=hands.before[side, 1 : count + 1])
+            hands.counts[side] = count
+
+    def take(self, side: int) -> int | None:
+        """The next task of a free worker of a side, which nobody else gets from now on; None: there is none."""
+        task = take(self.hands, side)
+        return task if task >= 0 else None
 
     @property
-    def count(self) -> int:
-        """How many tasks there are."""
-        return self.cpu.count if self.device is self.cpu else self.cpu.count + self.device.count
+    def shares(self) -> list[int]:
+        """How many tasks each side has been dealt."""
+        found: list[int] = self.hands.counts.tolist()
+        return found
 
     def close(self) -> None:
         """Let nobody take another task."""
-        self.cpu.close()
-        self.device.close()
+        self.hands.counts.fill(0)
 
 
 def _device_share(schedule: str, tasks: np.ndarray, lengths: np.ndarray) -> np.ndarray:

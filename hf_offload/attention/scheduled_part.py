@@ -11,8 +11,7 @@ import torch
 from hf_offload.attention.device_tasks import DeviceTasks
 from hf_offload.attention.retrieval import Properties
 from hf_offload.attention.retrieved_part import RetrievedPart
-from hf_offload.attention.schedule import Queue
-from hf_offload.cpu.launch import Launch
+from hf_offload.attention.schedule import CPU, DEVICE, Queue
 from hf_offload.cpu.tasks import whole_tasks
 from hf_offload.gpu.merge import HostPartial
 
@@ -36,12 +35,13 @@ class ScheduledPart(RetrievedPart):
 
     def __init__(self, layer: HybridLayer, query: torch.Tensor, schedule: str) -> None:
         super().__init__(layer, query)
-        self.queue = Queue(self.choice.counts.size, schedule)
+        self.queue = Queue(self.choice.counts.size, schedule, layer.settings.worker.threads)
         self.device = DeviceTasks(layer, query)
         self._lock, self._dealt = threading.Lock(), False
         self._sent: torch.cuda.Event | None = None
-        self._launch: Launch | None = None
-        self._began, self._device_ended, self._device_count = 0.0, 0.0, 0
+        self._began, self._device_ended = 0.0, 0.0
+        self._all = 0
+        self._taken: list[int] = []  # by the device
         self._ends: list[float] = []
 
     def retrieve(self, step: Step, properties: Properties) -> ScheduledPart:
@@ -53,23 +53,21 @@ class ScheduledPart(RetrievedPart):
         store, digests, worker = step.store, step.store.digests, self.layer.settings.worker
         assert digests is not None, "a policy without a digest cannot choose"
         bundle, choice = self.choice.bundle(digests, step.scale), self.choice
-        launch = self._launch = whole_tasks(
+        launch = whole_tasks(
             choice.choosing(store, bundle, step.scale), choice.attending(store, step.scale, step.softcap),
-            self.queue.cpu.order,
+            self.queue.hands,
         )  # fmt: skip
-        launch.ticket = self.queue.cpu.ticket
 
         def work() -> None:
-            self._deal(step, launch)
-            if launch.tasks:
-                launch()
+            self._deal(step)
+            launch()
             self._ends.append(time.perf_counter())
 
         label = step.label("choice of blocks and attention")
         self._job = worker.submit(work, label, shares=worker.threads, keep=(store.pool, self))
         return self
 
-    def _deal(self, step: Step, launch: Launch) -> None:
+    def _deal(self, step: Step) -> None:
         """Rank the tasks and deal them out, once for all who take them, when needs and query have arrived."""
         with self._lock:
             if self._dealt:
@@ -78,20 +76,20 @@ class ScheduledPart(RetrievedPart):
                 self._sent.synchronize()
             tasks = self.choice.rank(step.store)
             choice, kv_heads = self.choice, step.store.num_kv_heads
-            self.queue.fill(tasks, (choice.end - choice.first.clip(max=choice.end))[tasks // kv_heads])
-            launch.tasks = self.queue.cpu.count
+            lengths = (choice.end - choice.first.clip(max=choice.end))[tasks // kv_heads]
+            self.queue.fill(tasks, lengths, choice.volumes[tasks])
+            self._all = len(tasks)
             self._began, self._dealt = time.perf_counter(), True
 
     def assist(self, step: Step, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Let the device take tasks as long as there are any; the shares with one more, of what it attended."""
-        assert self._launch is not None
-        self._device_count = 0
+        self._taken = []
         try:
-            self._deal(step, self._launch)
+            self._deal(step)
             self.device.begin()
-            while (task := self.queue.device.take()) is not None:
+            while (task := self.queue.take(DEVICE)) is not None:
                 self.device.run(step, self.choice, task)
-                self._device_count += 1
+                self._taken.append(task)
             self.device.end()
         except BaseException:
             self.queue.close()
@@ -101,9 +99,11 @@ class ScheduledPart(RetrievedPart):
 
     def partial(self) -> HostPartial:
         found = super().partial()
-        self.layer.retrievals.count_shares(
-            self._device_count, self.queue.count, self._began, self._device_ended, self._ends
-        )
+        self.layer.retrievals.count_shares(len(self._taken), self._all, self._began, self._device_ended, self._ends)
+        volumes, pace = self.choice.volumes, self.queue.pace
+        device = float(volumes[self._taken].sum())
+        pace.learn(DEVICE, device, self._device_ended - self._began)
+        pace.learn(CPU, float(volumes.sum()) - device, sum(max(end - self._began, 0.0) for end in self._ends))
         return found
 
 

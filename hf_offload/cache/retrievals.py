@@ -49,13 +49,13 @@ class Retrievals:
             self._busy[side] += sum(max(end - began, 0.0) for end in ends)
             self._idle[side] += sum(last - end for end in ends)
 
-    def as_dict(self, record_bytes: int) -> dict[str, Any]:
+    def as_dict(self, record_bytes: int, digest_bytes: float) -> dict[str, Any]:
         """Shares of streaming groups and heads, the mean budget, what was read, and runs by their tokens.
 
         Args:
-            record_bytes: of a KV head's keys and values in a block.
+            record_bytes: of a KV head's keys and values in a block; digest_bytes: of its digest.
         """
-        groups, streaming, heads, idle, budget, chosen, there = self.totals[:TALLIES].tolist()
+        groups, streaming, heads, idle, budget, chosen, there, scored = self.totals[:TALLIES].tolist()
         if not groups:
             return {}
         shares: dict[str, Any] = {}
@@ -69,7 +69,9 @@ class Retrievals:
             "streaming_heads": idle / heads,
             "head_budget": budget / heads,
             "retrieved_share": chosen / there,
+            "scored_share": scored / there,
             "retrieved_bytes": int(chosen) * record_bytes,
+            "scored_bytes": int(scored * digest_bytes),
             "granularities": {str(tokens): number / groups for tokens, number in by_tokens},
             **shares,
         }

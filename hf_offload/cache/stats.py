@@ -45,7 +45,8 @@ class LayerStats:
         retrievals: where the CPU chooses its blocks itself (`Retrievals.as_dict`): shares of streaming KV heads' groups
             (`streaming_groups`) and of query heads that took nothing (`streaming_heads`), mean share of the host's
             blocks that a query head took (`head_budget`) and that its group attended (`retrieved_share`), bytes of
-            them (`retrieved_bytes`), share of groups by tokens of a run (`granularities`); empty otherwise.
+            them (`retrieved_bytes`), the same of the blocks whose digests were read (`scored_share`, and with the
+            digests' bytes `scored_bytes`), share of groups by tokens of a run (`granularities`); empty otherwise.
         transfer: by which way the last blocks came to the device: "uva" (a kernel read them where they lay) or "copy";
             None: none has come.
     """
@@ -109,7 +110,8 @@ def report(layer: HybridLayer) -> LayerStats:
         )
         stats.resident_bytes = layer.policy.state_bytes(layer.state)
         stats.resident_bytes += layer.resident.nbytes if layer.resident is not None else 0
-        stats.retrievals = layer.retrievals.as_dict(store.pool.record_bytes)
+        digest = 0 if store.digests is None else store.digests.block_bytes
+        stats.retrievals = layer.retrievals.as_dict(store.pool.record_bytes, digest / store.num_kv_heads)
         stats.transfer = layer.resident.came_by if layer.resident is not None else None
     if salience is not None:
         tokens = salience.evicted * salience.store.block_size

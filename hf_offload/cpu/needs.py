@@ -52,11 +52,14 @@ def budget_of(budget0: float, slope: float, streams: int, tokens: float) -> floa
 def volume_of(
     budget0: Array, slope: Array, streaming: Array, span: int, block_size: int, digest_bytes: float, block_bytes: float
 ) -> float:  # fmt: skip
-    """V(blk) of Eq. 3 in bytes, a block of the host's segment: what the query heads of a KV head read in such runs."""
+    """V(blk) of Eq. 3 in bytes, a block of the host's segment: what the query heads of a KV head read in such runs.
+
+    Digests are those of single blocks, whatever the run: all of them are read once for all heads.
+    """
     needed = 0.0
     for g in range(len(budget0)):
         needed += budget_of(budget0[g], slope[g], streaming[g], float(span * block_size))
-    return digest_bytes / float(span) + block_bytes * needed
+    return digest_bytes + block_bytes * needed
 
 
 @jit
@@ -64,10 +67,10 @@ def granularity_of(
     budget0: Array, slope: Array, streaming: Array, spans: Array, block_size: int, digest_bytes: float,
     block_bytes: float,
 ) -> int:  # fmt: skip
-    """Return the blocks a run that make the fewest bytes, or 0 if every head is streaming.
+    """Return the blocks a run that make the fewest bytes, or 0 if that is none: streaming heads, and budgets of 0.
 
-    V(blk) = digest_bytes / span + block_bytes * sum of the heads' budgets, a block of the host's segment (Eq. 3); equal
-    ones: the first.
+    V(blk) = digest_bytes + block_bytes * sum of the heads' budgets, a block of the host's segment (Eq. 3); equal ones:
+    the first.
 
     Args:
         budget0, slope: float32 [G], of the query heads of a KV head; streaming: uint8 [G].
@@ -81,7 +84,7 @@ def granularity_of(
         volume = volume_of(budget0, slope, streaming, span, block_size, digest_bytes, block_bytes)
         if volume < least:
             best, least = int(span), volume
-    return best
+    return best if least > digest_bytes else 0  # otherwise not even digests are read
 
 
 @jit
@@ -101,7 +104,7 @@ def rank_tasks(
         budget0, slope: float32 [B, Hq], of Eq. 1; streaming: uint8 [B, Hq].
         granularities, block_size, digest_bytes, block_bytes: as in `Needs`.
         first: int32 [B], the host's blocks of a row are first..end-1.
-        spans: int32 [B, Hkv], written: blocks a run, 0 where all heads are streaming.
+        spans: int32 [B, Hkv], written: blocks a run, 0 where no head needs anything.
         volumes: float64 [B * Hkv], written: bytes by Eq. 3, 0 for a pair that needs nothing.
         order: int32 [B * Hkv], written up to the number returned: row * Hkv + KV head; of equal ones the first.
     """
@@ -116,11 +119,7 @@ def rank_tasks(
         spans[b, h], volumes[line] = span, 0.0
         if not span or not blocks:
             continue
-        metadata = digest_bytes / float(span)
-        volume = volume_of(*mine, span, block_size, digest_bytes, block_bytes)
-        if volume <= metadata:  # no head has a budget
-            continue
-        volumes[line] = volume * blocks
+        volumes[line] = volume_of(*mine, span, block_size, digest_bytes, block_bytes) * blocks
         place = found
         while place > 0 and volumes[order[place - 1]] < volumes[line]:
             order[place] = order[place - 1]

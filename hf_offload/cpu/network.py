@@ -17,8 +17,6 @@ from .tile import load_columns, outer_fma, spread, store_tile, zeros
 from .vector import LANES, choose_less, fma, lane_sum, load_f32, splat, store, vmax
 
 OUTPUTS = 3
-LIMIT = 8.0
-"""Standard deviations beyond which a feature says no more: contexts longer than those of training, outliers."""
 _COLUMNS = 32  # of a layer that are computed together: their weights stay in the nearest cache
 _AHEAD = 24  # cache lines that are asked for before they are wanted; a line holds an input's weights of 32 nodes
 _HALVES = np.empty(0, np.int16)
@@ -29,6 +27,7 @@ class Network(NamedTuple):
 
     Args:
         offset, inverse: float32 [F'], a feature counts as offset + feature · inverse; F' is F + 1 rounded up to 16.
+        low, high: float32 [F'], but as no less and no more than this.
         first: float16 as int16 [W' / 32, F + 1, 32], weights of 32 nodes at a time, input by input; the last one is the
             bias.
         second: float16 as int16 [W' / 32, W' + 1, 32].
@@ -38,6 +37,8 @@ class Network(NamedTuple):
 
     offset: Array
     inverse: Array
+    low: Array
+    high: Array
     first: Array
     second: Array
     outputs: Array
@@ -51,7 +52,7 @@ class Network(NamedTuple):
 
 
 def pack_network(
-    standard: tuple[torch.Tensor, torch.Tensor],
+    standard: tuple[torch.Tensor, ...],
     first: tuple[torch.Tensor, torch.Tensor],
     second: tuple[torch.Tensor, torch.Tensor],
     outputs: tuple[torch.Tensor, torch.Tensor],
@@ -60,7 +61,7 @@ def pack_network(
     """Lay out a network for `run_network`.
 
     Args:
-        standard: offset and inverse, `[F]` each.
+        standard: offset, inverse, low and high, `[F]` each.
         first, second, outputs: weight `[out, in]` and bias `[out]`, as torch's `Linear` has them.
         threshold: of the third output.
 
@@ -77,7 +78,7 @@ def pack_network(
     last = _room(OUTPUTS, padded)
     last[:, :width] = outputs[0].detach().float().cpu().numpy()
     return Network(
-        ends[0], ends[1], _columns(*first, count, padded), _columns(*second, padded, padded), last,
+        *ends, _columns(*first, count, padded), _columns(*second, padded, padded), last,
         _room(OUTPUTS, outputs[1]), np.array([threshold], np.float32),
     )  # fmt: skip
 
@@ -148,11 +149,11 @@ def run_network(network: Any, heads: Any, rows: int, count: int, scratch: int, o
     """
     wide, width = len(network.offset), network.outputs.shape[1]
     stride, hidden = 4 * wide, 4 * (width + LANES)
-    low, high = splat(np.float32(-LIMIT)), splat(np.float32(LIMIT))
     for row in range(rows):
         for i in range(0, 4 * wide, 64):
             at = scratch + row * stride + i
             x = fma(load_f32(at), load_f32(address_of(network.inverse) + i), load_f32(address_of(network.offset) + i))
+            low, high = load_f32(address_of(network.low) + i), load_f32(address_of(network.high) + i)
             x = vmax(low, x)
             store(at, choose_less(high, x, high, x))
         put(scratch + row * stride + 4 * count, np.float32(1.0))
@@ -170,3 +171,5 @@ def run_network(network: Any, heads: Any, rows: int, count: int, scratch: int, o
     hold(network.outputs)
     hold(network.offset)
     hold(network.inverse)
+    hold(network.low)
+    hold(network.high)

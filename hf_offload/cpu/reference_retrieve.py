@@ -13,15 +13,15 @@ def budget(budget0: float, slope: float, streams: bool, tokens: int) -> float:
     return 1.0 if math.isnan(share) else min(max(share, 0.0), 1.0)
 
 
-def volume(budgets: list[float], length: int, tokens: int, digest_bytes: float, token_bytes: float) -> float:
+def volume(budgets: list[float], blocks: int, digest_bytes: float, block_bytes: float) -> float:
     """Return V(blk), in bytes (Fluxion, Eq. 3).
 
     Args:
-        budgets: of the query heads of a KV head, in runs of `tokens`.
-        length: tokens on the host.
-        digest_bytes: of a run's digest; token_bytes: of a token's key and value.
+        budgets: of the query heads of a KV head, in runs of so many tokens.
+        blocks: on the host, whose digests are all read.
+        digest_bytes: of a block's digest; block_bytes: of its keys and values.
     """
-    return digest_bytes * length / tokens + token_bytes * length * sum(budgets)
+    return blocks * (digest_bytes + block_bytes * sum(budgets))
 
 
 def retrieve_blocks(
@@ -57,11 +57,11 @@ def retrieve_blocks(
             heads = range(h * group, (h + 1) * group)
             needs = [(float(budget0[b, g]), float(slope[b, g]), bool(streaming[b, g])) for g in heads]
             volumes = [
-                volume([budget(*need, span * block_size) for need in needs], (end - low) * block_size,
-                       span * block_size, digest_bytes, block_bytes / block_size)
+                volume([budget(*need, span * block_size) for need in needs], end - low, digest_bytes, block_bytes)
                 for span in granularities
-            ]  # fmt: skip
-            span = 0 if all(need[2] for need in needs) else granularities[volumes.index(min(volumes))]
+            ]
+            nothing = volume([0.0], end - low, digest_bytes, block_bytes)
+            span = 0 if min(volumes) == nothing else granularities[volumes.index(min(volumes))]
             chosen: set[int] = set()
             for g, need in zip(heads, needs, strict=True):
                 wanted = math.ceil(budget(*need, span * block_size) * (end - low) / span - 1e-4) if span else 0

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from .best import SPARE, clear_marks, copy_scores, list_marked, mark_best
 from .launch import F32, I32, U8, Array, Launch, group_size, head_tiles, jit, kernel, new_ticket, require
-from .memory import address_of, count_up, hold
+from .memory import address_of, count_up, get, hold, put
 from .needs import Needs, budget_of, granularity_of, runs_wanted
 from .scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, check_digest, soften_chunk, write_scores
-from .select import sort_keys, threshold_of
 from .vector import choose_less, exp, load_f32, splat, store, vmax
 
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
 _FLOOR = np.float32(-80.0)  # masses so far below the best run are alike
-TALLIES = 7
+TALLIES = 8
 """Numbers that `tally` counts in before those of each granularity."""
 
 
@@ -59,18 +59,12 @@ def _join_runs(masses: Array, span: int, sums: bool, weights: Array, score: Arra
 
 
 @jit
-def _mark_runs(score: Array, want: int, span: int, keys: Array, marks: Array) -> None:
-    """Mark the blocks of the best `want` runs; equal ones: the first. Marks [n] of blocks, score [runs]."""
-    usable = sort_keys(score, keys)
-    bound, ties = threshold_of(keys, len(score), want, usable)
-    for run in range(len(score)):
-        fits = keys[run] > bound
-        if keys[run] == bound and ties > 0:
-            ties -= 1
-            fits = True
-        if fits:
-            for i in range(run * span, min((run + 1) * span, len(marks))):
-                marks[i] = 1
+def _widen_marks(runs: int, span: int, count: int, narrow: int, marks: int) -> None:
+    """Mark all blocks of the runs that are marked; addresses."""
+    for run in range(runs):
+        if get(narrow + 4 * run) > np.float32(0.0):
+            for i in range(run * span, min((run + 1) * span, count)):
+                put(marks + 4 * i, np.float32(1.0))
 
 
 @jit
@@ -90,30 +84,33 @@ def score_run(
 @jit
 def take_blocks(
     b: int, h: int, group: int, span: int, low: int, end: int, masses: Array, sums: bool, budget0: Array, slope: Array,
-    streaming: Array, block_size: int, weights: Array, joined: Array, keys: Array, marks: Array, runs: Array,
-    blocks: Array, counts: Array,
+    streaming: Array, block_size: int, scratch: Array, word: Array, runs: Array, blocks: Array, counts: Array,
 ) -> None:  # fmt: skip
     """Write the blocks of low..end-1 that the query heads of KV head h take, by their masses; and their runs.
 
     Args:
-        span: blocks a run; 0: all heads are streaming.
-        weights: scratch float32 [end + 16]; joined: float32, keys: int32 and marks: uint8 [end + 1].
+        span: blocks a run; 0: no head needs anything.
+        scratch: float32 [4, end + `SPARE`]; word: int32 [1].
     """
-    marks[: end - low] = 0
+    marks, narrow, score = address_of(scratch[0]), address_of(scratch[1]), address_of(scratch[2])
+    count = end - low
+    clear_marks(marks, count)
     for g in range(h * group, (h + 1) * group):
         runs[b, g] = 0
-        if span and low < end:
+        if span and count > 0:
             budget = budget_of(budget0[b, g], slope[b, g], streaming[b, g], float(span * block_size))
-            runs[b, g] = runs_wanted(budget, end - low, span)
-        if runs[b, g]:
-            number = _join_runs(masses[b, g, low:end], span, sums, weights, joined)
-            _mark_runs(joined[:number], runs[b, g], span, keys, marks[: end - low])
-    count = 0
-    for i in range(end - low):
-        if marks[i]:
-            blocks[b, h, count] = low + i
-            count += 1
-    counts[b, h] = count
+            runs[b, g] = runs_wanted(budget, count, span)
+        if runs[b, g] and span == 1:
+            copy_scores(address_of(masses[b, g]) + 4 * low, count, score)
+            mark_best(score, count, runs[b, g], marks, word)
+        elif runs[b, g]:
+            number = _join_runs(masses[b, g, low:end], span, sums, scratch[3], scratch[2])
+            copy_scores(score, number, score)
+            clear_marks(narrow, number)
+            mark_best(score, number, runs[b, g], narrow, word)
+            _widen_marks(number, span, count, narrow, marks)
+    counts[b, h] = list_marked(marks, count, low, blocks[b, h])
+    hold(scratch)
 
 
 @kernel
@@ -148,8 +145,8 @@ def retrieve_kernel(
     group = query.shape[1] // kv_heads
     chunks = max(1, (end + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
     row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(digest.runs)
-    scores, weights = np.empty(group * row, np.float32), np.empty(end + 16, np.float32)
-    joined, keys, marks = np.empty(end + 1, np.float32), np.empty(end + 1, np.int32), np.empty(end + 1, np.uint8)
+    scores, word = np.empty(group * row, np.float32), np.empty(1, np.int32)
+    scratch = np.empty((4, end + SPARE), np.float32)
     while True:
         task = count_up(ticket, 0)
         if task >= tasks:
@@ -166,13 +163,12 @@ def retrieve_kernel(
             score_run(digest, full, rest, query, group, table, b, h, scale, begin, stop, scores, masses)
         if count_up(finished, b * kv_heads + h) == chunks - 1:
             take_blocks(
-                b, h, group, span, low, end, masses, sums, budget0, slope, streaming, block_size, weights, joined, keys,
-                marks, runs, blocks, counts,
+                b, h, group, span, low, end, masses, sums, budget0, slope, streaming, block_size, scratch, word, runs,
+                blocks, counts,
             )  # fmt: skip
             spans[b, h] = span
         count_up(ticket, 1)
     hold(scores)
-    hold(weights)
 
 
 def retrieve_blocks(
@@ -203,7 +199,7 @@ def retrieve_blocks(
         first: int32 [B]; end: at most N.
         needs: read when the launch runs.
         masses: float32 [B, Hq, N'], N' at least `end` rounded up to a multiple of 16: scratch.
-        spans: int32 [B, Hkv], written: blocks a run, 0 where all heads are streaming.
+        spans: int32 [B, Hkv], written: blocks a run, 0 where no head needs anything.
         runs: int32 [B, Hq], written: runs that each head took (of those with valid tokens, at most).
         blocks: int32 [B, Hkv, C], C at least `end`, written up to the count.
         counts: int32 [B, Hkv], written.
@@ -256,8 +252,8 @@ def tally(
 
     Args:
         totals: float64 [TALLIES + granularities], added to: groups that have a host, of them those that stream; heads,
-            of them those that take nothing; sum of the heads' shares; blocks chosen, blocks there were; then groups by
-            granularity.
+            of them those that take nothing; sum of the heads' shares; blocks chosen, blocks there were, of them those
+            whose digests were read; then groups by granularity.
     """
     for b in range(counts.shape[0]):
         blocks = end - min(max(first[b], 0), end)
@@ -270,6 +266,7 @@ def tally(
             totals[1] += 1.0 if spans[b, h] == 0 else 0.0
             totals[5] += float(counts[b, h])
             totals[6] += float(blocks)
+            totals[7] += float(blocks) if spans[b, h] else 0.0
             for g in range(h * group, (h + 1) * group):
                 totals[2] += 1.0
                 totals[3] += 1.0 if runs[b, g] == 0 else 0.0

@@ -1,7 +1,6 @@
 """Choice and attention of whole (row, KV head) pairs, each by the thread that takes it, while a device takes others.
 
-The tasks lie in a list, which says in what order they are taken; a shared counter says how far that has got. Method:
-Fluxion, section 6.2.
+Method: Fluxion, section 6.2.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from .best import SPARE
 from .block import STEP_TOKENS
+from .dealing import Hands, take
 from .decode import attend_step
 from .launch import I32, Array, Launch, jit, kernel, new_ticket, require
 from .memory import address_of, count_up, hold
@@ -23,12 +24,6 @@ from .vector import load_f32, splat, store
 
 
 @jit
-def take(ticket: Array) -> int:
-    """The number of the next task that nobody has taken, which is now taken (atomic); beyond the last: none is left."""
-    return int(count_up(ticket, 0))
-
-
-@jit
 def _choose(choice: Any, b: int, h: int) -> None:
     (
         digest, full, rest, query, table, scale, first, end, sums, budget0, slope, streaming, _1, block_size, _2, _3,
@@ -36,16 +31,15 @@ def _choose(choice: Any, b: int, h: int) -> None:
     ) = choice  # fmt: skip
     group, low = query.shape[1] // counts.shape[1], min(max(first[b], 0), end)
     row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(digest.runs)
-    scores, weights = np.empty(group * row, np.float32), np.empty(end + 16, np.float32)
-    joined, keys, marks = np.empty(end + 1, np.float32), np.empty(end + 1, np.int32), np.empty(end + 1, np.uint8)
+    scores, word = np.empty(group * row, np.float32), np.empty(1, np.int32)
+    scratch = np.empty((4, end + SPARE), np.float32)
     for begin in range(low // CHUNK_BLOCKS * CHUNK_BLOCKS, end, CHUNK_BLOCKS):
         stop = min(begin + CHUNK_BLOCKS, end)
         score_run(digest, full, rest, query, group, table, b, h, scale, begin, stop, scores, masses)
     take_blocks(
-        b, h, group, spans[b, h], low, end, masses, sums, budget0, slope, streaming, block_size, weights, joined, keys,
-        marks, runs, blocks, counts,
+        b, h, group, spans[b, h], low, end, masses, sums, budget0, slope, streaming, block_size, scratch, word, runs,
+        blocks, counts,
     )  # fmt: skip
-    hold(weights)
 
 
 @jit
@@ -96,29 +90,29 @@ def _attend(attention: Any, b: int, h: int) -> None:
 
 
 @kernel
-def task_kernel(ticket: Array, tasks: int, order: Array, choice: Any, attention: Any) -> None:
-    """One task = choice and attention of one (row, KV head)."""
+def task_kernel(ticket: Array, tasks: int, hands: Any, choice: Any, attention: Any) -> None:
+    """One task = choice and attention of one (row, KV head); what is left for a thread, it knows of the hands."""
     kv_heads = choice[-1].shape[1]
     while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
+        task = take(hands, 0)
+        if task < 0:
             break
-        b, h = order[task] // kv_heads, order[task] % kv_heads
+        b, h = task // kv_heads, task % kv_heads
         _choose(choice, b, h)
         _attend(attention, b, h)
         count_up(ticket, 1)
 
 
-def whole_tasks(choice: Launch, attention: Launch, order: Array) -> Launch:
+def whole_tasks(choice: Launch, attention: Launch, hands: Hands) -> Launch:
     """Prepare choice and attention of (row, KV head) pairs, each in one task.
 
-    The runs that are read (`spans`) and what pairs that are not in the list get are for the caller to write before.
+    The runs that are read (`spans`) and what pairs that are in no list get are for the caller to write before.
 
     Args:
         choice: from `retrieve.retrieve_blocks`, not run.
         attention: from `decode.sparse_decode`, not run, without `kbar` and `scores`, over what `choice` chooses.
-        order: int32 [B * Hkv], row * Hkv + KV head of every task, in the order in which they are taken; read when the
-            launch runs, whose `tasks` says how many there are.
+        hands: for B * Hkv tasks; a task is row * Hkv + KV head. Read when the launch runs: whoever calls it takes part
+            until nothing is left that a thread of the CPU should do.
 
     Raises:
         ValueError: launches that do not fit together.
@@ -129,6 +123,6 @@ def whole_tasks(choice: Launch, attention: Launch, order: Array) -> Launch:
         raise ValueError("the attention is to other blocks than those that are chosen; prepare both on the same arrays")
     if len(attention.args[13]) or len(attention.args[14]):
         raise ValueError("tasks return neither kbar nor scores; prepare the attention without them")
-    require("order", order, I32, (counts.size,))
-    args = (order, choice.args, attention.args)
+    require("order", hands.order, I32, (2, counts.size))
+    args = (hands, choice.args, attention.args)
     return Launch(task_kernel, counts.size, args, new_ticket(), choice.cost + attention.cost)

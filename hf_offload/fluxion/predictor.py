@@ -17,13 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_offload.cache.fingerprint import unlikeness
-from hf_offload.cpu.network import LIMIT, Network, pack_network
+from hf_offload.cpu.network import Network, pack_network
 from hf_offload.fluxion.features import FEATURES
 from hf_offload.fluxion.labels import GRANULARITIES
 
-FORMAT = 2
+FORMAT = 3
 WIDTH = 312
 """Of the two layers that the three outputs share."""
+LIMIT = 8.0
+"""Standard deviations beyond which a feature says no more, even in training."""
 
 
 class HeadProperties(NamedTuple):
@@ -91,7 +93,8 @@ class ConstantPredictor:
         count, none = len(FEATURES), torch.zeros(0)
         said = torch.tensor((self.budget0, self.slope, float(self.streaming)))
         layers = ((torch.zeros(0, count), none), (torch.zeros(0, 0), none), (torch.zeros(3, 0), said))
-        return pack_network((torch.zeros(count), torch.zeros(count)), *layers, 0.5)
+        nothing = torch.zeros(count)
+        return pack_network((nothing, nothing, nothing, nothing), *layers, 0.5)
 
 
 class HeadPredictor(nn.Module):
@@ -106,6 +109,8 @@ class HeadPredictor(nn.Module):
 
     offset: torch.Tensor
     inverse: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
 
     def __init__(self, *, tau: float, digest: str, sinks: int, local: int, streaming_at: float = 0.5) -> None:
         super().__init__()
@@ -117,21 +122,30 @@ class HeadPredictor(nn.Module):
         self._elsewhere: dict[torch.device, HeadPredictor] = {}
         self.register_buffer("offset", torch.zeros(len(FEATURES)))
         self.register_buffer("inverse", torch.ones(len(FEATURES)))
+        self.register_buffer("low", torch.full((len(FEATURES),), -LIMIT))
+        self.register_buffer("high", torch.full((len(FEATURES),), LIMIT))
         self.first = nn.Linear(len(FEATURES), WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH)
         self.outputs = nn.Linear(WIDTH, 3)
 
     def standardise(self, features: torch.Tensor) -> None:
-        """Take mean and deviation of every feature from those of the training set `[N, 41]`."""
+        """Take mean, deviation and range of every feature from those of the training set `[N, 41]`.
+
+        Beyond its range a feature counts as at its end: how a network goes on where it has learnt nothing is chance. A
+        context longer than those of training is to it as long as the longest of these.
+        """
         wide = features.double()
         mean, deviation = wide.mean(0), wide.std(0, unbiased=False)
         inverse = torch.where(deviation > 1e-6 * (1 + mean.abs()), 1 / deviation, 0.0)  # what never varies says nothing
         self.inverse.copy_(inverse)
         self.offset.copy_(-mean * inverse)
+        for end, found in ((self.low, features.amin(0)), (self.high, features.amax(0))):
+            end.copy_(torch.addcmul(self.offset, found, self.inverse).clamp_(-LIMIT, LIMIT))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """budget0, slope and the logit of streaming, `[…, 3]`, from `[…, 41]`."""
-        x = torch.addcmul(self.offset, features, self.inverse).clamp_(-LIMIT, LIMIT)
+        x = torch.addcmul(self.offset, features, self.inverse)
+        x = torch.minimum(torch.maximum(x, self.low), self.high)
         for layer in (self.first, self.second):
             x = torch.relu_(nn.functional.linear(x, layer.weight, layer.bias))
         return nn.functional.linear(x, self.outputs.weight, self.outputs.bias)
@@ -157,7 +171,8 @@ class HeadPredictor(nn.Module):
     def network(self) -> Network:
         """The network for compiled code, with the weights of now."""
         first, second, outputs = ((layer.weight, layer.bias) for layer in (self.first, self.second, self.outputs))
-        return pack_network((self.offset, self.inverse), first, second, outputs, self._logit)
+        standard = (self.offset, self.inverse, self.low, self.high)
+        return pack_network(standard, first, second, outputs, self._logit)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Mapping[str, Any], tau: float = 0.1) -> Self:

@@ -54,10 +54,11 @@ class Fluxion(Policy):
         granularities: tokens of a run, of which the cheapest is taken; one alone fixes it (for comparison).
         skip_streaming: whether heads that are predicted to stream take nothing of the host; False: they take what
             their budget says, too (for comparison).
-        schedule: how CPU and device share the tasks, a KV head of a row each. `"priority"`: whoever is free takes the
-            one that reads most (section 6); `"none"`: all are the CPU's; `"uniform"`, `"length"`: dealt out beforehand,
-            by number and by the rows' lengths (section 8.3). None: `"priority"` on a GPU, otherwise `"none"`. All but
-            `"none"` want two memories, and which side computes what then depends on time, and with it the rounding.
+        schedule: how CPU and device share the tasks, a KV head of a row each. `"priority"`: dealt by the pace of both,
+            those first that read most (section 6); `"none"`: all are the CPU's; `"uniform"`, `"length"`: dealt out
+            beforehand, by number and by the rows' lengths (section 8.3). None: `"priority"` on a GPU, otherwise
+            `"none"`. All but `"none"` want two memories, and which side computes what then depends on time, and with it
+            the rounding.
         digest: None, or the digest that the predictor's budgets are for: another one is refused.
 
     Raises:

@@ -173,11 +173,11 @@ def test_joined_parts_are_attention_to_all(dim: int) -> None:
 def test_refusals() -> None:
     layers = [(torch.zeros(*shape), torch.zeros(shape[0])) for shape in ((8, 3), (8, 8), (2, 8))]
     with pytest.raises(ValueError, match=r"\(2, 8\)\] are no network of 3 features"):
-        pack_network((torch.zeros(3), torch.zeros(3)), *layers, 0.0)  # type: ignore[arg-type]
+        pack_network((torch.zeros(3),) * 4, *layers, 0.0)  # type: ignore[arg-type]
     case = Case(1, 4, 16)
     layers[2] = torch.zeros(3, 8), torch.zeros(3)
     with pytest.raises(ValueError, match=f"of 3 features does not serve {len(FEATURES)}"):
-        case.needs(pack_network((torch.zeros(3), torch.zeros(3)), *layers, 0.0))  # type: ignore[arg-type]
+        case.needs(pack_network((torch.zeros(3),) * 4, *layers, 0.0))  # type: ignore[arg-type]
     case.length = 330
     with pytest.raises(ValueError, match="length 330: valid covers 320"):
         case.needs(ConstantPredictor().network())

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from hf_offload.cpu.dealing import Hands, new_hands, take
 from hf_offload.cpu.decode import sparse_decode
-from hf_offload.cpu.launch import Launch, new_ticket
+from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.needs import Needs, rank_tasks
 from hf_offload.cpu.retrieve import retrieve_blocks
 from hf_offload.cpu.scoring import Digest, vectors
-from hf_offload.cpu.tasks import take, whole_tasks
+from hf_offload.cpu.tasks import whole_tasks
 
 from ._pools import Case, bits, make_case, run
 
@@ -61,6 +62,12 @@ class Work:
         )  # fmt: skip
         return choice, attention
 
+    def hands(self) -> Hands:
+        """All tasks in the hands of the CPU."""
+        hands, found = new_hands(3 * KV_HEADS), self.rank()
+        hands.order[0, :found], hands.counts[0] = self.order[:found], found
+        return hands
+
     def rank(self) -> int:
         needs = self.needs
         return int(
@@ -76,9 +83,9 @@ def test_tasks_give_what_the_two_launches_give(length: int) -> None:
     one, other = Work(3, length), Work(3, length)
     for launch in one.launches():
         run(launch)
-    launch = whole_tasks(*other.launches(), other.order)
-    launch.tasks = other.rank()
-    assert sorted(other.order[: launch.tasks].tolist()) == [0, 1, 3]  # row 1's first heads stream, row 2 has no host
+    hands = other.hands()
+    assert sorted(hands.order[0, : hands.counts[0]].tolist()) == [0, 1, 3]  # row 1's first heads stream, row 2 is short
+    launch = whole_tasks(*other.launches(), hands)
     run(launch, threads=3)
     assert launch.ticket[1] == 3
     for name in ("spans", "runs", "counts"):
@@ -97,32 +104,35 @@ def test_tasks_give_what_the_two_launches_give(length: int) -> None:
 
 def test_what_another_hand_takes_is_left_alone() -> None:
     work = Work(5, 300)
-    launch = whole_tasks(*work.launches(), work.order)
-    launch.tasks = work.rank()
-    mine = int(work.order[take(launch.ticket)])
+    hands = work.hands()
+    launch, mine = whole_tasks(*work.launches(), hands), take(hands, 0)
     launch()
-    assert launch.ticket[1] == launch.tasks - 1
+    assert launch.ticket[1] == hands.counts[0] - 1
     b, h = divmod(mine, KV_HEADS)
     assert work.counts[b, h] == 0
     assert (work.lse[b, h * GROUP : (h + 1) * GROUP] == -np.inf).all()
-    assert (work.lse > -np.inf).sum() == GROUP * (launch.tasks - 1)
+    assert (work.lse > -np.inf).sum() == GROUP * (hands.counts[0] - 1)
 
 
-def test_a_number_is_taken_once() -> None:
-    ticket, taken = new_ticket(), []
+def test_a_task_is_taken_once_from_both_ends() -> None:
+    hands, taken = new_hands(3000), []
+    hands.order[0], hands.before[0] = np.arange(3000), np.arange(3001.0)
+    hands.counts[0], hands.seconds[:] = 3000, 1.0
 
-    def work() -> None:
+    def work(side: int) -> None:
         mine = []
-        while (number := take(ticket)) < 3000:
-            mine.append(number)
-        taken.append(mine)
+        while (task := take(hands, side)) >= 0:
+            mine.append(task)
+        taken.append((side, mine))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(side,)) for side in (0, 1, 0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(number for mine in taken for number in mine) == list(range(3000))
+    assert sorted(task for _, mine in taken for task in mine) == list(range(3000))
+    for side, mine in taken:
+        assert mine == sorted(mine, reverse=side == 1)
 
 
 def test_the_order_by_hand() -> None:
@@ -144,6 +154,6 @@ def test_launches_that_do_not_belong_together_are_refused() -> None:
     work = Work(1, 170)
     choice, attention = work.launches()
     with pytest.raises(ValueError, match="other blocks than those that are chosen"):
-        whole_tasks(Work(1, 170).launches()[0], attention, work.order)
+        whole_tasks(Work(1, 170).launches()[0], attention, work.hands())
     with pytest.raises(ValueError, match="order has shape"):
-        whole_tasks(choice, attention, np.zeros(3, np.int32))
+        whole_tasks(choice, attention, new_hands(3))

@@ -131,7 +131,13 @@ def test_bytes_of_what_the_cpu_chose():
     stats = cache.stats().as_dict()
     assert 0.4 < stats["retrievals"]["retrieved_share"] <= 1
     assert chosen == pytest.approx(stats["retrievals"]["retrieved_share"] * 160 * TOKEN)
-    assert read == pytest.approx(320 * TOKEN + chosen + stats["digest_bytes"])
+    told = stats["retrievals"]
+    assert told["scored_share"] == 1
+    digests = chosen * told["scored_bytes"] / told["retrieved_bytes"]
+    assert read == pytest.approx(320 * TOKEN + chosen + digests)
+    assert digests == pytest.approx(
+        160 / 16 * 4 * 2 * 2 * 16 * 4 + 160 / 16 * 4 * 4, rel=0.01
+    )  # 4 layers, 2 heads of 16
 
 
 def test_a_predictor_has_a_row_for_every_deviation_that_it_knows(tmp_path):

@@ -55,6 +55,15 @@ def test_features_are_standardised() -> None:
     assert torch.equal(one(features), one(other))
 
 
+def test_beyond_the_range_of_training_a_feature_says_no_more() -> None:
+    one, known = made(), sample(500)
+    inside, beyond = known[:3].clone(), known[:3].clone()
+    for column in (30, 38):
+        inside[:, column], beyond[:, column] = known[:, column].amax(), known[:, column].amax() + 100
+    assert torch.equal(one(inside), one(beyond))
+    assert not torch.equal(one(inside), one(known[:3]))
+
+
 def test_far_outliers_say_no_more_than_near_ones() -> None:
     one, features = made(), sample(2)
     near, far = features.clone(), features.clone()
