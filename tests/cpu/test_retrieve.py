@@ -142,11 +142,11 @@ def test_whole_budget_takes_all_and_streaming_groups_nothing() -> None:
     got, spans, runs = _run(query, LogMasses(masses.numpy()), table, [3, 40], 40, needs, 2, sums=True)
     assert got == [[[], list(range(3, 40))], [[], []]]
     assert spans.tolist() == [[0, 1], [0, 1]]
-    assert runs.tolist() == [[0, 0, 0, 5], [0, 0, 0, 0]]
+    assert runs.tolist() == [[0, 0, 0, 37], [0, 0, 0, 0]]
     totals = np.zeros(TALLIES + 4)
     counts = np.array([[0, 37], [0, 0]], np.int32)
     tally(spans, runs, counts, np.array([3, 40], np.int32), 40, needs.granularities, totals)
-    assert totals.tolist() == [2, 1, 4, 3, 1, 37, 74, 0, 0, 0, 1]
+    assert totals.tolist() == [2, 1, 4, 3, 1, 37, 74, 37, 1, 0, 0, 0]
 
 
 def test_refusals() -> None:
