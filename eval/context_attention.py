@@ -12,16 +12,17 @@ attention (KL, top token), so that rows can be compared at equal fidelity and no
 attends everything, shows what rounding alone makes of it.
 
 `attention` is the time in the attention function and in the cache's `update`, all layers, `step` that of the whole
-forward: milliseconds, medians. `read` is what the CPU reads of keys, values and digests at each step, by arithmetic:
-everything for full attention, the budget and all digests for `scout`, the window and the kept share of the rest for
-`hgca`; for `fixed` and `fluxion` sinks, newest tokens, the digests that were looked at, and what the CPU chose.
-`chosen` is the part of the keys and values that is not always read: what was kept or chosen. Beyond the length that a
-model was trained for a text has its size but has lost its order; whether `kept` and `kl` there are like those of
-shorter contexts tells what such times are worth. With `--read` longer contexts hold the keys and values of so many
-tokens again and again, and queries have the positions that they would have behind the first of them: every token shares
-its weight with its copies, so that selections are like those of the shorter text, and nobody has to read a long one.
-All rows then take the repeated part over and read the last tokens themselves (`hgca` as the end of a prompt). Memory:
-each row holds the context.
+forward: milliseconds, medians; `retrieval`, with one memory, the part of `attention` in which the CPU predicts what
+heads of `fixed` and `fluxion` need of the host, chooses blocks and attends them. `read` is what the CPU reads of keys,
+values and digests at each step, by arithmetic: everything for full attention, the budget and all digests for `scout`,
+the window and the kept share of the rest for `hgca`; for `fixed` and `fluxion` sinks, newest tokens, the digests that
+were looked at, and what the CPU chose. `chosen` is the part of the keys and values that is not always read: what was
+kept or chosen. Beyond the length that a model was trained for a text has its size but has lost its order; whether
+`kept` and `kl` there are like those of shorter contexts tells what such times are worth. With `--read` longer contexts
+hold the keys and values of so many tokens again and again, and queries have the positions that they would have behind
+the first of them: every token shares its weight with its copies, so that selections are like those of the shorter text,
+and nobody has to read a long one. All rows then take the repeated part over and read the last tokens themselves (`hgca`
+as the end of a prompt). Memory: each row holds the context.
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ from common import (
     window,
     write_csv,
 )
+from hf_offload.attention.host_step import HostStep
 from hf_offload.fluxion.predictor import read_about
 from hf_offload.measuring import divergence
 
 WARM_UP = 2
 BLOCK_SIZE = 32
+TIMES = ("attention", "retrieval", "step")
 TURN = 128
 """Tokens behind a context that is filled by repetition, which all rows read themselves."""
 AS_PROMPT = {"append": "mean", "append_run": 0}
@@ -95,14 +98,14 @@ class Watch:
     """A stopwatch that runs while attention is computed.
 
     Attributes:
-        seconds: that it has run.
+        seconds: that it has run; retrieving: of them, while the CPU predicted, chose and attended blocks of the host.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.retrieving = 0.0
 
-    def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, with the watch running inside."""
+    def timed(self, work: Callable[..., Any], hand: str = "seconds") -> Callable[..., Any]:
+        """The same function, with one of the watch's hands running inside."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             synchronize()
@@ -111,20 +114,22 @@ class Watch:
                 return work(*args, **kwargs)
             finally:
                 synchronize()
-                self.seconds += time.perf_counter() - start
+                setattr(self, hand, getattr(self, hand) + time.perf_counter() - start)
 
         return run
 
     @contextmanager
     def watching(self, name: str, cache: Cache) -> Iterator[None]:
         """Let the watch run in the attention function of a name and in a cache's `update`."""
-        attend = AttentionInterface()[name]
+        attend, retrieve = AttentionInterface()[name], HostStep.retrieve
         AttentionInterface.register(name, self.timed(attend))
+        HostStep.retrieve = self.timed(retrieve, "retrieving")
         cache.update = self.timed(cache.update)
         try:
             yield
         finally:
             AttentionInterface.register(name, attend)
+            HostStep.retrieve = retrieve
             del cache.update  # the class's own is behind it
 
 
@@ -178,16 +183,17 @@ def decode(
 ) -> tuple[dict[str, list[float]], torch.Tensor]:
     """`feed` ids `[1, N]` one by one: milliseconds of the steps after the warm-up, and log-probabilities `[N, V]`."""
     row.activate(model)
-    times: dict[str, list[float]] = {"attention": [], "step": []}
+    times: dict[str, list[float]] = {name: [] for name in TIMES}
     logits, watch = [], Watch()
     with watch.watching(model.config._attn_implementation, cache):
         for token in ids.split(1, 1):
             synchronize()
-            watch.seconds, start = 0.0, time.perf_counter()
+            watch.seconds, watch.retrieving, start = 0.0, 0.0, time.perf_counter()
             logits.append(feed(model, cache, token, shift))
             synchronize()
             times["step"].append(1000 * (time.perf_counter() - start))
             times["attention"].append(1000 * watch.seconds)
+            times["retrieval"].append(1000 * watch.retrieving)
     return {name: values[WARM_UP:] for name, values in times.items()}, torch.stack(logits).float().log_softmax(-1).cpu()
 
 
@@ -229,7 +235,7 @@ def measure(
     say(f"{length} tokens: full attention reads")
     caches = fill(model, rows, ids[:, :read], length, say)
     every = [FULL, *rows]
-    times: dict[str, dict[str, list[float]]] = {row.name: {"attention": [], "step": []} for row in every}
+    times: dict[str, dict[str, list[float]]] = {row.name: {name: [] for name in TIMES} for row in every}
     apart: dict[str, list[tuple[float, float]]] = {row.name: [] for row in every}
     for number, tokens in enumerate(ids[:, read:].chunk(rounds, 1)):
         say(f"{length} tokens: round {number + 1} of {rounds}")
@@ -254,6 +260,7 @@ def measure(
                 "attention_ratio": attention["p50"] / base["attention"],
                 "step": step["p50"],
                 "step_ratio": step["p50"] / base["step"],
+                "retrieval": percentiles(times[row.name]["retrieval"])["p50"] or None,
                 "read_MiB": taken / 2**20,
                 "read_ratio": taken / everything,
                 "chosen_MiB": None if chosen is None else chosen / 2**20,
@@ -309,7 +316,7 @@ def main(
             gc.collect()
             progress.update()
     title = "ms a token, MiB that a step reads, and both against full attention"
-    show(title, [dict(list(r.items())[:12]) for r in records])
+    show(title, [dict(list(r.items())[:13]) for r in records])
 
 
 if __name__ == "__main__":

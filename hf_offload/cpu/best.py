@@ -65,7 +65,7 @@ def bound_of(row: int, count: int, want: int, word: Array) -> tuple[float, int]:
     """
     size = 4 * ((count + SPARE - 1) // SPARE * SPARE)
     total = size // 4
-    usable = total - _below(row, size, _LOWEST)
+    usable = total - _below(row, size, float(_LOWEST))
     if usable <= want:
         return float(_LOWEST), count
     low, lowest, zero = splat(_NEVER), splat(_LOWEST), splat(np.float32(0.0))

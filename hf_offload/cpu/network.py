@@ -52,7 +52,7 @@ class Network(NamedTuple):
 
 
 def pack_network(
-    standard: tuple[torch.Tensor, ...],
+    standard: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     first: tuple[torch.Tensor, torch.Tensor],
     second: tuple[torch.Tensor, torch.Tensor],
     outputs: tuple[torch.Tensor, torch.Tensor],
@@ -74,11 +74,11 @@ def pack_network(
         raise ValueError(f"weights of shapes {shapes} are no network of {count} features, two layers and 3 outputs")
     padded = -(-width // _COLUMNS) * _COLUMNS
     wide = -(-(count + 1) // LANES) * LANES
-    ends = [_room(wide, part) for part in standard]
+    offset, inverse, low, high = (_room(wide, part) for part in standard)
     last = _room(OUTPUTS, padded)
     last[:, :width] = outputs[0].detach().float().cpu().numpy()
     return Network(
-        *ends, _columns(*first, count, padded), _columns(*second, padded, padded), last,
+        offset, inverse, low, high, _columns(*first, count, padded), _columns(*second, padded, padded), last,
         _room(OUTPUTS, outputs[1]), np.array([threshold], np.float32),
     )  # fmt: skip
 

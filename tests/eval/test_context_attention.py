@@ -57,7 +57,8 @@ def test_rows_take_over_what_full_attention_has_read(policy, budget):
     read = row.make_cache(model)
     common.prefill(model, read, ids[:, :-6])
     times, mine = context_attention.decode(model, row, taken, ids[:, -6:], 0)
-    assert [len(values) for values in times.values()] == [4, 4]
+    assert [len(values) for values in times.values()] == [4, 4, 4]
+    assert times["retrieval"] == [0.0] * 4
     assert all(0 < part < whole for part, whole in zip(times["attention"], times["step"], strict=True))
     want = torch.cat([model(token, past_key_values=read).logits[:, -1] for token in ids[:, -6:].split(1, 1)])
     torch.testing.assert_close(mine, want.log_softmax(-1).cpu(), atol=1e-4, rtol=1e-4)
@@ -125,8 +126,11 @@ def test_bytes_of_what_the_cpu_chose():
     row = common.Row("fixed", "fixed_hybrid", {"budget": 0.5})
     cache = row.make_cache(model)
     common.prefill(model, cache, ids[:, :-2])
-    for token in ids[:, -2:].split(1, 1):
-        model(token, past_key_values=cache)
+    times = context_attention.decode(model, row, cache, ids[:, -2:], 0)[0]
+    assert len(times["retrieval"]) == 0  # all steps were warm-up
+    times = context_attention.decode(model, row, cache, ids[:, :3], 0)[0]
+    assert 0 < times["retrieval"][0] < times["attention"][0] < times["step"][0]
+    cache.crop(-3)
     read, chosen = context_attention.read_bytes(model, row, cache)
     stats = cache.stats().as_dict()
     assert 0.4 < stats["retrievals"]["retrieved_share"] <= 1
