@@ -54,6 +54,7 @@ from common import (
     write_csv,
 )
 from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.project import project_kernel
 from hf_offload.cpu.standing import Standing
 from hf_offload.cpu.together import Row as Launches
 from hf_offload.cpu.worker import Job, Worker
@@ -178,15 +179,23 @@ class Meter:
             self.cpu += used() - cpu
             self.wall += now() - wall
 
-        def metered_together(row: Launches, launches: tuple[Standing, ...], number: int) -> None:
+        def metered_together(row: Launches, launches: tuple[Standing, ...], numbers: tuple[int, ...]) -> None:
             wall, cpu = now(), used()
-            together(row, launches, number)
-            tasks = [standing.tasks for standing in launches]
+            tasks, at = [standing.tasks for standing in launches], 0
+            for standing in launches:
+                if standing.launch.kernel is project_kernel:  # a predicted query counts
+                    self.cpu += used() - cpu
+                    self.wall += now() - wall
+                    again(standing, *numbers[at : at + len(standing.changing)])
+                    wall, cpu = now(), used()
+                    standing.set("tasks", 0)
+                at += len(standing.changing)
+            together(row, launches, numbers)
             for standing in launches:
                 standing.set("tasks", 0)
             self.cpu += used() - cpu
             self.wall += now() - wall
-            together(row, launches, number)
+            together(row, launches, numbers)
             wall, cpu = now(), used()
             for standing, count in zip(launches, tasks, strict=True):
                 standing.set("tasks", count)

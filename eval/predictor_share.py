@@ -66,10 +66,11 @@ class Stopwatch:
         """Launches that follow one another are made one by one inside, and predictions are timed."""
         together = Launches.run
 
-        def run(row: Launches, launches: Sequence[Standing], number: int) -> None:
+        def run(row: Launches, launches: Sequence[Standing], numbers: tuple[int, ...]) -> None:
             for launch in launches:
+                mine, numbers = numbers[: len(launch.changing)], numbers[len(launch.changing) :]
                 start = time.perf_counter()
-                together(row, (launch,), number)
+                together(row, (launch,), mine)
                 if launch.launch.kernel is predict_kernel:
                     self.seconds.append(time.perf_counter() - start)
 

@@ -15,6 +15,7 @@ from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, find_layers, hybrid_layers
+from hf_offload.attention.plain_query import Foreseen
 from hf_offload.attention.spread import on_device
 from hf_offload.cache.budget import least_blocks, make_budget, resident_tokens
 from hf_offload.cache.fingerprint import likeness
@@ -136,7 +137,7 @@ class HybridCache(Portable):
         self._looks_ahead: bool | None = None
         self._may_look_ahead = self.policy.may_look_ahead(beside_device=on_device(model))
         self.calls: dict[int, Any] = {}
-        """Of the decoder layers that the forward now running has reached: keyword arguments, positions among them."""
+        """The keyword arguments of the decoder layers that the forward now running has reached."""
         self.donors: dict[int, int] = {}
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
         self._pace, self._turn = Pace(), Turn()
@@ -173,15 +174,20 @@ class HybridCache(Portable):
 
     def predict_query(
         self, target: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
-        """The query `[B, Hq, 1, D]` that decoder layer `target` would compute from an earlier layer's input.
+    ) -> torch.Tensor | Foreseen:
+        """The query `[B, Hq, Q, D]` that decoder layer `target` would compute from an earlier layer's input.
+
+        That of one token may still be to be computed, if a layer's blocks all lie in one memory.
 
         Args:
             target: number of the decoder layer.
-            hidden: `[B, 1, hidden]`, the input of the layer before.
+            hidden: `[B, Q, hidden]`, the input of the layer before.
             args, kwargs: the other arguments of its forward.
         """
-        return self._attachment.predictors[target](hidden, args, kwargs, recorded=self.graph is not None)
+        predictor, layer = self._attachment.predictors[target], self.layers[target]
+        one = isinstance(layer, HybridLayer) and not layer.has_slots
+        foreseen = predictor.foresee(hidden, kwargs) if one else None
+        return predictor(hidden, args, kwargs) if foreseen is None else foreseen
 
     def stats(self) -> Stats:
         """What the cache has done since it was made or reset."""

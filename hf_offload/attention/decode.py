@@ -8,12 +8,14 @@ from hf_offload.attention import tiered
 from hf_offload.attention.dense import append_attention
 from hf_offload.attention.host_step import HostStep
 from hf_offload.attention.partial import merge_partials
+from hf_offload.attention.plain_query import Foreseen
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cache.around import uncast
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.queries import joined
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.window import window_blocks
+from hf_offload.policies.base import Plan
 
 FEW_QUERIES = 16
 """Appends of at most so many tokens read the cached blocks where they lie; more are worth bringing them together."""
@@ -80,15 +82,22 @@ def _attend_past(
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
-def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
-    """Let the policy begin with the token that comes next, whose query `[B, Hq, 1, D]` is predicted."""
+def look_ahead(layer: HybridLayer, query: torch.Tensor | Foreseen) -> None:
+    """Let the policy begin with the token that comes next, whose query `[B, Hq, 1, D]` is predicted.
+
+    Only with one memory may it be a query that is still to be computed.
+    """
+    store = layer.store
     assert layer.scale is not None
-    layer.drain_ahead()
+    assert store is not None
+    if layer.ahead is not None or layer.host_part is not None:
+        layer.drain_ahead()
+    if not layer.has_slots:  # nothing that autocast would change
+        layer.policy.before_layer(HostStep(layer, query, store.length + 1, layer.scale, layer.softcap))
+        return
+    assert isinstance(query, torch.Tensor)
     if query.dtype is not layer.dtype:  # under autocast
         query = query.to(layer.dtype)
-    if not layer.has_slots:  # nothing that autocast would change
-        layer.policy.before_layer(HostStep(layer, query, layer.past + 1, layer.scale, layer.softcap))
-        return
     with uncast(layer.device_type), layer.mirror.current():
         tiered.place(layer, query)
         step = TieredStep(layer, query[:, :, 0], layer.past + 1, layer.scale, layer.softcap)
@@ -116,31 +125,45 @@ def decode(
         `[B, 1, Hq, D]` in the query's dtype.
     """
     layer.scale, layer.softcap = scale, softcap
-    if not layer.has_slots:
-        return _decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
-    with layer.mirror.current():
-        return tiered.decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
-
-
-def _decode(
-    layer: HybridLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    *, scale: float, softcap: float | None, sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    store, stats = layer.store, layer.stats
+    if layer.has_slots:
+        with layer.mirror.current():
+            return tiered.decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
+    store = layer.store
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
-    if layer.salience is not None:
-        layer.salience.catch_up()
-    if fresh:
-        store.append_token(key, value)
-    step = HostStep(layer, query, store.length, scale, softcap)
+    salience = layer.salience
+    if salience is not None:
+        salience.catch_up()
+    token = store.append_token(key, value) if fresh else None
+    step = HostStep(layer, query, store.length, scale, softcap, token)
     plan = layer.policy.plan(step)
+    if plan.ahead is None and sinks is None and plan.host is not None and plan.kept is None:
+        given = step.answer(plan.host, query)
+    else:
+        given = _joined(step, plan, query, sinks, learn=fresh)
+    layer.ahead = None
+    layer.stats.steps += 1
+    if store.packs:
+        store.pack_old(store.length - 1)  # before anything reads this layer's blocks again; the new token may be undone
+    layer.policy.after_layer(step, plan)
+    if store.length % store.block_size == 0 and store.sealed < store.num_blocks:
+        seal(store, layer.settings.prefill_tile)
+    if fresh and salience is not None:
+        salience.advance()
+    return given
+
+
+def _joined(
+    step: HostStep, plan: Plan, query: torch.Tensor, sinks: torch.Tensor | None, *, learn: bool
+) -> torch.Tensor:
+    """What a plan attends in several parts, and attention sinks `[Hq]`, `[B, 1, Hq, D]` in the query's dtype."""
+    stats = step.layer.stats
     if plan.attended is not None:
         out, lse = (mine.copy_(made) for mine, made in zip(step.nothing(), plan.attended, strict=True))
     elif plan.near is not None:
         out, lse = step.join_near(plan)
     elif plan.kept is not None:
-        out, lse = step.attend_kept(plan, learn=fresh)
+        out, lse = step.attend_kept(plan, learn=learn)
     else:
         out, lse = step.nothing() if plan.host is None else step.attend_host(plan.host)
     if plan.ahead is not None:
@@ -148,14 +171,6 @@ def _decode(
             plan.ahead.wait()
         stats.query_cosine += plan.ahead.join(step.kernels)
         stats.queries += 1
-    layer.ahead = None
     if sinks is not None:
         out.copy_(merge_partials([(out, lse)], sinks.float().view(1, -1))[0])
-    stats.steps += 1
-    store.pack_old(store.length - 1)  # before anything reads this layer's blocks again; the new token may be undone
-    layer.policy.after_layer(step, plan)
-    if store.length % store.block_size == 0 and store.sealed < store.num_blocks:
-        seal(store, layer.settings.prefill_tile)
-    if fresh and layer.salience is not None:
-        layer.salience.advance()
-    return step.kernels.give(query)
+    return step.give(query)

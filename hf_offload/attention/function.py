@@ -86,8 +86,13 @@ def hybrid_sparse_attention(
     Raises:
         ValueError: the model wants something of attention that a `HybridCache` cannot give.
     """
-    lookahead.intercept(module, query)
-    layer = _layer_of(key, value)
+    if lookahead.CAPTURING:
+        lookahead.intercept(query)
+    tag = getattr(key, "_hybrid_layer", None)
+    told = tag is not None and getattr(value, "_hybrid_layer", None) is tag
+    layer: HybridLayer | None = tag() if told else None  # type: ignore[misc]
+    if layer is None:
+        layer = _layer_of(key, value)
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if layer is None:
@@ -101,8 +106,11 @@ def hybrid_sparse_attention(
     if layer is None:
         return _stock_attention(module, query, key, value, attention_mask, dropout, scale, softcap, sinks), None
     dense = attention_mask is not None and attention_mask.ndim == 4
-    # A dense mask says everything and a compact one stands for causality; with one query there is nothing to say.
-    _check(layer, module, kwargs, dropout, query.requires_grad, causal=query.shape[2] > 1 and attention_mask is None)
+    batch, _, length, _ = query.shape
+    asks = dropout or length > 1 or query.requires_grad or not _TELLING.isdisjoint(kwargs)
+    if asks or layer.known() is not module:
+        # A dense mask says everything and a compact one stands for causality; with one query there is nothing to say.
+        _check(layer, module, kwargs, dropout, query.requires_grad, causal=length > 1 and attention_mask is None)
     if torch.is_autocast_enabled(layer.device_type):  # K and V are cast already; nothing else is to be
         with uncast(layer.device_type):
             query = query.to(key.dtype)
@@ -110,8 +118,7 @@ def hybrid_sparse_attention(
                 module, query, key, value, attention_mask, dropout, scaling, **kwargs
             )[0]
             return out, None
-    length, total = query.shape[2], layer.total
-    padding = layer.settings.padding
+    total, padding = layer.total, layer.settings.padding
     decoding = length == 1 and total > 1
     if length != key.shape[2]:
         layer.pending = None
@@ -125,8 +132,9 @@ def hybrid_sparse_attention(
             f"{type(module).__name__} has a mask for {attention_mask.shape[-1]} of {total} keys: it asks the cache for "  # type: ignore[union-attr]
             "more than attention, or the mask given is too short; use DynamicCache, or a mask for all keys"
         )
-    if not layer.capturing:  # what a mask says was looked at before
-        padding.observe(_key_mask(attention_mask, decoding), query.shape[0], total, dense=dense)
+    if not (layer.has_slots and layer.capturing):  # otherwise what a mask says was looked at before
+        if attention_mask is not None or total != padding.seen or batch != len(padding.first):
+            padding.observe(_key_mask(attention_mask, decoding), batch, total, dense=dense)
         if layer.revision != padding.revision:
             layer.heed_padding()
     if decoding:
@@ -163,13 +171,9 @@ def _singles(layer: HybridLayer, module: torch.nn.Module, length: int, dense: bo
 
 
 def _layer_of(key: torch.Tensor, value: torch.Tensor) -> HybridLayer | None:
-    tag = getattr(key, "_hybrid_layer", None)
-    if tag is getattr(value, "_hybrid_layer", None):
-        layer: HybridLayer | None = None if tag is None else tag()
-        if tag is None or layer is not None:
-            return layer
+    """The layer that keys and values were announced to, where they do not both say so at once."""
     tags = [getattr(tensor, "_hybrid_layer", None) for tensor in (key, value)]
-    layers = [None if tag is None else tag() for tag in tags]
+    layers: list[HybridLayer | None] = [None if tag is None else tag() for tag in tags]
     if any(tag is not None and layer is None for tag, layer in zip(tags, layers, strict=True)):
         raise ValueError("the HybridCache of this forward is gone; keep a reference to it while the model runs")
     if layers[0] is layers[1]:

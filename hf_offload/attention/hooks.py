@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_offload.attention.decode import look_ahead
-from hf_offload.attention.lookahead import QueryPredictor, capturing
+from hf_offload.attention.lookahead import CAPTURING, QueryPredictor, capturing
 from hf_offload.attention.spread import exchanges
 from hf_offload.attention.verify import predict_drafts
 from hf_offload.cache.around import uncompiled
@@ -89,28 +89,37 @@ class Attachment:
             return
         target = index + 1
         layer = cache.layers[target] if target < min(len(cache.layers), len(self.layers)) else None
-        if not isinstance(layer, HybridLayer) or not layer.past or not layer.policy.looks_ahead(layer):
+        if hidden is None or hidden.shape[-2] != 1 or not isinstance(layer, HybridLayer) or layer.scale is None:
             return
-        if hidden is None or hidden.shape[-2] != 1:
+        if not layer.past or not layer.policy.looks_ahead(layer):
             return
-        donor = cache.donors.get(target)
-        if donor is None or donor not in cache.calls or layer.scale is None:
+        call = cache.calls.get(cache.donors.get(target))
+        if call is None:
             return  # not called yet, or the first layer of its kind in this forward: it uses its real query
         if not (layer.device_type == "cpu" and hidden.is_cpu):
             hidden = hidden.to(layer.device)
-        look_ahead(layer, cache.predict_query(target, hidden, args[1:], cache.calls[donor][0]))
+        look_ahead(layer, cache.predict_query(target, hidden, args[1:], call))
 
 
 def _learn_donor(cache: Any, index: int, kwargs: dict[str, Any]) -> None:
     """Layers with the very same position tensors may lend each other their arguments (Gemma 3 has two kinds)."""
-    calls, positions = cache.calls, {name: value for name, value in kwargs.items() if "position" in name}
-    for other in reversed(calls):
-        if _same_positions(calls[other][1], positions):
-            cache.donors[index] = other
-            break
+    calls = cache.calls
+    last = calls.get(index - 1)
+    if last is not None and len(last) == len(kwargs) and all(map(operator.is_, last.values(), kwargs.values())):
+        cache.donors[index] = index - 1  # all is the same, as in most models
     else:
-        cache.donors.pop(index, None)
-    calls[index] = kwargs, positions
+        positions = _positions(kwargs)
+        for other in reversed(calls):
+            if _same_positions(_positions(calls[other]), positions):
+                cache.donors[index] = other
+                break
+        else:
+            cache.donors.pop(index, None)
+    calls[index] = kwargs
+
+
+def _positions(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if "position" in name}
 
 
 def _same_positions(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -193,7 +202,7 @@ class _Hook:
 
     def context(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Attachment, Any] | None:
         """The attachment and the cache of this forward; None where there is nothing to do."""
-        if capturing():
+        if CAPTURING and capturing():
             return None
         cache, attachment = find_cache(args, kwargs), self.attachment()
         return None if cache is None or attachment is None else (attachment, cache)
@@ -216,9 +225,14 @@ class _AfterStack(_Hook):
 class _BeforeLayer(_Hook):
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (found := self.context(args, kwargs)) and found[1].looks_ahead:
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        found = self.context(args, kwargs)
+        if found is None or not found[1].looks_ahead:
+            return
+        if torch.is_grad_enabled():
+            with torch.no_grad():
                 found[0].before_layer(self.index, found[1], args, kwargs)
+        else:
+            found[0].before_layer(self.index, found[1], args, kwargs)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -10,13 +10,12 @@ import torch
 from hf_offload.attention.windowed import WindowKernels
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.launch import TAGS
-from hf_offload.cpu.narrow import narrow
-from hf_offload.cpu.standing import ANYWHERE, Kept
+from hf_offload.cpu.narrow import SHORT, narrow
+from hf_offload.cpu.standing import ANYWHERE, Kept, Standing
+from hf_offload.cpu.together import Row
 from hf_offload.cpu.widen import widen
 from hf_offload.cpu.worker import Job
 from hf_offload.policies.base import Selection
-
-_SHORT = {torch.float32: False, torch.bfloat16: True}
 
 
 class HostKernels:
@@ -35,18 +34,22 @@ class HostKernels:
             self.out_tensor, self.lse_tensor = torch.empty(shape), torch.empty(shape[:2])
         self.query = np.empty(shape, np.float32)
         self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
-        self._out_address = self.out_tensor.data_ptr()
         self.kbar = np.empty(shape, np.float32)
         self.masses = np.empty((*shape[:2], 0), np.float32)
         self.score = np.empty((shape[0], 0, 0), np.float32)
         """`[B, Hkv, N]`, of the last choice."""
         self.chosen: Selection | None = None
         """The last choice."""
+        self.first, self.others = Row(6), Row(4)
+        """What a step launches first, beginning with its token and its query, and what it launches then."""
         self.taking = Kept(f"the query of layer {layer}")
+        self.foreseeing = Kept(f"the predicted query of layer {layer}")
         self.choosing = Kept(f"the choice of blocks of layer {layer}")
         self.attending = Kept(f"CPU attention of layer {layer}")
         self.starting = Kept(f"early CPU attention of layer {layer}")
+        self.parting = Kept(f"what layer {layer} always attends")
         self.reading = Kept(f"read-ahead of layer {layer}")
+        self.giving = Kept(f"what layer {layer} has attended")
         self.read: Job | None = None
         """The last read-ahead: it writes nothing, and what it reads may be written meanwhile."""
         self.lent = False
@@ -65,8 +68,8 @@ class HostKernels:
         """Whether nobody works in the buffers any more: a job that was given up may still run."""
         return not self.lent and (self.job is None or self.job.done())
 
-    def take(self, query: torch.Tensor) -> None:
-        """Have this query `[B, Hq, D]` or `[B, Hq, 1, D]` as float32."""
+    def take(self, query: torch.Tensor) -> tuple[Standing, tuple[int, ...], Any]:
+        """The launch that brings a query `[B, Hq, D]` or `[B, Hq, 1, D]` as float32, its numbers, and what it reads."""
         strides = query.stride()
         if strides[-1] != 1 or query.dtype not in TAGS:
             query = query.float().contiguous()
@@ -75,16 +78,24 @@ class HostKernels:
         standing = self.taking.find((), numbers)
         if standing is None:
             standing = self.taking.keep(widen(query, self.query), (), numbers, source=ANYWHERE)
-        standing.run(query.data_ptr())
+        return standing, (query.data_ptr(),), query
 
-    def give(self, query: torch.Tensor) -> torch.Tensor:
-        """What was attended, `[B, 1, Hq, D]`: a copy in the dtype of the query `[B, Hq, 1, D]`."""
-        short = _SHORT.get(query.dtype)
-        if short is None:
-            return self.out_tensor.to(query.dtype, copy=True).unsqueeze(1)
-        given = torch.empty_like(query, memory_format=torch.contiguous_format)
-        narrow(short, self._out_address, given.data_ptr(), self.out.size)
-        return given.transpose(1, 2)
+    def give(self, query: torch.Tensor) -> tuple[Standing, int, torch.Tensor] | None:
+        """The launch that copies what was attended into a new tensor like the query's, its number, and that tensor.
+
+        Returns:
+            the tensor is `[B, 1, Hq, D]`; None where no launch covers the query's dtype.
+        """
+        dtype = query.dtype
+        if dtype not in SHORT:
+            return None
+        batch, heads, dim = self.query.shape
+        given = query.new_empty((batch, 1, heads, dim))
+        standing = self.giving.find((), (dtype,))
+        if standing is None:
+            launch = narrow(self.out.reshape(batch, heads * dim), given)
+            standing = self.giving.keep(launch, (), (dtype,), target=ANYWHERE)
+        return standing, given.data_ptr(), given
 
     def make_room(self, kv_heads: int, blocks: int) -> None:
         """Have room for the masses and the score of so many blocks."""
@@ -105,6 +116,6 @@ class HostKernels:
 def kernels_of(layer: HybridLayer, shape: torch.Size, *, ahead: bool) -> HostKernels:
     """What a layer has prepared for queries `[B, Hq, …, D]`: the real one's or, `ahead`, the predicted one's."""
     found: HostKernels | None = layer.kernels.get((ahead, shape))
-    if found is None or not found.free:
+    if found is None or ((found.lent or found.job is not None) and not found.free):
         found = layer.kernels[ahead, shape] = HostKernels(layer.index, (*shape[:2], shape[-1]))
     return found

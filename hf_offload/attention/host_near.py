@@ -53,17 +53,19 @@ class HostNear:
             step.attention(self._sinking, sinks, None, to=self._sinks),
             step.attention(kernels.attending, newest, None),
         )
-        self._rows[0].run(launches, step.length)
+        self._rows[0].run(launches, (step.length, step.length))
         return Near(self.query, (self.sink_out, self.sink_lse), (kernels.out_tensor, kernels.lse_tensor))
 
     def retrieve(self, step: HostStep, properties: Properties | Foresight) -> None:
         """Choose blocks of the host, for which `choice` has room, and attend them; a foresight wants what is near."""
         launches: tuple[Standing, ...] = self._choice(step), self._count(step)
+        numbers: tuple[int, ...] = ()
         if isinstance(properties, tuple):
             self.choice.take(properties)
         else:
             launches = self._prediction(step, properties.network, properties.known), *launches
-        self._rows[1].run(launches, step.length)
+            numbers = (step.length,)
+        self._rows[1].run(launches, numbers)
         choice = self.choice
         if self._chosen is None or self._chosen.blocks is not choice.blocks:
             self._chosen = Selection(choice.blocks, choice.counts)

@@ -10,10 +10,12 @@ import torch
 from hf_offload.attention.ahead import Ahead
 from hf_offload.attention.host_kernels import kernels_of
 from hf_offload.attention.host_near import HostNear
+from hf_offload.attention.plain_query import Foreseen
 from hf_offload.attention.retrieval import Foresight, Properties, Retrieval
 from hf_offload.attention.step import Near, Step
 from hf_offload.attention.windowed import WindowKernels, attend_kept
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.token_writer import Writing
 from hf_offload.cache.unchecked import check_selected
 from hf_offload.cpu import choose as choosing
 from hf_offload.cpu import decode as cpu_decode
@@ -31,19 +33,43 @@ class HostStep(Step):
 
     Args:
         layer: the layer.
-        query: `[B, Hq, D]` or `[B, Hq, 1, D]`, the real or the predicted query.
+        query: `[B, Hq, D]` or `[B, Hq, 1, D]`, the real or the predicted query, or what computes it.
         length, scale, softcap: as in `Step`.
+        token: this step's token, if it is still to be written.
     """
 
-    query: np.ndarray
-
     def __init__(
-        self, layer: HybridLayer, query: torch.Tensor, length: int, scale: float, softcap: float | None = None
-    ) -> None:
+        self, layer: HybridLayer, query: torch.Tensor | Foreseen, length: int, scale: float,
+        softcap: float | None = None, token: Writing | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(layer, length, scale, softcap)
-        self.kernels = kernels_of(layer, query.shape, ahead=length > self.store.length)
-        self.kernels.take(query)
-        self.query = self.kernels.query
+        self.kernels = kernels = kernels_of(layer, query.shape, ahead=length > self.store.length)
+        taking, places, read = query.bring(kernels) if isinstance(query, Foreseen) else kernels.take(query)
+        self._begins = True
+        """Whether token and query are still to be brought, which the first launch of the step does on its way."""
+        if token is None:
+            self._launches: tuple[Standing, ...] = (taking,)
+            self._numbers = places
+        else:
+            self._launches, self._numbers = (token.launch, taking), token.numbers + places
+        self._keep = token, read
+
+    @property
+    def query(self) -> np.ndarray:
+        self.begin()
+        return self.kernels.query
+
+    def begin(self) -> None:
+        if self._begins:
+            self._run((), ())
+
+    def _run(self, launches: tuple[Standing, ...], numbers: tuple[int, ...]) -> None:
+        """Launch one after the other, with the numbers of all of them."""
+        if self._begins:
+            self._begins = False
+            self.kernels.first.run(self._launches + launches, self._numbers + numbers)
+        else:
+            self.kernels.others.run(launches, numbers)
 
     # --- choosing blocks ---------------------------------------------------------------------------------------------
 
@@ -74,7 +100,9 @@ class HostStep(Step):
             return
         # What is there: a layer ahead, this step's own token is not.
         reads_tail = join != "raw" and sealed * self.block_size < store.length
-        bundle = digests.arrays(self.query, self.scale)
+        bundle = digests.bundle
+        if bundle is None:
+            bundle = digests.arrays(self.query, self.scale)
         low, high = self.sinks
         arrays = (bundle, store.table, store.pool.block_ptr, padding.valid, padding.holes, low, high, kernels.score)
         numbers = (join, blocks, sealed, self.num_blocks, self.recent_blocks, self.scale, reads_tail)
@@ -83,7 +111,7 @@ class HostStep(Step):
             launch = self._choice(bundle, join, blocks, reads_tail)
             covered = min(padding.valid.shape[1], min(padding.holes.shape[1], store.table.shape[1]) * self.block_size)
             standing = kernels.choosing.keep(launch, arrays, numbers, length=covered)
-        standing.run(store.length if reads_tail else 0)
+        self._run((standing,), (store.length if reads_tail else 0,))
 
     def _choice(self, bundle: Digest, join: str, blocks: int | None, reads_tail: bool) -> Launch:
         store, kernels = self.store, self.kernels
@@ -95,9 +123,9 @@ class HostStep(Step):
             kernels.chosen, bounds = self._room(blocks, self.recent_blocks)
             chosen = (kernels.chosen.blocks, kernels.chosen.counts)
             select = (*bounds, self.recent_blocks, self.num_blocks, blocks, *chosen)
-        tail = np.full(self.query.shape[:2], -np.inf, np.float32)
+        tail = np.full(kernels.query.shape[:2], -np.inf, np.float32)
         return choosing.choose_blocks(
-            self.query, bundle, store.table, store.sealed, kernels.masses, tail, kernels.score, join=join,
+            kernels.query, bundle, store.table, store.sealed, kernels.masses, tail, kernels.score, join=join,
             scale=self.scale, kv_dtype=store.dtype, unsealed=unsealed, select=select,
         )  # fmt: skip
 
@@ -147,11 +175,12 @@ class HostStep(Step):
 
     def split_early(self, selection: Selection) -> tuple[Selection, Selection]:
         here, there = self.kernels.parts(selection)
-        newest = self.store.sealed - self.recent_blocks
-        part_always(
-            selection.blocks, selection.counts, *self.sinks, newest, here.blocks, here.counts, there.blocks,
-            there.counts,
-        )  # fmt: skip
+        arrays, numbers = (selection.blocks, selection.counts, *self.sinks), (self.store.sealed - self.recent_blocks,)
+        standing = self.kernels.parting.find(arrays, numbers)
+        if standing is None:
+            launch = part_always(*arrays, *numbers, (here.blocks, here.counts), (there.blocks, there.counts))
+            standing = self.kernels.parting.keep(launch, arrays, numbers)
+        self._run((standing,), ())
         return here, there
 
     # --- computing ---------------------------------------------------------------------------------------------------
@@ -169,8 +198,8 @@ class HostStep(Step):
         standing = kept.find(arrays, numbers)
         if standing is None:
             launch = cpu_decode.sparse_decode(
-                self.query, store.pool.block_ptr, store.table, host.blocks, host.counts, padding.holes, padding.valid,
-                self.length, *(to or (kernels.out, kernels.lse)), kbar, kv_dtype=store.dtype,
+                kernels.query, store.pool.block_ptr, store.table, host.blocks, host.counts, padding.holes,
+                padding.valid, self.length, *(to or (kernels.out, kernels.lse)), kbar, kv_dtype=store.dtype,
                 block_size=self.block_size, scale=self.scale, softcap=self.softcap, packed=store.packs, scores=scores,
             )  # fmt: skip
             covered = min(padding.valid.shape[1], padding.holes.shape[1] * self.block_size)
@@ -180,8 +209,26 @@ class HostStep(Step):
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend blocks now with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32, until the next step."""
         kernels = self.kernels
-        self.attention(kernels.attending, host, None).run(self.length)
+        self._run((self.attention(kernels.attending, host, None),), (self.length,))
         return kernels.out_tensor, kernels.lse_tensor
+
+    def answer(self, host: Selection, query: torch.Tensor) -> torch.Tensor:
+        """`attend_host` and `give` in one."""
+        given = self.kernels.give(query)
+        if given is None:
+            self.attend_host(host)
+            return self.give(query)
+        attending = self.attention(self.kernels.attending, host, None)
+        self._run((attending, given[0]), (self.length, given[1]))
+        return given[2]
+
+    def give(self, query: torch.Tensor) -> torch.Tensor:
+        """What was attended, `[B, 1, Hq, D]`: a copy in the dtype of the query `[B, Hq, 1, D]`."""
+        given = self.kernels.give(query)
+        if given is None:
+            return self.kernels.out_tensor.to(query.dtype, copy=True).unsqueeze(1)
+        self._run((given[0],), (given[1],))
+        return given[2]
 
     def attend_kept(self, plan: Plan, *, learn: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend the window and the kept tokens: as `attend_host`.
@@ -190,6 +237,7 @@ class HostStep(Step):
             plan: its host part is the window.
             learn: whether the averages of the window's tokens take in this step's weights.
         """
+        self.begin()
         attend_kept(self, plan, learn=learn)
         return self.kernels.out_tensor, self.kernels.lse_tensor
 
@@ -198,22 +246,24 @@ class HostStep(Step):
         """What this layer has prepared for a window and kept tokens."""
         found = self.kernels.windowed
         if found is None:
-            found = self.kernels.windowed = WindowKernels(self.layer.index, self.query.shape)
+            found = self.kernels.windowed = WindowKernels(self.layer.index, self.kernels.query.shape)
         return found
 
     @property
     def _near(self) -> HostNear:
         found: HostNear | None = self.kernels.near
         if found is None:
-            found = self.kernels.near = HostNear(self.layer, self.query)
+            found = self.kernels.near = HostNear(self.layer, self.kernels.query)
         return found
 
     def attend_near(self) -> Near:
+        self.begin()
         return self._near.attend(self)
 
     def retrieve(
         self, needs: Properties | Foresight, granularities: tuple[int, ...], near: Near | None = None
     ) -> Retrieval:
+        self.begin()
         choice = self._near.choice
         if self._reserve(choice, granularities):
             self._near.retrieve(self, needs)
@@ -227,19 +277,20 @@ class HostStep(Step):
 
     def nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What `attend_host` gives for no block."""
+        self.begin()
         return self.kernels.out_tensor.fill_(0.0), self.kernels.lse_tensor.fill_(float("-inf"))
 
     def attend_early(self, host: Selection, *, correct: bool) -> Ahead | None:
+        self.begin()
         if not host.counts.any():
             return None
         kernels = self.kernels
         # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
         standing = self.attention(kernels.starting, host, kernels.kbar if correct else None)
-        standing.set("length", self.length)
         worker = self.layer.settings.worker
-        shares = min(worker.threads, standing.tasks)
+        shares = min(worker.threads, standing.launch.tasks)
         kernels.lent = True  # an interruption from here on leaves a job that nobody knows
-        standing.open(shares)
+        standing.open(shares, self.length)
         kernels.job = worker.submit(standing, standing.label, shares=shares, keep=(self.store.pool, kernels))
         self.layer.ahead = ahead = Ahead(kernels, host, self.scale, correct, kernels.job)
         kernels.lent = False
@@ -257,8 +308,7 @@ class HostStep(Step):
             launch = movers.touch_blocks(*arrays, store.sealed, pool.record_bytes, packed)
             standing = kernels.reading.keep(launch, arrays, (), sealed=store.table.shape[1])
         # The tail is being written, and may not even exist before this step's token arrives.
-        standing.set("sealed", store.sealed)
-        standing.open(1)
+        standing.open(1, store.sealed)
         kernels.read = self.layer.settings.worker.submit(standing, standing.label, keep=(store.pool, kernels))
 
     # --- moving and counting -----------------------------------------------------------------------------------------

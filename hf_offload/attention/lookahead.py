@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_offload.attention.plain_query import Adapter, plain_query
+from hf_offload.attention.plain_query import Adapter, Foreseen, PlainQuery, plain_query
 from hf_offload.attention.spread import brings_weights, check_whole, hook_of, leave_hooks
 
-_capturing: set[int] = set()
+CAPTURING: set[int] = set()
 """The threads that run a forward that is to be cut short."""
 
 
@@ -51,10 +51,10 @@ class _Sentinel(Cache):
 
 def capturing() -> bool:
     """Whether this thread runs a forward that is to be cut short."""
-    return bool(_capturing) and threading.get_ident() in _capturing
+    return bool(CAPTURING) and threading.get_ident() in CAPTURING
 
 
-def intercept(module: nn.Module, query: torch.Tensor) -> None:
+def intercept(query: torch.Tensor) -> None:
     """Called first in the attention function: hands the query out if that is all that is wanted."""
     if capturing():
         raise _Captured(query)
@@ -82,7 +82,7 @@ def capture_query(
     """
     rest = tuple(_replace_cache(value) for value in args)
     named = {name: _replace_cache(value) for name, value in kwargs.items() if name != "hidden_states"}
-    _capturing.add(threading.get_ident())
+    CAPTURING.add(threading.get_ident())
     try:
         with torch.no_grad():
             layer.forward(hidden, *rest, **named)
@@ -90,7 +90,7 @@ def capture_query(
         leave_hooks(captured.__traceback__, captured.query)
         return captured.query
     finally:
-        _capturing.discard(threading.get_ident())
+        CAPTURING.discard(threading.get_ident())
     raise RuntimeError(
         f"{type(layer).__name__} did not reach the 'hybrid_sparse' attention function, so its query is unknown; "
         "use lookahead='off'"
@@ -138,39 +138,43 @@ class QueryPredictor:
     def __init__(self, layer: nn.Module, *, short_cut: bool = True) -> None:
         self.layer, self.short_cut = layer, short_cut
         self.adapter: Adapter | None = None
-        self.modules: Adapter | None = None
-        """The adapter that is made of torch's operators alone."""
+        self.plain: PlainQuery | None = None
+        """The same in one launch, for steps with one memory."""
         self._known: tuple[Any, ...] | None = None
 
-    def __call__(
-        self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, recorded: bool = False
-    ) -> torch.Tensor:
+    def foresee(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Foreseen | None:
+        """The query for `hidden` `[B, 1, hidden]`, to be computed by a launch; None where there is no such launch."""
+        plain = self.plain
+        return None if plain is None or self._now() != self._known else plain.foresee(hidden, kwargs)
+
+    def _now(self) -> tuple[Any, ...]:
+        """The parts of the layer and what hangs on them."""
+        parts = _parts(self.layer)
+        return (*parts, hook_of(self.layer), hook_of(self.layer._modules.get("self_attn")), *map(hook_of, parts))
+
+    def __call__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The query `[B, Hq, Q, D]` that the layer would compute from `hidden` `[B, Q, hidden]`.
 
         Args:
             hidden: the input.
             args, kwargs: the other arguments of the layer's forward.
-            recorded: whether torch's operators are being recorded, so that nothing else may compute.
         """
-        parts = _parts(self.layer)
-        attention = self.layer._modules.get("self_attn")
-        known = (*parts, hook_of(self.layer), hook_of(attention), *map(hook_of, parts))
+        known = self._now()
         if known == self._known:
-            adapter = self.modules if recorded else self.adapter
-            if adapter is not None:
-                return adapter(hidden, kwargs)
+            if self.adapter is not None:
+                return self.adapter(hidden, kwargs)
             return capture_query(self.layer, hidden, args, kwargs)
         check_whole(self.layer)
         # The first time, or the layer has other parts now (an adapter of another kind, LoRA's; hooks): prove it again.
         query = capture_query(self.layer, hidden, args, kwargs)
-        self.adapter, self.modules, self._known = None, None, known
-        if self.short_cut and all(brings_weights(part) for part in parts if part is not None):
+        self.adapter, self.plain, self._known = None, None, known
+        if self.short_cut and all(brings_weights(part) for part in known[:3] if part is not None):
             modules = make_adapter(self.layer)
             if modules is not None and _agrees(modules, hidden, kwargs, query):
-                self.adapter = self.modules = modules
-                plain = plain_query(self.layer, modules)
-                if plain is not None and _agrees(plain, hidden, kwargs, query):
-                    self.adapter = plain
+                self.adapter, plain = modules, plain_query(self.layer)
+                with torch.no_grad():
+                    if plain is not None and plain.agrees(modules, hidden, kwargs):
+                        self.plain = plain
         return query
 
 

@@ -1,90 +1,134 @@
-"""The query of a plain decoder layer, from its input: one multiplication by torch, the rest in compiled code."""
+"""The query of a plain decoder layer, from its input: one launch, which goes along with the first of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from hf_offload.cpu.plain_layer import normalize, rotate
+from hf_offload.attention.host_kernels import HostKernels
+from hf_offload.cpu.project import Layer, project
+from hf_offload.cpu.standing import ANYWHERE, Standing
 
-_KINDS = {torch.float32: False, torch.bfloat16: True}
-_PROBES = 64
-"""Rows of random numbers on which a norm is compared with the module."""
+MOST_ROWS = 8
+"""More rows are multiplied sooner by torch."""
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""How far from the modules' queries those of the launch may be, as a share of the largest number."""
 
 Adapter = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
 
 
-class _Norm:
-    """An RMS norm with a weight, computed as its module does (`agrees` tells)."""
+@dataclass(slots=True)
+class Foreseen:
+    """A query that the first launch of a step computes.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters, self.module = module._parameters, module
-        self.eps = float(getattr(module, "variance_epsilon", getattr(module, "eps", None)) or 0.0)
-        weight = self.parameters["weight"]
-        assert weight is not None
-        self.width, self.short = len(weight), _KINDS[weight.dtype]
+    Args:
+        plain: the layer's weights.
+        hidden: `[B, 1, W]`; cos, sin: `[1 or B, 1, D]`.
+        shape: (B, Hq, 1, D).
+    """
 
-    def __call__(self, source: torch.Tensor, target: torch.Tensor, rows: int) -> None:
-        """Of contiguous `[rows, width]` in the weight's dtype; the target may be the source."""
-        weight: Any = self.parameters["weight"]
-        normalize(self.short, source.data_ptr(), weight.data_ptr(), target.data_ptr(), rows, self.width, self.eps)
+    plain: PlainQuery
+    hidden: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    shape: torch.Size
 
-    def agrees(self) -> bool:
-        """Whether it gives the module's very bits."""
-        generator, weight = torch.Generator().manual_seed(0), self.parameters["weight"]
-        assert weight is not None
-        with torch.no_grad():
-            rows = torch.randn(_PROBES, self.width, generator=generator) * torch.logspace(-2, 2, _PROBES)[:, None]
-            rows = rows.to(weight.dtype)
-            mine = torch.empty_like(rows)
-            self(rows, mine, _PROBES)
-            return torch.equal(mine, self.module(rows))
+    def bring(self, kernels: HostKernels) -> tuple[Standing, tuple[int, ...], Any]:
+        """The launch that writes it into the layer's buffer, its numbers, and what it reads."""
+        numbers = (len(self.cos), *self.plain.addresses())
+        standing = kernels.foreseeing.find((self.plain,), numbers)
+        if standing is None:
+            launch = project(self.plain.layer(), self.hidden, self.cos, self.sin, kernels.query)
+            anywhere = {"hidden": ANYWHERE, "cos": ANYWHERE, "sin": ANYWHERE}
+            standing = kernels.foreseeing.keep(launch, (self.plain,), numbers, **anywhere)
+        return standing, (self.hidden.data_ptr(), self.cos.data_ptr(), self.sin.data_ptr()), self
 
 
-def plain_query(layer: nn.Module, otherwise: Adapter) -> Adapter | None:
-    """The quickest way to the query of a layer on the CPU; None unless its parts are plain.
+class PlainQuery:
+    """What makes the queries of a decoder layer of the Llama kind whose parts are plain (`plain_query` says of which).
+
+    Args:
+        norm, project, head_norm: its modules.
+        dim: of a head.
+    """
+
+    def __init__(self, norm: nn.Module, project: nn.Linear, head_norm: nn.Module | None, dim: int) -> None:
+        self._norm, self._project = norm._parameters, project._parameters
+        self._head_norm: dict[str, Any] = {"weight": None} if head_norm is None else head_norm._parameters
+        self._eps, self._head_eps = _eps(norm), 0.0 if head_norm is None else _eps(head_norm)
+        self._dtype, self._width, self._dim = project.weight.dtype, project.in_features, dim
+        self._heads = project.out_features // dim
+
+    def layer(self) -> Layer:
+        """The weights as they are now."""
+        norm, project, head_norm = self._norm["weight"], self._project, self._head_norm["weight"]
+        return Layer(norm, self._eps, project["weight"], project["bias"], head_norm, self._head_eps)  # type: ignore[arg-type]
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the weights are now; 0 for what there is not."""
+        project = self._project
+        parts = self._norm["weight"], project["weight"], project["bias"], self._head_norm["weight"]
+        return tuple([0 if part is None else part.data_ptr() for part in parts])
+
+    def foresee(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Foreseen | None:
+        """The query for an input `[B, 1, W]`; None for inputs that the launch does not cover."""
+        cos, sin = kwargs["position_embeddings"]
+        batch, length, width = hidden.shape
+        shape, dtype = cos.shape, self._dtype
+        fits = length == 1 and batch <= MOST_ROWS and width == self._width and shape == sin.shape
+        fits = fits and (shape[0] == 1 or shape[0] == batch) and shape[1] == 1 and shape[2] == self._dim
+        if not fits or hidden.dtype is not dtype or cos.dtype is not dtype or sin.dtype is not dtype:
+            return None
+        if not (hidden.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and cos.is_cpu):
+            return None
+        return Foreseen(self, hidden, cos, sin, torch.Size((batch, self._heads, 1, self._dim)))
+
+    def agrees(self, modules: Adapter, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether it gives the modules' queries, but for rounding, for this input and for random ones like it."""
+        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden.dtype)
+        for source in (hidden, noise):
+            foreseen = self.foresee(source, kwargs)
+            if foreseen is None:
+                return False
+            batch, heads, _, dim = foreseen.shape
+            mine = np.empty((batch, heads, dim), np.float32)
+            project(self.layer(), source, foreseen.cos, foreseen.sin, mine).run("a predicted query")
+            want = modules(source, kwargs)[:, :, 0].float()
+            far = (torch.from_numpy(mine) - want).abs().max()
+            if not bool(far <= _ROUNDING[self._dtype] * want.abs().max()):
+                return False
+        return True
+
+
+def plain_query(layer: nn.Module) -> PlainQuery | None:
+    """What computes a layer's queries on the CPU in one launch; None unless its parts are plain.
 
     Args:
         layer: a decoder layer of the Llama kind: RMS norm, `nn.Linear`, maybe a norm of each head, rotary positions.
-        otherwise: for inputs that the compiled code does not cover.
     """
     attention: Any = layer._modules.get("self_attn")
     inside = {} if attention is None else attention._modules
-    norm, project, query_norm = layer._modules.get("input_layernorm"), inside.get("q_proj"), inside.get("q_norm")
+    norm, project, head_norm = layer._modules.get("input_layernorm"), inside.get("q_proj"), inside.get("q_norm")
     dim = getattr(attention, "head_dim", None)
-    if norm is None or type(project) is not nn.Linear or not isinstance(dim, int) or dim % 2:
+    if norm is None or type(project) is not nn.Linear or not isinstance(dim, int) or dim % 16:
         return None
-    norms = [part for part in (norm, query_norm) if part is not None]
-    if not all(map(_is_plain, (*norms, project))) or len({part.weight.dtype for part in (*norms, project)}) != 1:
+    parts = [part for part in (norm, project, head_norm) if part is not None]
+    if not all(map(_is_plain, parts)) or len({part._parameters["weight"].dtype for part in parts}) != 1:  # type: ignore[union-attr]
         return None
-    before, after = _Norm(norm), None if query_norm is None else _Norm(query_norm)
-    if not before.agrees() or (after is not None and not (after.width == dim and after.agrees())):
+    if project.in_features % 16 or project.out_features % dim or len(norm._parameters["weight"]) != project.in_features:  # type: ignore[arg-type]
         return None
-    owned, dtype, short = project._parameters, norm.weight.dtype, before.short
+    if head_norm is not None and len(head_norm._parameters["weight"]) != dim:
+        return None
+    return PlainQuery(norm, project, head_norm, dim)
 
-    def adapter(hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        cos, sin = kwargs["position_embeddings"]
-        batch, length, width = hidden.shape
-        tables = cos.shape
-        covered = hidden.dtype is dtype and cos.dtype is dtype and sin.dtype is dtype and hidden.is_cpu and cos.is_cpu
-        fits = width == before.width and tables == sin.shape and tables[1:] == (length, dim) and tables[0] in (1, batch)
-        if not (covered and fits and hidden.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
-            return otherwise(hidden, kwargs)
-        query = torch.empty_like(hidden)
-        before(hidden, query, batch * length)
-        query = nn.functional.linear(query, owned["weight"], owned["bias"])  # type: ignore[arg-type]
-        if query.dtype is not dtype:  # autocast
-            return otherwise(hidden, kwargs)
-        heads = query.shape[2] // dim
-        if after is not None:
-            after(query, query, batch * length * heads)
-        rotate(short, query.data_ptr(), cos.data_ptr(), sin.data_ptr(), batch * length, tables[0] * length, heads, dim)
-        return query.view(batch, length, heads, dim).transpose(1, 2)
 
-    return adapter
+def _eps(norm: nn.Module) -> float:
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) or 0.0)
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -94,7 +138,7 @@ def _is_plain(module: nn.Module) -> bool:
     names = {"weight", "bias"} if type(module) is nn.Linear else {"weight"}
     return (
         weight is not None
-        and weight.dtype in _KINDS
+        and weight.dtype in _ROUNDING
         and weight.device.type == "cpu"
         and weight.is_contiguous()
         and set(module._parameters) <= names

@@ -67,6 +67,10 @@ class Step(ABC):
         """The end of the blocks that are neither sinks nor newest: this one and those behind it are always attended."""
         return max(self.store.sealed - self.recent_blocks, 0)
 
+    def begin(self) -> None:
+        """Have this step's token and query where everything reads them; whoever asks for the query need not."""
+        return
+
     def label(self, what: str) -> str:
         """What an error message calls a piece of this step's work."""
         return f"{what} of layer {self.layer.index}, step {self.layer.stats.steps}"
@@ -161,11 +165,13 @@ class Step(ABC):
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[B, Hkv, D]` of this step's own token."""
+        self.begin()
         key, value = self.store.gather(self.length - 1, 1)
         return key[:, :, 0], value[:, :, 0]
 
     def earlier(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """All tokens before this step's own, in tiles: the first token, K and V `[B, Hkv, T, D]`, until the next."""
+        self.begin()
         self.layer.write_back()
         return self.store.tiles(self.length - 1, self.layer.settings.prefill_tile)
 
@@ -176,6 +182,7 @@ class Step(ABC):
             numbers: `[B, Hkv, M]` int64, tokens before this step's own; entries from `counts` on mean nothing.
             counts: `[B, Hkv]` int64.
         """
+        self.begin()
         self.layer.drain_ahead()
         self.layer.write_back()
         self.layer.ahead = fetch = TokenFetch(self.layer, numbers, counts, self.label("tokens"))
@@ -195,6 +202,7 @@ class Step(ABC):
 
     def segments(self, query: torch.Tensor) -> Segments:
         """Keys and values of the tokens before this step's own, and the scores `query` `[B, Hq, D]` gives blocks."""
+        self.begin()
         return segments_of(self.layer, query, self.length - 1, self.host_end, self.scale)
 
     def lengths(self) -> torch.Tensor:

@@ -37,6 +37,8 @@ class DigestStore(ABC):
     """Names of the tensors that all KV heads of a block share."""
     sums = True
     """Whether a block's masses add up to that of several blocks; otherwise the largest stands for them (bounds)."""
+    bundle: Digest | None = None
+    """What `arrays` returns as long as it is not None, whatever the query."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device) -> None:
         self.num_kv_heads, self.head_dim, self.block_size, self.device = num_kv_heads, head_dim, block_size, device
@@ -203,7 +205,6 @@ class SubMeanStore(DigestStore):
 
     frozen = False
     statistics = ("center", "sigma")
-    _bundle: Digest | None = None  # of the arrays as they are
     codes: torch.Tensor
     levels: torch.Tensor
     sizes: torch.Tensor
@@ -232,22 +233,22 @@ class SubMeanStore(DigestStore):
         variance = (square / max(number, 1) - center.square()).clamp(min=0)
         self.sigma = variance.pow(0.25).float().clamp(min=1e-6)
         self.frozen = number > 0  # blocks of padding alone teach nothing
-        self._bundle = None
+        self.bundle = None
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
         kept = (self.codes, self.levels, self.sizes, self.bias)
         seal_submeans(ids, k, valid, *kept, self.center, self.sigma)
 
     def _grow(self, blocks: int) -> None:
-        self._bundle = None
+        self.bundle = None
         super()._grow(blocks)
 
     def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
         with self.lock:
-            if self._bundle is None:
+            if self.bundle is None:
                 kept, center, sigma = self._arrays, self.center.numpy(), self.sigma.numpy()
-                self._bundle = submeans(kept["codes"], kept["levels"], kept["sizes"], kept["bias"], center, sigma)
-            return self._bundle
+                self.bundle = submeans(kept["codes"], kept["levels"], kept["sizes"], kept["bias"], center, sigma)
+            return self.bundle
 
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
         return score_submeans(

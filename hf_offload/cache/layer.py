@@ -51,8 +51,7 @@ class HybridLayer(CacheLayerMixin):
 
     def __init__(self, index: int, settings: Settings) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.index = index
-        self.settings = settings
+        self.index, self.settings, self.tag = index, settings, weakref.ref(self)
         self.policy = settings.policy
         self.modules: Callable[[torch.nn.Module], bool] = lambda module: True
         """Whether an attention module belongs to the model that the cache was made for."""
@@ -152,16 +151,16 @@ class HybridLayer(CacheLayerMixin):
             raise ValueError("HybridCache keeps no gradients; run the model under torch.no_grad() or use DynamicCache")
         # Asking a tensor for its device's type takes longer than the rest of this.
         kind = self.device_type if self.is_initialized else key_states.device.type
-        key_states, value_states = attended(key_states, value_states, kind)
+        if torch.is_autocast_enabled(kind):
+            key_states, value_states = attended(key_states, value_states, kind)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.store is not None
         check_arrivals(self, key_states, value_states)
         # These are new objects that may carry the tag; the model's own tensors stay as they are.
-        key_states, value_states = key_states.detach(), value_states.detach()
-        self.pending, self.changed = (key_states, value_states), False
-        key_states._hybrid_layer = value_states._hybrid_layer = weakref.ref(self)  # type: ignore[attr-defined]
-        return key_states, value_states
+        self.pending = pending = key_states.detach(), value_states.detach()
+        pending[0]._hybrid_layer = pending[1]._hybrid_layer = self.tag  # type: ignore[attr-defined]
+        self.changed = False
+        return pending
 
     @uncompiled
     def get_seq_length(self) -> int:
@@ -171,7 +170,8 @@ class HybridLayer(CacheLayerMixin):
     @property
     def total(self) -> int:
         """Tokens seen, those announced included."""
-        return self.past + (self.pending[0].shape[2] if self.pending is not None else 0)
+        past = 0 if self.store is None else self.store.length
+        return past if self.pending is None else past + self.pending[0].shape[2]
 
     def get_max_length(self) -> int:
         """No limit (-1)."""

@@ -17,7 +17,7 @@ from hf_offload.cache.packing import gathering_packed, pack_blocks, pack_tokens
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.sharing import own_block
 from hf_offload.cache.tiles import LOWER_TILE, TILE, tiles_ahead
-from hf_offload.cache.token_writer import TokenWriter
+from hf_offload.cache.token_writer import TokenWriter, Writing
 from hf_offload.cache.unchecked import check_blocks
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
@@ -196,12 +196,11 @@ class BlockStore:
             raise
         self.length = stop
 
-    def append_token(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """`append` for one token `[B, Hkv, 1, D]` on the CPU."""
+    def append_token(self, k: torch.Tensor, v: torch.Tensor) -> Writing:
+        """`append` for one token `[B, Hkv, 1, D]` on the CPU, but for the launch that writes it, which is returned."""
         if self.length == self.reserved * self.block_size or self.pool.shared:
             self.reserve(self.length + 1)
-        self._writer.write(self, k, v)
-        self.length += 1
+        return self._writer.count(self, k, v)
 
     def packed_on_arrival(self, start: int, stop: int) -> range:
         """Blocks that are packed on the way in when tokens start … stop - 1 arrive: they are old as they come."""

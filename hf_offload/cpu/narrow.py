@@ -1,16 +1,20 @@
-"""Single numbers and rows of them, bfloat16 or float32, as compiled code reads, rounds and writes them."""
+"""What was computed in float32 on its way out of compiled code: rounded to bfloat16, or as it is."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba.core import types
 
-from .launch import jit
-from .memory import get, put
-from .vector import BITS16, BITS32, FLOAT, get_upper, lowered, pointer
+from .launch import F32, Array, Launch, kernel, new_ticket, require
+from .memory import address_of, count_up, get, hold, put
+from .vector import BITS16, BITS32, FLOAT, lowered, pointer
+
+SHORT = {torch.float32: False, torch.bfloat16: True}
+"""Whether numbers of a dtype are bfloat16; these are the dtypes that are covered."""
 
 
 def _emit_round(builder: Any, value: Any) -> Any:
@@ -41,35 +45,39 @@ def _put_upper(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.float32), emit
 
 
-@jit
-def read(short: bool, base: int, index: int) -> Any:
-    """Number `index` at `base`: a bfloat16 if `short`, or a float32."""
-    return get_upper(base + 2 * index) if short else get(base + 4 * index)
+@kernel
+def narrow_kernel(ticket: Array, tasks: int, short: bool, source: Array, target: int) -> None:
+    """One task = one row."""
+    count = source.shape[1]
+    while True:
+        row = count_up(ticket, 0)
+        if row >= tasks:
+            break
+        place = address_of(source[row])
+        for i in range(count):
+            if short:
+                _put_upper(target + 2 * (row * count + i), _to_bfloat16(get(place + 4 * i)))
+            else:
+                put(target + 4 * (row * count + i), get(place + 4 * i))
+        count_up(ticket, 1)
+    hold(source)
 
 
-@jit
-def rounded(short: bool, value: Any) -> Any:
-    """A float32, rounded to the nearest bfloat16 if `short`."""
-    return _to_bfloat16(value) if short else value
-
-
-@jit
-def write(short: bool, base: int, index: int, value: Any) -> None:
-    """Write a number, which is `rounded`."""
-    if short:
-        _put_upper(base + 2 * index, value)
-    else:
-        put(base + 4 * index, value)
-
-
-@jit
-def narrow(short: bool, source: int, target: int, count: int) -> None:
-    """Copy float32 numbers, rounded to bfloat16 if `short`.
+def narrow(source: Array, target: torch.Tensor) -> Launch:
+    """Prepare the copy of float32 numbers into a tensor, rounded to its dtype.
 
     Args:
-        short: whether bfloat16 is wanted; float32 otherwise.
-        source, target: addresses of `count` numbers each.
-        count: how many.
+        source: float32 `[rows, n]`.
+        target: CPU tensor of float32 or bfloat16, contiguous, with as many numbers; written.
+
+    Raises:
+        ValueError: another number of them, or a target that is not contiguous.
+        TypeError: another dtype.
     """
-    for i in range(count):
-        write(short, target, i, rounded(short, get(source + 4 * i)))
+    require("source", source, F32, source.shape)
+    if target.dtype not in SHORT:
+        raise TypeError(f"target has dtype {target.dtype}; expected torch.float32 or torch.bfloat16")
+    if target.numel() != source.size or not target.is_contiguous():
+        raise ValueError(f"target has shape {tuple(target.shape)} and source {source.shape}; pass a contiguous target")
+    args = (SHORT[target.dtype], source, target.data_ptr())
+    return Launch(narrow_kernel, len(source), args, new_ticket(), source.nbytes, (target,))

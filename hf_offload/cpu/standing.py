@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,15 @@ def run_standing(call: int, count: int, first: int, second: int, third: int) -> 
     clear(call, threads)
     share((_entry(call, _RUNTIME), threads), _take_part, entry_of(call))
     return FINE
+
+
+@jit
+def open_standing(call: int, threads: int, count: int, first: int, second: int, third: int) -> int:
+    """Write so many of the numbers and make ready for so many participants; which number is too large, or FINE."""
+    wrong = write_numbers(call, count, first, second, third)
+    if wrong == FINE:
+        clear(call, threads)
+    return wrong
 
 
 class Standing:
@@ -162,9 +172,15 @@ class Standing:
         """How many tasks there are; `set` may lower it."""
         return int(self._memory[self._numbers["tasks"][0]])
 
-    def open(self, participants: int) -> None:
-        """Make ready for so many calls of this object, each from a thread of its own."""
-        clear(self.address, participants)
+    def open(self, participants: int, first: int = 0, second: int = 0, third: int = 0) -> None:
+        """Make ready for so many calls of this object, each from a thread of its own; the numbers are those of `run`.
+
+        Raises:
+            ValueError: the arrays do not cover so much.
+        """
+        wrong = open_standing(self.address, participants, len(self.changing), first, second, third)
+        if wrong != FINE:
+            self.set(self.changing[wrong], (first, second, third)[wrong])
 
     def __call__(self) -> None:
         """Do one participant's share, after `open`; when every participant has returned, all tasks are done."""
@@ -192,11 +208,8 @@ class Kept:
 
     def find(self, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> Standing | None:
         """The launch that was made of these very arrays and equal numbers, or None."""
-        if self.standing is None or numbers != self._numbers:
+        if self.standing is None or numbers != self._numbers or any(map(operator.is_not, arrays, self._arrays)):
             return None
-        for mine, theirs in zip(self._arrays, arrays, strict=True):
-            if mine is not theirs:
-                return None
         return self.standing
 
     def keep(self, launch: Launch, arrays: tuple[Any, ...], numbers: tuple[Any, ...], **most: int) -> Standing:

@@ -5,8 +5,6 @@ To wake threads that sleep takes longer than a small launch, and so does the way
 
 from __future__ import annotations
 
-import operator
-
 import numpy as np
 
 from .bound import call_bound
@@ -17,6 +15,9 @@ from .team import ALONE, share, team
 
 _NONE = 0
 _WIDTH = 4  # of a launch in a row: its address, numbers that change, where its tasks are counted if a team does them
+MOST_NUMBERS = 8
+"""Numbers of all launches of a row."""
+_ZEROS = tuple((0,) * (MOST_NUMBERS - count) for count in range(MOST_NUMBERS + 1))
 
 
 @jit
@@ -82,12 +83,15 @@ def run_together(first: Standing, beside: Standing | None, then: Standing | None
 
 
 @jit
-def _run_row(row: int, count: int, number: int) -> int:
+def _run_row(row: int, count: int, a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int) -> int:
     """Run so many launches; the number of the first that did not do all, or `FINE`."""
+    numbers, at = (a, b, c, d, e, f, g, h, 0, 0), 0
     for i in range(count):
         place = row + 8 * _WIDTH * i
-        if run_standing(int(np.int64(get_word(place))), int(np.int64(get_word(place + 8))), number, 0, 0) != FINE:
+        call, changing = int(np.int64(get_word(place))), int(np.int64(get_word(place + 8)))
+        if run_standing(call, changing, numbers[at], numbers[at + 1], numbers[at + 2]) != FINE:
             return i
+        at += changing
         tasks = np.int64(get_word(place + 16))
         if tasks and get_word(tasks) != get_word(np.int64(get_word(place + 24))):
             return i
@@ -101,31 +105,35 @@ class Row:
         most: how many launches there may be.
     """
 
+    __slots__ = ("_address", "_launches", "_row", "_shared")
+
     def __init__(self, most: int) -> None:
         self._launches: tuple[Standing, ...] = ()
         self._row: Array = np.zeros((most, _WIDTH), np.int64)
         self._address = self._row.ctypes.data
         self._shared: tuple[Standing, ...] = ()
 
-    def run(self, launches: tuple[Standing, ...], number: int) -> None:
+    def run(self, launches: tuple[Standing, ...], numbers: tuple[int, ...]) -> None:
         """Do all launches now, one after the other, each as `Standing.run` does.
 
         Args:
-            launches: of which each has one number that changes, or none.
-            number: of those that have one, from this time on.
+            launches: in this order.
+            numbers: of all launches one after the other, from this time on: for each as many as it may change;
+                `MOST_NUMBERS` in all.
 
         Raises:
             ValueError: the arrays of a launch do not cover so much.
             MemoryError: a thread of the team could not do its tasks.
         """
-        if len(launches) != len(self._launches) or any(map(operator.is_not, launches, self._launches)):
+        if launches != self._launches:
             self._keep(launches)
         for launch in self._shared:
             launch.gather()
-        wrong = _run_row(self._address, len(launches), number)
+        wrong = _run_row(self._address, len(launches), *numbers, *_ZEROS[len(numbers)])
         if wrong != FINE:
+            first = sum(len(launch.changing) for launch in launches[:wrong])
             refusing = launches[wrong]
-            for name in refusing.changing:
+            for name, number in zip(refusing.changing, numbers[first:], strict=False):
                 refusing.set(name, number)
             refusing.check()
 

@@ -32,6 +32,8 @@ class Job:
         label: what an error message calls it.
     """
 
+    __slots__ = ("_ended", "_error", "_gate", "_lock", "_pid", "_running", "_waiting", "_worker", "label")
+
     def __init__(self, worker: Worker, shares: int, label: str) -> None:
         self.label = label
         self._worker = worker
@@ -39,7 +41,7 @@ class Job:
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._ended = False
-        self._pid = os.getpid()
+        self._pid = worker._pid
         self._gate = threading.Lock()  # held until the job has ended; twice as fast as an Event
         self._gate.acquire()
 
@@ -135,6 +137,8 @@ class Worker:
         """Seconds that each job sleeps before it starts: tests make every hand-over slow with it."""
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._pool: list[threading.Thread] = []
+        self._gone: list[threading.Thread] = []
+        """Threads that have ended since `_ensure_threads` looked: to ask each of them takes longer than a hand-over."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
@@ -145,14 +149,15 @@ class Worker:
     def _ensure_threads(self) -> None:
         if self._pid != os.getpid():  # a forked child has none of its parent's threads, and maybe a held queue
             self._queue, self._pool, self._lock, self._pid = queue.SimpleQueue(), [], threading.Lock(), os.getpid()
-        if len(self._pool) == self.threads and all(thread.is_alive() for thread in self._pool):
+            self._gone = []
+        if len(self._pool) == self.threads and not self._gone:
             return
         with self._lock:
-            self._pool = [thread for thread in self._pool if thread.is_alive()]
+            gone = [self._gone.pop() for _ in range(len(self._gone))]
+            self._pool = [thread for thread in self._pool if thread.is_alive() and thread not in gone]
             while len(self._pool) < self.threads:
-                thread = threading.Thread(
-                    target=_serve, args=(self._queue,), name=f"hf_offload-{len(self._pool)}", daemon=True
-                )
+                args, name = (self._queue, self._gone), f"hf_offload-{len(self._pool)}"
+                thread = threading.Thread(target=_live, args=args, name=name, daemon=True)
                 thread.start()
                 self._pool.append(thread)
                 weakref.finalize(self, self._queue.put, None)
@@ -182,6 +187,13 @@ class Worker:
         if self._pool and self._pid == os.getpid():  # all threads meet, which none can in the midst of a job
             meeting = threading.Barrier(self.threads)
             self.submit(lambda: meeting.wait(self.timeout), "waiting for all work", shares=self.threads).result()
+
+
+def _live(jobs: queue.SimpleQueue[Any], gone: list[threading.Thread]) -> None:
+    try:
+        _serve(jobs)
+    finally:
+        gone.append(threading.current_thread())
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:

@@ -30,12 +30,14 @@ class ScoutState:
         clock: when the layer recalls.
         predicted: the selection made one layer early for the step that comes.
         ahead: the CPU part that was started with it.
+        near: what it leaves to the real query.
         steps: decode steps so far.
     """
 
     clock: RecallClock
     predicted: Selection | None = None
     ahead: Any = None
+    near: Selection | None = None
     steps: int = 0
 
 
@@ -177,20 +179,21 @@ class Scout(Policy):
         state: ScoutState = step.state
         state.predicted = step.choose(self.join, self.budget // step.block_size)[1]
         if self.mode(step.layer) == "attend":
-            state.ahead = step.attend_early(step.split_early(state.predicted)[1], correct=self.correction)
+            state.near, far = step.split_early(state.predicted)
+            state.ahead = step.attend_early(far, correct=self.correction)
         else:
             step.read_ahead(step.split(state.predicted)[1])
 
     def plan(self, step: Step) -> Plan:
         """Algorithm 1, lines 8–12."""
         state: ScoutState = step.state
-        predicted, ahead = state.predicted, state.ahead
+        predicted, ahead, near = state.predicted, state.ahead, state.near
         covered = step.num_blocks <= self.budget // step.block_size
         if covered and predicted is None and not step.layer.has_slots:
             return Plan(host=step.all_blocks())  # nothing to choose, and no resident set that wants to learn
-        state.predicted = state.ahead = None
+        state.predicted = state.ahead = state.near = None
         state.steps += 1
-        if predicted is None or self.mode(step.layer) == "attend" or self._looks_back(step):
+        if predicted is None or self._looks_back(step):
             score, selection = step.choose(self.join, self.budget // step.block_size)
             step.learn(score, self.smoothing)
             if predicted is not None:
@@ -198,9 +201,10 @@ class Scout(Policy):
         else:
             selection = predicted
         resident = step.resident_blocks() if self.attend_resident == "all" else None
-        if predicted is not None and self.mode(step.layer) == "attend":
-            near = resident or step.split_early(selection)[0]
-            return Plan(device=near, ahead=ahead) if step.layer.has_slots else Plan(host=near, ahead=ahead)
+        if near is not None:
+            if not step.layer.has_slots:  # what waits for the real query is what is always attended
+                return Plan(host=near, ahead=ahead)
+            return Plan(device=resident or step.split_early(selection)[0], ahead=ahead)
         device, host = step.split(predicted or selection)
         return Plan(device=resident or device, host=host)
 

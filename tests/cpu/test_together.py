@@ -103,19 +103,19 @@ def adding(total: np.ndarray, cost: int = 0) -> Standing:
     return Standing(Launch(add_kernel, len(total), (0, total), new_ticket(), cost), "adding", number=20)
 
 
-def test_launches_follow_each_other_with_one_number() -> None:
+def test_launches_follow_each_other_with_the_numbers_of_each() -> None:
     total, spans, runs = np.zeros(3), np.ones((1, 1), np.int32), np.ones((1, 2), np.int32)
     granularities, totals = np.array([1], np.int32), np.zeros(TALLIES + 1)
     first = np.zeros(1, np.int32)
     counting = Standing(count_choice(spans, runs, np.ones((1, 1), np.int32), first, 4, granularities, totals), "count")
     one, two, row = adding(total), adding(total, cost=1 << 30), Row(3)
-    row.run((one, counting, two), 2)
-    assert total.tolist() == [22, 22, 22]
+    row.run((one, counting, two), (2, 5))
+    assert total.tolist() == [25, 25, 25]
     assert totals.tolist() == [1, 0, 2, 0, 0.5, 1, 4, 1]
-    row.run((one, counting, two), 3)
-    assert total.tolist() == [2233, 2233, 2233]
-    row.run((two,), 4)
-    assert total.tolist() == [22334, 22334, 22334]
+    row.run((one, counting, two), (3, 4))
+    assert total.tolist() == [2534, 2534, 2534]
+    row.run((two,), (4,))
+    assert total.tolist() == [25344, 25344, 25344]
     assert totals[0] == 2
 
 
@@ -123,14 +123,19 @@ def test_what_goes_wrong_is_said_and_ends_the_row() -> None:
     total, after = np.zeros(2), np.zeros(2)
     row, launches = Row(2), (adding(total, cost=1 << 30), adding(after))
     with pytest.raises(ValueError, match=r"adding: number 21 is not within 0\.\.20"):
-        row.run(launches, 21)
+        row.run(launches, (21, 1))
     assert not total.any()
+    with pytest.raises(ValueError, match=r"adding: number 22 is not within 0\.\.20"):
+        row.run((launches[1], launches[0]), (1, 22))
+    assert after.tolist() == [1, 1]
+    assert not total.any()
+    after[:] = 0
     if torch.get_num_threads() and launches[0].shared:
         with pytest.raises(MemoryError, match="adding: only 0 of 2 tasks were done"):
-            row.run(launches, 13)
+            row.run(launches, (13, 1))
     assert not after.any()
     out, lse = np.ones((1, 1, 16), np.float32), np.zeros((1, 1), np.float32)
     join = Standing(join_parts(out, lse, (out.copy(), lse.copy()), (out.copy(), lse.copy())), "a join")
-    row.run((join,), 99)  # it has no number
+    row.run((join,), ())  # it has no number
     assert out == pytest.approx(np.ones((1, 1, 16)))
     assert lse[0, 0] == pytest.approx(np.log(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import prompt, tiny_model
@@ -52,6 +53,30 @@ def test_mode_of_each_layer(model: PreTrainedModel, lookahead: Any, synchronous:
     policy = Scout(**SMALL, lookahead=lookahead, synchronous_layers=synchronous)
     cache = HybridCache(model, policy, block_size=16)
     assert [policy.mode(layer) for layer in cache.layers] == want
+
+
+def test_what_waits_for_the_real_query_does_not_depend_on_it(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one memory: it is what is always attended, so that the real query need not choose again."""
+    knobs = {"tier": "one", "lookahead": "attend", "synchronous_layers": (0,)}
+    cache = HybridCache(model, "scout", **SMALL, block_size=16, **knobs)
+    seen, plan = [], Scout.plan
+
+    def look(self: Scout, step: Any) -> Any:
+        made = plan(self, step)
+        if made.ahead is not None:
+            near = made.host
+            real = step.split_early(step.choose(self.join, self.budget // step.block_size)[1])[0]
+            meant = np.arange(min(near.blocks.shape[2], real.blocks.shape[2])) < near.counts[:, :, None]
+            blocks = [part.blocks[:, :, : meant.shape[2]][meant].tolist() for part in (near, real)]
+            seen.append(near.counts.tolist() == real.counts.tolist() and blocks[0] == blocks[1])
+        return made
+
+    monkeypatch.setattr(Scout, "plan", look)
+    decode(model, cache, steps=40)
+    assert len(seen) == 3 * 39
+    assert all(seen)
 
 
 @pytest.mark.parametrize("lookahead", ["off", "select", "attend"])
