@@ -49,17 +49,12 @@ def budget_of(budget0: float, slope: float, streams: int, tokens: float) -> floa
 
 
 @jit
-def volume_of(
-    budget0: Array, slope: Array, streaming: Array, span: int, block_size: int, digest_bytes: float, block_bytes: float
-) -> float:  # fmt: skip
-    """V(blk) of Eq. 3 in bytes, a block of the host's segment: what the query heads of a KV head read in such runs.
-
-    Digests are those of single blocks, whatever the run: all of them are read once for all heads.
-    """
+def shares_of(budget0: Array, slope: Array, streaming: Array, tokens: float) -> float:
+    """The sum of what the query heads of a KV head need in runs of so many tokens, in shares of the host's."""
     needed = 0.0
     for g in range(len(budget0)):
-        needed += budget_of(budget0[g], slope[g], streaming[g], float(span * block_size))
-    return digest_bytes + block_bytes * needed
+        needed += budget_of(budget0[g], slope[g], streaming[g], tokens)
+    return needed
 
 
 @jit
@@ -67,10 +62,11 @@ def granularity_of(
     budget0: Array, slope: Array, streaming: Array, spans: Array, block_size: int, digest_bytes: float,
     block_bytes: float,
 ) -> int:  # fmt: skip
-    """Return the blocks a run that make the fewest bytes, or 0 if that is none: streaming heads, and budgets of 0.
+    """Return the blocks a run with the least V(blk), or 0 if no head needs any: streaming heads, and budgets of 0.
 
-    V(blk) = digest_bytes + block_bytes * sum of the heads' budgets, a block of the host's segment (Eq. 3); equal ones:
-    the first.
+    V(blk) = digest_bytes / span + block_bytes * sum of the heads' budgets, a block of the host's segment (Eq. 3); equal
+    ones: the first. The first term is the price of choosing among more runs: digests that are read are always those of
+    single blocks.
 
     Args:
         budget0, slope: float32 [G], of the query heads of a KV head; streaming: uint8 [G].
@@ -78,13 +74,12 @@ def granularity_of(
         digest_bytes: of a KV head's digest; block_bytes: of its keys and values in a block.
     """
     best, least = 0, np.inf
-    if streaming.all():
-        return best
     for span in spans:
-        volume = volume_of(budget0, slope, streaming, span, block_size, digest_bytes, block_bytes)
+        needed = shares_of(budget0, slope, streaming, float(span * block_size))
+        volume = digest_bytes / float(span) + block_bytes * needed
         if volume < least:
-            best, least = int(span), volume
-    return best if least > digest_bytes else 0  # otherwise not even digests are read
+            best, least = int(span) if needed > 0.0 else 0, volume
+    return best
 
 
 @jit
@@ -105,7 +100,8 @@ def rank_tasks(
         granularities, block_size, digest_bytes, block_bytes: as in `Needs`.
         first: int32 [B], the host's blocks of a row are first..end-1.
         spans: int32 [B, Hkv], written: blocks a run, 0 where no head needs anything.
-        volumes: float64 [B * Hkv], written: bytes by Eq. 3, 0 for a pair that needs nothing.
+        volumes: float64 [B * Hkv], written: bytes that a pair reads, the digests of all its blocks and what each head
+            needs; 0 for a pair that needs nothing.
         order: int32 [B * Hkv], written up to the number returned: row * Hkv + KV head; of equal ones the first.
     """
     batch, kv_heads = spans.shape
@@ -119,7 +115,7 @@ def rank_tasks(
         spans[b, h], volumes[line] = span, 0.0
         if not span or not blocks:
             continue
-        volumes[line] = volume_of(*mine, span, block_size, digest_bytes, block_bytes) * blocks
+        volumes[line] = (digest_bytes + block_bytes * shares_of(*mine, float(span * block_size))) * blocks
         place = found
         while place > 0 and volumes[order[place - 1]] < volumes[line]:
             order[place] = order[place - 1]

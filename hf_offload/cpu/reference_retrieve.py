@@ -13,15 +13,15 @@ def budget(budget0: float, slope: float, streams: bool, tokens: int) -> float:
     return 1.0 if math.isnan(share) else min(max(share, 0.0), 1.0)
 
 
-def volume(budgets: list[float], blocks: int, digest_bytes: float, block_bytes: float) -> float:
+def volume(budgets: list[float], length: int, tokens: int, digest_bytes: float, token_bytes: float) -> float:
     """Return V(blk), in bytes (Fluxion, Eq. 3).
 
     Args:
-        budgets: of the query heads of a KV head, in runs of so many tokens.
-        blocks: on the host, whose digests are all read.
-        digest_bytes: of a block's digest; block_bytes: of its keys and values.
+        budgets: of the query heads of a KV head, in runs of `tokens`.
+        length: tokens on the host.
+        digest_bytes: of a run's digest; token_bytes: of a token's key and value.
     """
-    return blocks * (digest_bytes + block_bytes * sum(budgets))
+    return digest_bytes * length / tokens + token_bytes * length * sum(budgets)
 
 
 def retrieve_blocks(
@@ -56,12 +56,13 @@ def retrieve_blocks(
         for h in range(kv_heads):
             heads = range(h * group, (h + 1) * group)
             needs = [(float(budget0[b, g]), float(slope[b, g]), bool(streaming[b, g])) for g in heads]
+            budgets = [[budget(*need, span * block_size) for need in needs] for span in granularities]
             volumes = [
-                volume([budget(*need, span * block_size) for need in needs], end - low, digest_bytes, block_bytes)
-                for span in granularities
+                volume(some, (end - low) * block_size, span * block_size, digest_bytes, block_bytes / block_size)
+                for some, span in zip(budgets, granularities, strict=True)
             ]
-            nothing = volume([0.0], end - low, digest_bytes, block_bytes)
-            span = 0 if min(volumes) == nothing else granularities[volumes.index(min(volumes))]
+            best = volumes.index(min(volumes))
+            span = granularities[best] if any(budgets[best]) else 0
             chosen: set[int] = set()
             for g, need in zip(heads, needs, strict=True):
                 wanted = math.ceil(budget(*need, span * block_size) * (end - low) / span - 1e-4) if span else 0

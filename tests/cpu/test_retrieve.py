@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_offload.cpu import reference, reference_retrieve
-from hf_offload.cpu.needs import Needs, budget_of, granularity_of, runs_wanted, volume_of
+from hf_offload.cpu.needs import Needs, budget_of, granularity_of, runs_wanted, shares_of
 from hf_offload.cpu.retrieve import TALLIES, retrieve_blocks, tally
 from hf_offload.cpu.scoring import Digest, LogMasses, vectors
 
@@ -104,23 +104,22 @@ def test_quest(group: int, dim: int, blocks: int) -> None:
 
 
 def test_granularity_by_hand() -> None:
-    # One block: digest 64 bytes, K and V 256. V(16) = 64 + 256·(0.1 + 4·0.05) = 140.8; V(32) = 64 + 256·0.35 = 153.6.
+    # One block: digest 64 bytes, K and V 256. V(16) = 64 + 256·(0.1 + 4·0.05) = 140.8; V(32) = 32 + 256·0.35 = 121.6;
+    # V(64) = 16 + 256·0.4 = 118.4; V(128) = 8 + 256·0.45 = 123.2.
     spans, slope = np.array([1, 2, 4, 8], np.int32), np.array([0.05], np.float32)
     budget0, retrieves = np.array([0.1], np.float32), np.array([0], np.uint8)
-    assert volume_of(budget0, slope, retrieves, 1, 16, 64.0, 256.0) == pytest.approx(140.8)
-    assert volume_of(budget0, slope, retrieves, 2, 16, 64.0, 256.0) == pytest.approx(153.6)
-    assert granularity_of(budget0, slope, retrieves, spans, 16, 64.0, 256.0) == 1
-    # Budgets that fall: V(128) = 64 + 256·(0.6 - 7·0.05) = 128 is the least; with a second head whose budgets rise
-    # from 0.3 by 0.1, V(16) = 64 + 256·(0.4 + 0.7) = 345.6 and V(32) = 64 + 256·(0.35 + 0.8) = 358.4; if it streams
-    # it counts for nothing.
-    falling = (np.array([0.6, 0.3], np.float32), np.array([-0.05, 0.1], np.float32))
-    assert granularity_of(falling[0][:1], falling[1][:1], retrieves, spans, 16, 64.0, 256.0) == 8
-    assert granularity_of(*falling, np.array([0, 0], np.uint8), spans, 16, 64.0, 256.0) == 1
-    assert granularity_of(*falling, np.array([0, 1], np.uint8), spans, 16, 64.0, 256.0) == 8
-    assert granularity_of(*falling, np.array([1, 1], np.uint8), spans, 16, 64.0, 256.0) == 0
-    # Equal ones: the first. A budget is never more than 1.
-    assert granularity_of(budget0, slope * 0, retrieves, spans, 16, 64.0, 256.0) == 1
-    assert granularity_of(budget0 + 9, slope, retrieves, spans[::-1].copy(), 16, 64.0, 256.0) == 8
+    assert shares_of(budget0, slope, retrieves, 16.0) == pytest.approx(0.3)
+    assert shares_of(budget0, slope, retrieves, 32.0) == pytest.approx(0.35)
+    assert granularity_of(budget0, slope, retrieves, spans, 16, 64.0, 256.0) == 4
+    # A second head that streams costs nothing; one that retrieves doubles what coarse runs cost: 64 + 2·76.8 = 217.6;
+    # 32 + 2·89.6 = 211.2; 16 + 2·102.4 = 220.8.
+    two = (np.repeat(budget0, 2), np.repeat(slope, 2))
+    assert granularity_of(*two, np.array([0, 1], np.uint8), spans, 16, 64.0, 256.0) == 4
+    assert granularity_of(*two, np.array([0, 0], np.uint8), spans, 16, 64.0, 256.0) == 2
+    assert granularity_of(*two, np.array([1, 1], np.uint8), spans, 16, 64.0, 256.0) == 0
+    # Without slope the coarsest has the least to choose among; without a budget nothing is read.
+    assert granularity_of(budget0, slope * 0, retrieves, spans, 16, 64.0, 256.0) == 8
+    assert granularity_of(budget0 * 0, slope * 0, retrieves, spans, 16, 64.0, 256.0) == 0
 
 
 def test_budgets_by_hand() -> None:
@@ -141,12 +140,12 @@ def test_whole_budget_takes_all_and_streaming_groups_nothing() -> None:
     needs = _needs(2, 4, 1.0, 0.0, [1, 1, 1, 0])
     got, spans, runs = _run(query, LogMasses(masses.numpy()), table, [3, 40], 40, needs, 2, sums=True)
     assert got == [[[], list(range(3, 40))], [[], []]]
-    assert spans.tolist() == [[0, 1], [0, 1]]
-    assert runs.tolist() == [[0, 0, 0, 37], [0, 0, 0, 0]]
+    assert spans.tolist() == [[0, 8], [0, 8]]
+    assert runs.tolist() == [[0, 0, 0, 5], [0, 0, 0, 0]]
     totals = np.zeros(TALLIES + 4)
     counts = np.array([[0, 37], [0, 0]], np.int32)
     tally(spans, runs, counts, np.array([3, 40], np.int32), 40, needs.granularities, totals)
-    assert totals.tolist() == [2, 1, 4, 3, 1, 37, 74, 37, 1, 0, 0, 0]
+    assert totals.tolist() == [2, 1, 4, 3, 1, 37, 74, 37, 0, 0, 0, 1]
 
 
 def test_refusals() -> None:
