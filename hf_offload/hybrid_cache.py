@@ -186,8 +186,7 @@ class HybridCache(Portable):
         """
         predictor, layer = self._attachment.predictors[target], self.layers[target]
         one = isinstance(layer, HybridLayer) and not layer.has_slots
-        foreseen = predictor.foresee(hidden, kwargs) if one else None
-        return predictor(hidden, args, kwargs) if foreseen is None else foreseen
+        return predictor.foresee(hidden, args, kwargs) if one else predictor(hidden, args, kwargs)
 
     def stats(self) -> Stats:
         """What the cache has done since it was made or reset."""

@@ -19,6 +19,7 @@ from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch, new_ticket
 from hf_offload.cpu.standing import Standing
+from hf_offload.cpu.together import Row
 from hf_offload.cpu.worker import WorkerError
 
 KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16}
@@ -48,13 +49,13 @@ def broken_call(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("knobs", "module", "name"),
     [
-        ({}, Standing, "run"),
+        ({}, Row, "run"),
         ({"budget": 96, "lookahead": "attend", "synchronous_layers": (0,)}, Standing, "__call__"),
         ({**SPLIT}, host_step.cpu_decode, "sparse_decode"),
         # All blocks resident: how an early part is attended would depend on when they were placed.
         ({**SPLIT, "resident": 512, "lookahead": "attend"}, host_step.cpu_decode, "sparse_decode"),
         ({**SPLIT, "recall": 1}, movers, "copy_records"),
-        ({"budget": 96}, Standing, "run"),
+        ({"budget": 96}, Row, "run"),
         ({**SPLIT}, tiered_step, "select_blocks"),
     ],
 )
@@ -67,7 +68,7 @@ def test_a_kernel_that_raises_surfaces_and_the_step_can_be_repeated(
 
     def later(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        broken = broken_call if module in (tiered_step, Standing) else broken_launch
+        broken = broken_call if module in (tiered_step, Standing, Row) else broken_launch
         return (broken if calls[0] > after else real)(*args, **kwargs)
 
     def repeat(token: torch.Tensor) -> None:

@@ -142,8 +142,17 @@ class QueryPredictor:
         """The same in one launch, for steps with one memory."""
         self._known: tuple[Any, ...] | None = None
 
-    def foresee(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Foreseen | None:
-        """The query for `hidden` `[B, 1, hidden]`, to be computed by a launch; None where there is no such launch."""
+    def foresee(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Foreseen:
+        """As `__call__`, or what a launch is to compute, where there is one for such an input."""
+        foreseen = self._launched(hidden, kwargs)
+        if foreseen is not None:
+            return foreseen
+        query = self(hidden, args, kwargs)
+        # What that may have proved counts at once: the first step of a process has the bits of any other.
+        foreseen = self._launched(hidden, kwargs)
+        return query if foreseen is None else foreseen
+
+    def _launched(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Foreseen | None:
         plain = self.plain
         return None if plain is None or self._now() != self._known else plain.foresee(hidden, kwargs)
 
@@ -167,14 +176,18 @@ class QueryPredictor:
         check_whole(self.layer)
         # The first time, or the layer has other parts now (an adapter of another kind, LoRA's; hooks): prove it again.
         query = capture_query(self.layer, hidden, args, kwargs)
-        self.adapter, self.plain, self._known = None, None, known
+        adapter, plain = None, None
         if self.short_cut and all(brings_weights(part) for part in known[:3] if part is not None):
-            modules = make_adapter(self.layer)
-            if modules is not None and _agrees(modules, hidden, kwargs, query):
-                self.adapter, plain = modules, plain_query(self.layer)
+            adapter = make_adapter(self.layer)
+            if adapter is not None and not _agrees(adapter, hidden, kwargs, query):
+                adapter = None
+            if adapter is not None:
+                plain = plain_query(self.layer)
                 with torch.no_grad():
-                    if plain is not None and plain.agrees(modules, hidden, kwargs):
-                        self.plain = plain
+                    if plain is not None and not plain.agrees(adapter, hidden, kwargs):
+                        plain = None
+        self.adapter, self.plain = adapter, plain
+        self._known = known  # last: until then another thread proves it for itself
         return query
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_exactness import decode_logits
 from tiny import FAMILIES, prompt, tiny_model
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
@@ -93,3 +94,17 @@ def test_every_layer_that_may_look_ahead_does(family: str) -> None:
     predicted = [row["layer"] for row in rows if row["query_cosine"] is not None]
     # Gemma 3's first full layer (1) has none before it that could lend it its rotary positions.
     assert predicted == ([3] if family == "gemma3" else [1, 2, 3])
+
+
+def test_a_process_has_the_same_bits_from_its_first_step_on() -> None:
+    """The step that proves a short way to a query takes that way, too."""
+    model, (ids, mask) = tiny_model("llama"), prompt(1, 150)
+    logits = []
+    for anew in (False, True):
+        cache = HybridCache(model, "scout", budget=96, recent=32, block_size=16, lookahead="attend")
+        if anew:
+            for predictor in cache._attachment.predictors:
+                predictor.plain = predictor.adapter = predictor._known = None
+        logits.append(decode_logits(model, cache, ids, mask, None, steps=8)[1])
+        assert any(predictor.plain is not None for predictor in cache._attachment.predictors)
+    assert torch.equal(*logits)

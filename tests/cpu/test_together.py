@@ -111,7 +111,7 @@ def test_launches_follow_each_other_with_the_numbers_of_each() -> None:
     one, two, row = adding(total), adding(total, cost=1 << 30), Row(3)
     row.run((one, counting, two), (2, 5))
     assert total.tolist() == [25, 25, 25]
-    assert totals.tolist() == [1, 0, 2, 0, 0.5, 1, 4, 1]
+    assert totals.tolist() == [1, 0, 2, 0, 0.5, 1, 4, 4, 1]
     row.run((one, counting, two), (3, 4))
     assert total.tolist() == [2534, 2534, 2534]
     row.run((two,), (4,))
