@@ -99,9 +99,10 @@ def test_every_layer_that_may_look_ahead_does(family: str) -> None:
 def test_a_process_has_the_same_bits_from_its_first_step_on() -> None:
     """The step that proves a short way to a query takes that way, too."""
     model, (ids, mask) = tiny_model("llama"), prompt(1, 150)
+    knobs: dict[str, Any] = {"lookahead": "attend", "synchronous_layers": (0,), "host_dtype": "int8"}
     logits = []
-    for anew in (False, True):
-        cache = HybridCache(model, "scout", budget=96, recent=32, block_size=16, lookahead="attend")
+    for anew in (True, False):
+        cache = HybridCache(model, "scout", budget=96, sinks=16, recent=16, block_size=16, **knobs)
         if anew:
             for predictor in cache._attachment.predictors:
                 predictor.plain = predictor.adapter = predictor._known = None
