@@ -226,6 +226,7 @@ class HostStep(Step):
         """What was attended, `[B, 1, Hq, D]`: a copy in the dtype of the query `[B, Hq, 1, D]`."""
         given = self.kernels.give(query)
         if given is None:
+            self.begin()  # the token must be there after a step, whatever it launched
             return self.kernels.out_tensor.to(query.dtype, copy=True).unsqueeze(1)
         self._run((given[0],), (given[1],))
         return given[2]
