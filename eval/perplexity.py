@@ -8,7 +8,7 @@ by a decode step. `hgca` attends a share of the text's length densely, its newes
 (the paper's GPU ratio), and what has left that window as its filter lets it (β). The other rows get as many tokens.
 Full attention is computed in one forward, chunk by chunk. Each token's loss is compared with full attention's for the
 same token: standard errors take tokens as independent of each other. `kept_share`, of the host's tokens those that the
-CPU attends, is counted over all texts of a run.
+CPU attends, is that at the end, over all texts of a run.
 
 All sequences (`--batch` of each text, one after the other) are decoded as one batch in one cache. A full grid is
 --tokens × 16 steps, whatever the batch: at 65 ms a step (SmolLM2, bf16, two cores) 4,096 tokens take 75 minutes, and
@@ -92,7 +92,7 @@ class Losses:
 
     Attributes:
         nll: negative log-likelihood of each token, natural, `[B, T]` float64.
-        kept: sum over decode steps of the share of the host's tokens that was attended (None: not a thing of this row).
+        kept: share of the host's tokens that the CPU attends now (None: not a thing of this row, or there are none).
         seconds: that the decode steps have taken.
     """
 
@@ -155,7 +155,7 @@ def decode(
         bar.update()
         if done % every and done != steps:
             continue
-        now = Losses(torch.cat(new, 1), kept_sum(before.kept, cache), seconds)
+        now = Losses(torch.cat(new, 1), cache.stats().as_dict().get("kept_share"), seconds)
         new = [now.nll]
 
         def write(folder: Path, now: Losses = now, whole: bool = done == steps) -> None:
@@ -165,13 +165,6 @@ def decode(
 
         progress.save(row.name, done, write)
     return now
-
-
-def kept_sum(before: float | None, cache: hf_offload.HybridCache) -> float | None:
-    """The sum of kept shares before a cache was made or loaded, and that of its own steps; None: it counts none."""
-    stats = cache.stats().as_dict()
-    share = stats.get("kept_share")
-    return before if share is None else (before or 0.0) + share * stats["steps"]
 
 
 def record(row: Row, kind: str, mine: Losses, full: Losses, sequences: slice) -> dict[str, Any]:
@@ -189,7 +182,7 @@ def record(row: Row, kind: str, mine: Losses, full: Losses, sequences: slice) ->
         "perplexity_full": float(full.nll[sequences].mean().exp()),
         "nll_more": float(less.mean()),
         "nll_more_se": standard_error(less),
-        "kept_share": None if mine.kept is None else mine.kept / (steps - 1),
+        "kept_share": mine.kept,
         "ms_per_step": 1000 * mine.seconds / steps,
         "tokens": steps,
         "sequences": len(nll),

@@ -60,7 +60,7 @@ def test_windows_are_shares_of_the_length_in_whole_blocks(texts, rows, tmp_path)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["window-0.4", "scout-256"])
+@pytest.mark.parametrize("name", ["window-0.4", "scout-256", "hgca-0.4-1"])
 def test_a_run_that_was_stopped_goes_on_as_it_would_have(texts, rows, tmp_path, monkeypatch, name):
     model = tiny_model("llama")
     whole = run(model, rows[name], texts, tmp_path / "whole", every=20)
@@ -78,38 +78,25 @@ def test_a_run_that_was_stopped_goes_on_as_it_would_have(texts, rows, tmp_path, 
     again = run(model, rows[name], texts, tmp_path / "cut", every=20)
     assert len(seen) == 70 + STEPS - 60
     assert torch.equal(again.nll, whole.nll)
+    assert again.kept == whole.kept
+    assert (whole.kept is None) == (not name.startswith("hgca"))
     third = run(model, rows[name], texts, tmp_path / "cut", every=20)
     assert len(seen) == 70 + STEPS - 60
     assert torch.equal(third.nll, whole.nll)
     assert third.seconds == again.seconds > 0
 
 
-def test_what_is_kept_is_weighed_by_steps(rows):
-    class Counted:
-        def __init__(self, **stats):
-            self.as_dict = lambda: stats
-
-        def stats(self):
-            return self
-
-    assert perplexity.kept_sum(None, Counted(steps=9)) is None
-    first = perplexity.kept_sum(None, Counted(steps=10, kept_share=0.5))
-    losses = perplexity.Losses(torch.zeros(1, 41), perplexity.kept_sum(first, Counted(steps=30, kept_share=0.1)))
-    line = perplexity.record(rows["hgca-0.4-1"], "code", losses, losses, slice(0, 1))
-    assert line["kept_share"] == pytest.approx((10 * 0.5 + 30 * 0.1) / 40)
-
-
 def test_a_line_and_the_grid(rows):
     generator = torch.Generator().manual_seed(0)
     full, mine = (torch.rand(3, STEPS, generator=generator, dtype=torch.float64) for _ in range(2))
-    losses, reference = perplexity.Losses(mine), perplexity.Losses(full)
+    losses, reference = perplexity.Losses(mine, kept=0.25), perplexity.Losses(full)
     names = [name for name in rows if name.startswith("hgca")]
     lines = [perplexity.record(rows[name], "code", losses, reference, slice(1, 3)) for name in names]
     line, less = lines[0], (mine - full)[1:].numpy()
     assert line["perplexity"] == pytest.approx(float(mine[1:].mean().exp()))
     assert line["nll_more"] == pytest.approx(less.mean())
     assert line["nll_more_se"] == pytest.approx(less.std(ddof=1) / (2 * STEPS) ** 0.5)
-    assert (line["ratio"], line["beta"], line["attended"]) == (0.4, 0.5, 64)
+    assert (line["ratio"], line["beta"], line["attended"], line["kept_share"]) == (0.4, 0.5, 64, 0.25)
     grid = perplexity.table_one(lines, "code")
     assert [list(cells) for cells in grid] == [["GPU ratio", "β = 0.5", "β = 1"]] * 2
     assert grid[1]["GPU ratio"] == "0.9"
