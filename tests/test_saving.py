@@ -90,6 +90,23 @@ def test_goes_on_bit_by_bit(
     second.reset()
 
 
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_long_lists_of_kept_tokens_go_on_bit_by_bit(
+    models: dict[str, PreTrainedModel], tmp_path: Path, tier: str
+) -> None:
+    """Lists that have grown are cut into as many parts when they are loaded."""
+    model = models["llama"]
+    ids, mask = prompt(1, 900)
+    cache = HybridCache(model, "hgca", window=16, beta=0.0, block_size=16, tier=tier)
+    token = prefill(model, cache, ids, mask)
+    token = decode(model, cache, token, mask, 40)[0][:, -1:]
+    mask = torch.cat([mask, mask.new_ones(1, 40)], 1)
+    cache.save(tmp_path / "cache")
+    loaded = HybridCache.load(tmp_path / "cache", model)
+    want, got = (decode(model, one, token, mask, 5) for one in (cache, loaded))
+    assert torch.equal(got[1], want[1])
+
+
 def test_int8_with_two_memories_goes_on_up_to_its_codes(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
     """A slot may hold a block as it was before it was packed; after loading it holds what the codes say."""
     model = models["llama"]

@@ -27,14 +27,15 @@ class Context:
     Args:
         lists: rows times KV heads.
         block_size, head_dim, dtype: as of the tokens' own blocks.
+        room: blocks that each list has room for at first; how it is cut into tasks, and so rounded, depends on that.
     """
 
-    def __init__(self, lists: int, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, lists: int, block_size: int, head_dim: int, dtype: torch.dtype, room: int = 0) -> None:
         self.block_size, self.head_dim, self.dtype = block_size, head_dim, dtype
         self.pool = HostPool(1, block_size, head_dim, dtype)
         self.counts = np.zeros(lists, np.int64)
         """Tokens of each list."""
-        self._shape(lists, 0)
+        self._shape(lists, room)
 
     def _shape(self, lists: int, blocks: int) -> None:
         """Have empty lists with room for so many blocks each."""

@@ -68,10 +68,10 @@ def _copy(
     yield context.append(k, v, kept, counts, start, salience.average, salience.rule.group)
 
 
-def copy_marked(salience: Salience) -> Context:
-    """New lists of all marked tokens before the window, at once."""
+def copy_marked(salience: Salience, room: int = 0) -> Context:
+    """New lists of all marked tokens before the window, at once; `room` as in `Context`."""
     store, size = salience.store, salience.store.block_size
-    context = Context(salience.context.lists, size, store.head_dim, store.dtype)
+    context = Context(salience.context.lists, size, store.head_dim, store.dtype, room)
     for start in range(0, salience.evicted * size, TILE):
         stop = min(start + TILE, salience.evicted * size)
         counts = salience.kept[:, :, start:stop].sum(2, dtype=np.int64)

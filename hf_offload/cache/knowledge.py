@@ -78,6 +78,7 @@ def pack(salience: Salience) -> dict[str, torch.Tensor]:
         "known": torch.from_numpy(salience.known),
         "queries": torch.from_numpy(weighing.queries),
         "numbers": torch.tensor(numbers, dtype=torch.int64),
+        "room": torch.tensor(salience.context.table.shape[1]),
     }
 
 
@@ -91,4 +92,4 @@ def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool)
     salience.known = packed["known"].numpy().copy()
     queries = packed["queries"].numpy().copy()
     salience.weighing = Weighing(salience.rule, queries, border, bool(prompt), bool(decoded))
-    salience.context = copy_marked(salience)
+    salience.context = copy_marked(salience, int(packed.get("room", 0)))
