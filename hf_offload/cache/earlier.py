@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_offload.cache.keeping import copy_marked
 from hf_offload.cache.weighing import Weighing
+from hf_offload.policies.salience import SalienceRule
 
 if TYPE_CHECKING:
     from hf_offload.cache.salience import Salience
@@ -49,6 +50,28 @@ class Before:
         return replace(
             self, known=self.known[rows], weighing=weighing, kept=self.kept[rows],
             weights=self.weights[lists], average=self.average[rows], host=host,
+        )  # fmt: skip
+
+    def pack(self) -> dict[str, np.ndarray]:
+        """All of it as arrays that nobody else holds, for a saved cache."""
+        weighing = self.weighing
+        numbers = (
+            self.length, self.window_blocks, self.evicted, weighing.border, weighing.prompt, weighing.decoded,
+        )  # fmt: skip
+        found: dict[str, np.ndarray] = {
+            "numbers": np.array(numbers, np.int64), "known": self.known, "queries": weighing.queries.copy(),
+            "kept": self.kept, "weights": self.weights, "average": self.average,
+        }  # fmt: skip
+        return found if self.host is None else found | {"host": self.host}
+
+    @classmethod
+    def unpack(cls, packed: dict[str, np.ndarray], rule: SalienceRule, window_blocks: int | None) -> Before:
+        """What `pack` gave; `window_blocks`: of the window, if that is another one now."""
+        length, blocks, evicted, border, prompt, decoded = packed["numbers"].tolist()
+        weighing = Weighing(rule, packed["queries"], border, bool(prompt), bool(decoded))
+        return cls(
+            length, window_blocks or blocks, evicted, packed["known"], weighing,
+            packed["kept"], packed["weights"], packed["average"], packed.get("host"),
         )  # fmt: skip
 
 
@@ -110,6 +133,18 @@ class Earlier:
     def copy_from(self, other: Earlier) -> None:
         """Know what another one knows, whose tokens are the same."""
         self._known = list(other._known)
+
+    def pack(self) -> dict[str, np.ndarray]:
+        """All of it as arrays, for a saved cache."""
+        return {f"{i}.{name}": part for i, one in enumerate(self._known) for name, part in one.pack().items()}
+
+    def unpack(self, packed: dict[str, np.ndarray], rule: SalienceRule, window_blocks: int | None) -> None:
+        """What `pack` gave, with the same tokens; `window_blocks` as in `Before.unpack`."""
+        found: dict[int, dict[str, np.ndarray]] = {}
+        for name, part in packed.items():
+            number, _, mine = name.partition(".")
+            found.setdefault(int(number), {})[mine] = part.copy()
+        self._known = [Before.unpack(found[number], rule, window_blocks) for number in sorted(found)]
 
     def clear(self) -> None:
         """Forget it."""

@@ -79,7 +79,7 @@ def pack(salience: Salience) -> dict[str, torch.Tensor]:
         "queries": torch.from_numpy(weighing.queries),
         "numbers": torch.tensor(numbers, dtype=torch.int64),
         "room": torch.tensor(salience.context.table.shape[1]),
-    }
+    } | {f"earlier.{name}": torch.from_numpy(part) for name, part in salience.earlier.pack().items()}
 
 
 def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool) -> None:
@@ -93,3 +93,5 @@ def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool)
     queries = packed["queries"].numpy().copy()
     salience.weighing = Weighing(salience.rule, queries, border, bool(prompt), bool(decoded))
     salience.context = copy_marked(salience, int(packed.get("room", 0)))
+    earlier = {name.removeprefix("earlier."): part.numpy() for name, part in packed.items() if "earlier." in name}
+    salience.earlier.unpack(earlier, salience.rule, None if window else salience.window_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,10 @@ class Talk:
 
     def append(self, seed: int, count: int = 40, chunk: int = 40) -> torch.Tensor:
         return torch.stack([self.say(part) for part in prompt(2, count, seed)[0].split(chunk, 1)])
+
+    def reload(self, folder: Path) -> None:
+        self.cache.save(folder)
+        self.cache = HybridCache.load(folder, self.model)
 
     def known(self) -> list[tuple[Any, ...]]:
         """What each layer knows that steps or appends use, or statistics tell."""
@@ -143,6 +148,23 @@ def test_a_system_prompt_serves_one_question_after_the_other(model: PreTrainedMo
     assert any(not np.array_equal(*pair) for pair in zip(kept[0], kept[1], strict=True))
 
 
+def test_files_hold_chunks_of_a_prompt_and_what_a_crop_went_back_to(model: PreTrainedModel, tmp_path: Path) -> None:
+    ids, mask = prompt(2, PROMPT)
+    talk, other = Talk(model, "one"), Talk(model, "one")
+    for one in (talk, other):
+        for part, real in zip(ids.split(60, 1), mask.split(60, 1), strict=True):
+            one.say(part, real)
+    for act in ("save", "crop", "save", "append", "save"):
+        if act == "save":
+            talk.reload(tmp_path / "cache")
+        for one in (talk, other):
+            if act == "crop":
+                one.cache.crop(-50)  # the last chunk
+            elif act == "append":
+                one.append(7)
+        assert same(talk.known(), other.known())
+
+
 @pytest.mark.parametrize("append", ["max", "mean"])
 def test_a_chunk_that_fails_and_comes_again_counts_once(model: PreTrainedModel, append: str) -> None:
     def fail(*_: Any) -> None:
@@ -160,12 +182,14 @@ def test_a_chunk_that_fails_and_comes_again_counts_once(model: PreTrainedModel, 
     assert same(talk.known(), other.known())
 
 
-@pytest.mark.parametrize("way", ["fork", "rows"])
-def test_forks_and_rows_have_their_part_of_it(model: PreTrainedModel, way: str) -> None:
+@pytest.mark.parametrize("way", ["fork", "rows", "file"])
+def test_forks_rows_and_files_have_their_part_of_it(model: PreTrainedModel, tmp_path: Path, way: str) -> None:
     talk, other = Talk(model, "split").begin(), Talk(model, "split").begin()
     talk.append(5)
     if way == "fork":
         talk.cache = talk.cache.fork()
+    elif way == "file":
+        talk.reload(tmp_path / "cache")
     else:
         for one in (talk, other):
             one.cache.batch_select_indices(torch.tensor([1, 0, 1]))
