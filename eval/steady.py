@@ -6,8 +6,10 @@
 Every row takes in the same prompt and is fed the same tokens of a text one by one. The rows take turns of --turn steps,
 forth and back, so that whatever else the machine does meets all of them alike; the first steps of a turn, which find
 another row's data in the CPU's caches, are not counted. `p99_p50` says how steady a row is, `unsteady` how much less
-so than the first row. `cpu_…` is the same in CPU time of the whole process, which other programs hardly touch. Each
-number is the median over the runs. At 80 ms a step, 4,000 steps of two rows and three runs take half an hour.
+so than the first row. What a row gets slower by as the context grows is in it, and most in full attention's:
+`p99_turn`, `unsteady_turn` are the same of times divided by the median of their own turn. `cpu_…` is in CPU time of the
+whole process, which other programs hardly touch. Each number is the median over the runs. At 80 ms a step, 4,000 steps
+of two rows and three runs take half an hour.
 
 Bytes are those at the end, beside what follows from sizes alone: all tokens in whole blocks on the host, the window
 and a block being filled in a device's memory, and of the host's tokens the share that the CPU keeps (`context`).
@@ -133,13 +135,23 @@ def counted(steps: int, turn: int) -> np.ndarray:
     return np.arange(steps) % turn >= AFTER_SWITCH
 
 
+def within_turns(times: np.ndarray, turn: int) -> np.ndarray:
+    """The steps `[steps]` that count, each as a multiple of the median of its own turn."""
+    parts = (times[start : start + turn] for start in range(0, len(times), turn))
+    kept = (part[counted(len(part), turn)] for part in parts)
+    return np.concatenate([part / np.median(part) for part in kept if len(part)])
+
+
 def summary(runs: list[np.ndarray], turn: int) -> dict[str, float]:
     """Percentiles of the steps that count, of the clock's time and of CPU time: medians over runs `[steps, 2]`."""
     found: dict[str, list[float]] = {}
     for times in runs:
-        for kind, values in zip(("", "cpu_"), times[counted(len(times), turn)].T, strict=True):
+        for kind, every in zip(("", "cpu_"), times.T, strict=True):
+            values, p99_turn = every[counted(len(every), turn)], np.percentile(within_turns(every, turn), 99)
             p50, p95, p99 = np.percentile(values, [50, 95, 99])
-            line = {"p50": p50, "p95": p95, "p99": p99, "max": values.max(), "p99_p50": p99 / p50}
+            line = {
+                "p50": p50, "p95": p95, "p99": p99, "max": values.max(), "p99_p50": p99 / p50, "p99_turn": p99_turn,
+            }  # fmt: skip
             for name, value in line.items():
                 found.setdefault(kind + name, []).append(float(value))
     return {name: float(np.median(values)) for name, values in found.items()}
@@ -215,7 +227,9 @@ def main(
             lines = [summary(times[row.name], turn) for row in chosen]
             records = [
                 {"row": row.name, **line, "slower": line["p50"] / lines[0]["p50"]}
-                | {"unsteady": line["p99_p50"] / lines[0]["p99_p50"], **held[row.name], "runs": number + 1, **size}
+                | {"unsteady": line["p99_p50"] / lines[0]["p99_p50"]}
+                | {"unsteady_turn": line["p99_turn"] / lines[0]["p99_turn"]}
+                | {**held[row.name], "runs": number + 1, **size}
                 for row, line in zip(chosen, lines, strict=True)
             ]
             write_csv(out, records)
@@ -223,7 +237,10 @@ def main(
     series = list(itertools.chain.from_iterable(turns))
     write_csv(out.with_name(f"{out.stem}_turns.csv"), series)
     plot(series, found, prompt, turn, out.with_suffix(".png"))
-    columns = ("row", "p50", "p95", "p99", "max", "p99_p50", "unsteady", "cpu_p50", "cpu_p99_p50", "slower")
+    columns = (
+        "row", "p50", "p95", "p99", "max", "p99_p50", "unsteady", "p99_turn", "unsteady_turn", "cpu_p50",
+        "cpu_p99_p50", "slower",
+    )  # fmt: skip
     show(f"ms between tokens, {prompt} + {steps} tokens", [{c: r[c] for c in columns} for r in records])
     sizes = [k for k in dict.fromkeys(k for r in records for k in r) if k.endswith(("_bytes", "_due"))]
     table = [{"row": r["row"]} | {k: None if r.get(k) is None else r[k] / 2**20 for k in sizes} for r in records]

@@ -34,6 +34,17 @@ def test_numbers_are_medians_over_runs():
     assert got["p99_p50"] == pytest.approx(np.median(ratios))
 
 
+def test_what_a_growing_context_takes_is_not_unsteady_within_a_turn():
+    times = np.repeat(np.linspace(100.0, 200.0, 20), 50)[:, None].repeat(2, 1)
+    line = steady.summary([times], turn=50)
+    assert line["p99_p50"] > 1.3
+    assert line["p99_turn"] == line["cpu_p99_turn"] == 1
+    times[10::50] *= 3  # one of 48 steps that count
+    line = steady.summary([times[:-49]], turn=50)  # the last turn has none that counts
+    assert line["p99_turn"] == pytest.approx(3)
+    assert steady.within_turns(times[:53, 0], 50).tolist() == [*[1.0] * 8, 3.0, *[1.0] * 39, 1.0]
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize(("tier", "device_blocks"), [("one", 0), ("split", 4)])
 def test_bytes_are_those_of_the_sizes(tier, device_blocks):
