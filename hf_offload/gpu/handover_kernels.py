@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from .flags_kernels import announce
+
 
 @triton.jit(do_not_specialize=["capacity"])
 def hand_over_kernel(
@@ -40,4 +42,4 @@ def hand_over_kernel(
         before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="sys")
         if before == tl.num_programs(0) - 1:
             tl.store(arrived, 0)  # for the next hand-over
-            tl.atomic_xchg(flag, tl.load(epoch), sem="release", scope="sys")
+            announce(flag, tl.load(epoch))
