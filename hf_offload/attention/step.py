@@ -13,6 +13,7 @@ from hf_offload.attention.retrieval import Foresight, Properties, Retrieval
 from hf_offload.attention.segments import Segments, segments_of
 from hf_offload.attention.token_fetch import TokenFetch
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.mirror import sent
 from hf_offload.policies.base import Plan, Selection
 
 
@@ -216,7 +217,7 @@ class Step(ABC):
             far = np.array([np.count_nonzero(valid[b, f * size : end * size]) for b, f in enumerate(first)])
             total = np.count_nonzero(valid[:, : self.length], axis=1)
         found = np.stack((far, total - far), 1).astype(np.float32)
-        return torch.from_numpy(found).to(self.store.device)
+        return sent(found, self.store.device)
 
     def _reserve(self, part: Retrieval, granularities: tuple[int, ...]) -> bool:
         """Have room in a part for this step's choice; whether there is anything to choose from."""

@@ -38,8 +38,8 @@ def choose_runs(
     rank = torch.empty_like(order)
     places = torch.arange(order.shape[1], device=masses.device)
     rank.scatter_(1, order, places.expand_as(order))
-    limits = torch.tensor(wanted, device=masses.device)
-    taken = ((rank < limits[:, None]) & (score > -torch.inf)).any(0)
+    best = torch.stack([line < runs for line, runs in zip(rank, wanted, strict=True)])  # a tensor of them would be sent
+    taken = (best & (score > -torch.inf)).any(0)
     marks = taken.repeat_interleave(span)[:blocks]
     chosen = torch.sort(marks, descending=True, stable=True).indices[:capacity]
     return chosen.int(), marks.sum().clamp(max=capacity).int()
