@@ -23,7 +23,15 @@ Four parts, each in a process of its own: a case that fails, crashes or hangs is
   follow a script (`eval/gpu/replay.py`), since those of a random model drift in ways of their own; the column says so.
 
 Results are written as they come: `<part>.csv`, a plot, `cases.csv` (what became of every case, also of those that there
-was no time for) and `failed.txt` (why). The exit status is 1 if anything failed.
+was no time for) and `failed.txt` (why). At the end `aims.csv` sets what was measured, by this call or by earlier ones
+into the same folder, beside what the check aims at (`eval/gpu/aims.py`). One call of nine minutes seldom gets to all of
+it; three do:
+
+    make gpu-check CHECK="--part correctness --out results"
+    make gpu-check CHECK="--part handoff,kernels --out results"
+    make gpu-check CHECK="--part decode --out results"
+
+ The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -41,6 +49,7 @@ import typer
 
 from common import RESULTS, command, numbers, show
 from gpu import correctness, decoding, handoff, kernels
+from gpu.aims import aims
 from gpu.options import Options
 from gpu.replay import parse
 from gpu.results import Results
@@ -100,6 +109,10 @@ def main(
         left = sum(PARTS[other][1] for other in wanted[place:])
         seconds = (deadline - time.monotonic() - 5) * PARTS[name][1] / left
         bad |= run_part(name, options, results, seconds)
+    measured = aims(results.table)
+    for row in measured:
+        results.add("aims", row)
+    show("aims", measured)
     print(f"results are in {out}; {time.monotonic() - started:.0f} s", flush=True)
     if bad:
         raise typer.Exit(1)

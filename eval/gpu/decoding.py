@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from common import Row, percentiles
-from gpu import models, timeline
+from gpu import aims, models, timeline
 from gpu.fetching import Fetch, FetchReplay
 from gpu.options import Options
 from gpu.replay import Replay, Script, parse, write_script
@@ -53,15 +53,17 @@ CONTEXTS, BATCHES = (8 << 10, 32 << 10, 64 << 10, 128 << 10), (1, 4, 16, 64)
 FIRST = [(32, 1), (32, 4), (128, 1), (8, 16), (8, 1), (64, 1), (8, 4), (64, 4), (32, 16), (128, 4), (8, 64)]
 
 
-def cases(options: Options) -> dict[str, tuple[int, int, str]]:
-    """Context, batch and row of every case, in the order of their worth."""
+def cases(options: Options) -> dict[str, tuple[int, int, str, str | None]]:
+    """Context, batch, row and script of every case, in the order of their worth; what aims compare comes first."""
+    whole = (options.contexts, options.batches, options.replay) == (CONTEXTS, BATCHES, None)
+    chosen = [case for case in aims.CASES if case[2] in options.rows] if whole else []
     pairs = [(context, batch) for context in options.contexts for batch in options.batches]
     order = {(context << 10, batch): place for place, (context, batch) in enumerate(FIRST)}
     pairs.sort(key=lambda pair: (order.get(pair, len(order)), pair))
+    chosen += [(context, batch, row, options.replay) for context, batch in pairs for row in options.rows]
     return {
-        f"{row}, {context} tokens, batch {batch}": (context, batch, row)
-        for context, batch in pairs
-        for row in options.rows
+        f"{row}, {context} tokens, batch {batch}{f', {replay}' if replay else ''}": (context, batch, row, replay)
+        for context, batch, row, replay in chosen
     }
 
 
@@ -76,7 +78,7 @@ def run(options: Options, todo: Sequence[str], report: Report) -> None:
     chosen = cases(options)
     kind = None
     for name in todo:
-        context, batch, row = chosen[name]
+        context, batch, row, script = chosen[name]
         if report.seconds_left < 20 and not options.quick:
             return
         if (context, batch, "int8" in row) != kind:
@@ -84,9 +86,10 @@ def run(options: Options, todo: Sequence[str], report: Report) -> None:
             models.free_pinned(options)
         with torch.no_grad(), report.case(name, SECONDS):
             model = model or models.build(options)
-            facts = {"context": context, "batch": batch, "row": row, "replay": options.replay or "none"}
+            facts = {"context": context, "batch": batch, "row": row, "replay": script or "none"}
             try:
-                report.row(**facts, **measure(options, model, context, batch, row), layers=options.layers)
+                found = measure(replace(options, replay=script), model, context, batch, row)
+                report.row(**facts, **found, layers=options.layers)
             except (NotApplicable, torch.OutOfMemoryError) as reason:
                 note = str(reason).splitlines()[0]
                 report.row(**facts, note=note, layers=options.layers)

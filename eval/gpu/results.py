@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,23 @@ class Results:
                 short = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in one.items()}
                 writer.writerow({**short, **self.meta})
 
+    def table(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a table: this run's, or those that an earlier one has left in the folder."""
+        path = self.folder / f"{name}.csv"
+        if name in self.rows or not path.exists():
+            return self.rows.get(name, [])
+        with path.open(newline="", encoding="utf-8") as file:
+            return [{key: _number(text) for key, text in row.items()} for row in csv.DictReader(file)]
+
     def failed(self, part: str, case: str, text: str) -> None:
         """Add to the log."""
         with self.log.open("a", encoding="utf-8") as file:
             file.write(f"=== {part}: {case}\n{text.rstrip()}\n\n")
+
+
+def _number(text: str) -> Any:
+    """What a cell says: None where it is empty."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text or None

@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 
 import common
 import gpu_check
-from gpu import correctness, decoding, models, timeline
+from gpu import aims, correctness, decoding, models, timeline
 from gpu.operations import OPERATIONS
 from gpu.options import Options
 from gpu.replay import parse, write_script
+from gpu.results import Results
 from gpu.supervise import Listener, NotApplicable, Report
 from hf_offload.attention.tiered_step import TieredStep
 
@@ -63,6 +64,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert float(decoded["dynamic"]["tokens_per_s"]) > 0
     assert float(decoded["scout"]["recall_mib_per_step"]) > 0
     assert {"commit", "gpu", "cpu", "torch", "triton", "script_miss"} <= set(decoded["scout"])
+    assert {row["met"] for row in table(tmp_path / "aims.csv")} == {"not measured"}  # tiny sizes tell nothing of them
     for part in ("kernels", "decode"):
         assert (tmp_path / f"{part}.png").stat().st_size > 0
 
@@ -149,6 +151,67 @@ def test_memory_is_estimated_as_it_is() -> None:
     assert measured["resident_bytes"] == resident
     sealed = models.digest_bytes(model.config, 2048, 8)
     assert 0.9 * sealed < measured["digest_bytes"] <= 1.5 * sealed
+
+
+# --- the aims ---------------------------------------------------------------------------------------------------------
+
+
+def timed(row: str, context: int, batch: int, p50: float, replay: str = "none", **more: Any) -> dict[str, Any]:
+    """A row of decoding."""
+    rate = 1000 * batch / p50
+    return {
+        "row": row,
+        "context": context << 10,
+        "batch": batch,
+        "replay": replay,
+        "p50": p50,
+        "tokens_per_s": rate,
+    } | more
+
+
+MEASURED = {
+    "kernels": [
+        {"operation": "paged_attention", "tokens": 2048, "of_floor": 3.0},
+        {"operation": "paged_attention", "tokens": 32768, "of_floor": 1.1},
+        {"operation": "paged_attention", "tokens": 32768, "of_floor": 1.4},
+    ],
+    "handoff": [
+        {"way": "flags", "work": "nothing", "p50": 18.0},
+        {"way": "flags", "work": "nothing", "p50": 9.0},
+        {"way": "event and future", "work": "nothing", "p50": 5.0},
+    ],
+    "decode": [
+        timed("scout-graph", 32, 1, 10.0),
+        timed("scout", 32, 1, 14.0),
+        timed("offloading", 32, 1, 250.0),
+        timed("dynamic", 64, 1, 20.0),
+        timed("scout-graph", 64, 4, 16.0),
+        timed("scout-graph", 64, 8, 25.0),
+        timed("scout-graph", 32, 16, 30.0, aims.REPLAY, busy=0.9, waiting=0.04, moving=0.02, gaps=0.04),
+        {"row": "dynamic", "context": 65536, "batch": 4, "replay": "none", "note": "does not fit"},
+    ],
+}
+
+
+def test_aims_are_told_from_what_was_measured(tmp_path: Path) -> None:
+    before = Results(tmp_path, None)
+    for row in MEASURED["kernels"]:
+        before.add("kernels", row)
+    results = Results(tmp_path, None)  # a later call, into the same folder
+    results.rows |= {name: rows for name, rows in MEASURED.items() if name != "kernels"}
+    rows = aims.aims(results.table)
+    assert [row["measured"] for row in rows] == pytest.approx([1.4, 9.0, 0.06, 6.4, 25.0, 1.4])
+    assert [row["met"] for row in rows] == ["no", "yes", "yes", "yes", "yes", "no"]
+    assert {row["met"] for row in aims.aims(lambda name: [])} == {"not measured"}
+
+
+def test_what_the_aims_compare_is_measured_first() -> None:
+    whole = Options(contexts=decoding.CONTEXTS, batches=decoding.BATCHES, rows=decoding.DEFAULT_ROWS)
+    found = list(decoding.cases(whole).values())
+    assert tuple(found[: len(aims.CASES)]) == aims.CASES
+    assert len(set(found)) == len(found) == 2 + len(decoding.CONTEXTS) * len(decoding.BATCHES) * len(whole.rows)
+    some = dataclasses.replace(whole, contexts=(8 << 10,), replay="miss=0.1,drift=0.1")
+    assert {(context, replay) for context, _, _, replay in decoding.cases(some).values()} == {(8 << 10, some.replay)}
 
 
 # --- the scripted choice ----------------------------------------------------------------------------------------------
