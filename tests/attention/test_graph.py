@@ -54,6 +54,8 @@ def logits_of(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, mas
         ("scout", {**SCOUT, "lookahead": "attend", "synchronous_layers": (0,)}),
         ("scout", {**SCOUT, "lookahead": "attend", "digest": "quest", "join": "raw", "recall": 3}),
         ("scout", {**SCOUT, "lookahead": "attend", "attend_resident": "all", "host_dtype": "int8"}),
+        ("sparse_fetch", {"budget": 96, "sinks": 16}),
+        pytest.param("full", {"host": "fetch"}, marks=pytest.mark.slow),
     ],
 )
 def test_replayed_steps_are_those_in_python(policy: str, knobs: dict[str, Any], batch: int) -> None:

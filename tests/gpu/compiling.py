@@ -68,4 +68,6 @@ if __name__ == "__main__":
         if "first" in sys.argv and what[0] in seen:
             continue
         seen.add(what[0])
-        print(json.dumps({"case": case, "limit": SHARED_MEMORY[target], **compile_case(target, *what)}), flush=True)
+        kernel = f"{what[0].fn.__module__.rpartition('.')[2]}.{what[0].fn.__name__}"
+        told = {"case": case, "kernel": kernel, "limit": SHARED_MEMORY[target], **compile_case(target, *what)}
+        print(json.dumps(told), flush=True)

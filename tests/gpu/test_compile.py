@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -18,6 +19,7 @@ FOLDER = Path(__file__).parent
 SUBJECTS = [path.stem.removeprefix("cases_") for path in sorted(FOLDER.glob("cases_*.py"))]
 TARGETS = ["90 first", *(pytest.param(target, marks=pytest.mark.slow) for target in ("80", "86", "89", "90"))]
 """GPUs; the first case of each kernel, or all."""
+LAUNCH = re.compile(r"(\w+_kernels\.\w+)\[")
 
 
 def run_apart(folder: str, *arguments: str) -> str:
@@ -47,6 +49,14 @@ def test_kernels_fit(target: str, told: list[dict[str, Any]]) -> None:
     for case in told:
         assert case["spilled"] == 0, case
         assert case["shared"] <= case["limit"], case
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_that_is_launched_has_a_case(target: str, told: list[dict[str, Any]]) -> None:
+    sources = Path(hf_offload.__file__).with_name("gpu").glob("*.py")
+    launched = {name for path in sources for name in LAUNCH.findall(path.read_text(encoding="utf-8"))}
+    assert len(launched) > 10
+    assert {case["kernel"] for case in told} == launched
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -69,6 +69,8 @@ def test_splits_fill_a_gpu_and_no_more() -> None:
     assert count_splits(1, 10**6) == 64
     assert count_splits(300, 10**6) == 1
     assert count_splits(8, 16) == 1
+    assert count_splits(64 * 8, 32 << 10) == 1  # a large batch fills it by itself
+    assert all(lines * count_splits(lines, 10**6) < 264 + lines for lines in range(5, 1000))  # partials stay few
 
 
 def _arguments() -> dict[str, Any]:
