@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -25,6 +26,8 @@ import hf_offload
 from hf_offload import assets
 
 RESULTS = Path(__file__).parent / "results"
+_FOLDERS = re.compile(r"(?<![^=,:])(?:\.{0,2}/)(?:[^/=,:]+/)*")
+"""Of a file's path in an argument (`/a/b.txt`, `../b.txt`, `row:knob=/a/b`), what stands before the file's name."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ModelOption = Annotated[
@@ -229,9 +232,9 @@ def environment() -> dict[str, str]:
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         **{name: installed(name) for name in ("torch", "transformers", "numba", "triton")},
-        # Of a path only the name: where a file lay is of no use to anyone else.
+        # Of a file's path only the name: where it lay is of no use to anyone else. Names of models stay.
         "command": shlex.join(
-            ["python", f"{script.parent.name}/{script.name}", *(a.rsplit("/", 1)[-1] for a in sys.argv[1:])]
+            ["python", f"{script.parent.name}/{script.name}", *(_FOLDERS.sub("", a) for a in sys.argv[1:])]
         ),
     }
 

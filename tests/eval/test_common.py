@@ -99,6 +99,23 @@ def test_percentiles():
     assert common.percentiles(range(11)) == {"p20": 2.0, "p50": 5.0, "p80": 8.0}
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("/home/me/novel.txt", "novel.txt"),
+        ("../data/novel.txt", "novel.txt"),
+        (
+            "--row=fluxion:predictor=/tmp/a/predictor.safetensors,tau=0.1",
+            "--row=fluxion:predictor=predictor.safetensors,tau=0.1",
+        ),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+    ],
+)
+def test_commands_tell_names_of_files_and_not_where_they_lie(given, told, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["eval/needle.py", given])
+    assert common.environment()["command"] == f"python eval/needle.py {told}"
+
+
 def test_csv_carries_what_the_result_depends_on(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["eval/needle.py", "--count", "3"])
     path = tmp_path / "new" / "results.csv"
