@@ -235,6 +235,7 @@ def test_a_signal_comes_at_any_time(memory: str, times: int) -> None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 came += 1
+                torch.set_grad_enabled(True)  # it may have come while torch's no_grad was putting this back
             check_after(history, count, i)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -53,6 +53,7 @@ class Fitting:
             raise ValueError(f"streaming_at={self.streaming_at} is no probability; use a number between 0 and 1")
 
 
+@torch.enable_grad()
 def fit_predictor(
     features: torch.Tensor,
     budgets: torch.Tensor,
