@@ -109,7 +109,7 @@ def main(
         left = sum(PARTS[other][1] for other in wanted[place:])
         seconds = (deadline - time.monotonic() - 5) * PARTS[name][1] / left
         bad |= run_part(name, options, results, seconds)
-    measured = aims(results.table)
+    measured = aims(results.table if options.on_gpu else lambda name: [])  # what a CPU takes says nothing of them
     for row in measured:
         results.add("aims", row)
     show("aims", measured)
