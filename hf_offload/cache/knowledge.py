@@ -93,5 +93,7 @@ def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool)
     queries = packed["queries"].numpy().copy()
     salience.weighing = Weighing(salience.rule, queries, border, bool(prompt), bool(decoded))
     salience.context = copy_marked(salience, int(packed.get("room", 0)))
-    earlier = {name.removeprefix("earlier."): part.numpy() for name, part in packed.items() if "earlier." in name}
+    earlier = {
+        name.removeprefix("earlier."): part.numpy() for name, part in packed.items() if name.startswith("earlier.")
+    }
     salience.earlier.unpack(earlier, salience.rule, None if window else salience.window_blocks)

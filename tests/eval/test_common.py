@@ -105,7 +105,7 @@ def test_percentiles():
         ("/home/me/novel.txt", "novel.txt"),
         ("../data/novel.txt", "novel.txt"),
         (
-            "--row=fluxion:predictor=/tmp/a/predictor.safetensors,tau=0.1",
+            "--row=fluxion:predictor=/some/folder/predictor.safetensors,tau=0.1",
             "--row=fluxion:predictor=predictor.safetensors,tau=0.1",
         ),
         ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
