@@ -1,4 +1,4 @@
-"""Where attention weight lies, for a model and texts of your own (HGCA, Figures 3 to 5).
+"""Where attention weight lies, and how scores are distributed, for a model and texts of your own.
 
     python eval/attention_stats.py
     python eval/attention_stats.py --layers 0,15,29 --layer 15 --head 4 --tokens 4096 --text novel.txt --text other.txt
@@ -6,20 +6,26 @@
 The weights are exact: a text runs through the model in chunks, and beside Transformers' sdpa the softmax of the
 queries that are looked at is taken over all keys, from the model's own q and k. No more rows than these are kept.
 
-- windows (Figure 3): the share of the weight that a window of first and one of newest entries hold together, for an
-  entry, a middle and an exit layer, averaged over heads and the text's last queries.
-- heads (Figure 4): the share of entries that hold 0.99 of a head's weight, the heaviest first, for each text,
+- windows (HGCA, Figure 3): the share of the weight that a window of first and one of newest entries hold together, for
+  an entry, a middle and an exit layer, averaged over heads and the text's last queries.
+- heads (HGCA, Figure 4): the share of entries that hold 0.99 of a head's weight, the heaviest first, for each text,
   averaged over its last queries.
-- positions (Figure 5): the weights of one layer and head over the positions, at three quarters of the text and at its
-  end, and a line above which are the heaviest that hold 0.9 at the end.
+- positions (HGCA, Figure 5): the weights of one layer and head over the positions, at three quarters of the text and at
+  its end, and a line above which are the heaviest that hold 0.9 at the end.
+- scores (Fluxion, Figure 11): how near to normal the scores of the entries are that lie neither among the first 64 nor
+  among the newest 256, for each head of the layers of Figure 3: skewness, excess kurtosis, the correlation of their
+  quantiles with those of a normal distribution, and by how much log n + mean + variance / 2, which Fluxion's features
+  take for their log-sum-exp, misses it; medians over the text's last queries.
 
-Figures go beside the CSV, which has the windows: OUT_windows.png, OUT_heads.png, OUT_positions.png; so do the numbers
-of the other two (OUT_heads.csv, OUT_positions.csv).
+Figures go beside the CSV, which has the windows: OUT_windows.png, OUT_heads.png, OUT_positions.png, OUT_scores.png; so
+do the numbers of the others (OUT_heads.csv, OUT_positions.csv, OUT_scores.csv).
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Any
 
 import numpy as np
@@ -44,6 +50,7 @@ from weights import record
 
 HOLDS = 0.99  # of a head's weight, Figure 4
 LINE = 0.9  # of a head's weight, Figure 5
+SINKS, LOCAL = 64, 256  # entries that are left out at both ends, Figure 11
 
 
 def window_sums(weights: list[torch.Tensor], starts: list[int], recents: list[int]) -> np.ndarray:
@@ -72,6 +79,45 @@ def line_at(weights: torch.Tensor, holds: float) -> float:
     """The least weight among the heaviest entries that together hold so much of the weight `[entries]`."""
     count = round(float(needed_share(weights[None], holds)) * len(weights))
     return float(weights.sort(descending=True).values[count - 1])
+
+
+def shape_of(weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    """How near to normal the scores behind softmax weights `[rows, entries]` are; float64 `[rows]` each.
+
+    A score is known from its weight but for a constant, of which none of these depends on.
+    """
+    scores = weights.double().clamp(min=1e-300).log()
+    mean, count = scores.mean(-1, keepdim=True), scores.shape[-1]
+    spread = (scores - mean).square().mean(-1, keepdim=True)
+    z = (scores - mean) / spread.sqrt()
+    normal = quantiles(count)
+    moments = math.log(count) + mean[:, 0] + spread[:, 0] / 2
+    return {
+        "skewness": z.pow(3).mean(-1),
+        "excess_kurtosis": z.pow(4).mean(-1) - 3,
+        "quantile_correlation": (z.sort(-1).values * normal).mean(-1) / normal.square().mean().sqrt(),
+        "lse_gap": moments - scores.logsumexp(-1),
+    }
+
+
+def shapes(found: dict[str, dict[int, list[torch.Tensor]]], layers: list[int], far: slice) -> list[dict[str, Any]]:
+    """`shape_of` some entries for each text, layer and head: medians over the queries but the first."""
+    lines = []
+    for text, weights in found.items():
+        for layer in layers:
+            each = [shape_of(rows[:, far]) for rows in weights[layer][1:]]
+            told = {key: torch.stack([one[key] for one in each]).median(0).values for key in each[0]}
+            lines += [
+                {"text": text, "layer": layer, "head": head} | {key: float(value[head]) for key, value in told.items()}
+                for head in range(len(weights[layer][1]))
+            ]
+    return lines
+
+
+def quantiles(count: int) -> torch.Tensor:
+    """Those of a standard normal distribution that so many sorted values should have; float64 `[count]`."""
+    bell = NormalDist()
+    return torch.tensor([bell.inv_cdf((i + 0.5) / count) for i in range(count)], dtype=torch.float64)
 
 
 def sizes(tokens: int) -> list[int]:
@@ -128,6 +174,24 @@ def plot_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) 
     axes.set(yscale="log", ylim=(1e-8, 2), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
     axes.margins(x=0.01)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, markerscale=4, frameon=False)
+    _save(figure, path)
+
+
+def plot_scores(rows: dict[int, torch.Tensor], head: int, path: Path) -> None:
+    """Draw Figure 11: a histogram and a quantile plot a layer, of one head's weights `[entries]`."""
+    import matplotlib.pyplot as plt
+
+    size = (3.6 * len(rows) + 1, 6)
+    figure, axes = plt.subplots(2, len(rows), figsize=size, layout="constrained", squeeze=False)
+    for (layer, weights), (above, below) in zip(rows.items(), axes.T, strict=True):
+        scores = weights.double().clamp(min=1e-300).log()
+        z, normal = ((scores - scores.mean()) / scores.std()).sort().values, quantiles(len(scores))
+        above.hist(z, bins=60, density=True, color="tab:gray")
+        above.plot(normal, (-normal.square() / 2).exp() / math.sqrt(2 * math.pi), color="red")
+        above.set(title=f"layer {layer}, head {head}", xlabel="score, standardised", ylabel="density")
+        below.plot(normal, z, ".", markersize=2, color="tab:gray")
+        below.plot(normal[[0, -1]], normal[[0, -1]], color="red", linewidth=1)
+        below.set(xlabel="normal quantiles", ylabel="quantiles of the scores")
     _save(figure, path)
 
 
@@ -222,6 +286,12 @@ def main(
         for number, value in enumerate(values)
     ]
     write_csv(out.with_name(f"{out.stem}_heads.csv"), by_head)
+    if tokens >= 2 * (SINKS + LOCAL + queries):
+        far = slice(SINKS, tokens - queries - LOCAL)
+        plot_scores({one: first[one][-1][head, far] for one in three}, head, out.with_name(f"{out.stem}_scores.png"))
+        write_csv(out.with_name(f"{out.stem}_scores.csv"), shapes(found, three, far))
+    else:
+        print(f"{tokens} tokens leave too few between the first {SINKS} and the newest {LOCAL}: no numbers of scores")
     line = line_at(pair[1], LINE)
     write_csv(
         out.with_name(f"{out.stem}_positions.csv"),

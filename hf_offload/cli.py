@@ -168,7 +168,7 @@ def train_fluxion(
     steps: Annotated[int, typer.Option(help="Decode steps sampled in each interval.")] = 8,
     digest: Annotated[str, typer.Option(help="What blocks are chosen by: submean or quest.")] = "submean",
     epochs: Annotated[int, typer.Option(help="Passes over the samples, at most.")] = 30,
-    under: Annotated[float, typer.Option(help="Weight of budgets predicted too low, against too high.")] = 2.0,
+    under: Annotated[float, typer.Option(help="Weight of budgets predicted too low, against too high.")] = 1.0,
     streaming_at: Annotated[float, typer.Option(help="Probability from which a head needs no retrieval.")] = 0.5,
     fit: Annotated[
         str, typer.Option(help='"online", or "paper": the line of budgets meets that of single tokens.')

@@ -16,7 +16,7 @@ from .launch import F32, I32, U8, Array, Launch, group_size, head_tiles, jit, ke
 from .memory import address_of, count_up, get, hold, put
 from .needs import Needs, budget_of, granularity_of, runs_wanted
 from .scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, check_digest, soften_chunk, write_scores
-from .vector import choose_less, exp, load_f32, splat, store, vmax
+from .vector import choose_less, exp, lane_max, load_f32, splat, store, vmax
 
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
 _FLOOR = np.float32(-80.0)  # masses so far below the best run are alike
@@ -25,34 +25,37 @@ TALLIES = 8
 
 
 @jit
-def _join_runs(masses: Array, span: int, sums: bool, weights: Array, score: Array) -> int:
-    """Write the scores of runs of `span` blocks of masses [n], -inf for those without a valid token; their number."""
-    blocks, runs = len(masses), (len(masses) + span - 1) // span
-    if sums and span > 1:
-        top = np.float32(-np.inf)
-        for i in range(blocks):
-            top = max(top, masses[i])
+def _join_runs(masses: Array, blocks: int, span: int, sums: bool, score: Array) -> int:
+    """Write the scores of runs of `span` blocks, -inf for those without a valid token; their number.
+
+    Args:
+        masses: of so many blocks, as `copy_scores` writes them; used up.
+        sums: whether a run's score is the sum of its blocks' masses, or their largest.
+    """
+    runs = (blocks + span - 1) // span
+    if sums:
+        first, size = address_of(masses), 4 * ((blocks + 15) & ~15)
+        most = splat(np.float32(-np.inf))
+        for i in range(first, first + size, 64):
+            most = vmax(most, load_f32(i))
+        top = lane_max(most)
         if top == -np.inf:
             score[:runs] = -np.inf
             return runs
-        for i in range(blocks):
-            weights[i] = masses[i]
-        for i in range(blocks, (blocks + 15) & ~15):
-            weights[i] = -np.inf
-        for i in range(0, 4 * ((blocks + 15) & ~15), 64):
-            x = load_f32(address_of(weights) + i)
+        for i in range(first, first + size, 64):
+            x = load_f32(i)
             weight = exp(vmax(x - splat(top), splat(_FLOOR)))
-            store(address_of(weights) + i, choose_less(x, splat(_LOWEST), splat(np.float32(0.0)), weight))
+            store(i, choose_less(x, splat(_LOWEST), splat(np.float32(0.0)), weight))
     for run in range(runs):
-        first, end = run * span, min((run + 1) * span, blocks)
-        if sums and span > 1:
+        begin, end = run * span, min((run + 1) * span, blocks)
+        if sums:
             total = np.float32(0.0)
-            for i in range(first, end):
-                total += weights[i]
+            for i in range(begin, end):
+                total += masses[i]
             score[run] = total if total > 0 else np.float32(-np.inf)
         else:
             best = np.float32(-np.inf)
-            for i in range(first, end):
+            for i in range(begin, end):
                 best = max(best, masses[i])
             score[run] = best
     return runs
@@ -104,7 +107,8 @@ def take_blocks(
             copy_scores(address_of(masses[b, g]) + 4 * low, count, score)
             mark_best(score, count, runs[b, g], marks, word)
         elif runs[b, g]:
-            number = _join_runs(masses[b, g, low:end], span, sums, scratch[3], scratch[2])
+            copy_scores(address_of(masses[b, g]) + 4 * low, count, address_of(scratch[3]))
+            number = _join_runs(scratch[3], count, span, sums, scratch[2])
             copy_scores(score, number, score)
             clear_marks(narrow, number)
             mark_best(score, number, runs[b, g], narrow, word)

@@ -38,7 +38,7 @@ class Fitting:
     patience: int = 6
     batch: int = 1024
     rate: float = 1e-3
-    under: float = 2.0
+    under: float = 1.0
     streaming_at: float = 0.5
     fit: str = "online"
     seed: int = 0

@@ -73,6 +73,24 @@ def test_entries_that_hold_a_share():
     assert attention_stats.line_at(weights[2], 0.9) == 1.0
 
 
+def test_how_near_to_normal_scores_are():
+    quantiles = attention_stats.quantiles(4001)
+    assert quantiles[2000] == pytest.approx(0, abs=1e-12)
+    assert quantiles[-1] == pytest.approx(-float(quantiles[0]))
+    bell = 1.5 * quantiles[torch.randperm(4001)] - 3
+    skewed = torch.rand(4001, dtype=torch.float64).log().neg()  # exponential: skewness 2, excess kurtosis 6
+    told = attention_stats.shape_of(torch.stack([bell, skewed]).softmax(-1))
+    assert told["skewness"].tolist() == [pytest.approx(0, abs=1e-6), pytest.approx(2, abs=0.5)]
+    assert told["excess_kurtosis"][0] == pytest.approx(0, abs=0.05)
+    assert told["excess_kurtosis"][1] > 3
+    assert told["quantile_correlation"][0] == pytest.approx(1, abs=1e-6)
+    assert 0.85 < told["quantile_correlation"][1] < 0.95
+    # Weights sum to 1, so that the log-sum-exp of the scores is 0; that of a bell is log n + mean + variance / 2.
+    assert told["lse_gap"][0] == pytest.approx(0, abs=0.02)
+    want = torch.log(torch.tensor(4001.0)) + skewed.mean() + skewed.var(correction=0) / 2 - skewed.logsumexp(0)
+    assert told["lse_gap"][1] == pytest.approx(float(want), abs=1e-6)
+
+
 def test_layers_are_chosen_among_those_without_windows():
     assert attention_stats.whole_layers(tiny_model("gemma3").config) == [1, 3]
     assert attention_stats.whole_layers(tiny_model("opt").config) == [0, 1, 2, 3]
@@ -93,6 +111,23 @@ def test_a_model_with_few_heads_and_with_windows_needs_no_options(tmp_path, monk
         assert {line["layer"] for line in csv.DictReader(file)} == {"1", "3"}
     with out.with_name("stats_positions.csv").open(encoding="utf-8") as file:
         assert {line["head"] for line in csv.DictReader(file)} == {"3"}
+
+
+@torch.inference_mode()
+def test_scores_between_the_ends_are_told_of(tmp_path, monkeypatch):
+    model, ids, out = tiny_model("llama", "sdpa"), prompt(1, 700)[0], tmp_path / "stats.csv"
+    monkeypatch.setattr(attention_stats, "load", lambda *_: (model, None))
+    monkeypatch.setattr(attention_stats, "window", lambda text, tokenizer, start, tokens: ids)
+    options = [f"--text={__file__}", "--tokens", "700", "--queries", "3", "--layers", "0,2", "--out", str(out)]
+    result = CliRunner().invoke(common.command(attention_stats.main), options)
+    assert result.exit_code == 0, result.output
+    with out.with_name("stats_scores.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert [(r["layer"], r["head"]) for r in lines] == [(layer, str(head)) for layer in "02" for head in range(4)]
+    rows = [eager("llama", ids)[2][1, p, 64 : 700 - 3 - 256].double().log() for p in range(697, 700)]
+    skewness = sorted(float(((row - row.mean()) / row.std(correction=0)).pow(3).mean()) for row in rows)
+    assert float(lines[5]["skewness"]) == pytest.approx(skewness[1], abs=1e-3)
+    assert out.with_name("stats_scores.png").stat().st_size > 0
 
 
 @torch.inference_mode()
@@ -131,6 +166,7 @@ def test_figures_and_numbers_of_two_texts(tmp_path, monkeypatch):
         assert float(r["weight"]) == pytest.approx(float(late[position]), rel=1e-4)
         before = float(early[position]) if position < 52 else None
         assert r["weight_before"] == "" if before is None else float(r["weight_before"]) == pytest.approx(before, 1e-4)
+    assert "no numbers of scores" in result.output
     for name in ("windows", "heads", "positions"):
         assert out.with_name(f"stats_{name}.png").stat().st_size > 0
 
