@@ -41,7 +41,7 @@ from .launch import (
 from .memory import address_of, count_up, hold
 from .packed import packed_bytes
 from .packed_block import spare_bytes
-from .parts import NO_KBAR, PART_TOKENS, PARTS, clear_part, merge_parts, partial_results, partial_state
+from .parts import NO_KBAR, PART_TOKENS, PARTS, clear_part, merge_parts, part_blocks, partial_results, partial_state
 from .record import add_vectors, record_of, score_keys, touch
 from .vector import load_f32, splat, store
 
@@ -148,10 +148,11 @@ def attend_step(
 
 
 @jit
-def _part(task: int, parts: int, share: int, counts: Array) -> tuple[int, int]:
+def _part(task: int, parts: int, block_size: int, step: int, counts: Array) -> tuple[int, int]:
     """Where a task begins among its head's chosen blocks, and how many it has."""
     head = task // parts
     count = counts[head // counts.shape[1], head % counts.shape[1]]
+    share = part_blocks(count, parts, block_size, step)
     begin = min(task % parts * share, count)
     return begin, min(count - begin, share)
 
@@ -194,8 +195,6 @@ def decode_kernel(
     stride = 4 * max(STEP_TOKENS, block_size)
     wants_kbar = kbar.shape[0] > 0
     raw_stride = 4 * raw.shape[2]
-    share = (blocks.shape[2] + parts - 1) // parts
-    share = (share + step - 1) // step * step
     # A partial result: sum of V, sum of K [group, dim] each; peak, mass, fade [group] each.
     part = 4 * group * dim
     state_offset = partial_state(group, dim, wants_kbar)
@@ -206,12 +205,12 @@ def decode_kernel(
     queries = (address_of(scratch) + 63) & ~63
     scores = queries + part
     spare = scores + 2 * group * stride
-    addresses = np.empty(share + step + 1, np.int64)
+    addresses = np.empty(part_blocks(blocks.shape[2], parts, block_size, step) + step + 1, np.int64)
     task = count_up(ticket, 0)
     while task < tasks:
         head = task // parts
         b, h = head // kv_heads, head % kv_heads
-        begin, mine = _part(task, parts, share, counts)
+        begin, mine = _part(task, parts, block_size, step, counts)
         chosen = blocks[b, h, begin : begin + mine]
         sums = address_of(partial) + task * partial_step
         key_sums = sums + part if wants_kbar else 0
@@ -225,7 +224,7 @@ def decode_kernel(
             addresses[i] = record_of(block_ptr[table[b, chosen[i]]], h, record, packed, packed_record)
         following, ahead = reserve(ticket, tasks), 0
         if following < tasks:
-            start, ahead = _part(following, parts, share, counts)
+            start, ahead = _part(following, parts, block_size, step, counts)
             next_b, next_h = following // parts // kv_heads, following // parts % kv_heads
             ahead = min(ahead, step)
             for i in range(ahead):
@@ -330,7 +329,7 @@ def sparse_decode(
         raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap")
     tag = tag_of(kv_dtype)
     heads, tokens = batch * kv_heads, capacity * block_size
-    # The cut depends on shapes alone: results are the same on any number of threads.
+    # The cut depends on shapes and counts: results are the same on any number of threads.
     parts = max(1, min(-(-tokens // PART_TOKENS), PARTS // heads))
     group = query_heads // kv_heads
     partial, finished = partial_results(heads * parts, group, dim, kbar is not NO_KBAR), np.zeros(heads, np.int64)

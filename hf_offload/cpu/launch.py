@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn, TypeVar, cast
 
 import numba
@@ -107,6 +108,18 @@ class _KernelCache(FunctionCache):
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (*super()._index_key(sig, codegen), _SOURCES, self._kind)  # type: ignore[no-untyped-call]
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was compiled for a signature, or None.
+
+        An index names all signatures that there ever were. One that cannot be read (a version before this one had types
+        that are gone, or a file was cut short) is begun anew.
+        """
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except (ImportError, AttributeError, EOFError, UnpicklingError):
+            self.flush()  # type: ignore[no-untyped-call]
+            return None
 
 
 def jit(function: Function) -> Function:

@@ -25,6 +25,18 @@ def partial_results(count: int, group: int, dim: int, wants_kbar: bool) -> Array
 
 
 @jit
+def part_blocks(count: int, parts: int, block_size: int, step: int) -> int:
+    """How many blocks each part of a head has that attends `count` of them; few blocks make fewer parts than `parts`.
+
+    Args:
+        step: blocks that are attended at a time; parts are made of whole steps.
+    """
+    parts = min(parts, max((count * block_size + PART_TOKENS - 1) // PART_TOKENS, 1))
+    share = (count + parts - 1) // parts
+    return max((share + step - 1) // step * step, step)
+
+
+@jit
 def partial_state(group: int, dim: int, wants_kbar: bool) -> int:
     """Bytes of the sums in a partial result, which come before its peaks, masses and fades."""
     return 4 * group * dim * (2 if wants_kbar else 1)

@@ -16,7 +16,7 @@ from .decode import attend_step
 from .launch import I32, Array, Launch, jit, kernel, new_ticket, require
 from .memory import address_of, count_up, hold
 from .packed_block import spare_bytes
-from .parts import clear_part, merge_parts, partial_state
+from .parts import clear_part, merge_parts, part_blocks, partial_state
 from .record import record_of
 from .retrieve import score_run, take_blocks
 from .scoring import CHUNK_BLOCKS, SPARE_BLOCKS
@@ -53,8 +53,7 @@ def _attend(attention: Any, b: int, h: int) -> None:
     group, head = query.shape[1] // kv_heads, b * kv_heads + h
     record = 2 * block_size * dim * tag.itemsize
     step, stride = max(1, STEP_TOKENS // block_size), 4 * max(STEP_TOKENS, block_size)
-    share = (blocks.shape[2] + parts - 1) // parts
-    share = (share + step - 1) // step * step
+    share = part_blocks(counts[b, h], parts, block_size, step)
     part, partial_step = 4 * group * dim, 4 * partial.shape[1]
     state_offset = partial_state(group, dim, False)
     scratch = np.empty(16 + (part + 2 * group * stride + spare_bytes(dim, block_size)) // 4, np.float32)

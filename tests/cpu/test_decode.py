@@ -11,6 +11,7 @@ import torch
 
 from hf_offload.cpu import reference
 from hf_offload.cpu.decode import sparse_decode
+from hf_offload.cpu.parts import part_blocks
 
 from ._pools import Case, make_case, run
 
@@ -99,6 +100,37 @@ def test_decode_shared_by_threads() -> None:
     case = make_case(16, 4, 64, 32, 32 * 9 + 1, torch.bfloat16, padding=(5,) * 16)
     for _ in range(5):
         _check(case, 3, torch.bfloat16, None, True, threads=4, scores=True)
+
+
+def test_few_blocks_in_wide_room_are_shared_and_keep_every_bit() -> None:
+    torch.manual_seed(6)
+    case = make_case(1, 2, 32, 16, 2400, torch.float32, (0,), scattered=0.0)
+    query, counts = torch.randn(1, 4, 32), torch.tensor([[149, 70]], dtype=torch.int32)
+    found = []
+    for capacity in (150, 1500):
+        blocks = torch.full((1, 2, capacity), 2**30, dtype=torch.int32)
+        for h in range(2):
+            blocks[0, h, : counts[0, h]] = torch.arange(counts[0, h], dtype=torch.int32)
+        out, lse = torch.empty_like(query), torch.empty(1, 4)
+        launch = sparse_decode(
+            query.numpy(), case.block_ptr, case.table.numpy(), blocks.numpy(), counts.numpy(), case.holes.numpy(),
+            case.valid.numpy(), case.length, out.numpy(), lse.numpy(), None, kv_dtype=torch.float32, block_size=16,
+            scale=0.2, softcap=None,
+        )  # fmt: skip
+        run(launch, threads=2)
+        found.append((launch.tasks, out, lse))
+    assert found[0][0] < found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[0][2], found[1][2])
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 170, 600, 2048])
+def test_parts_are_even_and_no_more_than_there_are_tokens_for(count: int) -> None:
+    share = part_blocks(count, 21, 16, 2)
+    used = -(-count // share)
+    assert share % 2 == 0
+    assert used <= min(21, max(-(-count * 16 // 512), 1))
+    assert used * share - count < 2 * max(used, 1)  # the last part is as large as the others, but for a step of each
 
 
 def test_large_scores_stay_finite() -> None:
