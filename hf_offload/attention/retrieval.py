@@ -104,9 +104,8 @@ class Retrieval:
     def reserve(self, granularities: np.ndarray, first: np.ndarray, end: int) -> None:
         """Have room for a choice among the blocks first..end-1 of each row, in runs of so many blocks."""
         self.granularities, self.first, self.end = granularities, first, end
-        width = (
-            (end + 63) // 64 * 64
-        )  # known from the length alone: parts are cut by it, and what is attended is rounded
+        # Known from the length alone: what is attended is cut into parts by it, and rounded.
+        width = (end + 63) // 64 * 64
         if self.blocks.shape[2] != width:
             self.blocks = np.empty((*self.counts.shape, width), np.int32)
             self.masses = np.empty((*self.masses.shape[:2], width), np.float32)

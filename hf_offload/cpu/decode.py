@@ -41,7 +41,17 @@ from .launch import (
 from .memory import address_of, count_up, hold
 from .packed import packed_bytes
 from .packed_block import spare_bytes
-from .parts import NO_KBAR, PART_TOKENS, PARTS, clear_part, merge_parts, part_blocks, partial_results, partial_state
+from .parts import (
+    NO_KBAR,
+    PART_TOKENS,
+    PARTS,
+    clear_part,
+    merge_parts,
+    most_part_blocks,
+    part_blocks,
+    partial_results,
+    partial_state,
+)
 from .record import add_vectors, record_of, score_keys, touch
 from .vector import load_f32, splat, store
 
@@ -205,7 +215,7 @@ def decode_kernel(
     queries = (address_of(scratch) + 63) & ~63
     scores = queries + part
     spare = scores + 2 * group * stride
-    addresses = np.empty(part_blocks(blocks.shape[2], parts, block_size, step) + step + 1, np.int64)
+    addresses = np.empty(most_part_blocks(blocks.shape[2], parts, block_size, step) + step + 1, np.int64)
     task = count_up(ticket, 0)
     while task < tasks:
         head = task // parts

@@ -37,6 +37,13 @@ def part_blocks(count: int, parts: int, block_size: int, step: int) -> int:
 
 
 @jit
+def most_part_blocks(capacity: int, parts: int, block_size: int, step: int) -> int:
+    """The largest that `part_blocks` may be for up to so many blocks: it is not for the largest count."""
+    share = max((capacity + parts - 1) // parts, PART_TOKENS // block_size)
+    return max((share + step - 1) // step * step, step)
+
+
+@jit
 def partial_state(group: int, dim: int, wants_kbar: bool) -> int:
     """Bytes of the sums in a partial result, which come before its peaks, masses and fades."""
     return 4 * group * dim * (2 if wants_kbar else 1)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hf_offload.cpu import reference
+from hf_offload.cpu.block import STEP_TOKENS
 from hf_offload.cpu.decode import sparse_decode
-from hf_offload.cpu.parts import part_blocks
+from hf_offload.cpu.parts import PART_TOKENS, most_part_blocks, part_blocks
 
 from ._pools import Case, make_case, run
 
@@ -127,10 +128,21 @@ def test_few_blocks_in_wide_room_are_shared_and_keep_every_bit() -> None:
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 170, 600, 2048])
 def test_parts_are_even_and_no_more_than_there_are_tokens_for(count: int) -> None:
     share = part_blocks(count, 21, 16, 2)
+    assert share <= most_part_blocks(2048, 21, 16, 2)
     used = -(-count // share)
     assert share % 2 == 0
     assert used <= min(21, max(-(-count * 16 // 512), 1))
     assert used * share - count < 2 * max(used, 1)  # the last part is as large as the others, but for a step of each
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
+def test_no_count_makes_larger_parts_than_there_is_room_for(block_size: int) -> None:
+    step = max(1, STEP_TOKENS // block_size)
+    for capacity in (*range(1, 70), 200, 1000):
+        for parts in {1, 2, 21, min(-(-capacity * block_size // PART_TOKENS), 64)}:
+            room = most_part_blocks(capacity, parts, block_size, step)
+            assert max(part_blocks(count, parts, block_size, step) for count in range(capacity + 1)) <= room
+            assert part_blocks(capacity, parts, block_size, step) * parts >= capacity
 
 
 def test_large_scores_stay_finite() -> None:
