@@ -18,6 +18,7 @@ from hf_offload.attention.spread import on_device
 from hf_offload.cache.settings import check_tier
 from hf_offload.fluxion.predictor import read_about
 from hf_offload.measuring import Reading, cost, follow, hold, read
+from hf_offload.policies import POLICIES
 
 LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
     "scout": tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096)),
@@ -32,6 +33,8 @@ LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
 FETCHES = ("sparse_fetch",)
 """Policies that with one memory are nothing but a choice that others make better."""
 BLOCK_SIZES = (16, 32, 64)
+ONE_SIZE = ("fluxion",)
+"""Policies that know blocks of one size only."""
 RECALLS = ("adaptive", 1, 8)
 TURN = 8
 """Steps of a row before the next one takes its turn, where times are compared."""
@@ -286,9 +289,8 @@ def _climb(
 
 def _variants(best: Trial, two: bool) -> Iterator[dict[str, Any]]:
     """Settings that differ from the best one in their block size, or in when they recall."""
-    usual = 16 if best.policy in ("fixed_hybrid", "sparse_fetch") else 32
-    for size in BLOCK_SIZES:
-        if size != usual:
+    for size in () if best.policy in ONE_SIZE else BLOCK_SIZES:
+        if size != POLICIES[best.policy].block_size:
             yield best.options | {"block_size": size}
     if best.policy == "scout" and two:
         for recall in RECALLS[1:]:

@@ -16,8 +16,9 @@ import hf_offload.tune as tuning
 from hf_offload import HybridCache, assets
 from hf_offload.cache.fingerprint import likeness
 from hf_offload.cli import app
-from hf_offload.fluxion.predictor import HeadPredictor, save_predictors
+from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, save_predictors
 from hf_offload.measuring import cost, read
+from hf_offload.policies import POLICIES
 from hf_offload.tune import Trial, Tuning, tune
 
 SMALL = {"tokens": 200, "steps": 12, "windows": 2}
@@ -95,6 +96,19 @@ def test_a_predictor_brings_its_deviations(ladders: None, tmp_path: Path) -> Non
         tune(tiny_model("qwen3"), prompt(1, 500)[0], 0.5, predictor=path, **SMALL)
     with pytest.raises(FileNotFoundError):
         tune(model, prompt(1, 500)[0], 0.5, predictor=tmp_path / "none", **SMALL)
+
+
+def test_every_setting_around_every_rung_makes_a_cache() -> None:
+    model, predictor = tiny_model("llama"), ConstantPredictor(sinks=16, local=32)
+    for policy, ladder in (tuning.LADDERS | {"fluxion": ({"predictor": predictor},)}).items():
+        for rung in ladder:
+            best = Trial(policy, rung | {"tier": "split"}, 0.0, 0.0, 0.0, 1.0, 1.0, 5.0, 1)
+            tried = list(tuning._variants(best, two=True))
+            assert {options.get("block_size") for options in tried if "recall" not in options} == (
+                set() if policy == "fluxion" else {16, 32, 64} - {POLICIES[policy].block_size}
+            )
+            for options in tried:
+                HybridCache(model, policy, **options)
 
 
 def test_what_the_held_out_text_says() -> None:
