@@ -24,6 +24,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 import hf_offload
 from hf_offload import assets
+from hf_offload.plan import parse_setting
 
 RESULTS = Path(__file__).parent / "results"
 _FOLDERS = re.compile(r"(?<![^=,:])(?:\.{0,2}/)(?:[^/=,:]+/)*")
@@ -97,6 +98,33 @@ def choose(rows: Sequence[Row], names: str | None) -> list[Row]:
     if unknown := [name for name in chosen if name not in by_name]:
         raise typer.BadParameter(f"unknown rows {', '.join(unknown)}: choose among {', '.join(by_name)}")
     return [by_name[name] for name in chosen]
+
+
+def row_of(text: str) -> Row:
+    """The row of a policy and its knobs, `scout:budget=1024`; of a file that a knob names its name has no folder.
+
+    Raises:
+        typer.BadParameter: it is written otherwise.
+    """
+    try:
+        policy, options = parse_setting(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--row: {error}") from None
+    knobs = ",".join(f"{knob}={Path(x).name if isinstance(x, str) else x}" for knob, x in options.items())
+    return Row(f"{policy}:{knobs}" if knobs else policy, policy, options)
+
+
+def check_rows(rows: Iterable[Row], model: PreTrainedModel) -> None:
+    """Make a cache of each row once: what cannot be run is told before hours of work on the others.
+
+    Raises:
+        typer.BadParameter: a row that the model or the policy refuses.
+    """
+    for row in rows:
+        try:
+            row.make_cache(model)
+        except (ValueError, TypeError, FileNotFoundError) as error:
+            raise typer.BadParameter(f"--row {row.name}: {error}") from None
 
 
 def kinds_of(names: str) -> list[str]:

@@ -29,6 +29,7 @@ TASKS = (
 )  # fmt: skip
 SETS = {"open13": TASKS}
 NEW_TOKENS = 512
+FIELDS = ("input", "instructions", "outputs", "evaluation")
 
 
 def rouge(answer: str, reference: str) -> float:
@@ -58,7 +59,7 @@ def samples_of(task: str, rows: Iterable[dict[str, Any]]) -> list[Sample]:
 
 def read(task: str, data_dir: Path | None) -> list[Sample]:
     """The samples of a task, from the hub or from L-Eval's own files in a folder."""
-    rows = load_dataset("L4NLP/LEval", task, split="test") if data_dir is None else read_rows(data_dir, task)
+    rows = load_dataset("L4NLP/LEval", task, split="test") if data_dir is None else read_rows(data_dir, task, FIELDS)
     return samples_of(task, rows)
 
 

@@ -48,6 +48,9 @@ SETS = {
 }  # fmt: skip
 # LongBench asks for these without a chat template: examples of their kind, or code, come first.
 BARE = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
+FIELDS = ("input", "context", "answers")
+CLASSES = ("trec", "lsht")
+"""Tasks whose metric also asks for `all_classes`."""
 
 
 def samples_of(task: str, rows: list[dict[str, Any]] | None) -> list[Sample]:
@@ -78,7 +81,7 @@ def samples_of(task: str, rows: list[dict[str, Any]] | None) -> list[Sample]:
                 task=task,
                 name=str(doc.get("_id", number)),
                 prompt=prompt,
-                question=prompt.rpartition(doc["context"])[2],
+                question=prompt.rpartition(doc["context"])[2] if doc["context"] else prompt,
                 new_tokens=limits["max_gen_toks"],
                 score=score,
                 until=tuple(limits["until"]),
@@ -90,7 +93,9 @@ def samples_of(task: str, rows: list[dict[str, Any]] | None) -> list[Sample]:
 
 def read(task: str, data_dir: Path | None) -> list[Sample]:
     """The samples of a task, from the hub or from LongBench's own files in a folder."""
-    return samples_of(task, None if data_dir is None else read_rows(data_dir, task))
+    if data_dir is None:
+        return samples_of(task, None)
+    return samples_of(task, read_rows(data_dir, task, (*FIELDS, *(["all_classes"] if task in CLASSES else []))))
 
 
 main = benchmark("LongBench", TASKS, SETS, "scout8", "longbench.csv", read)

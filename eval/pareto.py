@@ -38,9 +38,11 @@ from common import (
     ProseOption,
     Row,
     ThreadsOption,
+    check_rows,
     command,
     kinds_of,
     load,
+    row_of,
     show,
     text_of,
     window,
@@ -48,6 +50,7 @@ from common import (
 )
 from hf_offload import assets, measuring
 from hf_offload.plan import parse_setting
+from hf_offload.policies import POLICIES
 from needle import ask
 from resume import Progress
 
@@ -181,17 +184,16 @@ def main(
 ) -> None:
     """Measure what policies lose and cost, and plot it."""
     settings = row or list(ROWS)
-    try:
-        for setting in settings:
-            parse_setting(setting)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    rows = {setting: row_of(setting) for setting in settings}
+    if unknown := {one.policy for one in rows.values()} - POLICIES.keys():
+        raise typer.BadParameter(f"unknown policies {', '.join(unknown)}: choose among {', '.join(POLICIES)}")
     names = kinds_of(kinds)
     size = {"tokens": tokens, "steps": steps, "kinds": kinds, "dtype": dtype}
     run = {**size, "rows": settings, "model": model, "prose": prose and prose.name}
     progress = Progress(out.with_suffix(".state"), run)
     language_model, tokenizer = load(model, dtype, threads)
     language_model.set_attn_implementation("hybrid_sparse")
+    check_rows(rows.values(), language_model)
     found: dict[str, list[dict[str, Any]]] = {setting: [] for setting in settings}
     hits: dict[str, list[bool]] = {setting: [] for setting in settings}
     with tqdm(total=len(names) * len(settings) + needles) as bar:
@@ -226,9 +228,7 @@ def main(
     for setting in settings:
         mean = {key: statistics.mean(part[key] for part in found[setting]) for key in found[setting][0]}
         asked = {"found": sum(hits[setting]), "of": len(hits[setting])}
-        lines.append(
-            {"row": setting, **mean, **asked, "tokens": tokens, "steps": steps, "kinds": kinds, "dtype": dtype}
-        )
+        lines.append({"row": rows[setting].name, **mean, **asked, **size})
     fronts(lines)
     write_csv(out, lines)
     plot(lines, out.with_suffix(".png"))

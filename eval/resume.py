@@ -27,7 +27,8 @@ class Progress:
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder = folder
         file, text = folder / self.SETTINGS, json.dumps(settings, indent=1, sort_keys=True)
-        if file.exists() and file.read_text(encoding="utf-8") != text:
+        reached = any(path.is_dir() for path in folder.glob("*"))  # a run that was refused has reached nothing
+        if reached and file.exists() and file.read_text(encoding="utf-8") != text:
             raise typer.BadParameter(
                 f"{folder} holds what a run with other settings has reached: remove it, or give another --out"
             )

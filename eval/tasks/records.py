@@ -62,7 +62,7 @@ class Records:
     def _read(self, part: Path) -> list[dict[str, Any]]:
         lines = part.read_text(encoding="utf-8").split("\n") if part.exists() else []
         whole = [json.loads(line) for line in lines[:-1]]  # the last one is empty, or was not written to its end
-        if whole and whole[0] != {"settings": self.settings}:
+        if len(whole) > 1 and whole[0] != {"settings": self.settings}:
             raise typer.BadParameter(
                 f"{part} holds answers of other settings, {json.dumps(whole[0].get('settings'))}: remove it, or give "
                 "another --out"

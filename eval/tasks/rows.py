@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import typer
 
-from common import Row
+from common import Row, row_of
 from hf_offload.lm_eval import CACHE_KNOBS
-from hf_offload.plan import parse_setting
 from hf_offload.policies import make_policy
 
 REFERENCE = "full"
@@ -24,14 +22,8 @@ def parse_row(text: str) -> Row:
     Raises:
         typer.BadParameter: an unknown policy, knob or value.
     """
-    try:
-        policy, options = parse_setting(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--row: {error}") from None
-    name = ",".join(
-        f"{knob}={Path(value).name if isinstance(value, str) else value}" for knob, value in options.items()
-    )
-    row = Row(f"{policy}:{name}" if name else policy, policy, options)
+    row = row_of(text)
+    policy, options = row.policy, row.options
     if policy == CONTROL and not options:
         return row
     try:

@@ -14,7 +14,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common import DTYPES, Row, load
+from common import DTYPES, Row, check_rows, load
 from tasks.answers import SETUPS, Reading, answer
 from tasks.prompts import Prompt, Prompter
 from tasks.records import Records
@@ -114,6 +114,7 @@ def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> None:
     settings |= {"chat": plan.chat, "chunk": plan.chunk}
     records = Records(plan.out.with_suffix(".jsonl"), settings, state.process_index)
     model, tokenizer = load(plan.model, plan.dtype, plan.threads, state.device)
+    check_rows(rows, model)
     by_task = {task: questions(plan, read(task, tokenizer), model, tokenizer) for task in plan.tasks}
     missing = [task for task, found in by_task.items() if not found]
     everything = [question for found in by_task.values() for question in found]

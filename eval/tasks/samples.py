@@ -38,19 +38,31 @@ class Sample:
     chat: bool = True
 
 
-def read_rows(folder: Path, task: str) -> list[dict[str, Any]]:
+def read_rows(folder: Path, task: str, fields: Iterable[str]) -> list[dict[str, Any]]:
     """The rows of `FOLDER/TASK.jsonl`; none where there is no such file.
 
+    Args:
+        fields: what each row must have.
+
     Raises:
-        typer.BadParameter: a line that is no JSON.
+        typer.BadParameter: a line that is no JSON, or lacks a field.
     """
     file = folder / f"{task}.jsonl"
     if not file.exists():
         return []
-    try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"{file} holds a line that is no JSON: {error}") from None
+    rows = []
+    # Not splitlines: JSON may hold other ends of lines than this one as they are.
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise typer.BadParameter(f"{file}, line {number}, is no JSON: {error}") from None
+        if lacking := [field for field in fields if not isinstance(row, dict) or field not in row]:
+            raise typer.BadParameter(f"{file}, line {number}, has no {', '.join(lacking)}")
+        rows.append(row)
+    return rows
 
 
 def named(text: str, tasks: Iterable[str], sets: dict[str, tuple[str, ...]]) -> list[str]:

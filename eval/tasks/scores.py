@@ -90,7 +90,7 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "tasks": len(over), "samples": len(found),
                 "tokens": float(np.mean([r["tokens"] for r in found])),
                 "cut": sum(r["whole"] > r["tokens"] for r in found),
-                "ms_per_token": 1000 * sum(r["answer_seconds"] for r in found) / sum(r["new_tokens"] for r in found),
+                "ms_per_token": 1000 * sum(r["answer_seconds"] for r in found) / sum(map(fed, found)),
                 **{share: _mean([r[share] for r in found]) for share in ("cpu_ratio", "kept_share", "retrieved_share")},
             }  # fmt: skip
 
@@ -101,6 +101,11 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if worth:
             lines.append(line(WORTH, worth))
     return lines
+
+
+def fed(record: dict[str, Any]) -> int:
+    """Tokens that an answer's time was for: its own and, where the question is fed token by token, those of it."""
+    return int(record["new_tokens"] + (record["asked"] if record["setup"] == "sparse" else 0))
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -6,6 +6,7 @@ import csv
 import json
 
 import pytest
+import typer
 from launching import TESTS, torchrun
 from letters import letters
 from tiny import tiny_model
@@ -144,6 +145,24 @@ def test_what_cannot_be_run_is_refused(run, monkeypatch):
     result, _ = run(names="nonesuch")
     assert result.exit_code == 2
     assert "unknown task nonesuch" in result.output
+
+
+def test_what_the_model_refuses_is_told_before_a_task_is_read(run, monkeypatch):
+    monkeypatch.setattr(tasks.run, "questions", lambda *_: pytest.fail("a task was read"))
+    result, _ = run("--row", "full", "--row", "scout:budget=64,block_size=32")
+    assert result.exit_code == 2
+    assert "--row scout:budget=64,block_size=32: budget=64 is less than the 192" in " ".join(
+        result.output.replace("│", " ").split()
+    )
+
+
+def test_a_sample_without_a_context_is_a_question(tmp_path):
+    write(tmp_path, "qasper", [rows(1)[0] | {"context": ""}])
+    sample = longbench.read("qasper", tmp_path)[0]
+    assert sample.question == sample.prompt
+    write(tmp_path, "trec", [{"input": "", "context": "a", "answers": []}])
+    with pytest.raises(typer.BadParameter, match="has no all_classes"):
+        longbench.read("trec", tmp_path)
 
 
 @pytest.mark.slow

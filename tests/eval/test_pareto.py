@@ -101,3 +101,24 @@ def test_every_row_is_measured_and_a_stopped_run_goes_on(tmp_path: Any, monkeypa
     assert float(found[0]["kl"]) < 1e-5 < float(found[1]["kl"])
     assert out.with_suffix(".png").stat().st_size > 0
     assert not out.with_suffix(".state").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("nonesuch:budget=64", "unknown policies nonesuch"),
+        ("dynamic", "unknown policies dynamic"),
+        ("scout:64", "not a policy with options"),
+        ("scout:budget=32", "--row scout:budget=32: budget=32 is less than"),
+        ("fluxion:predictor=/there/none.safetensors", "--row fluxion:predictor=none.safetensors: "),
+    ],
+)
+def test_what_cannot_be_run_is_told_before_a_text_is_read(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, row: str, told: str
+) -> None:
+    monkeypatch.setattr(pareto, "load", lambda *_: (tiny_model("llama"), None))
+    monkeypatch.setattr(measuring, "read", lambda *_: pytest.fail("a text was read"))
+    options = ["--row", "full", "--row", row, "--kinds", "code", "--out", str(tmp_path / "pareto.csv")]
+    result = CliRunner().invoke(common.command(pareto.main), options)
+    assert result.exit_code == 2, result.output
+    assert told in " ".join(result.output.replace("│", " ").split())

@@ -36,7 +36,8 @@ def test_a_state_that_was_cut_short_does_not_count(tmp_path):
 
 
 def test_other_settings_are_refused(tmp_path):
-    Progress(tmp_path, {"tokens": 3, "model": None})
+    Progress(tmp_path, {"tokens": 2})  # it was stopped before it reached anything
+    Progress(tmp_path, {"tokens": 3, "model": None}).save("a", 5, lambda folder: None)
     Progress(tmp_path, {"model": None, "tokens": 3})
     with pytest.raises(typer.BadParameter, match="holds what a run with other settings has reached: remove it"):
         Progress(tmp_path, {"tokens": 4, "model": None})

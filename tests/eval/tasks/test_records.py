@@ -34,6 +34,15 @@ def test_a_run_with_other_settings_is_refused(tmp_path):
         Records(tmp_path / "out.jsonl", {"model": "n"})
 
 
+def test_a_run_that_answered_nothing_is_in_nobodys_way(tmp_path):
+    file = tmp_path / "out.jsonl"
+    Records(file, {"model": "m"})
+    Records(file, {"model": "n"}).add(record("1"))
+    assert json.loads(file.read_text(encoding="utf-8").split("\n")[0]) == {"settings": {"model": "n"}}
+    with pytest.raises(typer.BadParameter, match="other settings"):
+        Records(file, {"model": "m"})
+
+
 def test_processes_write_apart_and_read_together(tmp_path):
     file = tmp_path / "out.jsonl"
     parts = [Records(file, {}, process) for process in range(3)]

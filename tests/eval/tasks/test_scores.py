@@ -14,8 +14,8 @@ from tasks.scores import AVERAGE, WORTH, difference, summarize
 def record(task, sample, row, score, setup="dense", **more):
     return {
         "task": task, "sample": sample, "row": row, "setup": setup, "score": score, "tokens": 90, "whole": 100,
-        "new_tokens": 4, "answer_seconds": 0.02, "answer": str(score), "cpu_ratio": None, "kept_share": None,
-        "retrieved_share": 0.5, **more,
+        "asked": 6, "new_tokens": 4, "answer_seconds": 0.02, "answer": str(score), "cpu_ratio": None,
+        "kept_share": None, "retrieved_share": 0.5, **more,
     }  # fmt: skip
 
 
@@ -77,6 +77,7 @@ def test_a_line_a_task_and_the_averages(few):
     assert (worth["more"], worth["tasks"], worth["pairs"]) == (-2, 1, 2)
     alone = lines["sparse", "scout", AVERAGE]
     assert (alone["score"], alone["more"], alone["full"], alone["cut"]) == (44, None, None, 0)
+    assert alone["ms_per_token"] == pytest.approx(2)  # six tokens of the question were fed, too
     assert spoken(lines["dense", "full", "easy"]) == "40.0"
     assert spoken(worth) == "38.0 (-2.0, -4.0 to +0.0)"
     assert spoken(alone) == "44.0"
