@@ -14,8 +14,9 @@ sparse: the context is attended exactly, and the question is fed token by token,
 as for the answer. The tables say which is which.
 
 With one memory a prompt is read once for all rows but those of policies that learn from its queries (`hgca`, `h2o`,
-`fluxion`) and of `dynamic`: a further row costs its answers only. Each answer is kept in OUT.jsonl at once; the same
-command goes on where it was stopped, and rows, tasks, setups or a larger --limit can be added to what is there.
+`infinigen`, `fluxion`) and of `dynamic`: a further row costs its answers only. Each answer is kept in OUT.jsonl at
+once; the same command goes on where it was stopped, and rows, tasks, setups or a larger --limit can be added to what is
+there.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ ROWS = (
     "sparse_fetch:budget=64,sinks=8,recent=16,block_size=8",
     "hgca:window=32,block_size=8",
     "h2o:heavy=0.2,recent=0.2,prompt_queries=20",
+    "infinigen:partial=0.5,prompt_queries=20",
     "dynamic",
 )
 LENGTH = 150
@@ -61,7 +62,7 @@ def test_taken_over_is_as_if_it_had_read_itself(model, ids, text, tokens):
     got = reading.start(row, tokens)
     assert got[0].get_seq_length() == tokens
     shared = reading._read is not None
-    assert shared == (not on_device(model) and row.policy not in ("hgca", "h2o", "dynamic"))
+    assert shared == (not on_device(model) and row.policy not in ("hgca", "h2o", "infinigen", "dynamic"))
     cache = row.make_cache(model)
     want = common.prefill(model, cache, ids[:, :tokens])
     if tokens == LENGTH:

@@ -1,0 +1,101 @@
+"""What README and docs say of files, knobs and options, held against these."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+import hf_offload.cli
+from common import command
+from hf_offload import HybridCache
+from hf_offload.policies import POLICIES
+
+ROOT = Path(__file__).parent.parent
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+KNOBS = {
+    "`HybridCache`": ("HybridCache",), "`scout`": ("scout",), "`hgca`": ("hgca",),
+    "`fluxion` and `fixed_hybrid`": ("fluxion", "fixed_hybrid"),
+}  # fmt: skip
+"""Headings of docs/policies.md, and whose knobs are told of there."""
+SAID_IN_WORDS = {"block_size", "resident", "threads", "predictor", "digest", "schedule"}
+"""Knobs whose default depends on others, or on the policy."""
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_whole(page: Path) -> None:
+    """A row that stands behind an empty line is no row of a table."""
+    lines = PAGES[page].split("\n")
+    for before, line, after in zip(["", *lines[:-1]], lines, [*lines[1:], ""], strict=True):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"\|([ :-]+\|)+", after), line
+
+
+def test_every_result_is_told_of() -> None:
+    told = "".join(PAGES.values())
+    files = [path.stem for path in (ROOT / "eval" / "results").iterdir() if path.suffix in (".csv", ".json", ".md")]
+    assert len(files) > 30
+    assert not [file for file in files if not re.search(rf"\b{file}\b", told)]
+
+
+@pytest.mark.parametrize("heading", KNOBS)
+def test_knobs_are_told_of_with_their_defaults(heading: str) -> None:
+    chapter = PAGES[ROOT / "docs" / "policies.md"].partition(f"## Knobs of {heading}\n")[2].partition("\n## ")[0]
+    told = {}
+    for names, default in re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", chapter, re.M):
+        given = re.findall(r"`(\w+)`", names)
+        values = default.split(", ") if len(given) > 1 else [default]
+        told |= dict(zip(given, values, strict=True))
+    wanted = {}
+    for owner in KNOBS[heading]:
+        if owner == "HybridCache":
+            parameters = inspect.signature(HybridCache.__init__).parameters.values()
+            wanted |= {one.name: one.default for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
+        else:
+            wanted |= {one.name: one.default for one in dataclasses.fields(POLICIES[owner]) if one.init}
+    assert told.keys() == wanted.keys()
+    for name in wanted.keys() - SAID_IN_WORDS:
+        assert ast.literal_eval(told[name].strip("`")) == wanted[name], name
+
+
+def commands() -> list[tuple[str, str]]:
+    """Scripts and commands that the pages name with options, and these."""
+    found = set()
+    for text in PAGES.values():
+        for name, rest in re.findall(r"(eval/\w+\.py|hf-offload [\w-]+)( [^`\n#]*)", text):
+            found |= {(name, option) for option in re.findall(r"(?<= )--[a-z-]+", rest)}
+    return sorted(found)
+
+
+def test_options_exist() -> None:
+    named = commands()
+    assert len(named) > 40
+    known: dict[str, set[str]] = {}
+    group = typer.main.get_command(hf_offload.cli.app)
+    for name in {name for name, _ in named}:
+        if name.startswith("eval/"):
+            script = pytest.importorskip(name[5:-3], exc_type=ImportError, reason="needs hf-offload[eval]")
+            made = typer.main.get_command(command(script.main))
+        else:
+            made = group.commands[name.partition(" ")[2]]  # type: ignore[attr-defined]
+        known[name] = {"--help"} | {option for one in made.params for option in (*one.opts, *one.secondary_opts)}
+    assert not [(name, option) for name, option in named if option not in known[name]]
