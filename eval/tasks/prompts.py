@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,11 @@ class Prompt:
     ids: torch.Tensor
     asked: int
     whole: int
+
+    @property
+    def checksum(self) -> int:
+        """Of the ids: what was answered to another prompt of the same name is no answer to this one."""
+        return zlib.crc32(self.ids.numpy().tobytes())
 
 
 class Prompter:

@@ -163,16 +163,17 @@ def ask(
     records: Records,
     bar: tqdm[Any],
 ) -> None:
-    """Let every row answer one question that it has not answered before."""
+    """Let every row answer one question that it has not answered before, in these words."""
     sample, prompt = question.sample, question.prompt
     reading = Reading(model, prompt.ids.to(model.device), plan.chunk)
     with torch.inference_mode():
         for setup in plan.setups:
             for row in rows:
                 bar.set_description(f"{sample.task}, {row.name}")
-                if (sample.task, sample.name, row.name, setup) not in records.found:
+                known = records.found.get((sample.task, sample.name, row.name, setup))
+                if known is None or known.get("prompt", prompt.checksum) != prompt.checksum:
                     found = answer(reading, row, setup, prompt, sample, tokenizer, question.new_tokens)
                     key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
-                    lengths = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
-                    records.add(key | lengths | found)
+                    about = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
+                    records.add(key | about | {"prompt": prompt.checksum} | found)
                 bar.update()

@@ -132,6 +132,17 @@ def test_rows_can_be_added_and_prompts_chosen_by_length(run):
     assert "other settings" in " ".join(result.output.split())
 
 
+def test_a_sample_that_was_altered_is_asked_again(run, tmp_path, monkeypatch):
+    assert run("--row", "full", names="qasper")[0].exit_code == 0
+    write(tmp_path, "qasper", [*rows(1), rows(2, words=39)[1], rows(3, words=2)[2]])
+    real, asked = tasks.run.answer, []
+    monkeypatch.setattr(tasks.run, "answer", lambda *given: asked.append(given[4].name) or real(*given))
+    for _ in range(2):
+        result, lines = run("--row", "full", names="qasper")
+        assert result.exit_code == 0, result.output
+        assert (asked, lines[0]["samples"]) == (["id1"], "3")
+
+
 def test_what_cannot_be_run_is_refused(run, monkeypatch):
     monkeypatch.setattr(tasks.run, "load", lambda *_: pytest.fail("the model was loaded"))
     for options, message in (
