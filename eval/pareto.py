@@ -24,19 +24,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from common import (
-    FULL,
     OFFSETS,
     RESULTS,
     DtypeOption,
     ModelOption,
     OutOption,
     ProseOption,
-    Row,
     ThreadsOption,
     check_rows,
     command,
@@ -51,7 +50,6 @@ from common import (
 from hf_offload import assets, measuring
 from hf_offload.plan import parse_setting
 from hf_offload.policies import POLICIES
-from needle import ask
 from resume import Progress
 
 ROWS = (
@@ -106,6 +104,14 @@ def _line(cost: measuring.Cost, seconds: float) -> dict[str, Any]:
     }
 
 
+def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, cache: Cache) -> str:
+    """The answer to a prompt `[1, N]`, the beginning of which a cache holds."""
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=24, do_sample=False
+    )
+    return str(tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)).strip()
+
+
 def find(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: list[str], needle: assets.Needle
 ) -> dict[str, Any]:
@@ -114,13 +120,13 @@ def find(
     full = measuring.read(model, prompt, TAIL)
     tier = {"tier": "split"} if model.device.type == "cpu" else {}
 
-    hit = needle.found_in(ask(model, tokenizer, FULL, prompt, full.cache)["answer"])
+    hit = needle.found_in(ask(model, tokenizer, prompt, full.cache))
     full.cache.crop(full.context.shape[1] - full.cache.get_seq_length())
     rows = {}
     for setting in settings if hit else ():
         policy, options = parse_setting(setting)
         cache = measuring.hold(model, policy, options | tier, full)
-        rows[setting] = needle.found_in(ask(model, tokenizer, Row(setting, policy), prompt, cache)["answer"])
+        rows[setting] = needle.found_in(ask(model, tokenizer, prompt, cache))
     return {"full": hit, "rows": rows}
 
 

@@ -14,11 +14,14 @@ prompt a row: at 90 s each (SmolLM2, bf16, two cores) 20 needles and four rows t
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import torch
 import typer
+from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from common import (
@@ -41,7 +44,6 @@ from common import (
     write_csv,
 )
 from hf_offload import assets
-from needle import hunt, summary
 
 FIRST_QUESTION = "What is this text about? Answer in one sentence."
 
@@ -90,6 +92,43 @@ def first_turn(model: PreTrainedModel, row: Row, prompt: torch.Tensor, answer: t
 
 
 @torch.inference_mode()
+def hunt(count: int, kinds: Iterable[str], ask_all: Callable[[int, str], bool]) -> tuple[int, int]:
+    """Ask for needle after needle, until full attention has found so many of them.
+
+    Args:
+        count: needles to be found.
+        kinds: of text, in turns.
+        ask_all: asks for a needle by its seed in a text of a kind; returns whether it counts.
+
+    Returns:
+        How many were found of how many.
+
+    Raises:
+        typer.BadParameter: full attention finds less than a tenth of them.
+    """
+    found = asked = 0
+    with tqdm(total=count, desc="numbers found by full attention") as progress:
+        for kind in itertools.cycle(kinds):
+            if found == count:
+                break
+            if asked >= 20 and found * 10 < asked:
+                raise typer.BadParameter(f"full attention found {found} of {asked} numbers: give fewer --tokens")
+            found += ask_all(asked, kind)
+            asked += 1
+            progress.update(found - progress.n)
+    return found, asked
+
+
+def summary(records: list[dict[str, Any]], row: str, kinds: Iterable[str]) -> dict[str, Any]:
+    """One line of the table: lost of found, by kind and in all."""
+    mine = [r for r in records if r["row"] == row]
+    line: dict[str, Any] = {"row": row}
+    for kind in kinds:
+        of_kind = [r for r in mine if r["kind"] == kind]
+        line[f"lost, {kind}"] = f"{sum(not r['found'] for r in of_kind)} of {len(of_kind)}"
+    return line | {"lost": f"{sum(not r['found'] for r in mine)} of {len(mine)}"}
+
+
 def main(
     found: Annotated[int, typer.Option(min=1, help="Needles found by full attention to count.")] = 20,
     tokens: Annotated[int, typer.Option(help="Length of the first turn's prompt.")] = 6500,

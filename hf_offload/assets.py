@@ -161,10 +161,12 @@ class Needle:
     Attributes:
         prompt: token ids `[1, tokens]` int64, in the model's chat template where it has one.
         number: the seven digits the answer must contain.
+        content: what the prompt says, without a chat template.
     """
 
     prompt: torch.Tensor
     number: str
+    content: str = ""
 
     def found_in(self, answer: str) -> bool:
         """Whether an answer contains the number (digits may be grouped by commas, spaces or dashes)."""
@@ -211,14 +213,14 @@ def hide_number(
     breaks = [m.end() for m in re.finditer(r"\n+|[.!?]\s+", haystack)] or [0]
     at = min(breaks, key=lambda i: abs(i - depth * len(haystack)))
     needle = _NEEDLE.format(number=number)
-    content = f"{haystack[:at]}\n{needle}\n{haystack[at:]}\n\n{question}"
+    framed = content = f"{haystack[:at]}\n{needle}\n{haystack[at:]}\n\n{question}"
     chat = bool(tokenizer.chat_template)
     if chat:
         messages = [{"role": "user", "content": content}]
-        content = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        framed = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     # A chat template writes its own special tokens.
-    prompt = tokenizer(content, add_special_tokens=not chat, return_tensors="pt")["input_ids"]
-    return Needle(cast(torch.Tensor, prompt), str(number))
+    prompt = tokenizer(framed, add_special_tokens=not chat, return_tensors="pt")["input_ids"]
+    return Needle(cast(torch.Tensor, prompt), str(number), content)
 
 
 def random_needle(

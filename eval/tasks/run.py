@@ -98,7 +98,7 @@ class Question:
     new_tokens: int
 
 
-def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> None:
+def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Answer and report; what an earlier run with the same settings has answered is not asked again.
 
     Args:
@@ -106,6 +106,9 @@ def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> None:
         plan: what to run.
         read: gives the samples of a task.
         settings: what else the answers depend on, for `json`.
+
+    Returns:
+        What was reported, an answer an entry; nothing in processes but the first.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options of its own
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
@@ -126,6 +129,7 @@ def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> None:
         for question in mine:
             ask(plan, rows, question, model, tokenizer, records, bar)
     state.wait_for_everyone()
+    reported: list[dict[str, Any]] = []
     if state.is_main_process:
         records.join()
         keys = [
@@ -134,8 +138,10 @@ def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> None:
             for row in rows
             for question in everything
         ]
-        write_report(title, plan.out, [records.found[key] for key in keys], missing)
+        reported = [records.found[key] for key in keys]
+        write_report(title, plan.out, reported, missing)
     state.destroy_process_group()
+    return reported
 
 
 def questions(

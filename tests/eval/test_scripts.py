@@ -74,7 +74,7 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (decode.main, "--contexts"),
         (fidelity.main, "--rows"),
         (fidelity.main, "--kinds"),
-        (needle.main, "--rows"),
+        (needle.main, "--row"),
         (needle.main, "--kinds"),
         (soak.main, "--rows"),
         (save_load.main, "--rows"),
