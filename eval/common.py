@@ -303,8 +303,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-def show_markdown(title: str, rows: Sequence[Mapping[str, str]]) -> None:
-    """Print rows as a table in Markdown; the first row names the columns."""
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows as a table in Markdown; the first row names the columns."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    print(f"{title}\n")
-    print("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -2,6 +2,7 @@
 
     python eval/perplexity.py
     python eval/perplexity.py --rows hgca-0.1-1,window-0.1,scout-512 --tokens 2048 --texts prose --prose novel.txt
+    python eval/perplexity.py --row scout:budget=1024 --row h2o:heavy=0.1,recent=0.1
 
 Teacher forcing from the first token on: nothing is taken in as a prompt, so that each token but the first is predicted
 by a decode step. `hgca` attends a share of the text's length densely, its newest tokens, rounded up to whole blocks
@@ -13,7 +14,8 @@ CPU attends, is that at the end, over all texts of a run.
 All sequences (`--batch` of each text, one after the other) are decoded as one batch in one cache. A full grid is
 --tokens × 16 steps, whatever the batch: at 65 ms a step (SmolLM2, bf16, two cores) 4,096 tokens take 75 minutes, and
 more sequences cost only their attention. A run that was stopped goes on where it was: every --save-every tokens the
-cache and the losses are saved beside the CSV; when all is done that is removed.
+cache and the losses are saved beside the CSV; when all is done that is removed. A table (OUT.md) and a picture
+(OUT.png) go beside the CSV, too.
 """
 
 from __future__ import annotations
@@ -43,18 +45,20 @@ from common import (
     Row,
     ThreadsOption,
     TierOption,
+    check_rows,
     choose,
     command,
     decimals,
     kinds_of,
     load,
+    markdown,
     show,
-    show_markdown,
     text_of,
     window,
     write_csv,
 )
 from resume import Progress
+from tasks.rows import parse_rows
 
 BLOCK_SIZE = 32
 
@@ -207,6 +211,38 @@ def table_one(records: list[dict[str, Any]], kind: str) -> list[dict[str, str]]:
     return list(lines.values())
 
 
+def told(records: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """A line a row, and for each kind of text what its perplexity is more than full attention's, in percent."""
+    lines: dict[str, dict[str, str]] = {}
+    for r in records:
+        if r["row"] != FULL.name:
+            cell = f"{100 * math.expm1(r['nll_more']):+.2f} ± {100 * r['nll_more_se']:.2f} %"
+            title = f"{r['kind']} (full: {r['perplexity_full']:.4g})"
+            lines.setdefault(r["row"], {"row": r["row"]})[title] = cell
+    return list(lines.values())
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw what each row's perplexity is more than full attention's, with standard errors."""
+    import matplotlib.pyplot as plt
+
+    kinds = list(dict.fromkeys(r["kind"] for r in records))
+    rows = list(dict.fromkeys(r["row"] for r in records if r["row"] != FULL.name))
+    figure, axes = plt.subplots(figsize=(8, 0.35 * len(rows) + 1.5), layout="constrained")
+    for number, kind in enumerate(kinds):
+        mine = [r for r in records if r["kind"] == kind and r["row"] != FULL.name]
+        more, errors = [100 * math.expm1(r["nll_more"]) for r in mine], [100 * r["nll_more_se"] for r in mine]
+        places = [rows.index(r["row"]) + 0.15 * (number - (len(kinds) - 1) / 2) for r in mine]
+        axes.errorbar(more, places, xerr=errors, fmt="o", capsize=3, label=kind)
+    axes.axvline(0, color="gray", linewidth=1)
+    axes.set(xlabel="perplexity, % more than full attention's", yticks=range(len(rows)), yticklabels=rows)
+    axes.invert_yaxis()
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(f"wrote {path}")
+
+
 def main(
     texts: Annotated[str, typer.Option(help=f"Kinds of text, of {', '.join(OFFSETS)}.")] = "prose,code",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sequence that are predicted.")] = 4096,
@@ -217,6 +253,10 @@ def main(
     steps: Annotated[str | None, typer.Option(help='"max" or "mean" of the weights [default: its own].')] = None,
     rows: Annotated[
         str | None, typer.Option(help="By name, comma-separated; a wrong one lists them [default: hgca's grid].")
+    ] = None,
+    row: Annotated[
+        list[str] | None,
+        typer.Option(help='A policy and knobs of it and of HybridCache, "scout:budget=512"; give it again.'),
     ] = None,
     save_every: Annotated[int, typer.Option(min=1, help="Tokens between two saved states.")] = 512,
     tier: TierOption = None,
@@ -231,7 +271,9 @@ def main(
     shares, filters, kinds = decimals(ratios), decimals(betas), kinds_of(texts)
     learns = {name: value for name, value in (("alpha", alpha), ("steps", steps)) if value is not None}
     every_row = make_rows(tokens, shares, filters, tier, learns)
-    chosen = every_row[: len(shares) * len(filters)] if rows is None else choose(every_row, rows)
+    given = [Cell(one.name, one.policy, one.options) for one in parse_rows(row or [])]
+    grid_alone = [] if given else every_row[: len(shares) * len(filters)]
+    chosen = [*(grid_alone if rows is None else choose(every_row, rows)), *given]
     settings = {
         "texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "model": model, "dtype": dtype,
         "learns": learns,
@@ -251,11 +293,14 @@ def main(
     with torch.inference_mode(), tqdm(total=len(chosen) * tokens, desc="full attention", unit="tokens") as bar:
         full = reference(language_model, ids, chunk)
         records += [record(FULL, kind, full, full, place) for kind, place in places.items()]
-        for row in chosen:
-            bar.set_description(row.name)
-            mine = decode(language_model, row, ids, progress, save_every, bar)
-            records += [record(row, kind, mine, full, place) for kind, place in places.items()]
+        check_rows(given, language_model)
+        for one in chosen:
+            bar.set_description(one.name)
+            mine = decode(language_model, one, ids, progress, save_every, bar)
+            records += [record(one, kind, mine, full, place) for kind, place in places.items()]
             write_csv(out, records)
+    out.with_suffix(".md").write_text(f"# Perplexity\n\n{markdown(told(records))}\n", encoding="utf-8")
+    plot(records, out.with_suffix(".png"))
     progress.remove()
     columns = ("row", "perplexity", "perplexity_se", "nll_more", "nll_more_se", "kept_share", "ms_per_step")
     for kind in kinds:
@@ -263,7 +308,7 @@ def main(
         show(f"{kind}: nats a token more than full attention", [{c: r[c] for c in columns} for r in of_kind])
         if grid := table_one(records, kind):
             title = f"{kind}: perplexity (more than full attention's {of_kind[0]['perplexity']:.2f})"
-            show_markdown(title, grid)
+            print(f"{title}\n\n{markdown(grid)}")
 
 
 if __name__ == "__main__":

@@ -109,14 +109,20 @@ def test_the_script_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(perplexity, "window", lambda text, tokenizer, start, n: prompt(1, n, start)[0])
     out = tmp_path / "ppl.csv"
     options = ["--rows", "window-0.8,full-decoded", "--tokens", "80", "--batch", "2", "--ratios", "0.8"]
+    options += ["--row", "window:budget=64,sinks=8,block_size=8"]
     result = CliRunner().invoke(common.command(perplexity.main), [*options, "--out", str(out)])
     assert result.exit_code == 0, result.output
     with out.open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     assert [(line["row"], line["kind"]) for line in lines] == [
-        (name, kind) for name in ("full", "window-0.8", "full-decoded") for kind in ("prose", "code")
+        (name, kind) for name in ("full", "window-0.8", "full-decoded", options[-1]) for kind in ("prose", "code")
     ]
     assert all(line["sequences"] == "2" for line in lines)
-    for line in lines[4:]:
+    for line in lines[4:6]:
         assert float(line["perplexity"]) == pytest.approx(float(line["perplexity_full"]), rel=1e-2)
     assert not out.with_suffix(".state").exists()
+    table = out.with_suffix(".md").read_text(encoding="utf-8").splitlines()
+    assert [row.split(" | ")[0] for row in table[4:]] == ["| window-0.8", "| full-decoded", f"| {options[-1]}"]
+    more = 100 * (float(lines[2]["perplexity"]) / float(lines[2]["perplexity_full"]) - 1)
+    assert f"{more:+.2f} ± " in table[4]
+    assert out.with_suffix(".png").stat().st_size > 0
