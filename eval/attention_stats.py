@@ -50,6 +50,7 @@ from weights import record
 
 HOLDS = 0.99  # of a head's weight, Figure 4
 LINE = 0.9  # of a head's weight, Figure 5
+LEAST = 2.0**-149  # float32 above 0
 SINKS, LOCAL = 64, 256  # entries that are left out at both ends, Figure 11
 
 
@@ -84,9 +85,10 @@ def line_at(weights: torch.Tensor, holds: float) -> float:
 def shape_of(weights: torch.Tensor) -> dict[str, torch.Tensor]:
     """How near to normal the scores behind softmax weights `[rows, entries]` are; float64 `[rows]` each.
 
-    A score is known from its weight but for a constant, of which none of these depends on.
+    A score is known from its weight but for a constant, on which none of these depends. A weight that is 0 in float32
+    counts as the least that is not.
     """
-    scores = weights.double().clamp(min=1e-300).log()
+    scores = weights.double().clamp(min=LEAST).log()
     mean, count = scores.mean(-1, keepdim=True), scores.shape[-1]
     spread = (scores - mean).square().mean(-1, keepdim=True)
     z = (scores - mean) / spread.sqrt()
@@ -184,7 +186,7 @@ def plot_scores(rows: dict[int, torch.Tensor], head: int, path: Path) -> None:
     size = (3.6 * len(rows) + 1, 6)
     figure, axes = plt.subplots(2, len(rows), figsize=size, layout="constrained", squeeze=False)
     for (layer, weights), (above, below) in zip(rows.items(), axes.T, strict=True):
-        scores = weights.double().clamp(min=1e-300).log()
+        scores = weights.double().clamp(min=LEAST).log()
         z, normal = ((scores - scores.mean()) / scores.std()).sort().values, quantiles(len(scores))
         above.hist(z, bins=60, density=True, color="tab:gray")
         above.plot(normal, (-normal.square() / 2).exp() / math.sqrt(2 * math.pi), color="red")

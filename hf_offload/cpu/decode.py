@@ -48,7 +48,7 @@ from .parts import (
     clear_part,
     merge_parts,
     most_part_blocks,
-    part_blocks,
+    part_of,
     partial_results,
     partial_state,
 )
@@ -157,16 +157,6 @@ def attend_step(
                 following = 0
 
 
-@jit
-def _part(task: int, parts: int, block_size: int, step: int, counts: Array) -> tuple[int, int]:
-    """Where a task begins among its head's chosen blocks, and how many it has."""
-    head = task // parts
-    count = counts[head // counts.shape[1], head % counts.shape[1]]
-    share = part_blocks(count, parts, block_size, step)
-    begin = min(task % parts * share, count)
-    return begin, min(count - begin, share)
-
-
 @kernel
 def decode_kernel(
     ticket: Array,
@@ -220,7 +210,7 @@ def decode_kernel(
     while task < tasks:
         head = task // parts
         b, h = head // kv_heads, head % kv_heads
-        begin, mine = _part(task, parts, block_size, step, counts)
+        begin, mine = part_of(task, parts, block_size, step, counts)
         chosen = blocks[b, h, begin : begin + mine]
         sums = address_of(partial) + task * partial_step
         key_sums = sums + part if wants_kbar else 0
@@ -234,7 +224,7 @@ def decode_kernel(
             addresses[i] = record_of(block_ptr[table[b, chosen[i]]], h, record, packed, packed_record)
         following, ahead = reserve(ticket, tasks), 0
         if following < tasks:
-            start, ahead = _part(following, parts, block_size, step, counts)
+            start, ahead = part_of(following, parts, block_size, step, counts)
             next_b, next_h = following // parts // kv_heads, following // parts % kv_heads
             ahead = min(ahead, step)
             for i in range(ahead):

@@ -37,6 +37,16 @@ def part_blocks(count: int, parts: int, block_size: int, step: int) -> int:
 
 
 @jit
+def part_of(task: int, parts: int, block_size: int, step: int, counts: Array) -> tuple[int, int]:
+    """Where a task begins among its head's chosen blocks, and how many it has; counts: [B, Hkv]."""
+    head = task // parts
+    count = counts[head // counts.shape[1], head % counts.shape[1]]
+    share = part_blocks(count, parts, block_size, step)
+    begin = min(task % parts * share, count)
+    return begin, min(count - begin, share)
+
+
+@jit
 def most_part_blocks(capacity: int, parts: int, block_size: int, step: int) -> int:
     """The largest that `part_blocks` may be for up to so many blocks: it is not for the largest count."""
     share = max((capacity + parts - 1) // parts, PART_TOKENS // block_size)
