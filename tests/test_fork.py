@@ -49,7 +49,9 @@ def make(model: PreTrainedModel, case: str, tier: str) -> HybridCache:
 
 
 def pool_bytes(*caches: HybridCache) -> int:
-    """Bytes of the blocks in use in all pools of some caches, each pool once."""
+    """Bytes of the blocks in use in all pools of some caches, each pool once, when nothing is being decided."""
+    for cache in caches:
+        cache.drain()
     layers = [layer for cache in caches for layer in cache.layers if isinstance(layer, HybridLayer)]
     contexts = {layer.salience.context.pool for layer in layers if layer.salience is not None}
     return sum(pool.used_bytes for pool in {layer.store.pool for layer in layers if layer.store} | contexts)
@@ -121,7 +123,6 @@ def test_what_only_a_fork_holds_is_freed_with_it(models: dict[str, PreTrainedMod
     ids, mask = prompt(1, 2000)
     cache = make(model, case, tier)
     token = prefill(model, cache, ids, mask)
-    cache.drain()
     one, stats = pool_bytes(cache), cache.stats().as_dict()
     assert stats["host_bytes"] + stats["context_bytes"] == one
     forks = [cache.fork() for _ in range(3)]
