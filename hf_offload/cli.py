@@ -169,7 +169,7 @@ def train_fluxion(
     digest: Annotated[str, typer.Option(help="What blocks are chosen by: submean or quest.")] = "submean",
     epochs: Annotated[int, typer.Option(help="Passes over the samples, at most.")] = 30,
     under: Annotated[float, typer.Option(help="Weight of budgets predicted too low, against too high.")] = 1.0,
-    streaming_at: Annotated[float, typer.Option(help="Probability from which a head needs no retrieval.")] = 0.5,
+    streaming_at: Annotated[float, typer.Option(help="Probability from which a head needs no retrieval.")] = 0.9,
     fit: Annotated[
         str, typer.Option(help='"online", or "paper": the line of budgets meets that of single tokens.')
     ] = "online",

@@ -27,7 +27,8 @@ class Fitting:
         rate: step size of Adam at the beginning; it falls to none along a cosine.
         under: how much more an underestimated budget weighs than an overestimated one: the first costs quality, the
             second only time.
-        streaming_at: the probability from which a head counts as streaming.
+        streaming_at: the probability from which a head counts as streaming: a head that is left out wrongly may be the
+            one that finds what was asked for, and one that is not left out reads little.
         fit: whether the line of Eq. 1 is to meet the budgets at the granularities that are chosen online, or that of
             single tokens, too (`"paper"`). Budgets rise faster than log₂ blk, so that a line through all of them
             is too high at 16 tokens and too low at 128.
@@ -39,7 +40,7 @@ class Fitting:
     batch: int = 1024
     rate: float = 1e-3
     under: float = 1.0
-    streaming_at: float = 0.5
+    streaming_at: float = 0.9
     fit: str = "online"
     seed: int = 0
 

@@ -112,7 +112,7 @@ class HeadPredictor(nn.Module):
     low: torch.Tensor
     high: torch.Tensor
 
-    def __init__(self, *, tau: float, digest: str, sinks: int, local: int, streaming_at: float = 0.5) -> None:
+    def __init__(self, *, tau: float, digest: str, sinks: int, local: int, streaming_at: float = 0.9) -> None:
         super().__init__()
         if not 0 < streaming_at < 1:
             raise ValueError(f"streaming_at={streaming_at} is no probability; use a number between 0 and 1")

@@ -146,7 +146,7 @@ def test_bytes_of_what_the_cpu_chose():
 
 def test_a_predictor_has_a_row_for_every_deviation_that_it_knows(tmp_path):
     path = tmp_path / "predictor.safetensors"
-    made = {tau: HeadPredictor(tau=tau, digest="quest", sinks=16, local=32) for tau in (0.2, 0.05)}
+    made = {tau: HeadPredictor(tau=tau, digest="quest", sinks=16, local=32, streaming_at=0.5) for tau in (0.2, 0.05)}
     save_predictors(path, {}, made, {})
     rows = [row for row in context_attention.make_rows("one", path) if row.policy == "fluxion"]
     assert [row.name for row in rows] == ["fluxion-0.05", "fluxion-0.2"]

@@ -99,7 +99,7 @@ def test_every_section_and_a_run_that_was_stopped(llama, tmp_path, monkeypatch):
     torch.manual_seed(0)
     predictors = {}
     for tau in (0.1, 0.2):
-        predictors[tau] = HeadPredictor(tau=tau, digest="quest", **NEAR)
+        predictors[tau] = HeadPredictor(tau=tau, digest="quest", streaming_at=0.5, **NEAR)
         predictors[tau].standardise(torch.randn(64, len(FEATURES)) * 20)
     path, out = tmp_path / "predictor.safetensors", tmp_path / "report.csv"
     save_predictors(path, likeness(llama.config, llama.model), predictors, {})

@@ -19,7 +19,7 @@ from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, save_
 def test_shares_are_of_the_step(tmp_path, monkeypatch):
     model, ids, run = tiny_model("llama"), prompt(1, 500)[0], Row.run
     path, out = tmp_path / "predictor.safetensors", tmp_path / "share.csv"
-    made = HeadPredictor(tau=0.1, digest="submean", sinks=16, local=32)
+    made = HeadPredictor(tau=0.1, digest="submean", sinks=16, local=32, streaming_at=0.5)
     save_predictors(path, likeness(model.config, find_layers(model)[0]), {0.1: made}, {})
     monkeypatch.setattr(predictor_share, "load", lambda *_: (model, None))
     monkeypatch.setattr(predictor_share, "text_of", lambda kind, prose: kind)

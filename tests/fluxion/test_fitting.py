@@ -30,7 +30,7 @@ def lesson(count: int, seed: int, noise: float = 0.0) -> tuple[torch.Tensor, tor
 
 
 def fitted(noise: float = 0.0, **settings: Any) -> tuple[HeadPredictor, int]:
-    options = {"epochs": 12, "batch": 128, "rate": 3e-3, "fit": "paper", **settings}
+    options = {"epochs": 12, "batch": 128, "rate": 3e-3, "streaming_at": 0.5, "fit": "paper", **settings}
     return fit_predictor(*lesson(3000, 0, noise), *lesson(600, 1, noise), Fitting(**options), **OF)  # type: ignore[arg-type]
 
 
@@ -70,7 +70,8 @@ def test_the_line_may_leave_single_tokens_out() -> None:
         target[target.amax(1) > 0] = jump
     errors = {}
     for fit in ("online", "paper"):
-        made, _ = fit_predictor(seen, known, features, budgets, Fitting(epochs=8, batch=128, under=1.0, fit=fit), **OF)  # type: ignore[arg-type]
+        fitting = Fitting(epochs=8, batch=128, streaming_at=0.5, fit=fit)
+        made, _ = fit_predictor(seen, known, features, budgets, fitting, **OF)  # type: ignore[arg-type]
         rows = quality(made, features, budgets, fit)["budgets"].values()
         errors[fit] = max(row["too_little"] + row["too_much"] for row in rows)
     assert 2 * errors["online"] < errors["paper"]

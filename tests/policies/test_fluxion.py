@@ -48,7 +48,7 @@ class Watched:
 def network() -> HeadPredictor:
     """A network that was not trained: it says something else for every head and step."""
     torch.manual_seed(0)
-    made = HeadPredictor(tau=0.1, digest="submean", sinks=SINKS, local=LOCAL)
+    made = HeadPredictor(tau=0.1, digest="submean", sinks=SINKS, local=LOCAL, streaming_at=0.5)
     made.standardise(torch.randn(64, len(FEATURES)) * 20)
     return made.eval().requires_grad_(False)
 
