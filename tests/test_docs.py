@@ -50,6 +50,33 @@ def test_tables_are_whole(page: Path) -> None:
             assert re.fullmatch(r"\|([ :-]+\|)+", after), line
 
 
+def imported(name: str, seen: set[str]) -> set[str]:
+    """The packages that a module of eval/ imports when it is loaded, and those that its own ones do."""
+    path = ROOT / "eval" / name.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not path.exists():
+        return {name.partition(".")[0]}
+    if name in seen:
+        return set()
+    seen.add(name)
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            found |= imported(str(node.module), seen)
+        elif isinstance(node, ast.Import):
+            found |= {package for alias in node.names for package in imported(alias.name, seen)}
+    return found
+
+
+def test_the_demo_brings_what_scripts_need() -> None:
+    """Scripts that the README starts in the demo's environment do without what `.[eval]` adds to it."""
+    listed = re.findall(r"^\.venv/bin/python eval/(\w+)\.py", PAGES[ROOT / "README.md"], re.M)
+    assert len(listed) > 12
+    extra = {"datasets", "lm_eval", "nltk", "rouge_score", "scipy"}
+    assert extra & imported("needle", set())
+    assert not {script: found for script in listed if (found := extra & imported(script, set()))}
+
+
 def test_every_result_is_told_of() -> None:
     told = "".join(PAGES.values())
     files = [path.stem for path in (ROOT / "eval" / "results").iterdir() if path.suffix in (".csv", ".json", ".md")]
