@@ -93,6 +93,26 @@ def test_a_suite_that_had_less_than_its_time_has_not_failed(
     assert "so far" in ends[0][2]
 
 
+def test_no_suite_of_marked_tests_needs_what_evaluations_need() -> None:
+    """A module that cannot be imported would end the run before its first test."""
+    arguments = correctness.SUITES["kernels against their references"][0]
+    assert "--ignore=tests/eval" in arguments
+    others = [path for path in Path(__file__).parent.rglob("test_*.py") if path != Path(__file__)]
+    assert len(others) > 15
+    assert not [path for path in others if "mark.gpu" in path.read_text(encoding="utf-8")]
+
+
+def test_a_suite_that_is_ended_has_told_of_the_tests_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import time\n\ndef test_right(): pass\ndef test_wrong(): assert False\ndef test_hangs(): time.sleep(60)\n"
+    )
+    (tmp_path / "test_broken.py").write_text("import a_module_that_nobody_has\n")
+    monkeypatch.setattr(correctness, "_plugins", list)
+    row, text = correctness.run_tests([str(tmp_path)], {}, 8)
+    assert (row["status"], row["passed"], row["failed"]) == ("ended", 1, 1)
+    assert "test_wrong FAILED" in text
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not tell who started whom")
 def test_what_a_suite_has_started_ends_with_it() -> None:
     sleep = "import time; time.sleep(600)"
