@@ -11,7 +11,7 @@ import torch
 from common import percentiles
 from gpu.options import Options
 
-FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to write than a call to launch
+FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
 LAUNCHES = 20
 
 
@@ -29,7 +29,11 @@ class Timer:
 
     def __init__(self, options: Options, rounds: int = 30) -> None:
         self.options, self.rounds = options, 3 if options.quick else rounds
-        self._flush = torch.empty(FLUSH_BYTES if options.on_gpu else 0, dtype=torch.uint8, device=options.device)
+        self._other = torch.zeros(FLUSH_BYTES // 4 if options.on_gpu else 1, device=options.device)
+
+    def _flush(self) -> None:
+        """Fill the caches with something else, by reading it: what was written would go to memory during the call."""
+        self._other.sum()
 
     def device_time(self, call: Callable[[], Any], prepare: Callable[[], Any] = nothing) -> dict[str, float]:
         """Time on the device alone, from event to event, the caches filled with something else before each call."""
@@ -40,7 +44,7 @@ class Timer:
         for _ in range(self.rounds):
             prepare()
             # While the device is busy with this, the call and its events queue up behind it: no launch is in the time.
-            self._flush.zero_()
+            self._flush()
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
             call()
@@ -55,7 +59,7 @@ class Timer:
         times = []
         for _ in range(self.rounds):
             prepare()
-            self._flush.zero_()
+            self._flush()
             self.options.synchronize()
             start = time.perf_counter()
             call()

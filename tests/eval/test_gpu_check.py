@@ -25,6 +25,7 @@ from gpu.options import Options
 from gpu.replay import parse, write_script
 from gpu.results import Results
 from gpu.supervise import Listener, NotApplicable, Report
+from gpu.timing import Timer
 from hf_offload.attention.tiered_step import TieredStep
 
 QUICK = Options("cpu", quick=True, layers=2, contexts=(256,), batches=(2,), rows=("scout",), budget=64, steps=4)
@@ -304,6 +305,16 @@ def test_a_context_that_is_too_short_for_a_script_is_refused() -> None:
     with pytest.raises(ValueError, match="40 blocks are too few"):
         write_script((1, 1), [40], 32, (1, 4), miss=0.1, drift=0.1, recall=0, device="cpu")
     assert parse("miss=0.1, drift=0.2") == {"miss": 0.1, "drift": 0.2, "recall": 8.0}
+
+
+# --- the times --------------------------------------------------------------------------------------------------------
+
+
+def test_caches_are_filled_by_reading() -> None:
+    """What a call finds written in a cache goes to memory while the call is timed."""
+    timer, calls = Timer(QUICK), []
+    timer.device_time(lambda: calls.append(timer._other._version))
+    assert calls == [0] * (1 + timer.rounds)
 
 
 # --- the timeline -----------------------------------------------------------------------------------------------------
