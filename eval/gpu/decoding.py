@@ -81,8 +81,8 @@ def run(options: Options, todo: Sequence[str], report: Report) -> None:
         context, batch, row, script = chosen[name]
         if report.seconds_left < 20 and not options.quick:
             return
-        if (context, batch, "int8" in row) != kind:
-            kind = (context, batch, "int8" in row)
+        if (context * batch, "int8" in row) != kind:  # to pin as many blocks again takes longer than to measure them
+            kind = (context * batch, "int8" in row)
             models.free_pinned(options)
         with torch.no_grad(), report.case(name, SECONDS):
             model = model or models.build(options)
@@ -98,8 +98,8 @@ def run(options: Options, todo: Sequence[str], report: Report) -> None:
 
 
 def filled_tokens(context: int, block: int = BLOCK) -> int:
-    """Tokens before the first step: two blocks less than the context, and one token, so that a run ends within it."""
-    return context - 2 * block + 1
+    """Tokens before the first step. The third fills a block: what closes one is compiled before steps count."""
+    return context - block - 3
 
 
 def make_row(options: Options, name: str, script: Script | None, block: int) -> Row:

@@ -113,8 +113,12 @@ def fill(
         if stock:
             cache.update(k.to(options.device), v.to(options.device), index)
         else:
-            layer.store.append(k, v)
-            seal(layer.store, 4 * cache.settings.prefill_tile)
+            store, room = layer.store, total + 2 * layer.store.block_size  # for the steps: a pool grows by a quarter
+            if not store.packs:
+                store.reserve(room)
+            store.append(k, v)
+            store.reserve(room)
+            seal(store, 4 * cache.settings.prefill_tile)
     options.synchronize()
     assert cache.get_seq_length() == total
     return cache

@@ -174,6 +174,34 @@ def test_memory_is_estimated_as_it_is() -> None:
     assert 0.9 * sealed < measured["digest_bytes"] <= 1.5 * sealed
 
 
+@pytest.mark.parametrize("name", ["scout", "scout-int8", "full"])
+def test_what_grows_does_so_before_the_steps_that_count(name: str) -> None:
+    """A pool that is short of blocks pins a quarter more, which takes seconds and has a graph captured anew."""
+    model, block, context = models.build(QUICK), 8, 1024
+    tokens = decoding.filled_tokens(context, block)
+    assert (tokens + 3) % block == 0
+    kv = models.random_kv(QUICK, 2, 16, tokens - models.PROMPT)
+    with torch.no_grad():
+        cache = models.fill(QUICK, model, decoding.make_row(QUICK, name, None, block), 3, kv)
+        sizes = []
+        for _ in range(2 * block):
+            model(input_ids=torch.tensor([[5]] * 3), past_key_values=cache)
+            sizes.append([(len(x.store.pool.block_ptr), x.store.table.shape[1]) for x in cache.layers])
+    assert sizes == [sizes[0]] * len(sizes)
+
+
+def test_pinned_memory_is_kept_for_as_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dataclasses.replace(QUICK, contexts=(256, 512, 1024), batches=(1, 2), rows=("scout", "scout-int8"))
+    events: list[Any] = []
+    monkeypatch.setattr(models, "free_pinned", lambda options: events.append("free"))
+    monkeypatch.setattr(decoding, "measure", lambda options, model, *case: events.append(case) or {})
+    names = ["scout, 512 tokens, batch 1", "scout, 256 tokens, batch 2", "scout-int8, 256 tokens, batch 2"]
+    names.append("scout-int8, 1024 tokens, batch 1")
+    listener = Listener(names.copy(), lambda row: None, lambda *end: None)
+    decoding.run(options, names, Report(listener.take, time.monotonic() + 1000, lambda: True))
+    assert [event == "free" for event in events] == [True, False, False, True, False, True, False]
+
+
 # --- the aims ---------------------------------------------------------------------------------------------------------
 
 
