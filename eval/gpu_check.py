@@ -103,7 +103,7 @@ def main(
         tuple(numbers(batches)) if batches else ((2,) if quick else decoding.BATCHES),
         chosen, min(budget, 64) if quick else budget, replay, min(steps, 4) if quick else steps,
     )  # fmt: skip
-    results = Results(out, commit)
+    results = Results(out, commit, wanted)
     deadline, bad = started + 60 * minutes, False
     for place, name in enumerate(wanted):
         left = sum(PARTS[other][1] for other in wanted[place:])

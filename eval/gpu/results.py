@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ class Results:
     Args:
         folder: made if it is not there.
         commit: what the results call the commit where the sources are no git checkout, or None.
+        parts: that are run now; what an earlier call has told of the cases of other parts stays.
     """
 
-    def __init__(self, folder: Path, commit: str | None) -> None:
+    def __init__(self, folder: Path, commit: str | None, parts: Collection[str] = ()) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -39,19 +41,25 @@ class Results:
             self.meta["commit"] = commit
         self.rows: dict[str, list[dict[str, Any]]] = {}
         self.log = folder / "failed.txt"
-        self.log.write_text("", encoding="utf-8")
+        if kept := [row for row in self.table("cases") if row["part"] not in parts]:
+            self.rows["cases"] = kept
+        told = self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+        texts = [
+            text for text in re.split(r"^(?==== )", told, flags=re.M) if text[4:].split(":")[0] not in {"", *parts}
+        ]
+        self.log.write_text("".join(texts), encoding="utf-8")
 
     def add(self, table: str, row: Mapping[str, Any]) -> None:
         """Add a row to the table `<table>.csv`; floats with six significant digits."""
         rows = self.rows.setdefault(table, [])
         rows.append(dict(row))
-        columns = [*dict.fromkeys(key for one in rows for key in one), *self.meta]
+        columns = list(dict.fromkeys(key for one in (*rows, self.meta) for key in one))
         with (self.folder / f"{table}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
             for one in rows:
                 short = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in one.items()}
-                writer.writerow({**short, **self.meta})
+                writer.writerow({**self.meta, **short})
 
     def table(self, name: str) -> list[dict[str, Any]]:
         """The rows of a table: this run's, or those that an earlier one has left in the folder."""

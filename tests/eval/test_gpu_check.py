@@ -81,6 +81,23 @@ def test_a_part_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "the caches do not add up" in (tmp_path / "failed.txt").read_text()
 
 
+def test_a_later_call_keeps_what_was_told_of_other_parts(tmp_path: Path) -> None:
+    for parts, text in (
+        (["correctness"], "one\n=== is not equal to\n"),
+        (["kernels", "decode"], "two"),
+        (["decode"], "three"),
+    ):
+        results = Results(tmp_path, parts[0], parts)
+        for part in parts:
+            results.add("cases", {"part": part, "case": "a case", "status": "failed"})
+            results.failed(part, "a case", text)
+    found = [(row["part"], row["commit"]) for row in table(tmp_path / "cases.csv")]
+    assert found == [("correctness", "correctness"), ("kernels", "kernels"), ("decode", "decode")]
+    log = (tmp_path / "failed.txt").read_text()
+    assert [text in log for text in ("correctness: a case", "one", "kernels: a case", "three")] == [True] * 4
+    assert (log.count("two"), log.count("=== decode")) == (1, 1)
+
+
 @pytest.mark.parametrize(("seconds", "status"), [(20, "cut off"), (1000, "failed")])
 def test_a_suite_that_had_less_than_its_time_has_not_failed(
     seconds: float, status: str, monkeypatch: pytest.MonkeyPatch
