@@ -73,6 +73,12 @@ def main(
     kv_gib: Annotated[
         float, typer.Option(min=0.0, help="GiB of KV and digests that a row may keep on the device.")
     ] = 16.0,
+    host_gib: Annotated[
+        float | None,
+        typer.Option(
+            help="GiB of host memory that a row may take, for machines that get theirs bit by bit [4/5 of it]."
+        ),
+    ] = None,
     contexts: Annotated[str | None, typer.Option(help="Tokens, comma-separated; k is 1,024 [8k,32k,64k,128k].")] = None,
     batches: Annotated[str | None, typer.Option(help="Rows decoded at once, comma-separated [1,4,16,64].")] = None,
     rows: Annotated[str, typer.Option(help=f"Of {', '.join(decoding.ROWS)}.")] = ",".join(decoding.DEFAULT_ROWS),
@@ -102,6 +108,7 @@ def main(
         tuple(numbers(contexts)) if contexts else ((256,) if quick else decoding.CONTEXTS),
         tuple(numbers(batches)) if batches else ((2,) if quick else decoding.BATCHES),
         chosen, min(budget, 64) if quick else budget, replay, min(steps, 4) if quick else steps,
+        host_gib,
     )  # fmt: skip
     results = Results(out, commit, wanted)
     deadline, bad = started + 60 * minutes, False

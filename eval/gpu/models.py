@@ -82,6 +82,8 @@ def check_room(options: Options, model: PreTrainedModel, row: Row, batch: int, t
         if row.policy != "full":
             near += digest_bytes(config, batch * tokens)
     host = HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if options.host_gib is not None:
+        host = options.host_gib * 2**30
     for what, need, room in (("device", near, options.kv_gib * 2**30), ("host", far, host)):
         if need > room:
             raise NotApplicable(f"does not fit: {need / 2**30:.1f} GiB on the {what}, {room / 2**30:.1f} GiB allowed")

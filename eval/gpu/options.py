@@ -22,6 +22,7 @@ class Options:
         budget: tokens that a sparse decode attends.
         replay: the scripted selection's numbers ("miss=0.08,drift=0.15"), or None: the model chooses.
         steps: decode steps that are timed.
+        host_gib: GiB of host memory that a decode row may take, or None: four fifths of the machine's.
     """
 
     device: str = "cuda"
@@ -34,6 +35,7 @@ class Options:
     budget: int = 2048
     replay: str | None = None
     steps: int = 32
+    host_gib: float | None = None
 
     @property
     def on_gpu(self) -> bool:

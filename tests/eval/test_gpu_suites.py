@@ -1,0 +1,90 @@
+"""What the check for GPUs tells of its suites of tests, and what it keeps of earlier calls."""
+
+from __future__ import annotations
+
+import csv
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpu import correctness
+from gpu.options import Options
+from gpu.results import Results
+from gpu.supervise import Listener, Report
+
+QUICK = Options("cpu", quick=True)
+
+
+def test_a_later_call_keeps_what_was_told_of_other_parts(tmp_path: Path) -> None:
+    for parts, text in (
+        (["correctness"], "one\n=== is not equal to\n"),
+        (["kernels", "decode"], "two"),
+        (["decode"], "three"),
+    ):
+        results = Results(tmp_path, parts[0], parts)
+        for part in parts:
+            results.add("cases", {"part": part, "case": "a case", "status": "failed"})
+            results.failed(part, "a case", text)
+    found = [(row["part"], row["commit"]) for row in csv.DictReader((tmp_path / "cases.csv").read_text().splitlines())]
+    assert found == [("correctness", "correctness"), ("kernels", "kernels"), ("decode", "decode")]
+    log = (tmp_path / "failed.txt").read_text()
+    assert [text in log for text in ("correctness: a case", "one", "kernels: a case", "three")] == [True] * 4
+    assert (log.count("two"), log.count("=== decode")) == (1, 1)
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(20, "cut off"), (1000, "failed")])
+def test_a_suite_that_had_less_than_its_time_has_not_failed(
+    seconds: float, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(correctness, "run_tests", lambda *arguments: ({"status": "ended"}, "so far"))
+    ends: list[tuple[str, str, str, float]] = []
+    names = correctness.names(QUICK)
+    listener = Listener(names, lambda row: None, lambda *end: ends.append(end))
+    correctness.run(QUICK, tuple(names), Report(listener.take, time.monotonic() + seconds, lambda: True))
+    assert [end[1] for end in ends] == [status]
+    assert "so far" in ends[0][2]
+
+
+def test_no_suite_of_marked_tests_needs_what_evaluations_need() -> None:
+    """A module that cannot be imported would end the run before its first test."""
+    arguments = correctness.SUITES["kernels against their references"][0]
+    assert "--ignore=tests/eval" in arguments
+    others = [path for path in Path(__file__).parent.rglob("test_*.py") if path != Path(__file__)]
+    assert len(others) > 15
+    assert not [path for path in others if "mark.gpu" in path.read_text(encoding="utf-8")]
+
+
+def test_a_suite_that_is_ended_has_told_of_the_tests_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import time\n\ndef test_right(): pass\ndef test_wrong(): assert False\ndef test_hangs(): time.sleep(60)\n"
+    )
+    (tmp_path / "test_broken.py").write_text("import a_module_that_nobody_has\n")
+    monkeypatch.setattr(correctness, "_plugins", list)
+    row, text = correctness.run_tests([str(tmp_path)], {}, 8)
+    assert (row["status"], row["passed"], row["failed"]) == ("ended", 1, 1)
+    assert "test_wrong FAILED" in text
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not tell who started whom")
+def test_what_a_suite_has_started_ends_with_it() -> None:
+    sleep = "import time; time.sleep(600)"
+    inner = f"import subprocess, sys; a = subprocess.Popen([sys.executable, '-c', {sleep!r}]); print(a.pid); a.wait()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-u', '-c', {inner!r}])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        last = Path("/proc", process.stdout.readline().strip(), "stat")
+        assert last.exists()
+        correctness.end(process)
+        assert process.returncode == -signal.SIGKILL
+        assert process.stdout.read() == ""  # nobody is left who could write
+    for _ in range(1000):
+        if not last.exists() or last.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("what the suite had started goes on")
