@@ -14,8 +14,9 @@ REPLAY = "miss=0.08,drift=0.15"
 CASES = (
     (32 * K, 1, "scout-graph", None),
     (32 * K, 1, "scout", None),
-    (32 * K, 1, "offloading", None),
     (64 * K, 1, "dynamic", None),
+    (32 * K, 4, "scout-graph", None),
+    (32 * K, 4, "offloading", None),  # of one row, what launches and weights take would hide the cache
     (64 * K, 4, "scout-graph", None),
     (32 * K, 16, "scout-graph", REPLAY),
     (64 * K, 8, "scout-graph", None),

@@ -115,7 +115,7 @@ def fill(
         if stock:
             cache.update(k.to(options.device), v.to(options.device), index)
         else:
-            store, room = layer.store, total + 2 * layer.store.block_size  # for the steps: a pool grows by a quarter
+            store, room = layer.store, total + 4 * layer.store.block_size  # for the steps: a pool grows by a quarter
             if not store.packs:
                 store.reserve(room)
             store.append(k, v)

@@ -206,6 +206,8 @@ def test_what_the_aims_compare_is_measured_first() -> None:
     found = list(decoding.cases(whole).values())
     assert tuple(found[: len(aims.CASES)]) == aims.CASES
     assert len(set(found)) == len(found) == 2 + len(decoding.CONTEXTS) * len(decoding.BATCHES) * len(whole.rows)
+    pairs = {name: {case[:2] for case in aims.CASES if case[2] == name} for name in ("scout-graph", "offloading")}
+    assert max(pairs["offloading"] & pairs["scout-graph"]) > (32 << 10, 1)
     some = dataclasses.replace(whole, contexts=(8 << 10,), replay="miss=0.1,drift=0.1")
     assert {(context, replay) for context, _, _, replay in decoding.cases(some).values()} == {(8 << 10, some.replay)}
 
