@@ -46,9 +46,12 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     if layer.salience is not None:
         layer.salience.reserve(store.length, query.shape[1])
     load_averages(layer)
-    layer.unplaced = False
     if starts_block:
         _open_block(layer)
+    # A pool without a free block pins a quarter more: now, or a step would wait for it and a graph be captured anew.
+    store.pool.release(store.pool.allocate(store.batch))
+    store.reserve_digests()
+    layer.unplaced = False
 
 
 def _open_block(layer: HybridLayer) -> None:

@@ -26,7 +26,7 @@ SCOUT: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
 
 def graph_cache(model: PreTrainedModel, policy: str, **knobs: Any) -> HybridCache:
     """A cache whose steps are replayed, as `cuda_graph=True` makes it on a GPU."""
-    cache = HybridCache(model, policy, **KNOBS, **knobs)
+    cache = HybridCache(model, policy, **(KNOBS | knobs))
     cache.graph, cache._graphed = StepGraph(cache, CpuRecorder), graphed(model)
     return cache
 
@@ -86,6 +86,17 @@ def test_generate_replays_and_a_turn_captures_again(monkeypatch: pytest.MonkeyPa
     want = turns(HybridCache(model, "scout", **KNOBS, **SCOUT, lookahead="attend"))
     assert torch.equal(turns(graph_cache(model, "scout", **SCOUT, lookahead="attend")), want)
     assert len(records) == 2
+
+
+def test_blocks_that_fill_up_behind_a_long_prompt_capture_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt takes all blocks of the pool, which grows before steps are captured."""
+    model = tiny_model("llama")
+    records = []
+    record = CpuRecorder.record
+    monkeypatch.setattr(CpuRecorder, "record", lambda self, step: records.append(1) or record(self, step))
+    cache = graph_cache(model, "scout", **SCOUT, block_size=8)
+    model.generate(prompt(1, 602)[0], past_key_values=cache, max_new_tokens=20, do_sample=False)
+    assert len(records) == 1
 
 
 @pytest.mark.parametrize("length", [5, pytest.param(15, marks=pytest.mark.slow), 16])
