@@ -115,11 +115,12 @@ def fill(
         if stock:
             cache.update(k.to(options.device), v.to(options.device), index)
         else:
-            store, room = layer.store, total + 4 * layer.store.block_size  # for the steps: a pool grows by a quarter
-            if not store.packs:
-                store.reserve(room)
+            store, room = layer.store, total + 4 * layer.store.block_size  # for the steps, too
+            if store.packs:
+                store.reserve_table(-(-room // store.block_size))
+            else:
+                store.reserve(room)  # a pool that is short of a block later grows by a quarter
             store.append(k, v)
-            store.reserve(room)
             seal(store, 4 * cache.settings.prefill_tile)
     options.synchronize()
     assert cache.get_seq_length() == total
