@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -41,6 +42,18 @@ class Recorder:
     def replay(self) -> None:
         """Run what was captured."""
         self._graph.replay()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage inside: to let go of an old graph or slab takes calls to the device that a capture refuses."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @functools.cache

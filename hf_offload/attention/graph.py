@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_offload.attention.capture import Capture, Recorder
+from hf_offload.attention.capture import Capture, Recorder, uncollected
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.attention.tiered import close_step
 from hf_offload.cpu.doorbell import Doorbell
@@ -195,7 +195,8 @@ class StepGraph:
         for mirror in mirrors:
             mirror.capture = capture
         try:
-            self._output = self._recorded.record(step)
+            with uncollected():
+                self._output = self._recorded.record(step)
             if "past_key_values" in self._output:  # which would keep the cache alive
                 self._output["past_key_values"] = None
             self._held = [layer.state for layer in self.layers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -266,6 +267,37 @@ def test_a_capture_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None
                 assert all(layer.past == i for layer in cache.layers)
     assert not left
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-5)
+
+
+class _Ring:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """A graph or a slab that is let go meanwhile asks of the device what a capture refuses."""
+    model = tiny_model("llama")
+    cache = graph_cache(model, "full")
+    record, found = CpuRecorder.record, []
+
+    def noting(self: CpuRecorder, step: Any) -> Any:
+        ring = weakref.ref(_Ring())
+        [[] for _ in range(100_000)]
+        output = record(self, step)
+        found.append(ring() is not None)
+        if fails:
+            raise RuntimeError("not this one")
+        return output
+
+    monkeypatch.setattr(CpuRecorder, "record", noting)
+    with torch.no_grad(), pytest.raises(RuntimeError) if fails else nullcontext():
+        for part in prompt(1, 153)[0].split([150, 1, 1, 1], 1):
+            model(part, past_key_values=cache)
+    assert found == [True]
+    assert gc.isenabled()
 
 
 def test_a_model_that_is_not_on_a_gpu_is_refused() -> None:
