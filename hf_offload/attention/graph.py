@@ -213,7 +213,7 @@ class StepGraph:
         worker = self.layers[0].settings.worker
         self._doorbell, self._epoch, self._arrays = Doorbell(worker.threads, timeout=worker.timeout), 0, None
         self._doorbell.delay = worker.delay
-        self._finalizer = weakref.finalize(self, _let_go, device, self._doorbell)
+        self._finalize(self._doorbell)
         self._serve()
 
     def _serve(self) -> None:
@@ -231,6 +231,14 @@ class StepGraph:
             self._settle()
             self._doorbell.replace(self._capture.items(), self._epoch)
             self._arrays = arrays
+            self._finalize(self._doorbell)
+
+    def _finalize(self, doorbell: Doorbell) -> None:
+        """Let a replay in flight end before its doorbell: the newest finalizer, at exit the first, is this one."""
+        before, device = self._finalizer, self.layers[0].device
+        self._finalizer = weakref.finalize(self, _let_go, device, doorbell)
+        if before is not None:
+            before.detach()
 
     def check(self, *, settle: bool = False) -> None:
         """Raise what went wrong on the CPU's side since the last look.

@@ -269,6 +269,23 @@ def test_a_capture_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-5)
 
 
+def test_at_exit_a_replay_in_flight_still_has_its_doorbell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the device waits for all parts in vain, and the process for it. The newest finalizer runs first."""
+    made: list[tuple[str, Any]] = []
+    finalize = weakref.finalize
+
+    def noting(obj: Any, function: Any, *args: Any) -> Any:
+        made.append((getattr(function, "__qualname__", ""), finalize(obj, function, *args)))
+        return made[-1][1]
+
+    monkeypatch.setattr(weakref, "finalize", noting)
+    model = tiny_model("llama")
+    cache = graph_cache(model, "scout", **SCOUT, lookahead="attend")
+    logits_of(model, cache, *prompt(1, 180))
+    ends = [name for name, finalizer in made if finalizer.alive and name in ("_let_go", "_Crew.end")]
+    assert ends == ["_Crew.end", "_let_go"]
+
+
 class _Ring:
     """Garbage that only the collector finds."""
 
