@@ -54,7 +54,7 @@ class HostPart:
         self.out, self.lse, self.kbar = buffer(*query.shape), buffer(*query.shape[:2]), buffer(*query.shape)
         # Asked once: a capture allows few questions.
         buffers = (self.query, self.blocks, self.counts, self.out, self.lse, self.kbar)
-        self._reachable = not pin or all(tensor.is_pinned() for tensor in buffers)
+        self._reachable = not pin or all_pinned(buffers)
         arrived = None
         if self._reachable:
             with torch.inference_mode(False):
@@ -190,6 +190,11 @@ class HostPart:
                 if not self._job.done():
                     raise
             self._job = None
+
+
+def all_pinned(buffers: tuple[torch.Tensor, ...]) -> bool:
+    """Whether kernels reach what buffers hold; an empty one (of a part without a list of blocks) has no address."""
+    return all(tensor.is_pinned() for tensor in buffers if tensor.numel())
 
 
 def _settle(device: torch.device) -> None:
