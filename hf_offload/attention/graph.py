@@ -43,6 +43,8 @@ class StepGraph:
         self._epoch = 0
         """Replays of this graph; an int32 that wraps around, as the device counts."""
         self._inputs: dict[str, torch.Tensor] = {}
+        self._limits: tuple[torch.Tensor, ...] = ()
+        """Sizes in the step that comes, which kernels read; made anew where an interruption has cost the old ones."""
         self._output: Any = None
         self._held: list[Any] = []
         """The policy's states that were captured: while they live, no other has their identity."""
@@ -139,8 +141,8 @@ class StepGraph:
             layer.store.tables.block_ptr()
         first = self.layers[0]  # a graph has one device, on which all layers read the same sizes and padding
         assert first.store is not None
-        first.mirror.limits("step", first.store.length + 1, first.store.sealed)
-        first.mirror.limits("ahead", first.store.length, first.store.sealed)
+        length, sealed, limits = first.store.length, first.store.sealed, first.mirror.limits
+        self._limits = limits("step", length + 1, sealed), limits("ahead", length, sealed)
         first.mirror.sinks(first.policy.sink_tokens)
         first.mirror.valid()
 
@@ -162,7 +164,8 @@ class StepGraph:
             )  # fmt: skip
         first = self.layers[0]
         valid = first.mirror.valid()
-        shared = (*first.mirror.sinks(first.policy.sink_tokens), *(() if valid is None else (valid,)))
+        sinks = first.mirror.sinks(first.policy.sink_tokens)
+        shared = (*self._limits, *sinks, *(() if valid is None else (valid,)))
         shapes = tuple((name, value.shape) for name, value in sorted(inputs.items()))
         sizes = [(tensor.data_ptr(), tensor.shape) for tensor in shared]
         return rows, sizes, shapes, {name: value for name, value in fixed.items() if name != "past_key_values"}

@@ -269,6 +269,23 @@ def test_a_capture_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("role", ["step", "ahead"])
+def test_sizes_whose_sending_was_interrupted_are_not_looked_for_where_they_were(role: str) -> None:
+    model = tiny_model("llama")
+    ids, mask = prompt(1, 180)
+    knobs = {**SCOUT, "lookahead": "attend", "synchronous_layers": (0,)}
+    want = logits_of(model, HybridCache(model, "scout", **KNOBS, **knobs), ids, mask)
+    cache, rows = graph_cache(model, "scout", **knobs), []
+    with torch.no_grad():
+        model(ids[:, :150], past_key_values=cache)
+        for i in range(150, 180):
+            if i == 165:
+                (mirror,) = cache.settings.mirrors.values()
+                del mirror._held[role]
+            rows.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
+    assert torch.equal(torch.cat(rows, 1), want)
+
+
 def test_at_exit_a_replay_in_flight_still_has_its_doorbell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the device waits for all parts in vain, and the process for it. The newest finalizer runs first."""
     made: list[tuple[str, Any]] = []
