@@ -58,8 +58,12 @@ def uncollected() -> Iterator[None]:
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures on a device: torch's own lies where the first was; cuBLAS keeps memory for each."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+    """The stream of all captures on a device: torch's own lies where the first was; cuBLAS keeps memory for each.
+
+    A stream of usual priority is one of 32 that torch hands out in turns, so that recalls, or the tiles of another
+    thread's prompt, might run on the very same one.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 class Capture:

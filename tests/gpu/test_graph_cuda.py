@@ -11,6 +11,7 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
+from hf_offload.attention.capture import _capture_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -88,3 +89,8 @@ def test_generate_replays_turn_after_turn() -> None:
         return model.generate(more, past_key_values=cache, max_new_tokens=40, do_sample=False)
 
     assert torch.equal(turns(True), turns(False))
+
+
+def test_no_other_stream_is_the_one_of_captures() -> None:
+    mine = _capture_stream(torch.cuda.current_device())
+    assert mine.cuda_stream not in {torch.cuda.Stream().cuda_stream for _ in range(64)}
