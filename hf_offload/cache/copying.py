@@ -128,7 +128,7 @@ def trials(like: BlockStore) -> dict[str, Callable[[], None]]:
     pool = torch.zeros(*heads, TRIAL_BLOCKS, *record, dtype=like.dtype, device=like.device)
 
     def each_head(line: np.ndarray) -> torch.Tensor:
-        return sent(np.broadcast_to(line.astype(np.int32), (*heads, len(line))), like.device)
+        return sent(np.tile(line.astype(np.int32), (*heads, 1)), like.device)
 
     # Each time other blocks, which no cache of the CPU holds.
     order = np.random.default_rng(0).permutation(there).reshape(-1, TRIAL_BLOCKS)

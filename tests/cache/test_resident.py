@@ -147,6 +147,21 @@ def test_a_trial_is_a_recall_of_the_same_records(monkeypatch: pytest.MonkeyPatch
         assert (moves.counts == moves.blocks.shape[2]).all()
 
 
+def test_a_trial_with_a_single_kv_head_is_no_cause_for_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns of arrays that nobody may write into, and what is spread over one head is still the array itself."""
+    wrapped = torch.from_numpy
+
+    def from_numpy(array: np.ndarray) -> torch.Tensor:
+        assert array.flags.writeable
+        return wrapped(array)
+
+    store = BlockStore(
+        1, 1, DIM, torch.float32, block_size=SIZE, device=torch.device("cpu"), digest=None, padding=Padding(SIZE)
+    )
+    monkeypatch.setattr(torch, "from_numpy", from_numpy)
+    assert tuple(trials(store)) == transfer.WAYS
+
+
 # --- the way of a device, on stand-ins for streams --------------------------------------------------------------------
 
 
