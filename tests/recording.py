@@ -48,6 +48,9 @@ class CpuRecorder(TorchDispatchMode):
         for operation in self.operations:
             operation()
 
+    def settle(self) -> None:
+        """A replay has ended when it returns."""
+
     def _keep(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage.data_ptr()

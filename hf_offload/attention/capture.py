@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,6 +21,7 @@ from hf_offload.gpu import flags
 LOOKS = 1_000_000
 """How often the device looks at a flag in a second, roughly."""
 LINE = 16  # int32 of a cache line: flags that different threads write lie in lines of their own
+_ONE = threading.Lock()
 
 
 class Recorder:
@@ -27,6 +29,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        self._ended = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
 
     def record(self, step: Callable[[], Any]) -> Any:
         """Capture what a call launches; the call itself computes nothing. Returns what it returned."""
@@ -41,19 +44,27 @@ class Recorder:
 
     def replay(self) -> None:
         """Run what was captured."""
-        self._graph.replay()
+        try:
+            self._graph.replay()
+        finally:  # an interruption comes between any two calls
+            self._ended.record()
+
+    def settle(self) -> None:
+        """Wait for the last replay; not for the device, on which another thread may be capturing."""
+        self._ended.synchronize()
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Collect no garbage inside: to let go of an old graph or slab takes calls to the device that a capture refuses."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
+def undisturbed() -> Iterator[None]:
+    """One capture at a time, and no garbage collected: letting go of a graph or slab asks what a capture refuses."""
+    with _ONE:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_offload.attention.capture import Capture, Recorder, uncollected
+from hf_offload.attention.capture import Capture, Recorder, undisturbed
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.attention.tiered import close_step
 from hf_offload.cpu.doorbell import Doorbell
@@ -198,7 +198,7 @@ class StepGraph:
         for mirror in mirrors:
             mirror.capture = capture
         try:
-            with uncollected():
+            with undisturbed():
                 self._output = self._recorded.record(step)
             if "past_key_values" in self._output:  # which would keep the cache alive
                 self._output["past_key_values"] = None
@@ -238,8 +238,8 @@ class StepGraph:
 
     def _finalize(self, doorbell: Doorbell) -> None:
         """Let a replay in flight end before its doorbell: the newest finalizer, at exit the first, is this one."""
-        before, device = self._finalizer, self.layers[0].device
-        self._finalizer = weakref.finalize(self, _let_go, device, doorbell)
+        before = self._finalizer
+        self._finalizer = weakref.finalize(self, _let_go, self._recorded, doorbell)
         if before is not None:
             before.detach()
 
@@ -281,14 +281,12 @@ class StepGraph:
 
     def _settle(self) -> None:
         """Let a replay that is in flight end: it waits for the CPU."""
-        device = self.layers[0].device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._recorded is not None:
+            self._recorded.settle()
 
 
-def _let_go(device: torch.device, doorbell: Doorbell) -> None:
+def _let_go(recorded: Any, doorbell: Doorbell) -> None:
     """End a doorbell whose graph is gone; a replay in flight still waits for it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    recorded.settle()
     with suppress(WorkerError):
         doorbell.stop()

@@ -60,8 +60,10 @@ class HostPart:
             with torch.inference_mode(False):
                 arrived = torch.zeros(1, dtype=torch.int32, device=store.device)
         self._inbox = Inbox(self.query, self.blocks, self.counts, arrived)
+        self._streams: list[torch.cuda.Stream] = []
+        """The one in which the device uses the buffers; a graph that does so holds this part until it has ended."""
         if pin:
-            weakref.finalize(self, _settle, store.device).atexit = False
+            weakref.finalize(self, _settle, self._streams).atexit = False
         self.host: Selection | None = None
         self.predicted: torch.Tensor | None = None
         """The query on the device that the running job attends with."""
@@ -123,7 +125,9 @@ class HostPart:
         """After what was sent, on a CUDA device."""
         if self.layer.device.type != "cuda":
             return None
-        event: torch.cuda.Event = torch.cuda.current_stream(self.layer.device).record_event()
+        stream = torch.cuda.current_stream(self.layer.device)
+        self._streams[:] = [stream]
+        event: torch.cuda.Event = stream.record_event()
         return event
 
     def rehearse(self, capture: Capture) -> None:
@@ -197,7 +201,10 @@ def all_pinned(buffers: tuple[torch.Tensor, ...]) -> bool:
     return all(tensor.is_pinned() for tensor in buffers if tensor.numel())
 
 
-def _settle(device: torch.device) -> None:
-    """Let the device end what it does with buffers that are let go: it reads them by their addresses alone."""
-    if not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize(device)
+def _settle(streams: list[torch.cuda.Stream]) -> None:
+    """Let the device end what it does with buffers that are let go: it reads them by their addresses alone.
+
+    Nobody waits for all of the device: another thread may be capturing there.
+    """
+    if streams and not torch.cuda.is_current_stream_capturing():
+        streams[0].synchronize()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -331,6 +333,22 @@ def test_no_garbage_is_collected_while_a_step_is_captured(monkeypatch: pytest.Mo
         for part in prompt(1, 153)[0].split([150, 1, 1, 1], 1):
             model(part, past_key_values=cache)
     assert found == [True]
+    assert gc.isenabled()
+
+
+def test_captures_of_threads_come_one_at_a_time() -> None:
+    inside: list[int] = []
+
+    def record(number: int) -> bool:
+        with capture.undisturbed():
+            inside.append(number)
+            time.sleep(0.005)
+            alone = inside == [number] and not gc.isenabled()
+            inside.clear()
+        return alone
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(record, range(12)))
     assert gc.isenabled()
 
 

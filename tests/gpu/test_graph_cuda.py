@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -89,6 +90,20 @@ def test_generate_replays_turn_after_turn() -> None:
         return model.generate(more, past_key_values=cache, max_new_tokens=40, do_sample=False)
 
     assert torch.equal(turns(True), turns(False))
+
+
+def test_threads_may_capture_at_once() -> None:
+    model = tiny_model("llama").cuda()
+    name, knobs = POLICIES["scout-attend"]
+
+    def make() -> HybridCache:
+        return HybridCache(model, name, cuda_graph=True, threads=2, **MEMORY, **knobs)
+
+    first = make()
+    want = decode(model, first, 1)[0]
+    with ThreadPoolExecutor(3) as threads:
+        for got in threads.map(lambda _: decode(model, make(), 1)[0], range(6)):
+            assert torch.equal(got, want)
 
 
 def test_no_other_stream_is_the_one_of_captures() -> None:
