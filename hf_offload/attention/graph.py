@@ -270,11 +270,11 @@ class StepGraph:
 
     def close(self) -> None:
         """Forget the graph; the thread that served it ends."""
-        doorbell, self._doorbell = self._doorbell, None
-        if doorbell is None:
+        if self._doorbell is None:
             return
+        self._settle()  # an interruption finds all of it as it was
+        doorbell, self._doorbell = self._doorbell, None
         self._finalizer.detach()
-        self._settle()
         self._capture = self._recorded = self._state = self._output = None
         with suppress(WorkerError):  # nobody asks for these parts any more
             doorbell.stop()

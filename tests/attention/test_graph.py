@@ -4,46 +4,20 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from recording import CpuRecorder
 from tiny import prompt, tiny_model
-from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention import capture, graph, tiered
-from hf_offload.attention.graph import StepGraph
-from hf_offload.attention.graphed import graphed
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cpu.worker import WorkerError
 
-KNOBS: dict[str, Any] = {"block_size": 16, "resident": 96, "tier": "split"}
-SCOUT: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
-
-
-def graph_cache(model: PreTrainedModel, policy: str, **knobs: Any) -> HybridCache:
-    """A cache whose steps are replayed, as `cuda_graph=True` makes it on a GPU."""
-    cache = HybridCache(model, policy, **(KNOBS | knobs))
-    cache.graph, cache._graphed = StepGraph(cache, CpuRecorder), graphed(model)
-    return cache
-
-
-def logits_of(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Teacher-forced: a prompt of 150 tokens, the others one by one."""
-    rows = []
-    with torch.no_grad():
-        model(ids[:, :150], attention_mask=mask[:, :150], past_key_values=cache)
-        for i in range(150, ids.shape[1]):
-            positions = mask[:, : i + 1].sum(-1, keepdim=True) - 1
-            step = {"input_ids": ids[:, i : i + 1], "attention_mask": mask[:, : i + 1], "position_ids": positions}
-            rows.append(model(**step, past_key_values=cache).logits)
-    return torch.cat(rows, 1)
+from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
 
 
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -269,87 +243,6 @@ def test_a_capture_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None
                 assert all(layer.past == i for layer in cache.layers)
     assert not left
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("role", ["step", "ahead"])
-def test_sizes_whose_sending_was_interrupted_are_not_looked_for_where_they_were(role: str) -> None:
-    model = tiny_model("llama")
-    ids, mask = prompt(1, 180)
-    knobs = {**SCOUT, "lookahead": "attend", "synchronous_layers": (0,)}
-    want = logits_of(model, HybridCache(model, "scout", **KNOBS, **knobs), ids, mask)
-    cache, rows = graph_cache(model, "scout", **knobs), []
-    with torch.no_grad():
-        model(ids[:, :150], past_key_values=cache)
-        for i in range(150, 180):
-            if i == 165:
-                (mirror,) = cache.settings.mirrors.values()
-                del mirror._held[role]
-            rows.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
-    assert torch.equal(torch.cat(rows, 1), want)
-
-
-def test_at_exit_a_replay_in_flight_still_has_its_doorbell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the device waits for all parts in vain, and the process for it. The newest finalizer runs first."""
-    made: list[tuple[str, Any]] = []
-    finalize = weakref.finalize
-
-    def noting(obj: Any, function: Any, *args: Any) -> Any:
-        made.append((getattr(function, "__qualname__", ""), finalize(obj, function, *args)))
-        return made[-1][1]
-
-    monkeypatch.setattr(weakref, "finalize", noting)
-    model = tiny_model("llama")
-    cache = graph_cache(model, "scout", **SCOUT, lookahead="attend")
-    logits_of(model, cache, *prompt(1, 180))
-    ends = [name for name, finalizer in made if finalizer.alive and name in ("_let_go", "_Crew.end")]
-    assert ends == ["_Crew.end", "_let_go"]
-
-
-class _Ring:
-    """Garbage that only the collector finds."""
-
-    def __init__(self) -> None:
-        self.me = self
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_no_garbage_is_collected_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """A graph or a slab that is let go meanwhile asks of the device what a capture refuses."""
-    model = tiny_model("llama")
-    cache = graph_cache(model, "full")
-    record, found = CpuRecorder.record, []
-
-    def noting(self: CpuRecorder, step: Any) -> Any:
-        ring = weakref.ref(_Ring())
-        [[] for _ in range(100_000)]
-        output = record(self, step)
-        found.append(ring() is not None)
-        if fails:
-            raise RuntimeError("not this one")
-        return output
-
-    monkeypatch.setattr(CpuRecorder, "record", noting)
-    with torch.no_grad(), pytest.raises(RuntimeError) if fails else nullcontext():
-        for part in prompt(1, 153)[0].split([150, 1, 1, 1], 1):
-            model(part, past_key_values=cache)
-    assert found == [True]
-    assert gc.isenabled()
-
-
-def test_captures_of_threads_come_one_at_a_time() -> None:
-    inside: list[int] = []
-
-    def record(number: int) -> bool:
-        with capture.undisturbed():
-            inside.append(number)
-            time.sleep(0.005)
-            alone = inside == [number] and not gc.isenabled()
-            inside.clear()
-        return alone
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(record, range(12)))
-    assert gc.isenabled()
 
 
 def test_a_model_that_is_not_on_a_gpu_is_refused() -> None:
