@@ -13,7 +13,7 @@ import torch
 from common import percentiles
 from gpu.options import Options
 from gpu.supervise import Report
-from hf_offload.attention.capture import Capture, Recorder
+from hf_offload.attention.capture import Capture, Recorder, undisturbed
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cpu.decode import sparse_decode
 from hf_offload.cpu.doorbell import Doorbell
@@ -143,7 +143,8 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
         answer(capture, layers, 0)
         capture.epoch.zero_()
         recorder = Recorder()
-        recorder.record(step)
+        with undisturbed():
+            recorder.record(step)
         replay = recorder.replay
     else:
         capture.parts.extend((part, launch, f"item {number}") for number, part in enumerate(parts))

@@ -10,6 +10,7 @@ import torch
 
 from common import percentiles
 from gpu.options import Options
+from hf_offload.attention.capture import undisturbed
 
 FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
 LAUNCHES = 20
@@ -82,7 +83,7 @@ class Timer:
         if not self.options.on_gpu:
             return None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with undisturbed(), torch.cuda.graph(graph):
             for _ in range(LAUNCHES):
                 call()
         graph.replay()

@@ -84,10 +84,6 @@ def _longer(array: np.ndarray, size: int) -> np.ndarray:
     grown[: len(array)] = array
     return grown
 
-    def in_power_of_two(self, blocks: int) -> int:
-        """As many of these blocks as fill a power of two of bytes: so much torch pins, and what is over is lost."""
-        return max((1 << (blocks * self.nbytes).bit_length() - 1) // self.nbytes, 1)
-
 
 class HostPool:
     """Blocks in slabs, pinned when a GPU will read them.
