@@ -12,6 +12,7 @@ from hf_offload.attention.device_tasks import DeviceTasks
 from hf_offload.attention.retrieval import Properties
 from hf_offload.attention.retrieved_part import RetrievedPart
 from hf_offload.attention.schedule import CPU, DEVICE, Queue
+from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.tasks import whole_tasks
 from hf_offload.gpu.merge import HostPartial
 
@@ -37,7 +38,9 @@ class ScheduledPart(RetrievedPart):
         super().__init__(layer, query)
         self.queue = Queue(self.choice.counts.size, schedule, layer.settings.worker.threads)
         self.device = DeviceTasks(layer, query)
-        self._lock, self._dealt = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._launch: Launch | None = None
+        """Of this step, once its tasks are dealt out."""
         self._sent: torch.cuda.Event | None = None
         self._began, self._device_ended = 0.0, 0.0
         self._all = 0
@@ -49,37 +52,36 @@ class ScheduledPart(RetrievedPart):
         self.layer.mirror.pause()
         self.query.copy_(step.query, non_blocking=True)
         self.choice.take(properties)
-        self._sent, self._dealt, self._ends = self._arrived(), False, []
-        store, digests, worker = step.store, step.store.digests, self.layer.settings.worker
-        assert digests is not None, "a policy without a digest cannot choose"
-        bundle, choice = self.choice.bundle(digests, step.scale), self.choice
-        launch = whole_tasks(
-            choice.choosing(store, bundle, step.scale), choice.attending(store, step.scale, step.softcap),
-            self.queue.hands,
-        )  # fmt: skip
+        self._sent, self._launch, self._ends = self._arrived(), None, []
 
         def work() -> None:
-            self._deal(step)
-            launch()
+            self._deal(step)()
             self._ends.append(time.perf_counter())
 
         label = step.label("choice of blocks and attention")
-        self._job = worker.submit(work, label, shares=worker.threads, keep=(store.pool, self))
+        worker = self.layer.settings.worker
+        self._job = worker.submit(work, label, shares=worker.threads, keep=(step.store.pool, self))
         return self
 
-    def _deal(self, step: Step) -> None:
+    def _deal(self, step: Step) -> Launch:
         """Rank the tasks and deal them out, once for all who take them, when needs and query have arrived."""
         with self._lock:
-            if self._dealt:
-                return
+            if self._launch is not None:
+                return self._launch
             if self._sent is not None:
                 self._sent.synchronize()
-            tasks = self.choice.rank(step.store)
-            choice, kv_heads = self.choice, step.store.num_kv_heads
-            lengths = (choice.end - choice.first.clip(max=choice.end))[tasks // kv_heads]
+            store, choice, scale = step.store, self.choice, step.scale
+            assert store.digests is not None, "a policy without a digest cannot choose"
+            bundle = choice.bundle(store.digests, scale)  # of some digests made of the query
+            launch = whole_tasks(
+                choice.choosing(store, bundle, scale), choice.attending(store, scale, step.softcap), self.queue.hands
+            )
+            tasks = choice.rank(store)
+            lengths = (choice.end - choice.first.clip(max=choice.end))[tasks // store.num_kv_heads]
             self.queue.fill(tasks, lengths, choice.volumes[tasks])
             self._all = len(tasks)
-            self._began, self._dealt = time.perf_counter(), True
+            self._began, self._launch = time.perf_counter(), launch
+            return launch
 
     def assist(self, step: Step, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Let the device take tasks as long as there are any; the shares with one more, of what it attended."""

@@ -111,6 +111,27 @@ def test_a_side_that_is_late_changes_nothing(
     torch.testing.assert_close(decode(llama, cache), want, rtol=1e-3, atol=1e-4)
 
 
+class Late:
+    """Stands for the event behind a copy to the host: before it the query there is one that nobody asked with."""
+
+    def __init__(self, part: scheduled_part.ScheduledPart) -> None:
+        self.query, self.coming = part.query, part.query.clone()
+        self.query.fill_(-1.0)
+
+    def synchronize(self) -> None:
+        self.query.copy_(self.coming)
+
+
+@pytest.mark.parametrize("digest", ["quest", "submean"])
+def test_a_query_that_arrives_late_is_the_one_that_chooses(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, digest: str
+) -> None:
+    monkeypatch.setattr(schedule, "_device_share", lambda name, tasks, lengths: np.zeros(len(tasks), bool))
+    want = decode(llama, make_cache(llama, digest=digest, schedule="uniform"))
+    monkeypatch.setattr(scheduled_part.ScheduledPart, "_arrived", lambda part: Late(part))
+    torch.testing.assert_close(decode(llama, make_cache(llama, digest=digest, schedule="uniform")), want)
+
+
 def broken(*args: Any) -> Any:
     raise RuntimeError("the kernel died")
 
