@@ -112,7 +112,7 @@ def _bring_together(store: BlockStore, source: np.ndarray, together: torch.Tenso
 
 
 def trials(like: BlockStore) -> dict[str, Callable[[], None]]:
-    """For each of `transfer.WAYS`, a recall of a usual size, with blocks and slots of its own.
+    """For each of `transfer.WAYS` that can be tried, a recall of a usual size, with blocks and slots of its own.
 
     Args:
         like: a store whose blocks have the size.
@@ -136,7 +136,10 @@ def trials(like: BlockStore) -> dict[str, Callable[[], None]]:
     slots = each_head(np.arange(TRIAL_BLOCKS))
     counts = sent(np.full(heads, TRIAL_BLOCKS, np.int32), like.device)
     tables = store.tables.block_ptr(), store.tables.table()
-    return {
+    ways: dict[str, Callable[[], None]] = {
         "uva": lambda: move.fetch(pool, slots, next(turn), counts, *tables, packed=None),
         "copy": lambda: copies(store, pool, Moves(slots, next(turn), counts))(),
     }
+    if like.pool.pinned and not store.pool.pinned:  # no more could be pinned; what a kernel cannot reach ends all
+        del ways["uva"]
+    return ways

@@ -47,7 +47,7 @@ def way_for(
     Args:
         device: where the records go; its current stream is the one that is timed. Nothing may be captured meanwhile.
         record_bytes: of one record.
-        trials: makes, for each of `WAYS`, a call that brings a typical number of records that way.
+        trials: makes, for each of `WAYS` that can be tried, a call that brings a typical number of records that way.
         clock: seconds of a call; by default the device's own, from event to event.
     """
     key = device, record_bytes

@@ -162,6 +162,13 @@ def test_a_trial_with_a_single_kv_head_is_no_cause_for_a_warning(monkeypatch: py
     assert tuple(trials(store)) == transfer.WAYS
 
 
+def test_a_kernel_is_not_tried_on_memory_that_could_not_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store()
+    for slabs in (store.pool._plain, store.pool._packed):
+        monkeypatch.setattr(slabs, "pinned", True)
+    assert tuple(trials(store)) == ("copy",)
+
+
 # --- the way of a device, on stand-ins for streams --------------------------------------------------------------------
 
 
