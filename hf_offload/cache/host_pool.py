@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -53,17 +53,21 @@ class _Slabs:
         """Addresses of free places, ascending in fresh memory; int64 `[count]`."""
         missing = count - len(self.free)
         more = max(missing, MIN_SLAB_BLOCKS, self.places // 4) if missing > 0 else 0
-        while more > 0:
-            blocks = self.in_power_of_two(more) if self.pin else more
+        for blocks in self.pieces(more):
             with torch.inference_mode(False):
                 slab = host_empty((blocks, *self.shape), self.dtype, pin=self.pin)
             self.pinned = self.pinned and slab.is_pinned()
             self.tensors.append(slab)
             self.places += blocks
-            more -= blocks
             first = slab.data_ptr()
             self.free.extend(range(first + (blocks - 1) * self.nbytes, first - 1, -self.nbytes))
         return _pop(self.free, count, np.int64)
+
+    def pieces(self, blocks: int) -> Iterator[int]:
+        """How many blocks each of the slabs has in which there is room for all of these."""
+        while blocks > 0:
+            yield (piece := self.in_power_of_two(blocks) if self.pin else blocks)
+            blocks -= piece
 
     def in_power_of_two(self, blocks: int) -> int:
         """As many of these blocks as fill a power of two of bytes: so much torch pins, and what is over is lost."""
@@ -187,20 +191,21 @@ class HostPool:
         self.revision += 1
         return ids
 
-    def adopt(self, plain: torch.Tensor | None, packed: torch.Tensor | None, table: np.ndarray) -> None:
-        """Take memory that is full of blocks, the first of an empty pool.
+    def pieces(self, blocks: int, *, packed: bool) -> list[int]:
+        """How many blocks each of the slabs is to have in which so many are adopted."""
+        return list((self._packed if packed else self._plain).pieces(blocks))
+
+    def adopt(self, plain: Sequence[torch.Tensor], packed: Sequence[torch.Tensor], table: np.ndarray) -> None:
+        """Take slabs that are full of blocks, the first of an empty pool.
 
         Args:
-            plain: `[n, Hkv, 2, block_size, D]`, contiguous, or None.
-            packed: `[m, Hkv, record]` uint8, contiguous, or None: they follow as blocks n to n + m - 1.
+            plain: `[n, Hkv, 2, block_size, D]` each, contiguous.
+            packed: `[m, Hkv, record]` uint8 each, contiguous: their blocks follow those of the others.
             table: of any shape, the blocks that somebody holds, as often as they are held.
         """
         assert not self.num_blocks
-        parts = [np.zeros(0, np.int64)]
-        if plain is not None:
-            parts.append(self._plain.adopt(plain))
-        if packed is not None:
-            parts.append(self._packed.adopt(packed) | 1)
+        parts = [np.zeros(0, np.int64), *map(self._plain.adopt, plain)]
+        parts += [self._packed.adopt(slab) | 1 for slab in packed]
         self.block_ptr = np.concatenate(parts)
         self.refcount = np.bincount(table.ravel(), minlength=self.num_blocks).astype(np.int32)
         self.shared = bool((self.refcount > 1).any())

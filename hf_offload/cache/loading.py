@@ -142,7 +142,7 @@ class SavedCache:
         store = layer.store
         assert store is not None
         table, sums = tensors["table"].numpy(), tensors["sums"].numpy()
-        plain, packed = (self._slab(f"layers.{layer.index}.{kind}", layer, mapped) for kind in ("blocks", "packed"))
+        plain, packed = (self._slabs(kind, layer, mapped) for kind in ("blocks", "packed"))
         store.pool.adopt(plain, packed, table)
         store.pool.unchecked = Unchecked(sums, self.folder / BLOCKS)
         # Room for as many blocks as there was before: what a device computes may be rounded by it.
@@ -177,21 +177,24 @@ class SavedCache:
             load_averages(layer)
             layer.unplaced = False
 
-    def _slab(self, name: str, layer: HybridLayer, mapped: torch.Tensor | None) -> torch.Tensor | None:
+    def _slabs(self, kind: str, layer: HybridLayer, mapped: torch.Tensor | None) -> list[torch.Tensor]:
         """Blocks of one kind: a part of the mapped file, or read into memory that a GPU can reach."""
-        entry = self._entries.get(name)
+        entry = self._entries.get(f"layers.{layer.index}.{kind}")
         if entry is None:
-            return None
+            return []
         start, end = (self._start + place for place in entry["data_offsets"])
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
         if mapped is not None:
-            return mapped[start:end].view(dtype).view(shape)
-        slab = host_empty(tuple(shape), dtype, pin=layer.device.type == "cuda")
+            return [mapped[start:end].view(dtype).view(shape)]
+        assert layer.store is not None
+        pin, pieces = layer.device.type == "cuda", layer.store.pool.pieces(shape[0], packed=kind == "packed")
+        slabs = [host_empty((blocks, *shape[1:]), dtype, pin=pin) for blocks in pieces]
         with (self.folder / BLOCKS).open("rb") as file:
             file.seek(start)
-            if file.readinto(slab.view(-1).view(torch.uint8).numpy().data) != end - start:
-                raise self._altered(BLOCKS)
-        return slab
+            for slab in slabs:
+                if file.readinto(slab.view(-1).view(torch.uint8).numpy().data) != slab.nbytes:
+                    raise self._altered(BLOCKS)
+        return slabs
 
 
 def merge_knobs(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
