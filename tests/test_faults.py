@@ -116,8 +116,10 @@ def test_a_worker_that_is_killed_is_replaced(model: PreTrainedModel) -> None:
         logits = model(ids, past_key_values=cache).logits[:, -1]
         for i in range(20):
             if i % 5 == 3:
-                for thread in cache.settings.worker._pool:
+                pool = list(cache.settings.worker._pool)
+                for _ in pool:  # whichever thread takes it
                     cache.settings.worker._queue.put(None)
+                for thread in pool:
                     thread.join(5)
             token = logits.argmax(-1, keepdim=True)
             tokens.append(token)

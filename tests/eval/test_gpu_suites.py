@@ -58,6 +58,15 @@ def test_no_suite_of_marked_tests_needs_what_evaluations_need() -> None:
     assert not [path for path in others if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 
+def test_no_suite_breaks_what_only_models_on_the_cpu_call() -> None:
+    """It would wait for a fault that never comes."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/test_faults.py"]
+    command += [*correctness.ON_GPU, "-k", correctness.NOT_ON_GPU]
+    told = subprocess.run(command, cwd=correctness.ROOT, capture_output=True, text=True, check=True).stdout
+    assert "sparse_decode" in told
+    assert not [name for name in ("Row", "Standing", "copy_records") if name in told]
+
+
 def test_a_suite_that_is_ended_has_told_of_the_tests_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_some.py").write_text(
         "import time\n\ndef test_right(): pass\ndef test_wrong(): assert False\ndef test_hangs(): time.sleep(60)\n"
