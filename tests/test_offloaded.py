@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_offload import HybridCache, hybrid_cache
 from hf_offload.attention import spread
 from hf_offload.attention.lookahead import make_adapter
+from hf_offload.cache import takeover
 from hf_offload.cpu import cores
 
 SMALL: dict[str, Any] = {"budget": 64, "sinks": 8, "recent": 16, "block_size": 8, "synchronous_layers": (0,)}
@@ -152,6 +153,17 @@ def test_where_a_model_computes_is_where_its_weights_are_brought_to() -> None:
     add_hook_to_module(model[1], SequentialHook(hook))
     assert spread.compute_devices(model) == {torch.device("cpu"), torch.device("cuda", 1)}
     assert spread.on_device(model)
+
+
+@pytest.mark.parametrize(("given", "found"), [("cuda", ("cuda", 1)), ("cuda:0", ("cuda", 0)), ("cpu", ("cpu",))])
+def test_a_device_without_a_number_is_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, given: str, found: tuple[Any, ...]
+) -> None:
+    """Tensors always name theirs, and are compared with it."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    layer = nn.Linear(4, 4, device="meta")
+    add_hook_to_module(layer, AlignDevicesHook(torch.device(given), offload=True, weights_map={}))
+    assert takeover.device_of(layer) == torch.device(*found)
 
 
 def test_a_prediction_for_a_layer_on_another_device_brings_the_positions_there() -> None:

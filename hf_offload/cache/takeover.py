@@ -90,7 +90,9 @@ def device_of(module: nn.Module) -> torch.device:
     for part in () if devices else module.modules():
         device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
         if device is not None:
-            return torch.device(device)
+            found = torch.device(device)
+            bare = found.type == "cuda" and found.index is None  # what tensors say of themselves has a number
+            return torch.device("cuda", torch.cuda.current_device()) if bare else found
     return devices[0] if devices else torch.device("cpu")
 
 
