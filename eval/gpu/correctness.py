@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 from gpu.options import Options
 from gpu.supervise import Report, TimeUp
+from hf_offload.cpu.cores import LOCAL_RANKS
 
 ROOT = Path(__file__).parents[2]
 DEVICE, DELAY, TRANSFER = "HF_OFFLOAD_TEST_DEVICE", "HF_OFFLOAD_DELAY_MS", "HF_OFFLOAD_TRANSFER"
@@ -80,7 +81,7 @@ def run_tests(arguments: list[str], environment: dict[str, str], seconds: float)
         status = "passed"
         with log.open("w", encoding="utf-8") as out:
             process = subprocess.Popen(
-                [*command, *arguments], cwd=ROOT, env={**os.environ, **environment}, stdout=out, stderr=out
+                [*command, *arguments], cwd=ROOT, env={**os.environ, **_cores(), **environment}, stdout=out, stderr=out
             )
             try:
                 process.wait(seconds)
@@ -113,11 +114,23 @@ def end(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
+def _workers() -> int:
+    """How many processes of pytest run at once."""
+    return min(WORKERS, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
+
+
+def _cores() -> dict[str, str]:
+    """The environment in which each of them has its part of the cores: threads that spin would keep the others from
+    theirs.
+    """
+    return {LOCAL_RANKS: str(_workers()), "OMP_NUM_THREADS": str((os.cpu_count() or 1) // _workers())}
+
+
 def _plugins() -> list[str]:
     """Several tests at once, and an end for those that hang, where pytest has the plugins for it."""
     found = ["-o", f"faulthandler_timeout={TEST_SECONDS - 10}"]
-    if importlib.util.find_spec("xdist") is not None:
-        found += ["-n", str(min(WORKERS, os.cpu_count() or 1)), "--max-worker-restart=20"]
+    if _workers() > 1:
+        found += ["-n", str(_workers()), "--max-worker-restart=20"]
     if importlib.util.find_spec("pytest_timeout") is not None:
         found += [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -89,11 +90,12 @@ def layer_samples(seen: CapturedLayer, plan: dict[int, list[int]], sampling: Sam
         plan: from `Sampling.positions`.
         sampling: the settings.
     """
-    layer, queries = _Layer(seen, sampling), iter(seen.queries)
-    made = []
-    for length, steps in plan.items():
-        statistics = layer.statistics(next(queries)[None], length)
-        made += [layer.sample(statistics, next(queries)[None], position + 1) for position in steps]
+    device, queries, made = seen.key.device, iter(seen.queries), []
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where kernels are launched
+        layer = _Layer(seen, sampling)
+        for length, steps in plan.items():
+            statistics = layer.statistics(next(queries)[None], length)
+            made += [layer.sample(statistics, next(queries)[None], position + 1) for position in steps]
     return Samples.joined(made)
 
 

@@ -69,8 +69,11 @@ def test_no_suite_breaks_what_only_models_on_the_cpu_call() -> None:
 
 def test_a_suite_that_is_ended_has_told_of_the_tests_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_some.py").write_text(
-        "import time\n\ndef test_right(): pass\ndef test_wrong(): assert False\ndef test_hangs(): time.sleep(60)\n"
+        "import os\nimport time\n\n"
+        "def test_right(): assert int(os.environ['LOCAL_WORLD_SIZE']) * int(os.environ['OMP_NUM_THREADS']) <= 12\n"
+        "def test_wrong(): assert False\ndef test_hangs(): time.sleep(60)\n"
     )
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
     (tmp_path / "test_broken.py").write_text("import a_module_that_nobody_has\n")
     monkeypatch.setattr(correctness, "_plugins", list)
     row, text = correctness.run_tests([str(tmp_path)], {}, 8)
