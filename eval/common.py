@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import platform
 import re
@@ -74,6 +75,13 @@ class Row:
         if model.config._attn_implementation != wanted:
             model.set_attn_implementation(wanted)
 
+    def files(self) -> dict[str, str]:
+        """Checksums of the files that its knobs name: the row's name does not tell what is in them."""
+        named = {knob: Path(x) for knob, x in self.options.items() if isinstance(x, str)}
+        return {
+            knob: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for knob, path in named.items() if path.is_file()
+        }
+
 
 FULL = Row("full", "dynamic")
 
@@ -128,12 +136,12 @@ def check_rows(rows: Iterable[Row], model: PreTrainedModel) -> None:
 
 
 def kinds_of(names: str) -> list[str]:
-    """Parse a comma-separated list of kinds of text.
+    """Parse a comma-separated list of kinds of text; each once.
 
     Raises:
         typer.BadParameter: a name that is not a kind.
     """
-    kinds = names.replace(" ", "").split(",")
+    kinds = list(dict.fromkeys(names.replace(" ", "").split(",")))
     if unknown := [kind for kind in kinds if kind not in assets.KINDS]:
         raise typer.BadParameter(f"unknown kinds {', '.join(unknown)}: choose among {', '.join(assets.KINDS)}")
     return kinds
@@ -278,6 +286,15 @@ def _cpu_model() -> str:
     return f"{name} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
 
 
+def origin() -> str:
+    """What of the `environment` goes above a table, in Markdown."""
+    meta = environment()
+    return (
+        f"`{meta['command']}`, commit {meta['commit']}, {meta['cpu']}, GPU {meta['gpu']}, torch {meta['torch']}, "
+        f"transformers {meta['transformers']}."
+    )
+
+
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write results, each row with what it depends on; floats with six significant digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -299,8 +316,8 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v) for v in row.values()))
-    # A file or a pipe has no width of its own.
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    # A file or a pipe has no width of its own; rows that differ behind their first words are to be told apart.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:

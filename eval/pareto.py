@@ -189,13 +189,16 @@ def main(
     out: OutOption = RESULTS / "pareto.csv",
 ) -> None:
     """Measure what policies lose and cost, and plot it."""
-    settings = row or list(ROWS)
+    settings = list(dict.fromkeys(row or ROWS))
     rows = {setting: row_of(setting) for setting in settings}
+    if len({one.name for one in rows.values()}) < len(rows):
+        raise typer.BadParameter("two --row have files of the same name in different folders: rename one of them")
     if unknown := {one.policy for one in rows.values()} - POLICIES.keys():
         raise typer.BadParameter(f"unknown policies {', '.join(unknown)}: choose among {', '.join(POLICIES)}")
     names = kinds_of(kinds)
     size = {"tokens": tokens, "steps": steps, "kinds": kinds, "dtype": dtype}
     run = {**size, "rows": settings, "model": model, "prose": prose and prose.name}
+    run |= {"files": {setting: files for setting, one in rows.items() if (files := one.files())}}
     progress = Progress(out.with_suffix(".state"), run)
     language_model, tokenizer = load(model, dtype, threads)
     language_model.set_attn_implementation("hybrid_sparse")

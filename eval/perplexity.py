@@ -14,8 +14,8 @@ CPU attends, is that at the end, over all texts of a run.
 All sequences (`--batch` of each text, one after the other) are decoded as one batch in one cache. A full grid is
 --tokens × 16 steps, whatever the batch: at 65 ms a step (SmolLM2, bf16, two cores) 4,096 tokens take 75 minutes, and
 more sequences cost only their attention. A run that was stopped goes on where it was: every --save-every tokens the
-cache and the losses are saved beside the CSV; when all is done that is removed. A table (OUT.md) and a picture
-(OUT.png) go beside the CSV, too.
+cache and the losses are saved beside the CSV; when all is done that is removed. A line a sequence (OUT.jsonl), a table
+(OUT.md) and a picture (OUT.png) go beside the CSV, too.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ from common import (
     kinds_of,
     load,
     markdown,
+    origin,
     show,
     text_of,
     window,
     write_csv,
 )
 from resume import Progress
-from tasks.rows import parse_rows
+from tasks.rows import CONTROL, parse_rows
 
 BLOCK_SIZE = 32
 
@@ -193,6 +194,22 @@ def record(row: Row, kind: str, mine: Losses, full: Losses, sequences: slice) ->
     }
 
 
+def each(row: Row, places: dict[str, slice], mine: Losses, full: Losses) -> list[dict[str, Any]]:
+    """A line a sequence: a row's mean loss and full attention's, in nats a token."""
+    return [
+        {
+            "row": row.name,
+            "kind": kind,
+            "sequence": number - place.start,
+            "tokens": mine.nll.shape[1],
+            "nll": float(mine.nll[number].mean()),
+            "nll_full": float(full.nll[number].mean()),
+        }
+        for kind, place in places.items()
+        for number in range(place.start, place.stop)
+    ]
+
+
 def standard_error(values: torch.Tensor) -> float:
     """Of the mean of independent values."""
     return float(values.std() / values.numel() ** 0.5)
@@ -272,12 +289,15 @@ def main(
     learns = {name: value for name, value in (("alpha", alpha), ("steps", steps)) if value is not None}
     every_row = make_rows(tokens, shares, filters, tier, learns)
     given = [Cell(one.name, one.policy, one.options) for one in parse_rows(row or [])]
+    if CONTROL in (one.policy for one in given):
+        raise typer.BadParameter(f"--row {CONTROL}: full attention is what all rows are compared with; leave it out")
     grid_alone = [] if given else every_row[: len(shares) * len(filters)]
     chosen = [*(grid_alone if rows is None else choose(every_row, rows)), *given]
     settings = {
         "texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "model": model, "dtype": dtype,
         "learns": learns,
         "prose": None if prose is None else [prose.name, prose.stat().st_size],
+        "files": {one.name: files for one in given if (files := one.files())},
     }  # fmt: skip
     progress = Progress(out.with_suffix(".state"), settings)
     language_model, tokenizer = load(model, dtype, threads)
@@ -290,6 +310,7 @@ def main(
     ).to(language_model.device)
     places = {kind: slice(number * batch, (number + 1) * batch) for number, kind in enumerate(kinds)}
     records: list[dict[str, Any]] = []
+    sequences: list[dict[str, Any]] = []
     with torch.inference_mode(), tqdm(total=len(chosen) * tokens, desc="full attention", unit="tokens") as bar:
         full = reference(language_model, ids, chunk)
         records += [record(FULL, kind, full, full, place) for kind, place in places.items()]
@@ -299,7 +320,11 @@ def main(
             mine = decode(language_model, one, ids, progress, save_every, bar)
             records += [record(one, kind, mine, full, place) for kind, place in places.items()]
             write_csv(out, records)
-    out.with_suffix(".md").write_text(f"# Perplexity\n\n{markdown(told(records))}\n", encoding="utf-8")
+            sequences += each(one, places, mine, full)
+    out.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in sequences), encoding="utf-8")
+    above = "What perplexity is more than full attention's, with the standard error of the difference."
+    table = markdown(told(records))
+    out.with_suffix(".md").write_text(f"# Perplexity\n\n{origin()}\n\n{above}\n\n{table}\n", encoding="utf-8")
     plot(records, out.with_suffix(".png"))
     progress.remove()
     columns = ("row", "perplexity", "perplexity_se", "nll_more", "nll_more_se", "kept_share", "ms_per_step")

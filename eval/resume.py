@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import typer
 
@@ -37,7 +38,7 @@ class Progress:
 
     def latest(self, row: str) -> Path | None:
         """The folder of the newest state of a row, or None."""
-        return max((path for path in (self.folder / row).glob("[0-9]*")), default=None)
+        return max((path for path in self._of(row).glob("[0-9]*")), default=None)
 
     def save(self, row: str, position: int, write: Callable[[Path], None]) -> None:
         """Keep a state of a row in place of the earlier ones.
@@ -47,7 +48,7 @@ class Progress:
             position: how far it is; a later state has a larger one.
             write: writes the state into the folder that it is given.
         """
-        whole = self.folder / row / f"{position:09d}"
+        whole = self._of(row) / f"{position:09d}"
         partial = whole.with_name(f".{whole.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -60,3 +61,7 @@ class Progress:
     def remove(self) -> None:
         """Forget everything: the run has ended."""
         shutil.rmtree(self.folder)
+
+    def _of(self, row: str) -> Path:
+        """The folder of a row, whose name may hold a path."""
+        return self.folder / quote(row, safe=" ,:=")

@@ -203,10 +203,12 @@ def hide_number(
     room = tokens - _FRAME_TOKENS
     # Seven characters a token is more than any ordinary text needs; it spares tokenizing a whole book.
     ids = tokenizer(text[: 7 * max(room, 0)], add_special_tokens=False)["input_ids"]
-    if not 0 < room <= len(ids):
+    if room <= 0:
+        raise ValueError(f"tokens={tokens} leaves no room for a text: {_FRAME_TOKENS + 1} are the least")
+    if room > len(ids):
         raise ValueError(
-            f"tokens={tokens} is outside {_FRAME_TOKENS + 1} to {len(ids) + _FRAME_TOKENS}, what this text allows: "
-            "give a longer text or another number of tokens"
+            f"tokens={tokens} is more than the {len(ids) + _FRAME_TOKENS} that this text allows: "
+            "give a longer text, or fewer tokens"
         )
     haystack = str(tokenizer.decode(ids[:room]))
     # The number goes between two lines or sentences, where a reader would put it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,14 @@ from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import check_sizes
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.weighing import averages_for
+from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies import Policy, make_policy
 
 DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "sparse_fetch", "h2o", "infinigen")
 """Policies that need nothing but a model."""
 MOST_ROWS = 4096
 """More rows than this are not looked for."""
+_CACHE_KNOBS = {*inspect.signature(HybridCache.__init__).parameters} - {"self", "model", "policy"}
 CACHE_KNOBS = ("block_size", "resident", "device_budget", "host_dtype", "prefill_tile")
 
 
@@ -171,6 +174,8 @@ def memory_of(
     Raises:
         ValueError: an option that is not allowed.
     """
+    if others := options.keys() & _CACHE_KNOBS - set(CACHE_KNOBS):
+        raise ValueError(f"{', '.join(sorted(others))}: no plan depends on it; leave it out")
     memory = {name: options[name] for name in CACHE_KNOBS if name in options}
     made = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
     size, tile = memory.get("block_size"), memory.get("prefill_tile", 4096)

@@ -130,7 +130,7 @@ def chosen(count: int, most: int) -> list[int]:
     return sorted(random.Random(0).sample(range(1, count + 1), min(count, most)))
 
 
-@pytest.mark.parametrize("count", [1, 5, 30])
+@pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow), 30])
 @pytest.mark.parametrize("memory", SETTINGS)
 @pytest.mark.parametrize("most", [4, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_a_forward_is_interrupted_anywhere(memory: str, count: int, most: int) -> None:

@@ -19,7 +19,7 @@ def key_of(record: dict[str, Any]) -> Key:
 class Records:
     """Records in `NAME.jsonl`, behind a line with the settings that they depend on.
 
-    Each process appends to a file of its own (`NAME.1.jsonl`, … for the second and later ones) and reads those of all.
+    Each process appends to a file of its own, from the second on `NAME.process1.jsonl`, …, and reads those of all.
 
     Args:
         file: `NAME.jsonl`.
@@ -27,15 +27,27 @@ class Records:
         process: number of this process.
 
     Raises:
-        typer.BadParameter: a file holds records of other settings.
+        typer.BadParameter: a file holds records of other settings, or a line that is no JSON.
     """
 
     def __init__(self, file: Path, settings: dict[str, Any], process: int = 0) -> None:
         self.file, self.settings = file, settings
-        self.own = file if process == 0 else file.with_suffix(f".{process}.jsonl")
+        self.own = file if process == 0 else file.with_suffix(f".process{process}.jsonl")
         file.parent.mkdir(parents=True, exist_ok=True)
         self.found = {key_of(record): record for part in self._parts() for record in self._read(part)}
         _write(self.own, settings, self._read(self.own))  # without a line that a stopped run has left half written
+
+    def check(self, row: str, files: dict[str, str]) -> None:
+        """Refuse to go on from answers of a row with files of the same names in which something else was.
+
+        Raises:
+            typer.BadParameter: there are such answers.
+        """
+        if any(key[2] == row and record.get("files", {}) != files for key, record in self.found.items()):
+            raise typer.BadParameter(
+                f"{self.file} holds answers of --row {row} with another {', '.join(files)}: remove it, or give another "
+                "--out"
+            )
 
     def add(self, record: dict[str, Any]) -> None:
         """Keep a record; it is on the disk when this returns."""
@@ -55,13 +67,18 @@ class Records:
     def _parts(self) -> list[Path]:
         return [
             part
-            for part in (self.file, *sorted(self.file.parent.glob(f"{self.file.stem}.[0-9]*.jsonl")))
+            for part in (self.file, *sorted(self.file.parent.glob(f"{self.file.stem}.process[0-9]*.jsonl")))
             if part.exists()
         ]
 
     def _read(self, part: Path) -> list[dict[str, Any]]:
         lines = part.read_text(encoding="utf-8").split("\n") if part.exists() else []
-        whole = [json.loads(line) for line in lines[:-1]]  # the last one is empty, or was not written to its end
+        whole = []
+        for number, line in enumerate(lines[:-1], 1):  # the last one is empty, or was not written to its end
+            try:
+                whole.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise typer.BadParameter(f"{part}, line {number}, is no JSON ({error}): remove that line") from None
         if len(whole) > 1 and whole[0] != {"settings": self.settings}:
             raise typer.BadParameter(
                 f"{part} holds answers of other settings, {json.dumps(whole[0].get('settings'))}: remove it, or give "

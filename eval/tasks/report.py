@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-from common import environment, show, write_csv
+from common import origin, show, write_csv
 from tasks.answers import SETUPS
 from tasks.rows import REFERENCE
 from tasks.scores import AVERAGE, FEWEST, WORTH, summarize
@@ -59,11 +59,9 @@ def spoken(line: dict[str, Any]) -> str:
 
 
 def _markdown(title: str, lines: list[dict[str, Any]], missing: Sequence[str]) -> str:
-    meta = environment()
     parts = [
         f"# {title}",
-        f"`{meta['command']}`, commit {meta['commit']}, {meta['cpu']}, GPU {meta['gpu']}, torch {meta['torch']}, "
-        f"transformers {meta['transformers']}.",
+        origin(),
         f"Scores from 0 to 100. In brackets: what they are more than those of `{REFERENCE}` on the same samples, and "
         "the interval in which 95 % of resampled differences lie (paired bootstrap; none where a task has fewer than "
         f"{FEWEST} samples).",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ class Plan:
     @property
     def setups(self) -> list[str]:
         """The setups, one by one."""
-        return self.setup.replace(" ", "").split(",")
+        return list(dict.fromkeys(self.setup.replace(" ", "").split(",")))
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,15 @@ def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> list[
     settings |= {"model": plan.model, "dtype": plan.dtype, "most": plan.most, "new_tokens": plan.new_tokens}
     settings |= {"chat": plan.chat, "chunk": plan.chunk}
     records = Records(plan.out.with_suffix(".jsonl"), settings, state.process_index)
+    for row in rows:
+        records.check(row.name, row.files())
     model, tokenizer = load(plan.model, plan.dtype, plan.threads, state.device)
     check_rows(rows, model)
-    by_task = {task: questions(plan, read(task, tokenizer), model, tokenizer) for task in plan.tasks}
+    by_task = {task: questions(plan, fetched(read, task, tokenizer), model, tokenizer) for task in plan.tasks}
     missing = [task for task, found in by_task.items() if not found]
     everything = [question for found in by_task.values() for question in found]
     if not everything:
-        raise typer.BadParameter(f"no sample of {', '.join(missing)} here: look at --data-dir and --min-tokens")
+        raise typer.BadParameter(f"no sample of {', '.join(missing)}: no rows are there, or none is long enough")
     mine = everything[state.process_index :: state.num_processes]
     jobs = [(question, row, setup) for question in mine for setup in plan.setups for row in rows]
     with tqdm(total=len(jobs), disable=not state.is_main_process, unit="answers") as bar:
@@ -142,6 +145,23 @@ def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> list[
         write_report(title, plan.out, reported, missing)
     state.destroy_process_group()
     return reported
+
+
+def fetched(read: Reader, task: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The samples of a task.
+
+    Raises:
+        typer.BadParameter: they cannot be fetched, or two of them have one name.
+    """
+    try:
+        samples = read(task, tokenizer)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"what {task} is made of cannot be fetched ({error}): give it as files, with --data-dir or --prose"
+        ) from error
+    if twice := [name for name, count in Counter(sample.name for sample in samples).items() if count > 1]:
+        raise typer.BadParameter(f"{task} has several samples named {twice[0]!r}: give each an _id of its own")
+    return samples
 
 
 def questions(
@@ -181,5 +201,6 @@ def ask(
                     found = answer(reading, row, setup, prompt, sample, tokenizer, question.new_tokens)
                     key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
                     about = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
-                    records.add(key | about | {"prompt": prompt.checksum} | found)
+                    files = {"files": of_row} if (of_row := row.files()) else {}
+                    records.add(key | about | {"prompt": prompt.checksum} | files | found)
                 bar.update()

@@ -49,6 +49,24 @@ def test_kinds_of_refuses_unknown_kinds():
         common.kinds_of("code,poetry")
 
 
+def test_a_kind_that_is_named_twice_is_one():
+    assert common.kinds_of("code,prose,code") == ["code", "prose"]
+
+
+def test_rows_know_what_is_in_the_files_of_their_knobs(tmp_path):
+    found = []
+    for number, text in enumerate(("one", "two", "one")):
+        file = tmp_path / str(number) / "p.safetensors"
+        file.parent.mkdir()
+        file.write_text(text)
+        found.append(common.row_of(f"fluxion:predictor={file},tau=0.1"))
+    assert len({row.name for row in found}) == 1
+    first, second, third = (row.files() for row in found)
+    assert first == third != second
+    assert first.keys() == {"predictor"}
+    assert common.row_of("full:host=fetch").files() == {}
+
+
 def test_choose_keeps_the_order_asked_for():
     rows = [common.Row(name, "dynamic") for name in ("a", "b", "c")]
     assert common.choose(rows, None) == rows

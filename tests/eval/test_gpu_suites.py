@@ -58,6 +58,7 @@ def test_no_suite_of_marked_tests_needs_what_evaluations_need() -> None:
     assert not [path for path in others if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 
+@pytest.mark.slow
 def test_no_suite_breaks_what_only_models_on_the_cpu_call() -> None:
     """It would wait for a fault that never comes."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/test_faults.py"]
@@ -67,6 +68,7 @@ def test_no_suite_breaks_what_only_models_on_the_cpu_call() -> None:
     assert not [name for name in ("Row", "Standing", "copy_records") if name in told]
 
 
+@pytest.mark.slow
 def test_a_suite_that_is_ended_has_told_of_the_tests_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_some.py").write_text(
         "import os\nimport time\n\n"

@@ -86,6 +86,21 @@ def run(tmp_path, monkeypatch):
 ROWS = ("--row", "full", "--row", "window:budget=64,sinks=8,block_size=8", "--row", "dynamic")
 
 
+def test_samples_of_one_name_are_refused(run, tmp_path):
+    write(tmp_path, "qasper", [row | {"_id": ""} for row in rows(2)])
+    result, _ = run(*ROWS, names="qasper")
+    assert "several samples named ''" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_rows_that_cannot_be_fetched_are_asked_for_as_files(run, monkeypatch):
+    def unreachable(*_):
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(longbench, "samples_of", unreachable)
+    result, _ = run(*ROWS, names="qasper")
+    assert "(nobody answers): give it as files, with --data-dir" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_a_run_that_is_stopped_goes_on(run, tmp_path, monkeypatch):
     answered = []
     real = tasks.run.answer
@@ -97,7 +112,7 @@ def test_a_run_that_is_stopped_goes_on(run, tmp_path, monkeypatch):
         return real(reading, row, setup, prompt, sample, *others)
 
     monkeypatch.setattr(tasks.run, "answer", answer)
-    options = (*ROWS, "--setup", "dense,sparse", "--limit", "2")
+    options = (*ROWS, "--setup", "dense,sparse,dense", "--limit", "2")
     assert run(*options)[0].exit_code != 0
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1 + 7
     before, answered[:] = list(answered), []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import math
 
 import pytest
 import torch
@@ -122,7 +124,25 @@ def test_the_script_runs(tmp_path, monkeypatch):
         assert float(line["perplexity"]) == pytest.approx(float(line["perplexity_full"]), rel=1e-2)
     assert not out.with_suffix(".state").exists()
     table = out.with_suffix(".md").read_text(encoding="utf-8").splitlines()
-    assert [row.split(" | ")[0] for row in table[4:]] == ["| window-0.8", "| full-decoded", f"| {options[-1]}"]
+    assert table[2].startswith("`python ")
+    assert [row.split(" | ")[0] for row in table[8:]] == ["| window-0.8", "| full-decoded", f"| {options[-1]}"]
     more = 100 * (float(lines[2]["perplexity"]) / float(lines[2]["perplexity_full"]) - 1)
-    assert f"{more:+.2f} ± " in table[4]
+    assert f"{more:+.2f} ± " in table[8]
+    each = [json.loads(line) for line in out.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(line["kind"], line["sequence"]) for line in each] == 3 * [
+        ("prose", 0),
+        ("prose", 1),
+        ("code", 0),
+        ("code", 1),
+    ]
+    mean = sum(line["nll"] for line in each[:2]) / 2
+    assert mean == pytest.approx(math.log(float(lines[2]["perplexity"])), rel=1e-4)
     assert out.with_suffix(".png").stat().st_size > 0
+
+
+def test_full_attention_is_no_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(perplexity, "load", lambda *_: pytest.fail("a model was loaded"))
+    options = ["--row", "dynamic", "--out", str(tmp_path / "ppl.csv")]
+    result = CliRunner().invoke(common.command(perplexity.main), options)
+    assert result.exit_code == 2
+    assert "leave it out" in " ".join(result.output.replace("│", " ").split())

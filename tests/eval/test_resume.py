@@ -20,6 +20,16 @@ def test_the_newest_state_stays_alone(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_rows_whose_names_hold_paths_have_a_state_each(tmp_path):
+    progress = Progress(tmp_path / "run", {})
+    rows = ["prose, predictor=../../p", "code, predictor=../../p", "predictor=/p"]
+    for number, row in enumerate(rows):
+        progress.save(row, 1, lambda folder, text=str(number): (folder / "x").write_text(text))
+    assert [(progress.latest(row) / "x").read_text() for row in rows] == ["0", "1", "2"]
+    progress.remove()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_state_that_was_cut_short_does_not_count(tmp_path):
     progress = Progress(tmp_path, {})
     progress.save("a", 5, lambda folder: None)

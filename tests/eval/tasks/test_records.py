@@ -55,3 +55,30 @@ def test_processes_write_apart_and_read_together(tmp_path):
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [line.get("sample") for line in lines] == [None, "0", "1", "2"]
     assert parts[0].found.keys() == Records(file, {}).found.keys()
+
+
+def test_another_runs_file_is_no_part_of_this_one(tmp_path):
+    for name in ("out.2048.jsonl", "out.4k.jsonl"):
+        Records(tmp_path / name, {}).add(record("1"))
+    Records(tmp_path / "out.jsonl", {}).join()
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.2048.jsonl", "out.4k.jsonl"}
+    assert not Records(tmp_path / "out.jsonl", {}).found
+
+
+def test_answers_by_another_file_of_that_name_are_refused(tmp_path):
+    found = Records(tmp_path / "out.jsonl", {})
+    found.add(record("1", "fluxion", files={"predictor": "a"}))
+    found.add(record("1"))
+    found.check("fluxion", {"predictor": "a"})
+    found.check("full", {})
+    found.check("scout", {})
+    with pytest.raises(typer.BadParameter, match="--row fluxion with another predictor: remove it"):
+        found.check("fluxion", {"predictor": "b"})
+
+
+def test_a_damaged_line_is_told_by_its_number(tmp_path):
+    Records(tmp_path / "out.jsonl", {}).add(record("1"))
+    with (tmp_path / "out.jsonl").open("a", encoding="utf-8") as file:
+        file.write("half\n")
+    with pytest.raises(typer.BadParameter, match=r"out.jsonl, line 3, is no JSON .*: remove that line"):
+        Records(tmp_path / "out.jsonl", {})
