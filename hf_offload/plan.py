@@ -175,7 +175,7 @@ def memory_of(
         ValueError: an option that is not allowed.
     """
     if others := options.keys() & _CACHE_KNOBS - set(CACHE_KNOBS):
-        raise ValueError(f"{', '.join(sorted(others))}: no plan depends on it; leave it out")
+        raise ValueError(f"{', '.join(sorted(others))}: not part of a plan; leave it out")
     memory = {name: options[name] for name in CACHE_KNOBS if name in options}
     made = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
     size, tile = memory.get("block_size"), memory.get("prefill_tile", 4096)
