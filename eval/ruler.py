@@ -164,7 +164,11 @@ def main(
     plan = Plan(list(wanted), rows, setup, limit, 0, None, new_tokens, chat, chunk, model, dtype, threads, out)
 
     def read(name: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        return samples_of(*wanted[name], tokenizer, limit, data_dir, prose)
+        try:
+            return samples_of(*wanted[name], tokenizer, limit, data_dir, prose)
+        except ValueError as error:  # of a builder that finds no room for what it hides
+            told = f"{name} cannot be built ({error}): leave it out, or give longer --lengths"
+            raise typer.BadParameter(told) from error
 
     sources = {"prose": None if prose is None else [prose.name, prose.stat().st_size], "local": data_dir is not None}
     run("RULER", plan, read, {"benchmark": "RULER"} | sources)

@@ -8,10 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 from letters import letters
+from tiny import tiny_model
+from typer.testing import CliRunner
 
 pytest.importorskip("wonderwords", reason="needs lm-eval[ruler]: pip install hf-offload[eval]")
 
+import common
 import ruler
+import tasks.run
 
 WORDS = [f"word{letter}" for letter in "abcdefghijklmnopqrst"]
 PARAGRAPHS = [f"Paragraph {n} tells of the town of Place{n}. Its mayor is Person{n}." for n in range(30)]
@@ -89,3 +93,11 @@ def test_questions_from_a_file(sources):
 def test_thirteen_tasks():
     assert len(ruler.BUILDERS) == 13
     assert len(ruler.SETS["niah"]) == 8
+
+
+def test_a_task_without_room_is_told_before_any_answer(sources, monkeypatch):
+    monkeypatch.setattr(tasks.run, "load", lambda *_: (tiny_model("llama"), letters()))
+    options = ["--tasks", "niah_single_1", "--lengths", "16", "--row", "full", "--prose", str(sources / "novel.txt")]
+    result = CliRunner().invoke(common.command(ruler.main), [*options, "--out", str(sources / "ruler.csv")])
+    assert result.exit_code == 2
+    assert "niah_single_1, 16 cannot be built" in " ".join(result.output.replace("│", " ").split())
