@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,6 +76,7 @@ class Row:
         if model.config._attn_implementation != wanted:
             model.set_attn_implementation(wanted)
 
+    @cached_property
     def files(self) -> dict[str, str]:
         """Checksums of the files that its knobs name: the row's name does not tell what is in them."""
         named = {knob: Path(x) for knob, x in self.options.items() if isinstance(x, str)}

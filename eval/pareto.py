@@ -198,7 +198,7 @@ def main(
     names = kinds_of(kinds)
     size = {"tokens": tokens, "steps": steps, "kinds": kinds, "dtype": dtype}
     run = {**size, "rows": settings, "model": model, "prose": prose and prose.name}
-    run |= {"files": {setting: files for setting, one in rows.items() if (files := one.files())}}
+    run |= {"files": {setting: files for setting, one in rows.items() if (files := one.files)}}
     progress = Progress(out.with_suffix(".state"), run)
     language_model, tokenizer = load(model, dtype, threads)
     language_model.set_attn_implementation("hybrid_sparse")

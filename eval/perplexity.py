@@ -297,7 +297,7 @@ def main(
         "texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "model": model, "dtype": dtype,
         "learns": learns,
         "prose": None if prose is None else [prose.name, prose.stat().st_size],
-        "files": {one.name: files for one in given if (files := one.files())},
+        "files": {one.name: files for one in given if (files := one.files)},
     }  # fmt: skip
     progress = Progress(out.with_suffix(".state"), settings)
     language_model, tokenizer = load(model, dtype, threads)

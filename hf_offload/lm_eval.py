@@ -21,13 +21,9 @@ from transformers import PreTrainedModel
 
 from hf_offload.attention.function import NAME
 from hf_offload.hybrid_cache import HybridCache
+from hf_offload.plan import CACHE_KNOBS
 from hf_offload.policies import POLICIES, Policy, describe_policy
 
-CACHE_KNOBS = {
-    name
-    for name, parameter in inspect.signature(HybridCache.__init__).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-}
 _KNOBS = CACHE_KNOBS | {part.name for policy in POLICIES.values() for part in dataclasses.fields(policy) if part.init}
 
 

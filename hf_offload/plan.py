@@ -28,8 +28,13 @@ DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "sparse_fetch", "
 """Policies that need nothing but a model."""
 MOST_ROWS = 4096
 """More rows than this are not looked for."""
-_CACHE_KNOBS = {*inspect.signature(HybridCache.__init__).parameters} - {"self", "model", "policy"}
-CACHE_KNOBS = ("block_size", "resident", "device_budget", "host_dtype", "prefill_tile")
+CACHE_KNOBS = {
+    name
+    for name, parameter in inspect.signature(HybridCache.__init__).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+"""Knobs of `HybridCache`, whatever the policy."""
+MEMORY_KNOBS = ("block_size", "resident", "device_budget", "host_dtype", "prefill_tile")
 
 
 @dataclass(frozen=True)
@@ -167,16 +172,16 @@ def memory_of(
     Args:
         shape: of the model's cache.
         policy: by name, or made.
-        options: of the cache, `CACHE_KNOBS`, and of the policy.
+        options: of the cache, `MEMORY_KNOBS`, and of the policy.
         context: tokens of a row; batch: rows.
         two: whether there is a device beside the host.
 
     Raises:
         ValueError: an option that is not allowed.
     """
-    if others := options.keys() & _CACHE_KNOBS - set(CACHE_KNOBS):
+    if others := options.keys() & CACHE_KNOBS - set(MEMORY_KNOBS):
         raise ValueError(f"{', '.join(sorted(others))}: not part of a plan; leave it out")
-    memory = {name: options[name] for name in CACHE_KNOBS if name in options}
+    memory = {name: options[name] for name in MEMORY_KNOBS if name in options}
     made = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
     size, tile = memory.get("block_size"), memory.get("prefill_tile", 4096)
     size = made.block_size if size is None else size

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from common import Row, row_of
-from hf_offload.lm_eval import CACHE_KNOBS
+from hf_offload.plan import CACHE_KNOBS
 from hf_offload.policies import make_policy
 
 REFERENCE = "full"

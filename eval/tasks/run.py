@@ -118,7 +118,7 @@ def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> list[
     settings |= {"chat": plan.chat, "chunk": plan.chunk}
     records = Records(plan.out.with_suffix(".jsonl"), settings, state.process_index)
     for row in rows:
-        records.check(row.name, row.files())
+        records.check(row.name, row.files)
     model, tokenizer = load(plan.model, plan.dtype, plan.threads, state.device)
     check_rows(rows, model)
     by_task = {task: questions(plan, fetched(read, task, tokenizer), model, tokenizer) for task in plan.tasks}
@@ -201,6 +201,6 @@ def ask(
                     found = answer(reading, row, setup, prompt, sample, tokenizer, question.new_tokens)
                     key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
                     about = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
-                    files = {"files": of_row} if (of_row := row.files()) else {}
+                    files = {"files": of_row} if (of_row := row.files) else {}
                     records.add(key | about | {"prompt": prompt.checksum} | files | found)
                 bar.update()

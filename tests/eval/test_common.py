@@ -61,10 +61,10 @@ def test_rows_know_what_is_in_the_files_of_their_knobs(tmp_path):
         file.write_text(text)
         found.append(common.row_of(f"fluxion:predictor={file},tau=0.1"))
     assert len({row.name for row in found}) == 1
-    first, second, third = (row.files() for row in found)
+    first, second, third = (row.files for row in found)
     assert first == third != second
     assert first.keys() == {"predictor"}
-    assert common.row_of("full:host=fetch").files() == {}
+    assert common.row_of("full:host=fetch").files == {}
 
 
 def test_choose_keeps_the_order_asked_for():
