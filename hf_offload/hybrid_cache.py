@@ -109,6 +109,7 @@ class HybridCache(Portable):
             worker=Worker(default_threads(model) if threads is None else threads, timeout),
             padding=Padding(block_size),
             packs=host_dtype == "int8",
+            captured=cuda_graph,
             device_budget=budget,
         )
         self.settings = settings

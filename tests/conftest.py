@@ -2,8 +2,11 @@
 
 import os
 
+import pretended
 import torch
 
+if pretended.VARIABLE in os.environ:  # a CUDA device that is not there
+    pretended.install()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported, so before that

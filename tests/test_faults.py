@@ -23,7 +23,7 @@ from hf_offload.cpu.together import Row
 from hf_offload.cpu.worker import WorkerError
 
 KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16}
-SPLIT: dict[str, Any] = {"tier": "split", "resident": 64}
+SPLIT: dict[str, Any] = {"tier": "split", "lookahead": "off", "resident": 64}
 
 
 @pytest.fixture(scope="module")

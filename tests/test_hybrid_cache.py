@@ -17,7 +17,7 @@ from hf_offload import HybridCache, Scout
 from hf_offload.fluxion.predictor import ConstantPredictor
 
 BLOCK = 16
-COVERING: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": BLOCK}
+COVERING: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": BLOCK, "lookahead": "off"}
 TIERS = {"one": {"tier": "one"}, "split": {"tier": "split", "resident": 4 * BLOCK}}
 
 
@@ -444,7 +444,9 @@ def test_sink_and_softcap_follow_the_model(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize("lookahead", ["off", "select", "attend"])
 @pytest.mark.parametrize("length", [1000, 1024])
 def test_growth_past_the_first_reservation(llama: PreTrainedModel, length: int, lookahead: str) -> None:
-    cache = HybridCache(llama, "scout", lookahead=lookahead, synchronous_layers=(0,), **(COVERING | {"budget": 2048}))
+    cache = HybridCache(
+        llama, "scout", synchronous_layers=(0,), **(COVERING | {"budget": 2048, "lookahead": lookahead})
+    )
     with torch.no_grad():
         ids = prompt(1, length + 40)[0]
         llama(ids[:, :length], past_key_values=cache)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_offload.attention.host_part import HostPart
+from hf_offload.attention.host_part import HostPart, all_pinned
 from hf_offload.attention.retrieval import Properties, Retrieval
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.stages import Stages
@@ -29,8 +29,10 @@ class RetrievedPart(HostPart):
     def __init__(self, layer: HybridLayer, query: torch.Tensor) -> None:
         super().__init__(layer, query, 0)
         assert layer.store is not None
-        self.choice = Retrieval(layer.store, self.query, pin=layer.store.device.type == "cuda")
+        pin = layer.store.device.type == "cuda"
+        self.choice = Retrieval(layer.store, self.query, pin=pin)
         self.out, self.lse = self.choice.out_tensor, self.choice.lse_tensor
+        self._reachable = not pin or all_pinned((self.out, self.lse, self.kbar))
 
     def retrieve(self, step: Step, properties: Properties) -> RetrievedPart:
         """Start the choice, for which there is room, and the attention to it; nobody is at work in the buffers."""

@@ -45,6 +45,8 @@ class ScheduledPart(RetrievedPart):
         self._began, self._device_ended = 0.0, 0.0
         self._all = 0
         self._taken: list[int] = []  # by the device
+        self._tried = False
+        """Whether the device has done a task before: the first compiles and loads kernels, which says nothing of it."""
         self._ends: list[float] = []
 
     def retrieve(self, step: Step, properties: Properties) -> ScheduledPart:
@@ -104,7 +106,9 @@ class ScheduledPart(RetrievedPart):
         self.layer.retrievals.count_shares(len(self._taken), self._all, self._began, self._device_ended, self._ends)
         volumes, pace = self.choice.volumes, self.queue.pace
         device = float(volumes[self._taken].sum())
-        pace.learn(DEVICE, device, self._device_ended - self._began)
+        if self._tried or not self._taken:
+            pace.learn(DEVICE, device, self._device_ended - self._began)
+        self._tried = self._tried or bool(self._taken)
         pace.learn(CPU, float(volumes.sum()) - device, sum(max(end - self._began, 0.0) for end in self._ends))
         return found
 

@@ -201,7 +201,8 @@ class ResidentSet:
             return self._asked_for or "copy"
         if not self.store.pool.pinned:
             return "copy"
-        if self.store.packs:  # the kernel brings int8 over the link, and unpacks it there
+        # Packed blocks are unpacked on the device; and a capture refuses a kernel that was never launched before.
+        if self.store.packs or self.mirror.captured:
             return "uva"
         return self._asked_for or transfer.way_for(
             self.pool.device, self.store.pool.record_bytes, lambda: trials(self.store)

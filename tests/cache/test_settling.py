@@ -55,7 +55,7 @@ def host_tokens(blocks: BlockStore, first: int, count: int) -> list[torch.Tensor
 
 def assert_same(got: list[torch.Tensor], want: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> None:
     for x, y in zip(got, want, strict=True):
-        assert torch.equal(x, y.cpu())
+        assert torch.equal(x.cpu(), y.cpu())
 
 
 @pytest.fixture

@@ -106,6 +106,17 @@ def test_threads_may_capture_at_once() -> None:
             assert torch.equal(got, want)
 
 
+def test_what_is_captured_was_launched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever way recalls would take: a graph's is the kernel, which has to be loaded before a capture."""
+    monkeypatch.setenv("HF_OFFLOAD_TRANSFER", "copy")
+    model, ids = tiny_model("llama").cuda(), prompt(1, 150)[0].cuda()
+    cache = HybridCache(model, "scout", cuda_graph=True, **MEMORY, **AHEAD)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    assert {layer.resident.came_by for layer in cache.layers} == {"uva"}
+
+
 def test_no_other_stream_is_the_one_of_captures() -> None:
     mine = _capture_stream(torch.cuda.current_device())
     assert mine.cuda_stream not in {torch.cuda.Stream().cuda_stream for _ in range(64)}

@@ -110,10 +110,11 @@ def test_what_rounding_carries_beyond_the_range_stays_finite(dtype: torch.dtype,
     content = torch.full((2, 1, 2, 8, 16), top, dtype=dtype)
     content[:, :, :, 1::2] *= -1
     records = Records(content, device, packed=True)
-    pool = torch.zeros(1, 1, 1, 2, 8, 16, dtype=dtype)
-    one = torch.zeros(1, 1, 1, dtype=torch.int32)
-    fetch(pool, one, one + 1, one[0] + 1, records.block_ptr, torch.arange(2).int()[None], packed=records.layout)
-    assert torch.equal(pool[0, 0, 0].double(), records.holds[1, 0].to(dtype).double())
+    pool = torch.zeros(1, 1, 1, 2, 8, 16, dtype=dtype, device=device)
+    one = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
+    table = torch.arange(2, dtype=torch.int32, device=device)[None]
+    fetch(pool, one, one + 1, one[0] + 1, records.block_ptr, table, packed=records.layout)
+    assert torch.equal(pool[0, 0, 0].cpu().double(), records.holds[1, 0].to(dtype).double())
     assert pool.isfinite().all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -237,3 +238,27 @@ def test_a_saved_cache_knows_its_schedule(llama: PreTrainedModel, tmp_path: Path
     cache.save(tmp_path / "saved")
     loaded = hf_offload.HybridCache.load(tmp_path / "saved", llama)
     assert (loaded.policy.schedule, loaded.policy.granularities) == ("length", (16, 64))
+
+
+def test_the_first_task_of_a_device_says_nothing_of_its_pace(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles and loads kernels, for seconds: were it counted, the device would get none for a hundred steps."""
+    run, learn, tasks, told = device_tasks.DeviceTasks.run, schedule.Pace.learn, [0], []
+
+    def slow_at_first(self: Any, *args: Any) -> None:
+        tasks[0] += 1
+        if tasks[0] == 1:
+            time.sleep(0.5)
+        run(self, *args)
+
+    def learning(self: Any, side: int, volume: float, seconds: float) -> None:
+        told.append((side, volume, seconds))
+        learn(self, side, volume, seconds)
+
+    monkeypatch.setattr(device_tasks.DeviceTasks, "run", slow_at_first)
+    monkeypatch.setattr(schedule.Pace, "learn", learning)
+    decode(llama, make_cache(llama, schedule="uniform", threads=1))
+    device = [seconds for side, volume, seconds in told if side == schedule.DEVICE and volume]
+    assert device
+    assert max(device) < 0.5

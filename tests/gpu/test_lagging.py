@@ -1,0 +1,120 @@
+"""The device of `pretended.py`: it lags, and refuses what a GPU refuses."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pretended
+import pytest
+import torch
+from test_exactness import assert_equal, decode_logits, knobs_of
+from tiny import prompt, tiny_model
+from transformers import DynamicCache
+
+from hf_offload import HybridCache
+
+pytestmark = pytest.mark.skipif(os.environ.get(pretended.VARIABLE) != "late", reason="for a device that lags behind")
+
+
+def pinned(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, pin_memory=True)
+
+
+def test_what_nobody_waits_for_is_not_there_yet() -> None:
+    there, here = torch.arange(4.0, device="cuda") + 1, pinned(4)
+    here.copy_(there, non_blocking=True)
+    arrived = torch.cuda.current_stream().record_event()
+    assert not here.any()
+    arrived.synchronize()
+    assert here.tolist() == [1, 2, 3, 4]
+
+
+def test_what_is_overwritten_too_early_arrives_overwritten() -> None:
+    here = pinned(1) + 1
+    here = here.pin_memory()
+    there = here.to("cuda", non_blocking=True)
+    here.fill_(2)
+    assert there.item() == 2
+
+
+def test_streams_do_not_wait_for_each_other_unless_they_are_told() -> None:
+    there, here, side = torch.zeros(1, device="cuda"), pinned(2), torch.cuda.Stream()
+    there += 1
+    with torch.cuda.stream(side):
+        here[:1].copy_(there, non_blocking=True)
+    side.synchronize()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        here[1:].copy_(there, non_blocking=True)
+    side.synchronize()
+    assert here.tolist() == [0, 1]
+
+
+def test_both_sides_do_not_meet() -> None:
+    there = torch.ones(3, device="cuda")
+    assert (there + torch.tensor(1.0)).tolist() == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(3)
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+
+
+def test_a_graph_is_what_was_captured_on_the_memory_of_then() -> None:
+    graph, there, before = torch.cuda.CUDAGraph(), torch.ones(2, device="cuda"), pretended.WAITS.total()
+    with torch.cuda.graph(graph):
+        doubled = there * 2
+        with pytest.raises(RuntimeError, match="capturing"):
+            doubled.sum().item()
+    for value in (3.0, 5.0):
+        there.fill_(value)
+        graph.replay()
+        assert doubled.tolist() == [2 * value] * 2
+    assert pretended.WAITS.total() == before + 2
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_decode_steps_wait_for_nothing_but_the_cpu(graph: bool) -> None:
+    model, ids = tiny_model("llama"), prompt(1, 190)[0]
+    knobs = {"budget": 96, "sinks": 16, "recent": 16, "lookahead": "attend", "synchronous_layers": (0,), "recall": 3}
+    cache = HybridCache(model, "scout", block_size=16, resident=96, cuda_graph=graph, **knobs)
+    with torch.no_grad():
+        model(ids[:, :150], past_key_values=cache)
+        for step in range(150, 190):
+            if step == 165:
+                before = pretended.WAITS.copy()
+            model(ids[:, step : step + 1], past_key_values=cache)
+    waits = pretended.WAITS - before
+    torch.cuda.synchronize()
+    assert cache.stats().as_dict()["recall_blocks"] > 0
+    # Without a graph a thread of the worker waits for each query; a graph's hand-over is flags.
+    assert set(waits) <= (set() if graph else {"event"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "scout-select", "full-fetch", "hgca", "fluxion"])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_pinned_memory_that_cannot_be_had_changes_no_token(
+    monkeypatch: pytest.MonkeyPatch, every: int, policy: str
+) -> None:
+    """None of it, or each second or third piece: whatever kernels would reach is copied then."""
+    empty, asked = torch.empty, [0]
+
+    def scarce(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("pin_memory"):
+            asked[0] += 1
+            if asked[0] % every == 0:
+                raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **kwargs)
+
+    ids, mask = prompt(2, 75)
+    model = tiny_model("llama")
+    want = decode_logits(tiny_model("llama", "sdpa"), DynamicCache(config=model.config), ids, mask, None, 20)
+    name, knobs = knobs_of(policy)
+    monkeypatch.setattr(torch, "empty", scarce)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        cache = HybridCache(model, name, block_size=16, prefill_tile=32, **({"resident": 64} | knobs))
+        assert_equal(decode_logits(model, cache, ids, mask, 30, 20), want)
+    assert asked[0] >= every

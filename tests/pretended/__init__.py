@@ -1,0 +1,156 @@
+"""A CUDA device that is not there: tensors of its own, streams that lag behind, pinned memory, graphs.
+
+With `HF_OFFLOAD_PRETEND` set, `conftest.py` installs it before anything else is imported, and tests with
+`HF_OFFLOAD_TEST_DEVICE=cuda` run everything that a GPU would: Triton's kernels in its interpreter, torch's operators on
+the CPU. What a GPU forbids is refused, what it leaves open is made as bad as it can be:
+
+- A tensor on the device and one on the CPU do not meet in an operator; a kernel gets no memory of the host that is not
+  pinned; a capture refuses whatever waits.
+- The value of `HF_OFFLOAD_PRETEND` says when the device does what it is told. `late`: when somebody waits for it.
+  `random`: now and then. `eager`: at once. Results are NaN until then, and pinned memory is read and written when the
+  device comes to it: who does not wait reads or overwrites what is not done yet.
+
+Not imitated: memory that another stream still reads when it is let go, registers, warps, time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import streams
+from .host import is_pinned
+from .operators import Pretending
+from .streams import WAITS, Event, Graph, Stream, capture, current_stream, synchronize, use
+from .tensor import OnDevice, bare
+
+__all__ = ["KERNELS", "VARIABLE", "WAITS", "WHEN", "install"]
+
+VARIABLE = "HF_OFFLOAD_PRETEND"
+KERNELS = "HF_OFFLOAD_PRETEND_KERNELS"
+"""Environment variable: with `all` every kernel is interpreted, else those of the hand-over; torch does the rest."""
+WHEN = ("late", "random", "eager")
+
+
+def _launching(run: Callable[..., None]) -> Callable[..., None]:
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, OnDevice) and not is_pinned(tensor):
+                raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        inner_args, inner_kwargs = tree_map(bare, (args, kwargs))
+        current_stream().give(lambda: run(executor, *inner_args, **inner_kwargs))
+
+    return launch
+
+
+def _threads(run: Callable[..., None]) -> Callable[..., None]:
+    def pretending(thread: threading.Thread) -> None:
+        with Pretending():
+            run(thread)
+
+    return pretending
+
+
+_GUARD = """
+#include <c10/core/impl/FakeGuardImpl.h>
+static c10::impl::FakeGuardImpl<c10::DeviceType::CUDA> guard;
+extern "C" void install() { c10::impl::device_guard_impl_registry[int(c10::DeviceType::CUDA)].store(&guard); }
+"""
+
+
+def _have_guard() -> None:
+    """Give torch's C++ what makes a device the current one, which builds for CPUs lack. It takes a compiler."""
+    torch_at = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(_GUARD)
+        options = ["-shared", "-fPIC", "-std=c++20", f"-I{torch_at / 'include'}", f"-L{torch_at / 'lib'}", "-lc10"]
+        subprocess.run(["c++", source, "-o", library, *options], check=True)
+        ctypes.CDLL(str(library)).install()
+
+
+def install() -> None:
+    """Have the device for the rest of the process."""
+    when = os.environ[VARIABLE]
+    if when not in WHEN:
+        raise ValueError(f"{VARIABLE}={when!r}; use one of {', '.join(WHEN)}")
+    streams.WHEN[:] = [when]
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    interpreter.GridExecutor.__call__ = _launching(interpreter.GridExecutor.__call__)
+    threading.Thread.run = _threads(threading.Thread.run)
+    there: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "_sleep": lambda cycles: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "device": lambda device: contextlib.nullcontext(),
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "get_device_capability": lambda *args: (7, 5),
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "stream": use,
+        "current_stream": current_stream,
+        "synchronize": synchronize,
+        "is_current_stream_capturing": lambda: current_stream().graph is not None,
+        "mem_get_info": lambda *args: (64 << 30, 80 << 30),
+        "empty_cache": lambda: None,
+    }
+    for name, value in there.items():
+        setattr(torch.cuda, name, value)
+    _have_guard()
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` brings its numbers to the device in sight of the mode
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter becomes another object
+    Pretending().__enter__()
+    if os.environ.get(KERNELS) != "all":
+        _compute_by_torch()
+
+
+def _compute_by_torch() -> None:
+    """Let torch do what kernels do, in the stream's order: the interpreter is slow."""
+    from hf_offload.gpu import exchange, join, merge, move, paged, score, seal, select, weights
+
+    def reaching(form: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*args: Any) -> Any:
+            def reached(leaf: Any) -> Any:
+                return OnDevice(leaf) if type(leaf) is torch.Tensor and is_pinned(leaf) else leaf
+
+            host = args[2]
+            if host is not None:
+                parts = {field.name: reached(getattr(host, field.name)) for field in dataclasses.fields(host)}
+                args = (*args[:2], SimpleNamespace(**parts), *args[3:])
+            return form(*args)
+
+        return computed
+
+    def whole(form: Callable[..., None]) -> Callable[..., None]:
+        def later(*args: Any) -> None:
+            if not isinstance(args[0], OnDevice):
+                return form(*args)
+            inner = tree_map(bare, args)
+            current_stream().give(lambda: form(*inner))
+
+        return later
+
+    for module in (exchange, join, merge, move, paged, score, seal, select, weights):
+        module.on_triton = lambda tensor: False
+    merge._by_torch = reaching(merge._by_torch)
+    for name in ("_write_token_by_torch", "_fetch_by_torch", "_store_block_by_torch", "_store_tokens_by_torch"):
+        setattr(move, name, whole(getattr(move, name)))
