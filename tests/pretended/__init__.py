@@ -86,7 +86,7 @@ def install() -> None:
     when = os.environ[VARIABLE]
     if when not in WHEN:
         raise ValueError(f"{VARIABLE}={when!r}; use one of {', '.join(WHEN)}")
-    streams.WHEN[:] = [when]
+    streams.LAG[:] = [when]
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 

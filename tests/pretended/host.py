@@ -11,24 +11,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .streams import current_stream, wait_here
 from .tensor import OnDevice, bare, room
 
-_PINNED: dict[int, int] = {}
-"""Bytes from an address on."""
+_PINNED: set[int] = set()
+"""Where the storages begin that are pinned."""
 
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     if storage.nbytes():
         start = storage.data_ptr()
-        _PINNED[start] = storage.nbytes()
-        weakref.finalize(storage, _PINNED.pop, start, None)
+        _PINNED.add(start)
+        weakref.finalize(storage, _PINNED.discard, start)
     return tensor
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, OnDevice) or not tensor.untyped_storage().nbytes():
         return False
-    start = tensor.untyped_storage().data_ptr()
-    return start in _PINNED
+    return tensor.untyped_storage().data_ptr() in _PINNED
 
 
 def on_host(name: str, func: Any, args: Any, kwargs: Any) -> Any:

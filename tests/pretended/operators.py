@@ -63,7 +63,7 @@ def _on_device(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             return tree_map(dressed, func(*inner_args, **inner_kwargs))
     if not given:  # nothing that the device is still to compute
         return tree_map(dressed, func(*inner_args, **inner_kwargs))
-    if _asks(name, func, args):
+    if _asks(name, args):
         wait_here(str(func))
     written = _written(func, args, kwargs)
     if written:
@@ -83,7 +83,7 @@ def _on_device(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             made.copy_(result)
 
     current_stream().give(compute)
-    return tree_unflatten([OnDevice(room) for room in rooms], foretold[1])
+    return tree_unflatten([OnDevice(made) for made in rooms], foretold[1])
 
 
 def _meet(name: str, func: Any, given: list[torch.Tensor]) -> None:
@@ -108,7 +108,7 @@ def _masks(name: str, args: Any) -> bool:
     return name in _MIXING and any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
-def _asks(name: str, func: Any, args: Any) -> bool:
+def _asks(name: str, args: Any) -> bool:
     """Whether the host waits for what is done in place: a mask says how many numbers there are to write."""
     return name != "index" and _masks(name, args) and (len(args[1]) > 1 or args[2].numel() > 1)
 

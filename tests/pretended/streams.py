@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 DEVICE = torch.device("cuda", 0)
 WAITS: Counter[str] = Counter()
 """What has made the host wait for the device, by name."""
-WHEN = ["late"]
+LAG = ["late"]
 """When the device does what it is told: `late`, `random` or `eager`."""
 
 _LOCK = threading.RLock()
@@ -43,9 +43,9 @@ class Stream:
                 return
             self.calls.append(call)
             self.given += 1
-            if WHEN[0] == "eager":
+            if LAG[0] == "eager":
                 self.drain()
-            elif WHEN[0] == "random" and _DICE.random() < 0.1:
+            elif LAG[0] == "random" and _DICE.random() < 0.1:
                 stream = _DICE.choice(sorted(_STREAMS, key=id))
                 stream.drain(_DICE.randint(stream.done, stream.given))
 
