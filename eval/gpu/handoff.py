@@ -181,14 +181,13 @@ def by_future(options: Options, work: Work, threads: int, layers: int) -> list[f
             sent.go()
         arrived = torch.cuda.current_stream().record_event() if options.on_gpu else None
         launch = make()
-        launch.ticket[2] = shares = min(threads, launch.tasks)
 
         def attend() -> None:
             if arrived is not None:
                 arrived.synchronize()
-            launch()
+            worker.divide(launch)
 
-        worker.submit(attend, shares=shares).result()
+        worker.submit(attend).result()
 
     def step() -> None:
         for _ in range(layers):

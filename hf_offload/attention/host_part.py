@@ -99,14 +99,13 @@ class HostPart:
         self._send(step.query, host)
         arrived, launch = self._arrived(), self.launch(step.scale, step.softcap)
         worker = self.layer.settings.worker
-        launch.ticket[2] = shares = min(worker.threads, launch.tasks)
 
         def attend() -> None:
             if arrived is not None:
                 arrived.synchronize()
-            launch()
+            worker.divide(launch)
 
-        self._job = worker.submit(attend, step.label(label), shares=shares, keep=(step.store.pool, self))
+        self._job = worker.submit(attend, step.label(label), keep=(step.store.pool, self))
         return self
 
     def _send(

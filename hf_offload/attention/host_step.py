@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -289,10 +290,10 @@ class HostStep(Step):
         # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
         standing = self.attention(kernels.starting, host, kernels.kbar if correct else None)
         worker = self.layer.settings.worker
-        shares = min(worker.threads, standing.launch.tasks)
         kernels.lent = True  # an interruption from here on leaves a job that nobody knows
-        standing.open(shares, self.length)
-        kernels.job = worker.submit(standing, standing.label, shares=shares, keep=(self.store.pool, kernels))
+        standing.open(1, self.length)
+        work = functools.partial(worker.divide, standing)
+        kernels.job = worker.submit(work, standing.label, keep=(self.store.pool, kernels))
         self.layer.ahead = ahead = Ahead(kernels, host, self.scale, correct, kernels.job)
         kernels.lent = False
         return ahead

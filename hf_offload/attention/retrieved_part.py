@@ -10,7 +10,6 @@ import torch
 from hf_offload.attention.host_part import HostPart, all_pinned
 from hf_offload.attention.retrieval import Properties, Retrieval
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.stages import Stages
 from hf_offload.gpu.merge import HostPartial
 
 if TYPE_CHECKING:
@@ -40,15 +39,15 @@ class RetrievedPart(HostPart):
         self.query.copy_(step.query, non_blocking=True)
         self.choice.take(properties)
         arrived, worker = self._arrived(), self.layer.settings.worker
-        stages = Stages(self._stages(step))
 
         def work() -> None:
             if arrived is not None:
                 arrived.synchronize()
-            stages()
+            for launch in self._stages(step):
+                worker.divide(launch)
 
         label = step.label("choice of blocks and attention")
-        self._job = worker.submit(work, label, shares=worker.threads, keep=(step.store.pool, self))
+        self._job = worker.submit(work, label, keep=(step.store.pool, self))
         return self
 
     def assist(self, step: Step, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,14 +55,11 @@ class RetrievedPart(HostPart):
         return out, lse
 
     def _stages(self, step: Step) -> Iterator[Launch]:
-        digests, threads = step.store.digests, self.layer.settings.worker.threads
+        """The choice, and the attention to what it chose."""
+        digests = step.store.digests
         assert digests is not None
-        launch = self.choice.choosing(step.store, self.choice.bundle(digests, step.scale), step.scale)
-        launch.ticket[2] = threads
-        yield launch
-        launch = self.choice.attending(step.store, step.scale, step.softcap)
-        launch.ticket[2] = threads
-        yield launch
+        yield self.choice.choosing(step.store, self.choice.bundle(digests, step.scale), step.scale)
+        yield self.choice.attending(step.store, step.scale, step.softcap)
 
     def partial(self) -> HostPartial:
         """Wait for the job; what the merge needs."""

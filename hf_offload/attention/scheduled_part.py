@@ -42,27 +42,27 @@ class ScheduledPart(RetrievedPart):
         self._launch: Launch | None = None
         """Of this step, once its tasks are dealt out."""
         self._sent: torch.cuda.Event | None = None
-        self._began, self._device_ended = 0.0, 0.0
+        self._began = self._device_ended = self._ended = self._busy = 0.0
+        """When tasks could be taken and when the device and the CPU found none left; seconds of the CPU's threads."""
         self._all = 0
         self._taken: list[int] = []  # by the device
         self._tried = False
         """Whether the device has done a task before: the first compiles and loads kernels, which says nothing of it."""
-        self._ends: list[float] = []
 
     def retrieve(self, step: Step, properties: Properties) -> ScheduledPart:
         """Let the CPU's threads begin; nobody is at work in the buffers."""
         self.layer.mirror.pause()
         self.query.copy_(step.query, non_blocking=True)
         self.choice.take(properties)
-        self._sent, self._launch, self._ends = self._arrived(), None, []
+        self._sent, self._launch = self._arrived(), None
+        worker = self.layer.settings.worker
 
         def work() -> None:
-            self._deal(step)()
-            self._ends.append(time.perf_counter())
+            self._busy = worker.divide(self._deal(step))
+            self._ended = time.perf_counter()
 
         label = step.label("choice of blocks and attention")
-        worker = self.layer.settings.worker
-        self._job = worker.submit(work, label, shares=worker.threads, keep=(step.store.pool, self))
+        self._job = worker.submit(work, label, keep=(step.store.pool, self))
         return self
 
     def _deal(self, step: Step) -> Launch:
@@ -103,13 +103,14 @@ class ScheduledPart(RetrievedPart):
 
     def partial(self) -> HostPartial:
         found = super().partial()
-        self.layer.retrievals.count_shares(len(self._taken), self._all, self._began, self._device_ended, self._ends)
+        ended = self._device_ended - self._began, self._ended - self._began
+        self.layer.retrievals.count_shares(len(self._taken), self._all, *ended, self._busy, self.queue.threads)
         volumes, pace = self.choice.volumes, self.queue.pace
         device = float(volumes[self._taken].sum())
         if self._tried or not self._taken:
             pace.learn(DEVICE, device, self._device_ended - self._began)
         self._tried = self._tried or bool(self._taken)
-        pace.learn(CPU, float(volumes.sum()) - device, sum(max(end - self._began, 0.0) for end in self._ends))
+        pace.learn(CPU, float(volumes.sum()) - device, self._busy)
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import suppress
 
 import numpy as np
@@ -56,7 +57,8 @@ class TokenFetch:
         if layer.has_slots:
             layer.stats.recall_bytes += len(first) * 2 * store.head_dim * store.dtype.itemsize
             layer.stats.recalls += 1
-        self._job = layer.settings.worker.submit(launch, label, keep=(store.pool, self._host))
+        worker = layer.settings.worker
+        self._job = worker.submit(functools.partial(worker.divide, launch), label, keep=(store.pool, self._host))
 
     def cancel(self) -> None:
         """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change."""

@@ -33,21 +33,21 @@ class Retrievals:
         """Take in a choice; arguments as in `cpu.retrieve.tally`."""
         tally(spans, runs, counts, first, end, self.spans, self.totals)
 
-    def count_shares(self, device_tasks: int, tasks: int, began: float, device: float, cpu: list[float]) -> None:
+    def count_shares(self, device_tasks: int, tasks: int, device: float, cpu: float, busy: float, threads: int) -> None:
         """Take in how a step's tasks were shared.
 
         Args:
             device_tasks, tasks: how many the device took, and how many there were.
-            began: when they could be taken, in seconds.
-            device: when the device found none left; cpu: the same for each of the CPU's threads.
+            device, cpu: seconds after which the device and the CPU found none left.
+            busy: seconds for which threads of the CPU were at them, all together; threads: how many there are.
         """
         self._shared = True
         self._tasks += tasks
         self._device_tasks += device_tasks
-        last = max(device, *cpu)
-        for side, ends in (("device", [device]), ("cpu", cpu)):
-            self._busy[side] += sum(max(end - began, 0.0) for end in ends)
-            self._idle[side] += sum(last - end for end in ends)
+        last = max(device, cpu)
+        for side, there, spent in (("device", last, max(device, 0.0)), ("cpu", threads * last, busy)):
+            self._busy[side] += spent
+            self._idle[side] += max(there - spent, 0.0)
 
     def as_dict(self, record_bytes: int, digest_bytes: float) -> dict[str, Any]:
         """Shares of streaming groups and heads, the mean budget, what was read, and runs by their tokens.

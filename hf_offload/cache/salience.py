@@ -19,7 +19,6 @@ from hf_offload.cache.store import BlockStore
 from hf_offload.cache.weighing import Span, Weighing, averages_for
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.query_lse import query_lse
-from hf_offload.cpu.stages import Stages
 from hf_offload.cpu.weigh import weigh_tokens
 from hf_offload.cpu.worker import Job, Worker
 from hf_offload.policies.salience import SalienceRule
@@ -159,13 +158,14 @@ class Salience:
             made.free()
 
     def _start(self, stages: Iterator[Launch], decision: _Decision, label: str) -> None:
-        def timed() -> Iterator[Launch]:
-            yield from stages
+        def work() -> None:
+            for launch in stages:
+                self.worker.divide(launch)
             decision.seconds = time.perf_counter() - decision.began
 
         self._decision = decision
         keep = (self.store.pool, self.context.pool)
-        self._job = self.worker.submit(Stages(timed()), label, shares=self.worker.threads, keep=keep)
+        self._job = self.worker.submit(work, label, keep=keep)
 
     # --- a prompt or an append ---------------------------------------------------------------------------------------
 

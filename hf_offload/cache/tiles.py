@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -101,10 +102,9 @@ def tiles_ahead(
         if device is not None:
             device.wait(n % 2)
         k, v = piece(host[n % 2] if unpacked is None else unpacked, n)
-        launch = store.gathering(k, v, firsts[n])
-        launch.ticket[2] = shares = min(worker.threads, launch.tasks)
+        work = functools.partial(worker.divide, store.gathering(k, v, firsts[n]))
         label = f"gathering tokens {firsts[n]} to {firsts[n] + k.shape[2] - 1}"
-        return worker.submit(launch, label, shares=shares, keep=store.pool)
+        return worker.submit(work, label, keep=store.pool)
 
     job = gather(0)
     for n, first in enumerate(firsts):

@@ -118,6 +118,18 @@ def count_up(typing: Any, counters: Any, index: Any) -> Any:
 
 
 @lowered
+def add_to(typing: Any, counters: Any, index: Any, amount: Any) -> Any:
+    """Add to an entry of an int64 array that several threads share (atomic)."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        counter = builder.gep(_data(context, builder, counters, args[0]), [args[1]])
+        builder.atomic_rmw("add", counter, args[2], "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(counters, types.int64, types.int64), emit
+
+
+@lowered
 def peek(typing: Any, counters: Any, index: Any) -> Any:
     """An entry of an int64 array that other threads write; what they wrote before it is visible from here on."""
 

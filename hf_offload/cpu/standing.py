@@ -98,13 +98,12 @@ class Standing:
         TypeError: the launch's kernel is not one that `launch.kernel` made.
     """
 
-    __slots__ = ("_call", "_memory", "_numbers", "address", "changing", "label", "launch", "shared")
+    __slots__ = ("_call", "_numbers", "address", "bound", "changing", "label", "launch", "shared")
 
     def __init__(self, launch: Launch, label: str, **most: int) -> None:
-        bound = bind(launch)
+        self.bound = bound = bind(launch)
         names: tuple[str, ...] = launch.kernel.names  # type: ignore[attr-defined]
         self.launch, self.label = launch, label
-        self._memory = bound.memory
         self._numbers = {
             name: (bound.offsets[names.index(name)], limit) for name, limit in (*most.items(), ("tasks", launch.tasks))
         }
@@ -131,7 +130,7 @@ class Standing:
         place, most = self._numbers[name]
         if not 0 <= value <= most:
             raise ValueError(f"{self.label}: {name} {value} is not within 0..{most}, which the arrays cover")
-        self._memory[place] = value
+        self.bound.memory[place] = value
 
     def run(self, first: int = 0, second: int = 0, third: int = 0) -> None:
         """Do all tasks now, as `Launch.run` does.
@@ -164,16 +163,18 @@ class Standing:
     @property
     def counters(self) -> tuple[int, int]:
         """Addresses of the number of tasks, and of how many of them are done."""
-        place: int = self._memory.ctypes.data + 8 * self._numbers["tasks"][0]
+        place: int = self.bound.memory.ctypes.data + 8 * self._numbers["tasks"][0]
         return place, self.launch.ticket.ctypes.data + 8
 
     @property
     def tasks(self) -> int:
         """How many tasks there are; `set` may lower it."""
-        return int(self._memory[self._numbers["tasks"][0]])
+        return int(self.bound.memory[self._numbers["tasks"][0]])
 
     def open(self, participants: int, first: int = 0, second: int = 0, third: int = 0) -> None:
-        """Make ready for so many calls of this object, each from a thread of its own; the numbers are those of `run`.
+        """Make ready for so many participants, each of which calls this object or what is `bound`.
+
+        The numbers are those of `run`.
 
         Raises:
             ValueError: the arrays do not cover so much.

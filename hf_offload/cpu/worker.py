@@ -1,7 +1,8 @@
 """Threads that run launches without the GIL while the model goes on; what the model waits for runs in its own team.
 
-A job is a callable (or a `Launch`, whose call is one participant's share of its tasks). The threads pull jobs from one
-queue in the order of submission. Everything that goes wrong in a job is raised where its result is asked for.
+A job is a callable, which one thread runs; the launches in it may be divided among all cores (`Worker.divide`). The
+threads pull jobs from one queue in the order of submission. Everything that goes wrong in a job is raised where its
+result is asked for.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from .helpers import Helpers
+from .launch import Launch
+from .standing import Standing
+
 DELAY = "HF_OFFLOAD_DELAY_MS"
 """Environment variable for tests: milliseconds by which every hand-over between CPU and device is late."""
+JOBS = 4
+"""Jobs that are under way at once, at most: one that waits for the device should not keep others waiting."""
 
 
 class WorkerError(RuntimeError):
@@ -28,16 +35,15 @@ class Job:
 
     Args:
         worker: whose threads run it.
-        shares: how many threads may take part.
         label: what an error message calls it.
     """
 
     __slots__ = ("_ended", "_error", "_gate", "_lock", "_pid", "_running", "_waiting", "_worker", "label")
 
-    def __init__(self, worker: Worker, shares: int, label: str) -> None:
+    def __init__(self, worker: Worker, label: str) -> None:
         self.label = label
         self._worker = worker
-        self._waiting, self._running = shares, 0
+        self._waiting, self._running = True, False
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._ended = False
@@ -56,20 +62,13 @@ class Job:
 
     def _begin(self) -> bool:
         with self._lock:
-            wanted = self._waiting > 0
-            self._waiting -= wanted
-            self._running += wanted
-            return wanted
+            self._running, self._waiting = self._waiting, False
+            return self._running
 
     def _finish(self, error: BaseException | None) -> None:
         with self._lock:
-            self._running -= 1
-            self._error = self._error or error
-            if error is not None:
-                self._waiting = 0
-            if self._running + self._waiting == 0:
-                self._ended = True
-                self._gate.release()
+            self._running, self._error, self._ended = False, error, True
+            self._gate.release()
 
     def _withdraw(self, told: str, *, alone: bool = False) -> WorkerError:
         """Let no thread begin the job any more; it has ended like this, unless a thread is in the midst of it.
@@ -79,7 +78,7 @@ class Job:
             alone: whether no thread can be in the midst of it.
         """
         with nullcontext() if alone else self._lock:  # in a forked child a lock may be held for good
-            self._waiting = 0
+            self._waiting = False
             if not self._ended and (alone or not self._running):
                 self._error, self._ended = WorkerError(told), True
         return WorkerError(told)
@@ -119,7 +118,7 @@ class Worker:
     """A few threads, started at the first job and ended with the object.
 
     Args:
-        threads: how many threads run jobs (at least 1).
+        threads: how many threads compute (at least 1); as many jobs are under way at once, `JOBS` at most.
         timeout: seconds that `Job.result` waits before it gives up.
 
     Raises:
@@ -135,6 +134,8 @@ class Worker:
         self.timeout = timeout
         self.delay = float(os.environ.get(DELAY, "0")) / 1000
         """Seconds that each job sleeps before it starts: tests make every hand-over slow with it."""
+        self._jobs = min(threads, JOBS)
+        self._helpers = Helpers(threads - 1, self._jobs)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._pool: list[threading.Thread] = []
         self._gone: list[threading.Thread] = []
@@ -149,34 +150,39 @@ class Worker:
     def _ensure_threads(self) -> None:
         if self._pid != os.getpid():  # a forked child has none of its parent's threads, and maybe a held queue
             self._queue, self._pool, self._lock, self._pid = queue.SimpleQueue(), [], threading.Lock(), os.getpid()
-            self._gone = []
-        if len(self._pool) == self.threads and not self._gone:
+            self._gone, self._helpers = [], Helpers(self.threads - 1, self._jobs)
+        if len(self._pool) == self._jobs and not self._gone:
             return
         with self._lock:
             gone = [self._gone.pop() for _ in range(len(self._gone))]
             self._pool = [thread for thread in self._pool if thread.is_alive() and thread not in gone]
-            while len(self._pool) < self.threads:
+            while len(self._pool) < self._jobs:
                 args, name = (self._queue, self._gone), f"hf_offload-{len(self._pool)}"
                 thread = threading.Thread(target=_live, args=args, name=name, daemon=True)
                 thread.start()
                 self._pool.append(thread)
                 weakref.finalize(self, self._queue.put, None)
 
-    def submit(self, work: Callable[[], Any], label: str = "job", shares: int = 1, keep: Any = None) -> Job:
+    def submit(self, work: Callable[[], Any], label: str = "job", keep: Any = None) -> Job:
         """Queue a piece of work and return at once.
 
         Args:
-            work: what to call; with `shares` > 1 it is called by that many threads at once and divides the work itself.
+            work: what to call.
             label: what an error message calls it.
-            shares: how many threads take part.
             keep: what the work reaches only by address: it lives until the work has ended, whoever drops it.
         """
         self._ensure_threads()
-        shares = max(1, min(shares, self.threads))
-        job = Job(self, shares, label)
-        for _ in range(shares):
-            self._queue.put((job, work, self.delay, keep))
+        job = Job(self, label)
+        self._queue.put((job, work, self.delay, keep))
         return job
+
+    def divide(self, work: Launch | Standing) -> float:
+        """In a job: do all tasks of a launch, or of a standing one that is open, with all threads that are free.
+
+        Returns:
+            Seconds for which threads were at it, all together.
+        """
+        return self._helpers.divide(work)
 
     def settle(self) -> None:
         """Wait until all that was submitted has ended, whoever knows of it.
@@ -185,8 +191,10 @@ class Worker:
             WorkerError: a thread is still at work when time is up.
         """
         if self._pool and self._pid == os.getpid():  # all threads meet, which none can in the midst of a job
-            meeting = threading.Barrier(self.threads)
-            self.submit(lambda: meeting.wait(self.timeout), "waiting for all work", shares=self.threads).result()
+            meeting = threading.Barrier(self._jobs)
+            label = "waiting for all work"
+            for job in [self.submit(lambda: meeting.wait(self.timeout), label) for _ in range(self._jobs)]:
+                job.result()
 
 
 def _live(jobs: queue.SimpleQueue[Any], gone: list[threading.Thread]) -> None:

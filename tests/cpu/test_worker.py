@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hf_offload.cpu.worker import Worker, WorkerError
+from hf_offload.cpu.worker import JOBS, Worker, WorkerError
 
 
 def test_result_waits_for_the_work() -> None:
@@ -32,9 +32,11 @@ def test_jobs_run_in_order_of_submission() -> None:
     assert seen == list(range(20))
 
 
-def test_a_shared_job_is_called_by_every_thread() -> None:
-    worker, met = Worker(threads=3), threading.Barrier(3)
-    worker.submit(lambda: met.wait(timeout=10), shares=3).result()
+@pytest.mark.parametrize(("threads", "jobs"), [(3, 3), (9, JOBS)])
+def test_jobs_are_under_way_at_once(threads: int, jobs: int) -> None:
+    worker, met = Worker(threads=threads), threading.Barrier(jobs)
+    for job in [worker.submit(lambda: met.wait(timeout=10)) for _ in range(jobs)]:
+        job.result()
 
 
 def test_an_error_surfaces_with_its_label_and_cause() -> None:
@@ -106,7 +108,7 @@ def test_a_killed_thread_is_noticed_and_replaced() -> None:
 def _never_served(worker: Worker):  # type: ignore[no-untyped-def]
     from hf_offload.cpu.worker import Job
 
-    return Job(worker, 1, "CPU attention of layer 0")
+    return Job(worker, "CPU attention of layer 0")
 
 
 def test_a_forked_child_gets_threads_of_its_own() -> None:
@@ -136,23 +138,6 @@ def test_threads_end_with_the_worker() -> None:
 def test_wrong_knobs_are_named(knobs: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Worker(**knobs)  # type: ignore[arg-type]
-
-
-def test_a_failed_share_ends_the_job_when_the_others_have_ended() -> None:
-    worker, both, ended = Worker(threads=2), threading.Barrier(2), threading.Event()
-    turns = iter((0, 1))
-
-    def work() -> None:
-        mine = next(turns)
-        both.wait(5)
-        if mine == 0:
-            raise ValueError("broken")
-        time.sleep(0.1)
-        ended.set()
-
-    with pytest.raises(WorkerError, match="broken"):
-        worker.submit(work, shares=2).result()
-    assert ended.is_set()
 
 
 def test_many_may_ask_for_a_result_that_is_there() -> None:

@@ -1,0 +1,237 @@
+"""Threads that help a thread of the `Worker` with a launch, without the interpreter on the way.
+
+A thread that needs Python for its share of a launch takes the GIL several times, from the model's thread, which wants it
+for the next layer's work. So one thread of the worker takes a job up, and calls these for help: all that they run is
+compiled. A call is a row of numbers; its state holds how many are still invited, in the upper half, and how many are
+inside, in the lower. Whoever called takes part, withdraws the invitations when no task is left, and waits until nobody
+is inside.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from .bound import bind, call_bound
+from .launch import Array, Launch, jit
+from .memory import add_to, address_of, count_up, hold, peek, swap_if
+from .serving import nap, pause
+from .standing import Standing
+from .vector import BITS32, lowered
+
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+"""Number of the system call with which threads sleep and are woken; 0: unknown, and there are no helpers."""
+WORTH_BYTES = 1 << 16
+"""A launch that reads less is done before a thread has woken."""
+
+# Entries of a call, a row of int64 [calls, WIDTH].
+STATE, ENTRY, PLACE, NANOSECONDS = range(4)
+WIDTH = 16
+_INVITED = 1 << 32  # one of them, in the state
+_INSIDE = _INVITED - 1
+
+# Entries of `control` int64. BELL changes with every call.
+BELL, STOP = 0, 8
+CONTROL_WIDTH = 16
+
+_BRANCHES = 2  # threads that each one wakes: the last of many is woken after a few turns, and the first does not wait
+_TURNS = 2000  # of waiting for those inside before napping
+_NAP = 50  # microseconds
+_WAIT, _WAKE = 128, 129  # among the threads of this process
+_LONG = ir.IntType(64)
+
+
+@lowered
+def _futex(typing: Any, address: Any, operation: Any, value: Any) -> Any:
+    """Sleep while the int32 at an address has a value, or wake so many who sleep there."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_LONG, [_LONG], var_arg=True)
+        function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
+        nothing = ir.Constant(_LONG, 0)
+        builder.call(function, [ir.Constant(_LONG, FUTEX), *args, nothing, nothing, nothing])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@lowered
+def _now(typing: Any) -> Any:
+    """Nanoseconds of a clock that only goes on."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        both = cgutils.alloca_once(builder, ir.ArrayType(_LONG, 2))
+        kind = ir.FunctionType(BITS32, [BITS32, both.type])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(function, [ir.Constant(BITS32, 1), both])
+        seconds, rest = (builder.extract_value(builder.load(both), index) for index in range(2))
+        return builder.add(builder.mul(seconds, ir.Constant(_LONG, 10**9)), rest)
+
+    return types.int64(), emit
+
+
+@jit
+def _ring(control: Array, threads: int) -> None:
+    _futex(address_of(control), _WAKE, threads)
+    hold(control)
+
+
+@jit
+def _take_part(calls: Array, call: int) -> None:
+    began = _now()
+    call_bound(calls[call, ENTRY], calls[call, PLACE])
+    add_to(calls, call * WIDTH + NANOSECONDS, _now() - began)
+
+
+@jit
+def dismiss(calls: Array, call: int) -> None:
+    """Withdraw the invitations of a call, and wait until nobody is inside any more; it is free then."""
+    at = call * WIDTH + STATE
+    state = peek(calls, at)
+    while state >= _INVITED and not swap_if(calls, at, state, state & _INSIDE):
+        state = peek(calls, at)
+    turns = 0
+    while peek(calls, at) != 0:
+        turns += 1
+        if turns < _TURNS:
+            pause()
+        else:
+            nap(_NAP)
+
+
+@jit
+def lead(calls: Array, control: Array, call: int, entry: int, place: int, helpers: int) -> int:
+    """Do what is bound at these addresses together with so many helpers; nanoseconds of all who took part."""
+    calls[call, ENTRY], calls[call, PLACE], calls[call, NANOSECONDS] = entry, place, 0
+    swap_if(calls, call * WIDTH + STATE, 0, helpers * _INVITED)
+    count_up(control, BELL)
+    _ring(control, min(helpers, _BRANCHES))
+    _take_part(calls, call)
+    dismiss(calls, call)
+    return peek(calls, call * WIDTH + NANOSECONDS)  # type: ignore[no-any-return]
+
+
+@jit
+def _enter(calls: Array) -> int:
+    """Accept an invitation; its call, or -1."""
+    for call in range(len(calls)):
+        at = call * WIDTH + STATE
+        state = peek(calls, at)
+        while state >= _INVITED:
+            if swap_if(calls, at, state, state - _INVITED + 1):
+                return call
+            state = peek(calls, at)
+    return -1
+
+
+@jit
+def leave(calls: Array, call: int) -> None:
+    """Be inside a call no more."""
+    at = call * WIDTH + STATE
+    state = peek(calls, at)
+    while not swap_if(calls, at, state, state - 1):
+        state = peek(calls, at)
+
+
+@jit
+def serve(calls: Array, control: Array, inside: Array) -> None:
+    """Help whoever calls until told to stop; an error is raised from inside a call, whose number is in `inside`."""
+    while True:
+        bell = peek(control, BELL)  # before looking around: a call that comes meanwhile changes it
+        if peek(control, STOP) != 0:
+            return
+        call = _enter(calls)
+        if call < 0:
+            _futex(address_of(control), _WAIT, bell & _INSIDE)
+            hold(control)
+            continue
+        if peek(calls, call * WIDTH + STATE) >= _INVITED:
+            _ring(control, _BRANCHES)
+        inside[0] = call
+        _take_part(calls, call)
+        leave(calls, call)
+
+
+class Helpers:
+    """Threads that sleep until a thread of a worker divides a launch; started at the first that is worth it.
+
+    Args:
+        count: how many.
+        callers: how many threads may call at once.
+    """
+
+    def __init__(self, count: int, callers: int) -> None:
+        self.count = count if FUTEX else 0
+        self._calls: Array = np.zeros((callers, WIDTH), np.int64)
+        self._control: Array = np.zeros(CONTROL_WIDTH, np.int64)
+        self._free, self._errors = list(range(callers)), dict[int, BaseException]()
+        self._lock, self._threads = threading.Lock(), list[threading.Thread]()
+
+    def _start(self) -> None:
+        if len(self._threads) == self.count:
+            return
+        with self._lock:
+            if not self._threads:
+                weakref.finalize(self, _stop, self._control, os.getpid()).atexit = False
+            while len(self._threads) < self.count:
+                args, name = (self._calls, self._control, self._errors), f"hf_offload-helper-{len(self._threads)}"
+                thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def divide(self, work: Launch | Standing) -> float:
+        """Do all tasks of a launch now, or of a standing one that is open, which nobody else makes meanwhile.
+
+        Returns:
+            Seconds for which threads were at it, all together.
+
+        Raises:
+            Exception: what the kernel raised, here or in a helper.
+        """
+        launch = work.launch if isinstance(work, Standing) else work
+        helpers = max(min(self.count, launch.tasks - 1), 0) if launch.cost >= WORTH_BYTES else 0
+        launch.ticket[2] = helpers + 1
+        if not helpers:
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
+        self._start()
+        bound = work.bound if isinstance(work, Standing) else bind(launch)
+        call, error = self._free.pop(), None
+        try:
+            spent = lead(self._calls, self._control, call, bound.entry, bound.place, helpers)
+        finally:
+            dismiss(self._calls, call)
+            error = self._errors.pop(call, None)
+            self._free.append(call)
+        if error is not None:
+            raise error
+        return spent / 1e9
+
+
+def _stop(control: Array, pid: int) -> None:
+    if os.getpid() == pid:
+        control[STOP] = 1
+        control[BELL] += 1
+        _ring(control, 1 << 30)
+
+
+def _serve(calls: Array, control: Array, errors: dict[int, BaseException]) -> None:
+    inside: Array = np.zeros(1, np.int64)
+    while True:
+        try:
+            serve(calls, control, inside)
+            return
+        except BaseException as error:  # it belongs to whoever called
+            errors.setdefault(int(inside[0]), error)
+            leave(calls, int(inside[0]))

@@ -1,0 +1,159 @@
+"""Helpers: tasks of a launch divided among threads that know nothing of Python."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hf_offload.cpu import helpers
+from hf_offload.cpu.helpers import FUTEX, Helpers
+from hf_offload.cpu.launch import Array, Launch, kernel, new_ticket
+from hf_offload.cpu.memory import count_up
+from hf_offload.cpu.serving import nap
+from hf_offload.cpu.standing import Standing
+from hf_offload.cpu.worker import Worker, WorkerError
+
+pytestmark = pytest.mark.skipif(not FUTEX, reason="there are no helpers on this system")
+
+
+@kernel
+def _mark(ticket: Array, tasks: int, pause: int, broken: int, done: Array, met: Array) -> None:
+    """Count each task; a task takes `pause` microseconds, one of them fails; `met` holds how many threads took part."""
+    count_up(met, 0)
+    while True:
+        task = count_up(ticket, 0)
+        if task >= tasks:
+            break
+        if pause:
+            nap(pause)
+        if task == broken:
+            raise ArithmeticError
+        count_up(done, task)
+        count_up(ticket, 1)
+
+
+def marking(tasks: int, pause: int = 0, broken: int = -1, cost: int = helpers.WORTH_BYTES) -> Launch:
+    args = (pause, broken, np.zeros(max(tasks, 1), np.int64), np.zeros(1, np.int64))
+    return Launch(_mark, tasks, args, new_ticket(), cost)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+@pytest.mark.parametrize("tasks", [0, 1, 2, 31])
+def test_every_task_is_done_once(count: int, tasks: int) -> None:
+    crew = Helpers(count, 1)
+    for _ in range(50):
+        launch = marking(tasks)
+        spent = crew.divide(launch)
+        assert launch.args[2].tolist() == ([1] * tasks or [0])
+        assert 1 <= launch.args[3][0] <= count + 1
+        assert spent > 0
+
+
+def test_all_helpers_come_if_there_is_time() -> None:
+    crew, launch = Helpers(5, 1), marking(60, 5_000)
+    crew.divide(launch)  # threads start
+    launch = marking(60, 5_000)
+    began = time.perf_counter()
+    spent = crew.divide(launch)
+    assert launch.args[3][0] == 6
+    assert spent > 3 * (time.perf_counter() - began)  # six threads, each of which sleeps in its tasks
+    assert launch.ticket[2] == 6
+
+
+def test_no_more_are_called_than_there_is_work_for() -> None:
+    crew = Helpers(5, 1)
+    crew.divide(marking(2, 50))
+    for launch, most in ((marking(3, 20_000), 3), (marking(9, 1_000, cost=helpers.WORTH_BYTES - 1), 1)):
+        crew.divide(launch)
+        assert launch.args[3][0] <= most
+        assert launch.ticket[2] == most
+
+
+def test_a_standing_launch_is_divided_again_and_again() -> None:
+    launch = marking(20, 100)
+    standing, crew = Standing(launch, "marks", pause=1000), Helpers(2, 1)
+    for turn in range(1, 20):
+        standing.open(1, 50 * (turn % 2))
+        crew.divide(standing)
+        assert launch.args[2].tolist() == [turn] * 20
+
+
+def test_threads_may_call_at_once() -> None:
+    crew, wrong = Helpers(3, 4), []
+
+    def call() -> None:
+        for _ in range(200):
+            launch = marking(13)
+            crew.divide(launch)
+            if launch.args[2].tolist() != [1] * 13:
+                wrong.append(launch.args[2])
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("broken", range(0, 12, 3))
+def test_an_error_of_any_thread_is_raised_by_the_caller(broken: int) -> None:
+    """Whoever meets it: the caller, or a helper, which helps on with the next launch."""
+    crew = Helpers(3, 1)
+    crew.divide(marking(40, 500))
+    for _ in range(5):
+        with pytest.raises(ArithmeticError):
+            crew.divide(marking(12, 500, broken))
+    launch = marking(60, 3_000)
+    crew.divide(launch)
+    assert launch.args[2].tolist() == [1] * 60
+    assert launch.args[3][0] == 4
+
+
+def test_an_error_of_a_helper_is_that_of_the_job() -> None:
+    worker = Worker(3)
+    job = worker.submit(lambda: worker.divide(marking(12, 500, 7)), "attention of layer 3")
+    with pytest.raises(WorkerError, match="attention of layer 3 failed: ArithmeticError"):
+        job.result()
+    launch = marking(12, 500)
+    worker.submit(lambda: worker.divide(launch)).result()
+    assert launch.args[2].tolist() == [1] * 12
+
+
+def test_a_forked_child_has_helpers_of_its_own() -> None:
+    worker = Worker(3)
+    worker.submit(lambda: worker.divide(marking(12, 500))).result()
+    child = os.fork()
+    if child == 0:
+        try:
+            worker.submit(lambda: worker.divide(marking(12, 500))).result(timeout=20)
+            launch = marking(60, 3_000)
+            worker.submit(lambda: worker.divide(launch)).result(timeout=20)
+            os._exit(0 if launch.args[3][0] == 3 else 2)
+        except BaseException:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_helpers_end_with_the_worker() -> None:
+    worker = Worker(threads=3)
+    worker.submit(lambda: worker.divide(marking(12, 500))).result()
+    threads = list(worker._helpers._threads)
+    assert len(threads) == 2
+    del worker
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_helpers_that_wait_use_no_core() -> None:
+    crew = Helpers(3, 1)
+    crew.divide(marking(12, 500))
+    time.sleep(0.02)
+    began = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - began < 0.1
