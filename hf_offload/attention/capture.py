@@ -92,7 +92,7 @@ class Capture:
             self.flags = torch.zeros(2 * parts + 2, LINE, dtype=torch.int32, device="cpu", pin_memory=pin)
             self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self.late = self.flags[-1, :1]
-        """Not 0: a part was not done in time, and what the device computed since then is wrong."""
+        """Not 0: the epoch in which a part was not done in time; what the device computed since then is wrong."""
         self._spins = min(int(timeout * LOOKS), 2**31 - 1)
         # A kernel's first launch loads it, which a capture may refuse.
         flags.wait(self.flags[0, :1], self.epoch, self.late, spins=self._spins)

@@ -18,7 +18,7 @@ import torch
 from hf_offload.attention.capture import Capture, Recorder, undisturbed
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.attention.tiered import close_step
-from hf_offload.cpu.doorbell import Doorbell
+from hf_offload.cpu.doorbell import Doorbell, ItemError
 from hf_offload.cpu.worker import WorkerError
 
 
@@ -257,16 +257,18 @@ class StepGraph:
         if self._doorbell is not None:
             try:
                 self._doorbell.check()
-            except WorkerError as error:
+            except ItemError as error:
                 self.close()
-                raise WorkerError(
-                    f"{error}; the result of the last step is not right: crop(-1) and repeat it"
-                ) from error
-        if self._capture is not None and int(self._capture.late[0]):
+                raise WorkerError(f"{error}; {self._wrong_since(error.epoch)}") from error
+        if self._capture is not None and (late := int(self._capture.late[0])):
             self.close()
-            raise WorkerError(
-                "a CPU part of the last step was not done in time, and its result is not right; crop(-1) and repeat it"
-            )
+            raise WorkerError(f"a CPU part was not done in time; {self._wrong_since(late)}")
+
+    def _wrong_since(self, epoch: int) -> str:
+        """What to tell of the steps from an epoch on: a loop that looks at no result may have gone on."""
+        steps = (self._epoch - epoch) % 2**32 + 1
+        what = "result of the last step is" if steps == 1 else f"results of the last {steps} steps are"
+        return f"the {what} not right: crop(-{steps}) and repeat {'it' if steps == 1 else 'them'}"
 
     def close(self) -> None:
         """Forget the graph; the thread that served it ends."""

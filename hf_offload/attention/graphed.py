@@ -1,10 +1,14 @@
-"""The `forward` of a model whose cache decodes by CUDA graphs: stock `generate()` calls it like any other."""
+"""The `forward` of a model whose cache decodes by CUDA graphs: stock `generate()` calls it like any other.
+
+What a CPU part does wrong in a replay is told by the next one; behind the last of a `generate()` that call itself looks.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -20,7 +24,7 @@ _HOST = ("attention_mask", "cache_position")
 
 
 class GraphedForward:
-    """Takes the place of a model's `forward` for as long as somebody holds it.
+    """Takes the place of a model's `forward` and `generate` for as long as somebody holds it.
 
     Steps with one token and a cache that has a graph are replayed; everything else runs as before.
 
@@ -29,14 +33,29 @@ class GraphedForward:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        mine = model.__dict__.get("forward")
-        self.forward: Callable[..., Any] = model.forward
+        self._forward: Callable[..., Any] = model.forward
+        self._generate: Any = getattr(model, "generate", None)
         self._names = tuple(inspect.signature(model.forward).parameters)
-        forward = _Forward(model, mine, weakref.ref(self))
-        model.forward = forward
-        weakref.finalize(self, _restore, weakref.ref(model), forward, mine)
+        self._local = threading.local()
+        """`graphs`: those that this thread has replayed within the `generate` that it is in."""
+        for name in ("forward", "generate"):
+            if hasattr(model, name):
+                _Stand(model, name, weakref.ref(self)).take_place(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `generate`, at whose end the last step is known to be right."""
+        outer = getattr(self._local, "graphs", None)
+        self._local.graphs = graphs = set[Any]()
+        try:
+            made = self._generate(*args, **kwargs)
+        finally:
+            self._local.graphs = outer
+        for graph in graphs:
+            graph.check(settle=True)
+        return made
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; a replay where one will do."""
         named = dict(zip(self._names, args, strict=False)) | kwargs
         cache = named.get("past_key_values")
         graph = getattr(cache, "graph", None)
@@ -44,33 +63,47 @@ class GraphedForward:
         if graph is None or step is None:
             if graph is not None:
                 graph.check(settle=True)
-            return self.forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
         if not graph.prepare(*step):
-            return self.forward(*args, **kwargs)
-        output = graph.run(self.forward, *step)
+            return self._forward(*args, **kwargs)
+        output = graph.run(self._forward, *step)
+        if getattr(self._local, "graphs", None) is not None:
+            self._local.graphs.add(graph)
         output = tree_map_only(torch.Tensor, torch.Tensor.clone, output)  # the graph writes into the same ones again
         if "past_key_values" in output:
             output["past_key_values"] = cache
         return output
 
 
-class _Forward:
-    """What stands in a model as its `forward`: hands calls on for as long as there is a `GraphedForward`."""
+class _Stand:
+    """What stands in a model as a method of it: hands calls on for as long as there is a `GraphedForward`.
 
-    def __init__(self, model: nn.Module, mine: Any, graphed: Callable[[], GraphedForward | None]) -> None:
-        functools.update_wrapper(self, model.forward)
-        self._model, self._before, self._mine, self._graphed = weakref.ref(model), model.forward, mine, graphed
+    Args:
+        model: the model; name: of the method.
+        graphed: the one that answers.
+    """
+
+    def __init__(self, model: nn.Module, name: str, graphed: Callable[[], GraphedForward | None]) -> None:
+        self._before = getattr(model, name)
+        functools.update_wrapper(self, self._before)
+        self._model, self._name, self._mine = weakref.ref(model), name, model.__dict__.get(name)
+        self._graphed = graphed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphed = self._graphed()
-        return self._before(*args, **kwargs) if graphed is None else graphed(*args, **kwargs)
+        return self._before(*args, **kwargs) if graphed is None else getattr(graphed, self._name)(*args, **kwargs)
+
+    def take_place(self, owner: GraphedForward) -> None:
+        """Stand in the model until the owner is gone."""
+        setattr(self._model(), self._name, self)
+        weakref.finalize(owner, _restore, self._model, self, self._name, self._mine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model has a forward of its own."""
+        """A copy of the model has a method of its own."""
         if self._mine is not None:
             return copy.deepcopy(self._mine, memo)
         owner = memo[id(self._model())]
-        return types.MethodType(type(owner).forward, owner)
+        return types.MethodType(getattr(type(owner), self._name), owner)
 
 
 def graphed(model: nn.Module) -> GraphedForward:
@@ -104,11 +137,11 @@ def _step_of(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     return {"input_ids": ids, "position_ids": positions}, fixed
 
 
-def _restore(model: weakref.ref[nn.Module], forward: Any, mine: Any) -> None:
+def _restore(model: weakref.ref[nn.Module], stand: _Stand, name: str, mine: Any) -> None:
     owner = model()
-    if owner is None or owner.__dict__.get("forward") is not forward:
+    if owner is None or owner.__dict__.get(name) is not stand:
         return
     if mine is None:
-        del owner.__dict__["forward"]
+        delattr(owner, name)
     else:
-        owner.forward = mine
+        setattr(owner, name, mine)

@@ -27,6 +27,19 @@ from .worker import WorkerError
 _TURNS = 2000  # how many turns of waiting are timed
 
 
+class ItemError(WorkerError):
+    """An item's launch failed.
+
+    Args:
+        message: what is told of it.
+        epoch: in which it failed first.
+    """
+
+    def __init__(self, message: str, epoch: int) -> None:
+        super().__init__(message)
+        self.epoch = epoch
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """Work that is announced and answered once an epoch; epochs are int32 numbers that grow by 1 and wrap around.
@@ -122,7 +135,7 @@ class Doorbell:
         """Raise what a launch has raised since the last call; in a forked child, have threads there again.
 
         Raises:
-            WorkerError: a launch failed; its error is the cause.
+            ItemError: a launch failed; its error is the cause.
         """
         if self._crew is not None:
             self._crew.start()
@@ -149,7 +162,7 @@ class _Crew:
     def __init__(self, items: Sequence[Item], threads: int, control: Array) -> None:
         self.items, self.control, self.count = tuple(items), control, threads
         control[serving.STOP] = 0
-        self.errors: list[tuple[Item, BaseException]] = []
+        self.errors: list[tuple[Item, int, BaseException]] = []
         self._threads: list[threading.Thread] = []
         self._pid = 0
         self._tickets = np.zeros((len(items), serving.TICKET_WIDTH), np.int64)
@@ -212,11 +225,11 @@ class _Crew:
     def check(self) -> None:
         """Raise the first error, once; its siblings go with it."""
         if self.errors:
-            item, error = self.errors[0]
-            for failed, _ in self.errors:
+            item, epoch, error = self.errors[0]
+            for failed, _, _ in self.errors:
                 _flag(failed.status).value = 0
             self.errors.clear()
-            raise WorkerError(f"{item.label} failed: {error!r}") from error
+            raise ItemError(f"{item.label} failed: {error!r}", epoch) from error
 
     def end(self, timeout: float) -> bool:
         """Tell the threads to stop; whether they have, in time."""
@@ -230,7 +243,7 @@ class _Crew:
 
 def _serve(
     rows: Array, tickets: Array, control: Array, position: Array, items: tuple[Item, ...],
-    errors: list[tuple[Item, BaseException]], bound: list[Bound],
+    errors: list[tuple[Item, int, BaseException]], bound: list[Bound],
 ) -> None:  # fmt: skip
     while True:
         try:
@@ -238,7 +251,7 @@ def _serve(
             return
         except BaseException as error:  # every error, SystemExit too, belongs to the owner
             if position[serving.INSIDE]:
-                errors.append((items[position[serving.ITEM]], error))
+                errors.append((items[position[serving.ITEM]], int(position[serving.EPOCH]), error))
                 serving.give_up(rows, tickets, position)
 
 

@@ -1,7 +1,7 @@
 """Threads that help a thread of the `Worker` with a launch, without the interpreter on the way.
 
-A thread that needs Python for its share of a launch takes the GIL several times, from the model's thread, which wants it
-for the next layer's work. So one thread of the worker takes a job up, and calls these for help: all that they run is
+A thread that needs Python for its share of a launch takes the GIL several times, from the model's thread, which wants
+it for the next layer's work. So one thread of the worker takes a job up, and calls these for help: all that they run is
 compiled. A call is a row of numbers; its state holds how many are still invited, in the upper half, and how many are
 inside, in the lower. Whoever called takes part, withdraws the invitations when no task is left, and waits until nobody
 is inside.

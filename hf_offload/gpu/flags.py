@@ -38,12 +38,13 @@ def signal(flag: torch.Tensor, epoch: torch.Tensor) -> None:
 def wait(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, *, spins: int) -> None:
     """Let the stream wait until a flag has reached the epoch; what was written before the flag is visible behind this.
 
-    The wait is bounded. If it was in vain the stream goes on, and whoever synchronises next raises because of `late`.
+    The wait is bounded. If it was in vain the stream goes on, and whoever looks at `late` next raises. Once that is
+    set nothing is waited for: what never comes would be waited for by every layer anew.
 
     Args:
         flag: `[1]` int32, written by the host; pinned memory if the epoch is on a GPU.
-        epoch: `[1]` int32.
-        late: `[1]` int32, on the device or pinned; becomes 1 if the flag was not there in time, else stays as it is.
+        epoch: `[1]` int32, not 0.
+        late: `[1]` int32, on the device or pinned; 0 becomes the epoch if the flag was not there in time.
         spins: how often to look again at most; each look takes about a microsecond.
 
     Raises:
@@ -63,10 +64,12 @@ def wait(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, *, spins: 
 
 
 def _wait_by_torch(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, spins: int) -> None:
+    missed = int(late) != 0
     limit = time.monotonic() + spins * _SPIN_SECONDS
     while int(flag - epoch) < 0:  # int32, so that it wraps around
-        if time.monotonic() >= limit:
-            late.fill_(1)
+        if missed or time.monotonic() >= limit:
+            if not missed:
+                late.copy_(epoch)
             return
         time.sleep(0)
 

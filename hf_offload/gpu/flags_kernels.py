@@ -49,11 +49,11 @@ def _behind(flag, want):
 @triton.jit
 def wait_kernel(flag, epoch, late, spins):
     """One program."""
-    want = tl.load(epoch)
+    want, missed = tl.load(epoch), tl.load(late, volatile=True)
     behind = _behind(flag, want)
-    left = spins
+    left = tl.where(missed == 0, spins, 0)
     while (behind < 0) & (left > 0):
         behind = _behind(flag, want)
         left -= 1
-    if behind < 0:
-        tl.store(late, 1)
+    if (behind < 0) & (missed == 0):
+        tl.store(late, want)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from recording import CpuRecorder
 from tiny import prompt, tiny_model
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_offload import HybridCache
 from hf_offload.attention import capture, graph, tiered
+from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cpu.worker import WorkerError
 
@@ -142,13 +144,55 @@ def test_a_part_that_is_late_is_told_at_the_next_step(monkeypatch: pytest.Monkey
     assert torch.allclose(torch.cat(rows, 1), want[:, 2:], atol=1e-3)
 
 
+def test_a_part_that_is_late_in_the_last_step_is_told_by_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 150)
+    cache = graph_cache(model, "scout", **SCOUT, lookahead="attend", recall=0)
+    monkeypatch.setattr(capture, "LOOKS", 2000)  # a quarter of a second in all
+
+    class Slow(StoppingCriteria):
+        """Have the CPU be late in the last step alone."""
+
+        def __call__(self, tokens: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            if tokens.shape[1] == 158:
+                cache.graph._doorbell.delay = 0.5
+            return torch.zeros(1, dtype=torch.bool)
+
+    knobs = {"past_key_values": cache, "do_sample": False, "stopping_criteria": StoppingCriteriaList([Slow()])}
+    with pytest.raises(WorkerError, match=r"not done in time.*the last step is not right: crop\(-1\) and repeat it"):
+        model.generate(ids, max_new_tokens=9, **knobs)
+    assert cache.get_seq_length() == 158
+
+
+def test_all_steps_that_a_late_part_has_spoilt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that looks at no result runs ahead of the device."""
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 170)
+    cache = graph_cache(model, "scout", **SCOUT, lookahead="attend", recall=0)
+    monkeypatch.setattr(capture, "LOOKS", 2000)
+    with torch.no_grad():
+        model(ids[:, :150], past_key_values=cache)
+        for i in range(150, 155):
+            model(ids[:, i : i + 1], past_key_values=cache)
+        cache.graph._doorbell.delay = 0.5
+        with monkeypatch.context() as patch:
+            patch.setattr(StepGraph, "check", lambda graph: None)
+            for i in range(155, 158):
+                model(ids[:, i : i + 1], past_key_values=cache)
+        with pytest.raises(WorkerError, match=r"the last 3 steps are not right: crop\(-3\) and repeat them"):
+            model(ids[:, 158:159], past_key_values=cache)
+        cache.settings.worker.delay = 0.0
+        cache.crop(-3)
+        assert cache.get_seq_length() == 155
+
+
 def test_the_forward_is_the_models_own_again_when_the_cache_is_gone() -> None:
     """At once, without the garbage collector: a cache may hold much of the memory."""
     model = tiny_model("llama")
     ids, mask = prompt(1, 155)
     cache = graph_cache(model, "scout", **SCOUT, lookahead="attend")
     logits_of(model, cache, ids, mask)
-    assert "forward" in model.__dict__
+    assert {"forward", "generate"} <= set(model.__dict__)
     gone = weakref.ref(cache)
     gc.disable()
     try:
@@ -156,7 +200,7 @@ def test_the_forward_is_the_models_own_again_when_the_cache_is_gone() -> None:
         assert gone() is None
     finally:
         gc.enable()
-    assert "forward" not in model.__dict__
+    assert not {"forward", "generate"} & set(model.__dict__)
 
 
 def test_a_copy_of_the_model_runs_its_own_weights() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -141,7 +142,7 @@ def test_a_forked_child_has_helpers_of_its_own() -> None:
 
 def test_helpers_end_with_the_worker() -> None:
     worker = Worker(threads=3)
-    worker.submit(lambda: worker.divide(marking(12, 500))).result()
+    worker.submit(functools.partial(worker.divide, marking(12, 500))).result()
     threads = list(worker._helpers._threads)
     assert len(threads) == 2
     del worker
