@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from hf_offload import HybridCache
+from hf_offload.gpu.ranking import MOST_BLOCKS
 
 
 @pytest.fixture(scope="module")
@@ -249,3 +250,24 @@ def test_blocks_that_are_copied_have_room_for_a_digest(tier: str) -> None:
         for i in range(100, 112):
             got = model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1]
         assert torch.allclose(got, model(ids[:, :112]).logits[:, -1], atol=0.5)
+
+
+def test_contexts_of_nearly_as_many_blocks_as_can_be_ranked() -> None:
+    """The table grows ahead of the tokens, but not beyond what a device ranks."""
+    model, length = tiny_model("llama"), 13_375 * 8
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    source = DynamicCache(config=model.config)
+    for layer in range(model.config.num_hidden_layers):
+        source.update(*torch.randn(2, 1, heads, length, dim).unbind(), layer)
+    knobs: dict[str, Any] = {"block_size": 8, "tier": "split", "budget": 512, "sinks": 8, "recent": 8}
+    cache = HybridCache.from_cache(source, model, "scout", **knobs)
+    with torch.no_grad():
+        for _ in range(10):
+            model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+        assert cache.get_seq_length() == length + 10
+        assert cache.layers[0].store.table.shape[1] == MOST_BLOCKS
+        too_many = (MOST_BLOCKS - 2) * 8 - length - 9
+        with pytest.raises(ValueError, match=r"131057 tokens a row are more than the 16382 blocks of 8.*block_size"):
+            model(torch.ones(1, too_many, dtype=torch.long), past_key_values=cache)
+        assert cache.get_seq_length() == length + 10
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)

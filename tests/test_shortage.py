@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention import dense
-from hf_offload.cache import digests, host_pool, opening, store, tiles
+from hf_offload.cache import digests, host_pool, resident, store, tiles
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.store import BlockStore
@@ -151,7 +151,7 @@ def test_a_device_without_room_for_the_resident_blocks(llama: PreTrainedModel, m
     told = r"no device memory left for resident blocks \(16\.0 KiB\); a smaller resident or device_budget.*CUDA out"
     with torch.no_grad():
         with monkeypatch.context() as patch:
-            patch.setattr(opening, "ResidentSet", after(2, opening.ResidentSet, device_full))
+            patch.setattr(resident.torch, "full", after(4, torch.full, device_full))
             with pytest.raises(torch.OutOfMemoryError, match=told):
                 llama(ids, past_key_values=cache)
         assert cache.get_seq_length() == 0

@@ -10,7 +10,7 @@ import torch
 
 from common import percentiles
 from gpu.options import Options
-from hf_offload.attention.capture import undisturbed
+from hf_offload.attention.capture import Recorder, undisturbed
 
 FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
 LAUNCHES = 20
@@ -82,10 +82,14 @@ class Timer:
         """Time of a call among `LAUNCHES` in a CUDA graph, with warm caches; None without a GPU."""
         if not self.options.on_gpu:
             return None
-        graph = torch.cuda.CUDAGraph()
-        with undisturbed(), torch.cuda.graph(graph):
+        graph = Recorder()
+
+        def calls() -> None:
             for _ in range(LAUNCHES):
                 call()
+
+        with undisturbed():
+            graph.record(calls)
         graph.replay()
         pairs = []
         for _ in range(self.rounds):

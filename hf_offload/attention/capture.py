@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -13,10 +12,12 @@ import torch
 
 from hf_offload.attention.host_part import HostPart
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory import host_empty
 from hf_offload.cache.stats import Ledger
 from hf_offload.cpu.doorbell import Item
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu import flags
+from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, stream_for
 
 LOOKS = 1_000_000
 """How often the device looks at a flag in a second, roughly."""
@@ -33,12 +34,12 @@ class Recorder:
 
     def record(self, step: Callable[[], Any]) -> Any:
         """Capture what a call launches; the call itself computes nothing. Returns what it returned."""
+        here = torch.device("cuda", torch.cuda.current_device())
         # Where a capture fails, torch leaves its stream current. Threads of other caches may use CUDA meanwhile.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(
-                self._graph, stream=_capture_stream(torch.cuda.current_device()), capture_error_mode="thread_local"
-            ),
+            # A stream of our own: torch's lies where the first capture was, and cuBLAS keeps memory for each.
+            torch.cuda.graph(self._graph, stream=stream_for(CAPTURE, here), capture_error_mode="thread_local"),
         ):
             return step()
 
@@ -67,16 +68,6 @@ def undisturbed() -> Iterator[None]:
                 gc.enable()
 
 
-@functools.cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures on a device: torch's own lies where the first was; cuBLAS keeps memory for each.
-
-    A stream of usual priority is one of 32 that torch hands out in turns, so that recalls, or the tiles of another
-    thread's prompt, might run on the very same one.
-    """
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call, unused-ignore]
-
-
 class Capture:
     """What the layers hand over while a step is captured: CPU parts, counters, tensors that must live on.
 
@@ -89,7 +80,7 @@ class Capture:
     def __init__(self, device: torch.device, parts: int, timeout: float) -> None:
         pin = device.type == "cuda"
         with torch.inference_mode(False):
-            self.flags = torch.zeros(2 * parts + 2, LINE, dtype=torch.int32, device="cpu", pin_memory=pin)
+            self.flags = host_empty((2 * parts + 2, LINE), torch.int32, pin=pin, brief=True, what="flags").zero_()
             self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self.late = self.flags[-1, :1]
         """Not 0: the epoch in which a part was not done in time; what the device computed since then is wrong."""
@@ -99,14 +90,18 @@ class Capture:
         self.parts: list[tuple[HostPart, Callable[[], Launch], str]] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
         self._ledger: Ledger | None = None
-        self._beside: set[torch.cuda.Stream] = set()
+        self._side = stream_for(CAPTURE_SIDE, device) if pin else None
+        self._forked = False
         self._kept: list[Any] = []
 
-    def keep(self, value: Any, stream: torch.cuda.Stream | None) -> None:
-        """Let tensors live until the capture has ended: another stream reads them."""
+    def beside(self) -> torch.cuda.Stream | None:
+        """The stream for recalls, which is a part of the capture from here on."""
+        self._forked = True
+        return self._side
+
+    def keep(self, value: Any) -> None:
+        """Let tensors live until the capture has ended: the stream beside it reads them."""
         self._kept.append(value)
-        if stream is not None:
-            self._beside.add(stream)
 
     def flag_of(self, part: HostPart, launch: Callable[[], Launch], label: str) -> torch.Tensor:
         """The flag of one more part: once it holds the epoch, the CPU works on what is in the part's buffers."""
@@ -135,9 +130,9 @@ class Capture:
         self._kept.clear()
 
     def _join(self) -> None:
-        for stream in self._beside:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self._beside.clear()
+        if self._side is not None and self._forked:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+        self._forked = False
 
     def tally(self) -> None:
         """Add what the last replay counted to the layers' statistics, without waiting for it."""

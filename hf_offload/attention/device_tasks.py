@@ -14,6 +14,7 @@ from hf_offload.gpu import move, transfer
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged import paged_attention
 from hf_offload.gpu.runs import choose_runs
+from hf_offload.gpu.streams import TASKS, stream_for
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -36,7 +37,7 @@ class DeviceTasks:
         self._asked_for = transfer.asked_for()
         self._stream: Any = None
         if layer.device.type == "cuda":
-            self._stream = torch.cuda.Stream(layer.device)  # type: ignore[no-untyped-call]
+            self._stream = stream_for(TASKS, layer.device)
 
     def _beside(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

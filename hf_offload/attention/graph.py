@@ -8,6 +8,7 @@ token, and closes blocks that became full.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ import torch
 from hf_offload.attention.capture import Capture, Recorder, undisturbed
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.attention.tiered import close_step
+from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.doorbell import Doorbell, ItemError
 from hf_offload.cpu.worker import WorkerError
 
@@ -47,8 +49,11 @@ class StepGraph:
         """Sizes in the step that comes, which kernels read; made anew where an interruption has cost the old ones."""
         self._output: Any = None
         self._held: list[Any] = []
-        """The policy's states that were captured: while they live, no other has their identity."""
+        """The policy's states that were captured: while they live, no other has their identity. And the digests, for
+        which a fork in another thread may have found a larger place.
+        """
         self._finalizer: Any = None
+        self._warned = False
 
     def ready(self) -> bool:
         """Whether a step may be captured or replayed now: what is resident has been decided and loaded."""
@@ -76,7 +81,22 @@ class StepGraph:
             layer.store.reserve(layer.store.length + 1)
         self._refresh()
         before, self._coming = self._coming, self._signature(inputs, fixed)
-        return self._coming in (self._state, before)
+        return self._coming == self._state or (self._coming == before and self._reachable())
+
+    def _reachable(self) -> bool:
+        """Whether a graph could read what lies in host memory; a warning, once, where that is not pinned."""
+        pools = [layer.store.pool.pinned for layer in self.layers if layer.store is not None]
+        parts = [layer.host_part.reachable for layer in self.layers if layer.host_part is not None]
+        if self.layers[0].device.type != "cuda" or all((*pools, *parts)):
+            return True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "cuda_graph=True needs pinned host memory, which cannot be had; steps go on without a graph",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
 
     def run(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> Any:
         """One decode step, after `prepare`, which has agreed.
@@ -172,9 +192,6 @@ class StepGraph:
 
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
         self.close()
-        pinned = all(layer.store.pool.pinned for layer in self.layers if layer.store is not None)
-        if self.layers[0].device.type == "cuda" and not pinned:
-            raise RuntimeError("cuda_graph=True needs pinned host memory, which could not be had; leave it out")
         mirrors = {layer.mirror for layer in self.layers}
         device = self.layers[0].device
         capture = self._capture = Capture(device, len(self.layers), self.layers[0].settings.worker.timeout)
@@ -202,7 +219,7 @@ class StepGraph:
                 self._output = self._recorded.record(step)
             if "past_key_values" in self._output:  # which would keep the cache alive
                 self._output["past_key_values"] = None
-            self._held = [layer.state for layer in self.layers]
+            self._held = [(layer.state, _digests_of(layer)) for layer in self.layers]
         except BaseException as error:
             self._capture = self._recorded = self._state = None
             if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
@@ -285,6 +302,14 @@ class StepGraph:
         """Let a replay that is in flight end: it waits for the CPU."""
         if self._recorded is not None:
             self._recorded.settle()
+
+
+def _digests_of(layer: HybridLayer) -> list[Any]:
+    """The tensors in which a layer's digests lie now."""
+    digests = None if layer.store is None else layer.store.digests
+    return (
+        [] if digests is None else [getattr(digests, name, None) for name in (*digests.tensors(), *digests.statistics)]
+    )
 
 
 def _let_go(recorded: Any, doorbell: Doorbell) -> None:

@@ -1,6 +1,6 @@
 """The `forward` of a model whose cache decodes by CUDA graphs: stock `generate()` calls it like any other.
 
-What a CPU part does wrong in a replay is told by the next one; behind the last of a `generate()` that call itself looks.
+What a CPU part does wrong in a replay is told by the next one, or at the end of `generate()`.
 """
 
 from __future__ import annotations

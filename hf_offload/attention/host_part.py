@@ -54,9 +54,10 @@ class HostPart:
         self.out, self.lse, self.kbar = buffer(*query.shape), buffer(*query.shape[:2]), buffer(*query.shape)
         # Asked once: a capture allows few questions.
         buffers = (self.query, self.blocks, self.counts, self.out, self.lse, self.kbar)
-        self._reachable = not pin or all_pinned(buffers)
+        self.reachable = not pin or all_pinned(buffers)
+        """Whether the device's kernels can read and write them."""
         arrived = None
-        if self._reachable:
+        if self.reachable:
             with torch.inference_mode(False):
                 arrived = torch.zeros(1, dtype=torch.int32, device=store.device)
         self._inbox = Inbox(self.query, self.blocks, self.counts, arrived)
@@ -176,7 +177,7 @@ class HostPart:
             self._job.result()
             self._job = None
         out, lse, kbar = self.out, self.lse, self.kbar
-        if not self._reachable:  # kernels cannot read memory that is not pinned
+        if not self.reachable:  # kernels cannot read memory that is not pinned
             out, lse, kbar = (tensor.to(self.layer.device) for tensor in (out, lse, kbar))
         return HostPartial(out, lse, kbar, self.predicted) if self._correct else HostPartial(out, lse)
 

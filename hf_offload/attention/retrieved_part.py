@@ -31,7 +31,7 @@ class RetrievedPart(HostPart):
         pin = layer.store.device.type == "cuda"
         self.choice = Retrieval(layer.store, self.query, pin=pin)
         self.out, self.lse = self.choice.out_tensor, self.choice.lse_tensor
-        self._reachable = not pin or all_pinned((self.out, self.lse, self.kbar))
+        self.reachable = not pin or all_pinned((self.out, self.lse, self.kbar))
 
     def retrieve(self, step: Step, properties: Properties) -> RetrievedPart:
         """Start the choice, for which there is room, and the attention to it; nobody is at work in the buffers."""

@@ -18,7 +18,9 @@ from hf_offload.attention.step import Near, Step, fp32
 from hf_offload.cache.context import Context
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory import memory_for
 from hf_offload.cache.mirror import sent
+from hf_offload.cache.tiles import LOWER_TILE, TILE
 from hf_offload.gpu.join import join_heads
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged import paged_attention
@@ -172,7 +174,8 @@ class TieredStep(Step):
         """Bring blocks of the host to the device, tile by tile, and attend them: as `attend_device`."""
         resident, shape, most = self.resident, host.blocks.shape[:2], host.blocks.shape[2]
         size = min(max(self.layer.settings.prefill_tile // self.block_size, 1), most)
-        tile = resident.pool.new_empty(*shape, size, *resident.pool.shape[3:])
+        with memory_for(TILE, LOWER_TILE):
+            tile = resident.pool.new_empty(*shape, size, *resident.pool.shape[3:])
         slots = torch.arange(size, dtype=torch.int32, device=self.query.device).expand(*shape, size).contiguous()
         listed, parts = torch.nn.functional.pad(host.blocks, (0, -most % size)), []
         for first in range(0, most, size):

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_offload.cache.host_pool import MIN_SLAB_BLOCKS
+from hf_offload.cache.host_pool import MIN_SLAB_BLOCKS, growth
 from hf_offload.cache.memory import size_text
 from hf_offload.gpu.exchange import MOST_SLOTS as MOST_SLOTS
 from hf_offload.policies.base import Policy
@@ -54,7 +54,8 @@ def least_blocks(policy: Policy, block_size: int) -> int:
 class DeviceBudget:
     """Device memory that the resident sets of all layers share evenly.
 
-    The digests of the tokens that arrive first lie there too and are taken off; those of later tokens come on top.
+    The digests of the tokens that arrive first lie there too and are taken off, with room for a quarter more where that
+    is made; those of later tokens come on top.
 
     Args:
         given: the amount as the user wrote it.
@@ -86,7 +87,9 @@ class DeviceBudget:
         block = lines * store.pool.record_bytes
         digests = 0
         if store.digests is not None and not store.scored_on_host:
-            blocks = max(store.batch * -(-tokens // store.block_size), MIN_SLAB_BLOCKS)
+            prompt = store.batch * -(-tokens // store.block_size)
+            blocks = max(prompt, MIN_SLAB_BLOCKS)
+            blocks += growth(blocks, blocks - prompt, store.batch)  # for the first token behind them
             digests = blocks * store.digests.block_bytes
         slots = (self.nbytes // self.layers - digests) // block
         if slots < self.least:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_offload.cache.memory import host_empty
+from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.mirror import sent
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.store import BlockStore, narrow
@@ -91,7 +91,8 @@ def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.
             some, places = source[first : first + most], index[first : first + most]
             together = host_empty((len(some), *shape), dtype, pin=pin, brief=True, what="a recall")
             _bring_together(store, some, together)
-            there = torch.empty((len(some), *shape), dtype=into.dtype, device=into.device)
+            with memory_for("a recall", "fewer rows or a smaller budget need less"):
+                there = torch.empty((len(some), *shape), dtype=into.dtype, device=into.device)
             there.copy_(narrow(together, store.dtype) if store.packs else together, non_blocking=True)
             into.index_copy_(0, sent(places.astype(np.int64), into.device), there)
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_offload.gpu.ranking import MOST_BLOCKS
+
 if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
@@ -22,7 +24,7 @@ def unsuitable(key: torch.Tensor, value: torch.Tensor) -> str | None:
 
 
 def check_arrivals(layer: HybridLayer, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise ValueError unless new K and V `[B, Hkv, T, D]` are like those that a layer holds."""
+    """Raise ValueError unless new K and V `[B, Hkv, T, D]` are like those that a layer holds, and not too many."""
     store, index = layer.store, layer.index
     assert store is not None
     batch, heads, _, dim = key.shape
@@ -40,6 +42,12 @@ def check_arrivals(layer: HybridLayer, key: torch.Tensor, value: torch.Tensor) -
         raise ValueError(
             f"layer {index} holds {layer.dtype} from {layer.device}, but {key.dtype} on {key.device} arrived; call "
             "reset() or make a new cache"
+        )
+    tokens = store.length + key.shape[2]
+    if tokens > (MOST_BLOCKS - 2) * store.block_size and layer.has_slots:  # beside the block that comes next
+        raise ValueError(
+            f"{tokens} tokens a row are more than the {MOST_BLOCKS - 2} blocks of {store.block_size} among which a "
+            "device chooses; use a larger block_size"
         )
 
 

@@ -51,11 +51,12 @@ class DeviceMirror:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Run what is inside on the stream of recalls, after what the model's stream has been given so far."""
-        if self.stream is None:
+        stream = self.stream if self.capture is None else self.capture.beside()
+        if stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             self.pause()
             yield
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_offload.cache.digests import DIGESTS
-from hf_offload.cache.memory import memory_for
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.window import make_salience
@@ -49,9 +48,7 @@ def open_layer(
         layer.tally.record_bytes = store.pool.record_bytes
         if budget is not None:
             slots = budget.slots(store, tokens)
-        nbytes = batch * heads * slots * store.pool.record_bytes
-        with memory_for("resident blocks", "a smaller resident or device_budget or fewer rows need less", nbytes):
-            layer.resident = ResidentSet(store, slots, layer.mirror)
+        layer.resident = ResidentSet(store, slots, layer.mirror)
     layer.salience = make_salience(layer)
     layer.state = policy.new_state(layer)
     layer.is_initialized = True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from hf_offload.cache.copying import Moves, copies, trials
-from hf_offload.cache.memory import host_empty
+from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu import pool as movers
@@ -17,6 +19,7 @@ from hf_offload.gpu import exchange as exchanging
 from hf_offload.gpu import move, transfer
 
 FREE = -1
+RESIDENT, LOWER_RESIDENT = "resident blocks", "a smaller resident or device_budget or fewer rows need less"
 
 
 @dataclass(slots=True)
@@ -45,8 +48,8 @@ class ResidentSet:
         self.store, self.slots, self.mirror = store, slots, mirror
         self.tables = store.tables
         shape = (store.batch, store.num_kv_heads, slots)
-        with torch.inference_mode(False):
-            size = (*shape, 2, store.block_size, store.head_dim)
+        size = (*shape, 2, store.block_size, store.head_dim)
+        with torch.inference_mode(False), memory_for(RESIDENT, LOWER_RESIDENT, math.prod(size) * store.dtype.itemsize):
             self.pool = torch.zeros(size, dtype=store.dtype, device=store.device)
             self.block_of = torch.full(shape, FREE, dtype=torch.int32, device=store.device)
             self.slot_of = torch.full((*shape[:2], 0), FREE, dtype=torch.int32, device=store.device)
@@ -67,8 +70,8 @@ class ResidentSet:
         have, need = self.slot_of.shape[2], self.store.table.shape[1]
         if need > have:
             with torch.inference_mode(False):
-                self.slot_of = _widened(self.slot_of, need, FREE)
-                self.worth = _widened(self.worth, need, 0.0)
+                self.slot_of = functional.pad(self.slot_of, (0, need - have), value=FREE)
+                self.worth = functional.pad(self.worth, (0, need - have))
 
     def copy_from(self, other: ResidentSet) -> None:
         """Hold what another set with as many slots holds, over a store with the same tokens."""
@@ -214,7 +217,7 @@ class ResidentSet:
         with self.mirror.beside():
             move.fetch(self.pool, *moves, *tables, packed=self.store.packed)
         if self.mirror.capture is not None:
-            self.mirror.capture.keep(moves, stream)
+            self.mirror.capture.keep(moves)
         elif stream is not None:
             for tensor in (self.pool, *moves, *tables):  # whoever lets go of them does not wait for this stream
                 tensor.record_stream(stream)
@@ -335,13 +338,8 @@ class ResidentSet:
         """Keep the rows of an index, in its order."""
         self.wait()
         index = torch.from_numpy(np.asarray(rows, np.int64)).to(self.pool.device)
-        with torch.inference_mode(False):  # they are written outside of inference mode too
+        nbytes = len(index) * self.pool[0].nbytes  # they are written outside of inference mode too
+        with torch.inference_mode(False), memory_for(RESIDENT, LOWER_RESIDENT, nbytes):
             self.pool, self.block_of, self.slot_of, self.worth = (
                 part[index] for part in (self.pool, self.block_of, self.slot_of, self.worth)
             )
-
-
-def _widened(tensor: torch.Tensor, width: int, value: float) -> torch.Tensor:
-    wide = tensor.new_full((*tensor.shape[:2], width), value)
-    wide[:, :, : tensor.shape[2]] = tensor
-    return wide

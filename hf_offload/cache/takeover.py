@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_offload.cache.fits import unsuitable
+from hf_offload.cache.fits import check_arrivals, unsuitable
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.stock import copy_layer
@@ -61,6 +61,7 @@ def take_over(
 def _fill(layer: HybridLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
     layer.lazy_initialization(keys, values)
     assert layer.store is not None
+    check_arrivals(layer, keys, values)
     layer.revision = layer.settings.padding.revision
     layer.store.append(keys, values)
     seal(layer.store, layer.settings.prefill_tile, keys)

@@ -12,6 +12,7 @@ import torch
 from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.mirror import pause
 from hf_offload.cpu.worker import Job, Worker
+from hf_offload.gpu.streams import TILES, stream_for
 
 if TYPE_CHECKING:
     from hf_offload.cache.store import BlockStore
@@ -36,7 +37,7 @@ class _DeviceTiles:
         with memory_for(TILE, LOWER_TILE, host.nbytes):
             self.tiles = torch.empty_like(host, device=device)
         self.model = torch.cuda.current_stream(device)
-        self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+        self.side = stream_for(TILES, device)
         self.read = [torch.cuda.Event() for _ in host]  # type: ignore[no-untyped-call, unused-ignore]
         self.copied = [torch.cuda.Event(blocking=True) for _ in host]  # type: ignore[no-untyped-call, unused-ignore]
         for event in self.read:  # who had this memory before may not have read it yet

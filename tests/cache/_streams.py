@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_offload.cache import tiles
+
 
 class Event:
     """As `torch.cuda.Event`: waiting for one that was never recorded returns at once."""
@@ -128,6 +130,7 @@ class Device(TorchDispatchMode):
         """Take the place of `torch.cuda`'s functions."""
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "Stream", self.make_stream)
+        patch.setattr(tiles, "stream_for", lambda purpose, device: self.make_stream(device))
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "stream", self.stream)
         patch.setattr(torch, "empty_like", self.empty_like)
