@@ -170,9 +170,12 @@ def measure(options: Options, model: PreTrainedModel, context: int, batch: int, 
     filled = time.perf_counter() - start
     count = WARM_UP + options.steps + PROFILED
     tokens = iter(torch.randint(model.config.vocab_size, (count, batch, 1), device=options.device))
+    mask = torch.ones(batch, cache.get_seq_length(), dtype=torch.long, device=options.device)
 
     def step() -> None:
-        model(input_ids=next(tokens), past_key_values=cache)
+        nonlocal mask
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)  # as `generate()` does it
+        model(input_ids=next(tokens), attention_mask=mask, past_key_values=cache)
 
     times = time_steps(options, step)
     spread, mean = percentiles(times), sum(times) / len(times)

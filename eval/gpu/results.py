@@ -22,9 +22,12 @@ class Results:
         folder: made if it is not there.
         commit: what the results call the commit where the sources are no git checkout, or None.
         parts: that are run now; what an earlier call has told of the cases of other parts stays.
+        lasting: parts of which cases that were done at this commit stay, too.
     """
 
-    def __init__(self, folder: Path, commit: str | None, parts: Collection[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, commit: str | None, parts: Collection[str] = (), lasting: Collection[str] = ()
+    ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -41,7 +44,17 @@ class Results:
             self.meta["commit"] = commit
         self.rows: dict[str, list[dict[str, Any]]] = {}
         self.log = folder / "failed.txt"
-        if kept := [row for row in self.table("cases") if row["part"] not in parts]:
+        cases = self.table("cases")
+        self.done = {
+            (row["part"], row["case"])
+            for row in cases
+            if row["part"] in lasting and row["status"] == "done" and str(row["commit"]) == self.meta["commit"]
+        }
+        """Part and name of each case that stays."""
+        for part in lasting:
+            if rows := [row for row in self.table(part) if (part, row["suite"]) in self.done]:
+                self.rows[part] = rows
+        if kept := [row for row in cases if row["part"] not in parts or (row["part"], row["case"]) in self.done]:
             self.rows["cases"] = kept
         told = self.log.read_text(encoding="utf-8") if self.log.exists() else ""
         texts = [
@@ -68,6 +81,10 @@ class Results:
             return self.rows.get(name, [])
         with path.open(newline="", encoding="utf-8") as file:
             return [{key: _number(text) for key, text in row.items()} for row in csv.DictReader(file)]
+
+    def complete(self, part: str) -> bool:
+        """Whether all cases of a part are done, by this call or before."""
+        return all(row["status"] == "done" for row in self.rows.get("cases", []) if row["part"] == part)
 
     def failed(self, part: str, case: str, text: str) -> None:
         """Add to the log."""

@@ -36,17 +36,34 @@ def test_a_later_call_keeps_what_was_told_of_other_parts(tmp_path: Path) -> None
     assert (log.count("two"), log.count("=== decode")) == (1, 1)
 
 
-@pytest.mark.parametrize(("seconds", "status"), [(20, "cut off"), (1000, "failed")])
+@pytest.mark.parametrize(("seconds", "failed", "status"), [(20, 0, "cut off"), (20, 1, "failed"), (1000, 0, "failed")])
 def test_a_suite_that_had_less_than_its_time_has_not_failed(
-    seconds: float, status: str, monkeypatch: pytest.MonkeyPatch
+    seconds: float, failed: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(correctness, "run_tests", lambda *arguments: ({"status": "ended"}, "so far"))
+    row = {"status": "ended", "failed": failed}
+    monkeypatch.setattr(correctness, "run_tests", lambda *arguments: (row, "so far"))
     ends: list[tuple[str, str, str, float]] = []
     names = correctness.names(QUICK)
     listener = Listener(names, lambda row: None, lambda *end: ends.append(end))
     correctness.run(QUICK, tuple(names), Report(listener.take, time.monotonic() + seconds, lambda: True))
     assert [end[1] for end in ends] == [status]
     assert "so far" in ends[0][2]
+
+
+def test_suites_that_have_passed_are_not_repeated_at_the_same_commit(tmp_path: Path) -> None:
+    """And what is left is told of: a check that did not get to all tests has not passed."""
+    cases = {"one": "done", "two": "cut off", "three": "failed"}
+    for commit, left in (("a", ["one", "two", "three"]), ("a", ["two", "three"]), ("b", ["one", "two", "three"])):
+        results = Results(tmp_path, commit, ["correctness"], ["correctness"])
+        assert [name for name in cases if ("correctness", name) not in results.done] == left
+        for name in left:
+            results.add("correctness", {"suite": name, "passed": 1})
+            results.add("cases", {"part": "correctness", "case": name, "status": cases[name]})
+        assert not results.complete("correctness")
+        assert [row["suite"] for row in results.table("correctness")] == list(cases)
+    results = Results(tmp_path, "c", ["correctness"], ["correctness"])
+    results.add("cases", {"part": "correctness", "case": "one", "status": "done"})
+    assert results.complete("correctness")
 
 
 def test_no_suite_of_marked_tests_needs_what_evaluations_need() -> None:
