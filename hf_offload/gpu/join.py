@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .backend import on_triton
+from .groups import MOST_HEADS, split_heads
 from .require import require
 
 JOINS = ("max", "mean", "raw")
@@ -45,6 +46,8 @@ def join_heads(
     require("limits", limits, (torch.int32,), (2,), masses.device)
     if not on_triton(masses):
         return _by_torch(masses, tail, limits, kv_heads, join)
+    if query_heads > MOST_HEADS * kv_heads:
+        return _in_parts(masses, tail, limits, kv_heads, join)
     from . import join_kernels
 
     score = torch.empty(batch, kv_heads, blocks, dtype=torch.float32, device=masses.device)
@@ -53,6 +56,20 @@ def join_heads(
         masses, tail, limits, score, kv_heads, blocks, JOIN=join, **constants, num_warps=4
     )
     return score
+
+
+def _in_parts(masses: torch.Tensor, tail: torch.Tensor, limits: torch.Tensor, kv_heads: int, join: str) -> torch.Tensor:
+    parts = list(zip(split_heads(masses, kv_heads), split_heads(tail, kv_heads), strict=True))
+    scores = [join_heads(*part, limits, kv_heads=kv_heads, join=join) for part in parts]
+    most = torch.stack(scores).amax(0)
+    if join == "max":
+        return most
+    total = torch.zeros_like(most)
+    for score, (some, _) in zip(scores, parts, strict=True):
+        # Heads that see nothing of a block do not take it from the others of their group.
+        seen = score if join == "raw" else score.masked_fill(score == -torch.inf, 0.0)
+        total += seen * (some.shape[1] / masses.shape[1])
+    return torch.where(most > -torch.inf, total, -torch.inf)
 
 
 def join_sizes(group: int) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from .backend import on_triton
+from .groups import MOST_HEADS, join_parts, split_heads
 from .listing import check_listing, gather_slots, scores_by_torch, seen_tokens, tile_sizes
 
-_GROUP = 16  # query heads of a KV head in one launch
 _PROGRAMS = 264  # two for each multiprocessor of a large GPU
 _SPLIT_TOKENS = 128  # less than this does not pay for another partial
 _MAX_SPLITS = 64
@@ -50,18 +50,16 @@ def paged_attention(
         TypeError: a tensor of another dtype.
         ValueError: shapes, devices or sizes that do not fit together.
     """
-    batch, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
+    _, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
     if window is not None and window < 1:
         raise ValueError(f"window {window} is not positive; pass None to attend all positions")
     if not on_triton(query):
         return _by_torch(query, pool, slots, blocks, counts, limits, valid, scale, softcap, window)
     listing = (pool, slots, blocks, counts, limits, valid, scale, softcap, window)
-    if group <= _GROUP:
+    if group <= MOST_HEADS:
         return _launch(query, *listing)
-    grouped = query.view(batch, heads, group, -1)
-    outs, lses = zip(*(_launch(part.flatten(1, 2), *listing) for part in torch.split(grouped, _GROUP, 2)), strict=True)
-    out, lse = (torch.cat([x.unflatten(1, (heads, -1)) for x in parts], 2).flatten(1, 2) for parts in (outs, lses))
-    return out, lse
+    outs, lses = zip(*(_launch(part, *listing) for part in split_heads(query, heads)), strict=True)
+    return join_parts(outs, heads), join_parts(lses, heads)
 
 
 def _launch(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .backend import on_triton
+from .groups import MOST_HEADS, join_parts, split_heads
 from .require import require
 
 F32, I32 = (torch.float32,), (torch.int32,)
@@ -44,6 +45,9 @@ def score_vectors(
     require("limits", limits, I32, (2,), device)
     if not on_triton(ready):
         return _vectors_by_torch(ready, vectors, bias, table, limits)
+    if query_heads > MOST_HEADS * kv_heads:
+        parts = split_heads(ready, kv_heads)
+        return join_parts([score_vectors(part, vectors, bias, table, limits) for part in parts], kv_heads)
     from . import score_kernels
 
     masses = torch.empty(batch, query_heads, table.shape[1], dtype=torch.float32, device=device)
@@ -123,6 +127,10 @@ def score_submeans(
     require("limits", limits, I32, (2,), device)
     if not on_triton(query):
         return _submeans_by_torch(query, codes, levels, sizes, bias, center, sigma, table, limits, scale)
+    if query_heads > MOST_HEADS * kv_heads:
+        rest = (codes, levels, sizes, bias, center, sigma, table, limits)
+        parts = [score_submeans(part, *rest, scale=scale) for part in split_heads(query, kv_heads)]
+        return join_parts(parts, kv_heads)
     from . import score_kernels
 
     masses = torch.empty(batch, query_heads, table.shape[1], dtype=torch.float32, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .backend import on_triton
+from .groups import MOST_HEADS, join_parts, split_heads
 from .listing import check_listing, gather_slots, scores_by_torch, seen_tokens, tile_sizes
 from .require import require
 
@@ -48,8 +49,6 @@ def update_weights(
         ValueError: shapes, devices or numbers that do not fit together.
     """
     batch, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
-    if group > 16:
-        raise ValueError(f"{group} query heads for each KV head; expected at most 16")
     slots_there, size = pool.shape[2], pool.shape[4]
     fp32 = (torch.float32,)
     require("average", average, fp32, (batch, heads * group, slots_there, size), query.device)
@@ -58,6 +57,15 @@ def update_weights(
         raise ValueError(f"alpha {alpha} is not in (0, 1]")
     if not on_triton(query):
         _by_torch(average, query, pool, slots, blocks, counts, limits, valid, lse, scale, softcap, alpha, share, after)
+        return
+    if group > MOST_HEADS:
+        parts = [split_heads(tensor, heads) for tensor in (average, query, lse)]
+        rest = (pool, slots, blocks, counts, limits, valid)
+        for some, asked, relative in zip(*parts, strict=True):
+            update_weights(
+                some, asked, *rest, relative, scale=scale, softcap=softcap, alpha=alpha, share=share, after=after
+            )
+        average.copy_(join_parts(parts[0], heads))
         return
     from . import weights_kernels
 

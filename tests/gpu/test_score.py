@@ -45,7 +45,15 @@ def check(masses: torch.Tensor, want: torch.Tensor, atol: float) -> None:
 @every_form
 @pytest.mark.parametrize(
     ("group", "width", "blocks", "sealed"),
-    [(1, 16, 1, 1), (3, 80, 37, 33), (7, 128, 70, 70), (16, 256, 66, 1), (4, 512, 5, 0), (2, 64, 300, 280)],
+    [
+        (1, 16, 1, 1),
+        (3, 80, 37, 33),
+        (7, 128, 70, 70),
+        (16, 256, 66, 1),
+        (4, 512, 5, 0),
+        (2, 64, 300, 280),
+        (20, 32, 9, 8),
+    ],
 )
 def test_vectors(form: str, group: int, width: int, blocks: int, sealed: int, request: pytest.FixtureRequest) -> None:
     device = device_of(form, request)
@@ -87,6 +95,7 @@ def truth(
         (4, 16, 2, 300, 290),
         (64, 256, 2, 3, 3),
         (32, 64, 3, 5, 4),
+        (8, 32, 35, 9, 8),
     ],
 )
 def test_submeans(
