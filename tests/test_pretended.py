@@ -18,7 +18,7 @@ STEPS = "not copy_records and not Standing and not Row-run"  # what they break o
 COPIES = "not copies_of_a_model"  # their storages are looked at
 UNMARKED = ["-m", "not gpu and not slow"]
 QUICK = {
-    "the device itself": (["tests/gpu/test_lagging.py"], 7),
+    "the device itself": (["tests/gpu/test_lagging.py"], 9),
     "policies": ([EXACT, "-k", "covering and gemma3 and split and (select or all or hgca)"], 2),
     "graphs": ([f"{GRAPHS}::test_graphs_give_the_logits_of_eager_steps[scout-attend-llama-1]"], 1),
 }

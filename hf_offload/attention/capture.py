@@ -85,8 +85,10 @@ class Capture:
         self.late = self.flags[-1, :1]
         """Not 0: the epoch in which a part was not done in time; what the device computed since then is wrong."""
         self._spins = min(int(timeout * LOOKS), 2**31 - 1)
-        # A kernel's first launch loads it, which a capture may refuse.
-        flags.wait(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
+        self.reachable = not pin or self.flags.is_pinned()
+        """Whether the device's kernels can read and write the flags."""
+        if self.reachable:  # a kernel's first launch loads it, which a capture may refuse
+            flags.wait(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
         self.parts: list[tuple[HostPart, Callable[[], Launch], str]] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
         self._ledger: Ledger | None = None

@@ -36,6 +36,8 @@ class StepGraph:
         self.layers, self.recorder = hybrid_layers(cache), recorder
         self._cache = weakref.proxy(cache)
         self._capture: Capture | None = None
+        self._next: Capture | None = None
+        """What the next graph hands over with, once it is known that it can."""
         self._recorded: Any = None
         self._state: object = None
         """The signature of the steps that the graph serves; `_coming`: of the step that comes."""
@@ -87,8 +89,11 @@ class StepGraph:
         """Whether a graph could read what lies in host memory; a warning, once, where that is not pinned."""
         pools = [layer.store.pool.pinned for layer in self.layers if layer.store is not None]
         parts = [layer.host_part.reachable for layer in self.layers if layer.host_part is not None]
-        if self.layers[0].device.type != "cuda" or all((*pools, *parts)):
-            return True
+        device, worker = self.layers[0].device, self.layers[0].settings.worker
+        if device.type != "cuda" or all((*pools, *parts)):
+            self._next = Capture(device, len(self.layers), worker.timeout)
+            if self._next.reachable:
+                return True
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -193,8 +198,8 @@ class StepGraph:
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
         self.close()
         mirrors = {layer.mirror for layer in self.layers}
-        device = self.layers[0].device
-        capture = self._capture = Capture(device, len(self.layers), self.layers[0].settings.worker.timeout)
+        assert self._next is not None
+        capture = self._capture = self._next
         with torch.inference_mode(False):
             self._inputs = {name: value.clone() for name, value in inputs.items()}
         for layer in self.layers:
