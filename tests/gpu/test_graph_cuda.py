@@ -12,7 +12,7 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.capture import _capture_stream
+from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, TASKS, TILES, stream_for
 
 pytestmark = pytest.mark.gpu
 
@@ -117,6 +117,9 @@ def test_what_is_captured_was_launched_before(monkeypatch: pytest.MonkeyPatch) -
     assert {layer.resident.came_by for layer in cache.layers} == {"uva"}
 
 
-def test_no_other_stream_is_the_one_of_captures() -> None:
-    mine = _capture_stream(torch.cuda.current_device())
-    assert mine.cuda_stream not in {torch.cuda.Stream().cuda_stream for _ in range(64)}
+def test_no_other_stream_is_one_of_captures() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    mine = {stream_for(purpose, device).cuda_stream for purpose in (CAPTURE, CAPTURE_SIDE)}
+    assert len(mine) == 2
+    others = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    assert not mine & (others | {stream_for(purpose, device).cuda_stream for purpose in (TILES, TASKS)})
