@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_offload.attention.checks import check_model, inside
 from hf_offload.attention.function import NAME
+from hf_offload.attention.graphed import GraphedForward, graphed
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies import Policy
 
@@ -33,12 +34,15 @@ class _CacheMaker:
         """The attention implementation from before."""
         self.displaced: Any = None
         """Another's attribute of this name that stood there before."""
+        self._graphed: GraphedForward | None = None
+        """Held while the model is enabled: a cache that `generate()` makes is gone before its end."""
 
     def bind(self, model: PreTrainedModel) -> None:
         """Take the place in a model."""
         self._model = weakref.ref(model)
         self.displaced = model.__dict__.get(_PREPARE)
         setattr(model, _PREPARE, self)
+        self._graphed = graphed(model) if self.knobs.get("cuda_graph") else None
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         model = self._model()
@@ -62,7 +66,7 @@ class _CacheMaker:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model, or the model unpickled, is enabled as well; its copy of this belongs to it.
-        return self.__dict__ | {"_model": self._model()}
+        return self.__dict__ | {"_model": self._model(), "_graphed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _model=weakref.ref(state["_model"]))

@@ -48,7 +48,7 @@ class Results:
         self.done = {
             (row["part"], row["case"])
             for row in cases
-            if row["part"] in lasting and row["status"] == "done" and str(row["commit"]) == self.meta["commit"]
+            if row["part"] in lasting and row["status"] == "done" and self._same(row)
         }
         """Part and name of each case that stays."""
         for part in lasting:
@@ -81,6 +81,12 @@ class Results:
             return self.rows.get(name, [])
         with path.open(newline="", encoding="utf-8") as file:
             return [{key: _number(text) for key, text in row.items()} for row in csv.DictReader(file)]
+
+    def _same(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row comes from the same sources, as far as is known, and the same kind of device."""
+        commit = self.meta["commit"]
+        known = commit != "unknown" and not commit.endswith("+changes")
+        return known and (str(row["commit"]), row["gpu"]) == (commit, self.meta["gpu"])
 
     def complete(self, part: str) -> bool:
         """Whether all cases of a part are done, by this call or before."""

@@ -91,7 +91,8 @@ class StepGraph:
         parts = [layer.host_part.reachable for layer in self.layers if layer.host_part is not None]
         device, worker = self.layers[0].device, self.layers[0].settings.worker
         if device.type != "cuda" or all((*pools, *parts)):
-            self._next = Capture(device, len(self.layers), worker.timeout)
+            with self.layers[0].mirror.current():
+                self._next = Capture(device, len(self.layers), worker.timeout)
             if self._next.reachable:
                 return True
         if not self._warned:
@@ -196,10 +197,11 @@ class StepGraph:
         return rows, sizes, shapes, {name: value for name, value in fixed.items() if name != "past_key_values"}
 
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
+        capture, self._next = self._next, None
         self.close()
         mirrors = {layer.mirror for layer in self.layers}
-        assert self._next is not None
-        capture = self._capture = self._next
+        assert capture is not None
+        self._capture = capture
         with torch.inference_mode(False):
             self._inputs = {name: value.clone() for name, value in inputs.items()}
         for layer in self.layers:
@@ -276,19 +278,21 @@ class StepGraph:
         """
         if settle and self._doorbell is not None:
             self._settle()
-        if self._doorbell is not None:
-            try:
+        late = 0 if self._capture is None else int(self._capture.late[0])
+        epochs = [late] if late else []
+        try:
+            if self._doorbell is not None:
                 self._doorbell.check()
-            except ItemError as error:
-                self.close()
-                raise WorkerError(f"{error}; {self._wrong_since(error.epoch)}") from error
-        if self._capture is not None and (late := int(self._capture.late[0])):
+        except ItemError as error:
+            self.close()
+            raise WorkerError(f"{error}; {self._wrong_since(*epochs, error.epoch)}") from error
+        if late:
             self.close()
             raise WorkerError(f"a CPU part was not done in time; {self._wrong_since(late)}")
 
-    def _wrong_since(self, epoch: int) -> str:
-        """What to tell of the steps from an epoch on: a loop that looks at no result may have gone on."""
-        steps = (self._epoch - epoch) % 2**32 + 1
+    def _wrong_since(self, *epochs: int) -> str:
+        """What to tell of the steps from the first of these epochs on: who looks at no result may have gone on."""
+        steps = 1 + max((self._epoch - epoch) % 2**32 for epoch in epochs)
         what = "result of the last step is" if steps == 1 else f"results of the last {steps} steps are"
         return f"the {what} not right: crop(-{steps}) and repeat {'it' if steps == 1 else 'them'}"
 
@@ -299,7 +303,8 @@ class StepGraph:
         self._settle()  # an interruption finds all of it as it was
         doorbell, self._doorbell = self._doorbell, None
         self._finalizer.detach()
-        self._capture = self._recorded = self._state = self._output = None
+        self._capture = self._recorded = self._state = self._output = self._next = None
+        self._held = []
         with suppress(WorkerError):  # nobody asks for these parts any more
             doorbell.stop()
 

@@ -65,6 +65,7 @@ class GraphedForward:
                 graph.check(settle=True)
             return self._forward(*args, **kwargs)
         if not graph.prepare(*step):
+            graph.check(settle=True)
             return self._forward(*args, **kwargs)
         output = graph.run(self._forward, *step)
         if getattr(self._local, "graphs", None) is not None:
@@ -102,8 +103,21 @@ class _Stand:
         """A copy of the model has a method of its own."""
         if self._mine is not None:
             return copy.deepcopy(self._mine, memo)
-        owner = memo[id(self._model())]
-        return types.MethodType(getattr(type(owner), self._name), owner)
+        model = self._model()
+        return self._of_class(memo.get(id(model), model))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So has the model that is unpickled."""
+        if self._mine is not None:
+            return _itself, (self._mine,)
+        return getattr, (self._model(), self._name)  # which is its class's while the model is being made
+
+    def _of_class(self, model: Any) -> Any:
+        return types.MethodType(getattr(type(model), self._name), model)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def graphed(model: nn.Module) -> GraphedForward:

@@ -23,7 +23,7 @@ from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import Worker
 from hf_offload.gpu.move import PackedLayout, store_tokens
-from hf_offload.gpu.ranking import MOST_BLOCKS
+from hf_offload.gpu.ranking import spare_width
 
 KEEP_TOKENS = 128
 """Newest full blocks of so many tokens are never packed: what `crop` usually drops is as it was."""
@@ -163,7 +163,7 @@ class BlockStore:
         """Have room in the table for `blocks` logical blocks."""
         if blocks > self.table.shape[1]:
             # Whole lines of memory: kernels then read them in long words, and one variant serves every length.
-            width = -(-max(blocks, min(self.table.shape[1] * 5 // 4, MOST_BLOCKS)) // TABLE_STEP) * TABLE_STEP
+            width = -(-max(blocks, spare_width(self.table.shape[1])) // TABLE_STEP) * TABLE_STEP
             wide = np.zeros((self.batch, width), np.int32)
             wide[:, : self.table.shape[1]] = self.table
             self.table = wide

@@ -225,7 +225,8 @@ class _Crew:
     def check(self) -> None:
         """Raise the first error, once; its siblings go with it."""
         if self.errors:
-            item, epoch, error = self.errors[0]
+            last = self.errors[0][1]
+            item, epoch, error = min(self.errors, key=lambda one: _wrapped(one[1] - last))
             for failed, _, _ in self.errors:
                 _flag(failed.status).value = 0
             self.errors.clear()

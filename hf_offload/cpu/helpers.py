@@ -10,6 +10,7 @@ is inside.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sys
@@ -145,7 +146,7 @@ def leave(calls: Array, call: int) -> None:
 
 @jit
 def serve(calls: Array, control: Array, inside: Array) -> None:
-    """Help whoever calls until told to stop; an error is raised from inside a call, whose number is in `inside`."""
+    """Help whoever calls until told to stop; `inside` has the number of the call from inside which an error comes."""
     while True:
         bell = peek(control, BELL)  # before looking around: a call that comes meanwhile changes it
         if peek(control, STOP) != 0:
@@ -159,6 +160,7 @@ def serve(calls: Array, control: Array, inside: Array) -> None:
             _ring(control, _BRANCHES)
         inside[0] = call
         _take_part(calls, call)
+        inside[0] = -1
         leave(calls, call)
 
 
@@ -177,17 +179,22 @@ class Helpers:
         self._free, self._errors = list(range(callers)), dict[int, BaseException]()
         self._lock, self._threads = threading.Lock(), list[threading.Thread]()
 
-    def _start(self) -> None:
-        if len(self._threads) == self.count:
-            return
+    def _start(self) -> int:
+        """Have threads there; how many, as many as the system allows."""
         with self._lock:
-            if not self._threads:
+            if self.count and not self._threads:
+                _compile()
                 weakref.finalize(self, _stop, self._control, os.getpid()).atexit = False
             while len(self._threads) < self.count:
                 args, name = (self._calls, self._control, self._errors), f"hf_offload-helper-{len(self._threads)}"
                 thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # no more can be had
+                    self.count = len(self._threads)
+                    break
                 self._threads.append(thread)
+        return self.count
 
     def divide(self, work: Launch | Standing) -> float:
         """Do all tasks of a launch now, or of a standing one that is open, which nobody else makes meanwhile.
@@ -199,13 +206,14 @@ class Helpers:
             Exception: what the kernel raised, here or in a helper.
         """
         launch = work.launch if isinstance(work, Standing) else work
-        helpers = max(min(self.count, launch.tasks - 1), 0) if launch.cost >= WORTH_BYTES else 0
+        helpers = 0
+        if launch.cost >= WORTH_BYTES and launch.tasks > 1:
+            helpers = min(self.count if len(self._threads) == self.count else self._start(), launch.tasks - 1)
         launch.ticket[2] = helpers + 1
         if not helpers:
             began = time.perf_counter()
             work()
             return time.perf_counter() - began
-        self._start()
         bound = work.bound if isinstance(work, Standing) else bind(launch)
         call, error = self._free.pop(), None
         try:
@@ -215,7 +223,10 @@ class Helpers:
             error = self._errors.pop(call, None)
             self._free.append(call)
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # it holds this frame, which would hold it
         return spent / 1e9
 
 
@@ -227,11 +238,24 @@ def _stop(control: Array, pid: int) -> None:
 
 
 def _serve(calls: Array, control: Array, errors: dict[int, BaseException]) -> None:
-    inside: Array = np.zeros(1, np.int64)
+    inside: Array = np.full(1, -1, np.int64)
     while True:
         try:
             serve(calls, control, inside)
             return
         except BaseException as error:  # it belongs to whoever called
-            errors.setdefault(int(inside[0]), error)
-            leave(calls, int(inside[0]))
+            call, inside[0] = int(inside[0]), -1
+            if call >= 0:
+                errors.setdefault(call, error)
+                leave(calls, call)
+
+
+@functools.cache
+def _compile() -> None:
+    """Compile what the threads run, so that none of them has to."""
+    calls, control = np.zeros((1, WIDTH), np.int64), np.zeros(CONTROL_WIDTH, np.int64)
+    calls[0, STATE] = 1
+    leave(calls, 0)
+    dismiss(calls, 0)
+    control[STOP] = 1
+    serve(calls, control, np.zeros(1, np.int64))

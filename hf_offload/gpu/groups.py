@@ -10,9 +10,9 @@ MOST_HEADS = 16
 
 
 def split_heads(tensor: torch.Tensor, kv_heads: int) -> list[torch.Tensor]:
-    """Cut `[B, Hq, …]` into parts `[B, Hkv · m, …]`, m at most `MOST_HEADS` query heads of each KV head."""
+    """Cut `[B, Hq, …]` into contiguous parts `[B, Hkv · m, …]`, m at most `MOST_HEADS` query heads of each KV head."""
     grouped = tensor.reshape(len(tensor), kv_heads, -1, *tensor.shape[2:])
-    return [part.flatten(1, 2) for part in torch.split(grouped, MOST_HEADS, 2)]
+    return [part.flatten(1, 2).contiguous() for part in torch.split(grouped, MOST_HEADS, 2)]
 
 
 def join_parts(parts: Sequence[torch.Tensor], kv_heads: int) -> torch.Tensor:

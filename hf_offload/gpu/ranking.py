@@ -14,6 +14,12 @@ def check_width(blocks: int) -> None:
         raise ValueError(f"{blocks} blocks a row are not within 1..{MOST_BLOCKS}; use a larger block_size")
 
 
+def spare_width(blocks: int) -> int:
+    """A quarter more blocks, for a table that grows; but no more than can be ranked, as long as they can."""
+    wide = blocks * 5 // 4
+    return min(wide, MOST_BLOCKS) if blocks < MOST_BLOCKS else wide
+
+
 def padded_width(blocks: int) -> dict[str, int]:
     """Compile-time sizes and warps of a kernel that holds so many blocks in registers."""
     width = 1 << (blocks - 1).bit_length()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -186,6 +188,46 @@ def test_all_steps_that_a_late_part_has_spoilt_are_counted(monkeypatch: pytest.M
         assert cache.get_seq_length() == 155
 
 
+def test_the_first_of_several_faults_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that was late, and a later one that failed; a step in Python behind both, which looks for itself."""
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 170)
+    cache = graph_cache(model, "scout", **SCOUT, lookahead="attend", recall=0)
+    monkeypatch.setattr(capture, "LOOKS", 2000)
+    with torch.no_grad():
+        model(ids[:, :150], past_key_values=cache)
+        for i in range(150, 155):
+            model(ids[:, i : i + 1], past_key_values=cache)
+        bell = cache.graph._doorbell
+        bell.delay = 0.5
+        with monkeypatch.context() as patch:
+            patch.setattr(StepGraph, "check", lambda graph: None)
+            for i in range(155, 157):
+                model(ids[:, i : i + 1], past_key_values=cache)
+        item = bell._crew.items[0]
+        bell._crew.errors += [(item, 4, ArithmeticError("first")), (item, 5, ArithmeticError("second"))]
+        late = int(cache.graph._capture.late[0])
+        assert late == 4
+        with pytest.raises(WorkerError, match=r"first.*the last 2 steps are not right: crop\(-2\)"):
+            model(ids[:, 157:158], past_key_values=cache, output_hidden_states=True)
+        assert cache.get_seq_length() == 157
+
+
+def test_what_a_graph_held_goes_with_it() -> None:
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 160)
+    cache = graph_cache(model, "scout", **SCOUT)
+    with torch.no_grad():
+        model(ids[:, :150], past_key_values=cache)
+        for i in range(150, 155):
+            model(ids[:, i : i + 1], past_key_values=cache)
+    held = [weakref.ref(tensor) for _, digests in cache.graph._held for tensor in digests if tensor is not None]
+    assert held
+    cache.reset()
+    gc.collect()
+    assert not any(one() is not None for one in held)
+
+
 def test_the_forward_is_the_models_own_again_when_the_cache_is_gone() -> None:
     """At once, without the garbage collector: a cache may hold much of the memory."""
     model = tiny_model("llama")
@@ -203,10 +245,12 @@ def test_the_forward_is_the_models_own_again_when_the_cache_is_gone() -> None:
     assert not {"forward", "generate"} & set(model.__dict__)
 
 
-def test_a_copy_of_the_model_runs_its_own_weights() -> None:
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_runs_its_own_weights(copied_by: Callable[[Any], Any]) -> None:
     model = tiny_model("llama")
     cache = graph_cache(model, "scout", **SCOUT)
-    copied = copy.deepcopy(model)
+    copied, method = copied_by(model), copied_by(model.generate)
+    assert callable(method)
     with torch.no_grad():
         copied.lm_head.weight.zero_()
         assert not copied(prompt(1, 9)[0]).logits.any()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -113,6 +115,58 @@ def test_an_error_of_any_thread_is_raised_by_the_caller(broken: int) -> None:
     crew.divide(launch)
     assert launch.args[2].tolist() == [1] * 60
     assert launch.args[3][0] == 4
+
+
+def test_an_error_keeps_nobody_alive() -> None:
+    """A frame that raises what it holds would hold itself, and the memory that the launch reads."""
+    crew = Helpers(3, 1)
+    crew.divide(marking(40, 500))
+    gc.disable()
+    try:
+        for broken in range(0, 12, 2):
+            launch = marking(12, 500, broken)
+            gone = weakref.ref(launch.args[2])
+            with pytest.raises(ArithmeticError):
+                crew.divide(launch)
+            del launch
+            assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_outside_of_a_launch_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, asked = helpers.serve, threading.Semaphore(2)
+
+    def troubled(*args: Array) -> None:
+        if args[1].any() and asked.acquire(blocking=False):  # not where it is only compiled
+            raise OSError("no space left on device")
+        serve(*args)
+
+    monkeypatch.setattr(helpers, "serve", troubled)
+    crew = Helpers(3, 2)
+    for _ in range(5):
+        launch = marking(60, 2_000)
+        crew.divide(launch)
+        assert launch.args[2].tolist() == [1] * 60
+    assert launch.args[3][0] == 4
+
+
+@pytest.mark.parametrize("had", [0, 2])
+def test_threads_that_cannot_be_had_are_done_without(monkeypatch: pytest.MonkeyPatch, had: int) -> None:
+    start, left = threading.Thread.start, threading.Semaphore(had)
+
+    def scarce(thread: threading.Thread) -> None:
+        if not left.acquire(blocking=False):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    crew = Helpers(5, 1)
+    for _ in range(3):
+        launch = marking(60, 2_000)
+        crew.divide(launch)
+        assert launch.args[2].tolist() == [1] * 60
+        assert 1 <= launch.args[3][0] <= had + 1
 
 
 def test_an_error_of_a_helper_is_that_of_the_job() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from test_exactness import assert_equal
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
+import hf_offload
 from hf_offload import HybridCache
+from hf_offload.attention.graph import StepGraph
+from hf_offload.cpu.worker import WorkerError
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, TASKS, TILES, stream_for
 
 pytestmark = pytest.mark.gpu
@@ -115,6 +119,31 @@ def test_what_is_captured_was_launched_before(monkeypatch: pytest.MonkeyPatch) -
         model(ids, past_key_values=cache)
         model(ids[:, :1], past_key_values=cache)
     assert {layer.resident.came_by for layer in cache.layers} == {"uva"}
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_part_that_fails_in_the_last_step_is_told_by_generate(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    """Also where `generate()` makes the cache itself, which is gone at its end."""
+    model, ids = tiny_model("llama").cuda(), prompt(1, 150)[0].cuda()
+    knobs: dict[str, Any] = {**MEMORY, **AHEAD, "recall": 0, "cuda_graph": True}
+    given: dict[str, Any] = {} if enabled else {"past_key_values": HybridCache(model, "scout", **knobs)}
+    replay, count = StepGraph._replay, [0]
+
+    def broken(graph: StepGraph) -> None:
+        count[0] += 1
+        replay(graph)
+        if count[0] == 9:
+            assert graph._doorbell is not None
+            crew: Any = graph._doorbell._crew
+            crew.errors.append((crew.items[0], graph._epoch, ArithmeticError("the kernel died")))
+
+    monkeypatch.setattr(StepGraph, "_replay", broken)
+    with hf_offload.enabled(model, "scout", **knobs) if enabled else nullcontext():
+        with pytest.raises(WorkerError, match=r"the kernel died.*crop\(-1\)"):
+            model.generate(ids, max_new_tokens=12, do_sample=False, **given)
+        assert count[0] == 9
+    if enabled:
+        assert not {"forward", "generate"} & set(model.__dict__)
 
 
 def test_no_other_stream_is_one_of_captures() -> None:

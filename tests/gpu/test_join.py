@@ -29,7 +29,7 @@ def check(device: str, masses: torch.Tensor, tail: torch.Tensor, sealed: int, kv
 @pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize(
     ("group", "blocks", "sealed"),
-    [(1, 1, 1), (3, 37, 33), (7, 300, 256), (16, 700, 650), (4, 1100, 1025), (2, 9, 0), (35, 70, 65)],
+    [(1, 1, 1), (3, 37, 33), (7, 300, 256), (16, 700, 650), (4, 1100, 1025), (2, 9, 0), (35, 70, 65), (17, 9, 8)],
 )
 def test_join(form: str, group: int, blocks: int, sealed: int, join: str, request: pytest.FixtureRequest) -> None:
     device = device_of(form, request)
@@ -54,7 +54,7 @@ def test_a_head_without_mass(form: str, join: str, request: pytest.FixtureReques
     masses[0, 1], tail[0, 1] = -math.inf, -math.inf
     masses[0, 2, 4] = -math.inf
     check(device, masses, tail, 10, 2, join)
-    masses, tail = torch.randn(1, 40, 10), torch.randn(1, 40)
+    masses, tail = torch.randn(2, 40, 10), torch.randn(2, 40)
     masses[0, :18], tail[0, :18] = -math.inf, -math.inf  # more than go into one launch
     check(device, masses, tail, 10, 1, join)
 

@@ -19,6 +19,8 @@ SHAPES = [  # chosen so that tiles join blocks, are blocks, or cut them, and tha
     {"heads": 3, "group": 7, "dim": 128, "size": 64, "width": 5},
     {"heads": 1, "group": 16, "dim": 64, "size": 128, "width": 3},
     {"heads": 2, "group": 35, "dim": 16, "size": 16, "width": 20},
+    {"heads": 2, "group": 17, "dim": 16, "size": 16, "width": 20},  # a head that is left over
+    {"heads": 1, "group": 20, "dim": 16, "size": 16, "width": 40},
 ]
 
 

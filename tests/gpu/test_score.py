@@ -53,6 +53,7 @@ def check(masses: torch.Tensor, want: torch.Tensor, atol: float) -> None:
         (4, 512, 5, 0),
         (2, 64, 300, 280),
         (20, 32, 9, 8),
+        (33, 16, 9, 8),
     ],
 )
 def test_vectors(form: str, group: int, width: int, blocks: int, sealed: int, request: pytest.FixtureRequest) -> None:
@@ -96,6 +97,7 @@ def truth(
         (64, 256, 2, 3, 3),
         (32, 64, 3, 5, 4),
         (8, 32, 35, 9, 8),
+        (4, 16, 17, 9, 8),
     ],
 )
 def test_submeans(

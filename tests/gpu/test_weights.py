@@ -16,7 +16,8 @@ SHAPES = [
     {"heads": 1, "group": 3, "dim": 80, "size": 16, "width": 5},
     {"heads": 2, "group": 5, "dim": 32, "size": 32, "width": 3},
     {"heads": 1, "group": 16, "dim": 128, "size": 128, "width": 2},
-    {"heads": 2, "group": 19, "dim": 16, "size": 8, "width": 5},
+    {"heads": 2, "group": 17, "dim": 16, "size": 8, "width": 5},
+    {"heads": 1, "group": 35, "dim": 16, "size": 8, "width": 5},
 ]
 
 
