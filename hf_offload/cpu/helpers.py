@@ -238,13 +238,15 @@ def _stop(control: Array, pid: int) -> None:
 
 
 def _serve(calls: Array, control: Array, errors: dict[int, BaseException]) -> None:
-    inside: Array = np.full(1, -1, np.int64)
-    while True:
+    inside: Array = np.zeros(1, np.int64)
+    call = 0
+    while call >= 0:  # after an error outside of a call there would be another one
+        inside[0] = -1
         try:
             serve(calls, control, inside)
             return
         except BaseException as error:  # it belongs to whoever called
-            call, inside[0] = int(inside[0]), -1
+            call = int(inside[0])
             if call >= 0:
                 errors.setdefault(call, error)
                 leave(calls, call)
