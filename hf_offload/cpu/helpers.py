@@ -3,8 +3,8 @@
 A thread that needs Python for its share of a launch takes the GIL several times, from the model's thread, which wants
 it for the next layer's work. So one thread of the worker takes a job up, and calls these for help: all that they run is
 compiled. A call is a row of numbers; its state holds how many are still invited, in the upper half, and how many are
-inside, in the lower. Whoever called takes part, withdraws the invitations when no task is left, and waits until nobody
-is inside.
+inside, in the lower. Who called takes part. Who finds no task left withdraws the invitations, and who called waits
+until nobody is inside.
 """
 
 # mypy: allow-untyped-calls
@@ -95,14 +95,20 @@ def _take_part(calls: Array, call: int) -> None:
 
 
 @jit
-def dismiss(calls: Array, call: int) -> None:
-    """Withdraw the invitations of a call, and wait until nobody is inside any more; it is free then."""
+def _withdraw(calls: Array, call: int) -> None:
+    """Invite nobody else: whoever took part has found no task left."""
     at = call * WIDTH + STATE
     state = peek(calls, at)
     while state >= _INVITED and not swap_if(calls, at, state, state & _INSIDE):
         state = peek(calls, at)
+
+
+@jit
+def dismiss(calls: Array, call: int) -> None:
+    """Invite nobody else to a call, and wait until nobody is inside any more; it is free then."""
+    _withdraw(calls, call)
     turns = 0
-    while peek(calls, at) != 0:
+    while peek(calls, call * WIDTH + STATE) != 0:
         turns += 1
         if turns < _TURNS:
             pause()
@@ -161,6 +167,7 @@ def serve(calls: Array, control: Array, inside: Array) -> None:
         inside[0] = call
         _take_part(calls, call)
         inside[0] = -1
+        _withdraw(calls, call)
         leave(calls, call)
 
 
