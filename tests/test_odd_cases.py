@@ -263,11 +263,11 @@ def test_contexts_of_nearly_as_many_blocks_as_can_be_ranked() -> None:
     cache = HybridCache.from_cache(source, model, "scout", **knobs)
     with torch.no_grad():
         for _ in range(10):
-            model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+            model(torch.ones(1, 1, dtype=torch.long, device=DEVICE), past_key_values=cache)
         assert cache.get_seq_length() == length + 10
         assert cache.layers[0].store.table.shape[1] == MOST_BLOCKS
         too_many = (MOST_BLOCKS - 2) * 8 - length - 9
         with pytest.raises(ValueError, match=r"131057 tokens a row are more than the 16382 blocks of 8.*block_size"):
-            model(torch.ones(1, too_many, dtype=torch.long), past_key_values=cache)
+            model(torch.ones(1, too_many, dtype=torch.long, device=DEVICE), past_key_values=cache)
         assert cache.get_seq_length() == length + 10
-        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+        model(torch.ones(1, 1, dtype=torch.long, device=DEVICE), past_key_values=cache)
