@@ -13,7 +13,7 @@ import pytest
 import torch
 from recording import CpuRecorder
 from tiny import prompt, tiny_model
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_offload import HybridCache
 from hf_offload.attention import capture, graph, tiered
@@ -166,8 +166,8 @@ def test_a_part_that_is_late_in_the_last_step_is_told_by_generate(monkeypatch: p
     assert cache.get_seq_length() == 158
 
 
-def test_all_steps_that_a_late_part_has_spoilt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that looks at no result runs ahead of the device."""
+def run_ahead(monkeypatch: pytest.MonkeyPatch, steps: int) -> tuple[PreTrainedModel, Any, torch.Tensor]:
+    """So many replays behind 155 tokens that nobody looks at, the first with a part that is late; model, cache, ids."""
     model = tiny_model("llama")
     ids, _ = prompt(1, 170)
     cache = graph_cache(model, "scout", **SCOUT, lookahead="attend", recall=0)
@@ -179,38 +179,32 @@ def test_all_steps_that_a_late_part_has_spoilt_are_counted(monkeypatch: pytest.M
         cache.graph._doorbell.delay = 0.5
         with monkeypatch.context() as patch:
             patch.setattr(StepGraph, "check", lambda graph: None)
-            for i in range(155, 158):
+            for i in range(155, 155 + steps):
                 model(ids[:, i : i + 1], past_key_values=cache)
-        with pytest.raises(WorkerError, match=r"the last 3 steps are not right: crop\(-3\) and repeat them"):
-            model(ids[:, 158:159], past_key_values=cache)
-        cache.settings.worker.delay = 0.0
-        cache.crop(-3)
-        assert cache.get_seq_length() == 155
+    return model, cache, ids
+
+
+def test_all_steps_that_a_late_part_has_spoilt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that looks at no result runs ahead of the device."""
+    model, cache, ids = run_ahead(monkeypatch, 3)
+    told = r"the last 3 steps are not right: crop\(-3\) and repeat them"
+    with torch.no_grad(), pytest.raises(WorkerError, match=told):
+        model(ids[:, 158:159], past_key_values=cache)
+    cache.settings.worker.delay = 0.0
+    cache.crop(-3)
+    assert cache.get_seq_length() == 155
 
 
 def test_the_first_of_several_faults_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that was late, and a later one that failed; a step in Python behind both, which looks for itself."""
-    model = tiny_model("llama")
-    ids, _ = prompt(1, 170)
-    cache = graph_cache(model, "scout", **SCOUT, lookahead="attend", recall=0)
-    monkeypatch.setattr(capture, "LOOKS", 2000)
-    with torch.no_grad():
-        model(ids[:, :150], past_key_values=cache)
-        for i in range(150, 155):
-            model(ids[:, i : i + 1], past_key_values=cache)
-        bell = cache.graph._doorbell
-        bell.delay = 0.5
-        with monkeypatch.context() as patch:
-            patch.setattr(StepGraph, "check", lambda graph: None)
-            for i in range(155, 157):
-                model(ids[:, i : i + 1], past_key_values=cache)
-        item = bell._crew.items[0]
-        bell._crew.errors += [(item, 4, ArithmeticError("first")), (item, 5, ArithmeticError("second"))]
-        late = int(cache.graph._capture.late[0])
-        assert late == 4
-        with pytest.raises(WorkerError, match=r"first.*the last 2 steps are not right: crop\(-2\)"):
-            model(ids[:, 157:158], past_key_values=cache, output_hidden_states=True)
-        assert cache.get_seq_length() == 157
+    model, cache, ids = run_ahead(monkeypatch, 2)
+    crew = cache.graph._doorbell._crew
+    crew.errors += [(crew.items[0], 4, ArithmeticError("first")), (crew.items[0], 5, ArithmeticError("second"))]
+    assert int(cache.graph._capture.late[0]) == 4
+    told = r"first.*the last 2 steps are not right: crop\(-2\)"
+    with torch.no_grad(), pytest.raises(WorkerError, match=told):
+        model(ids[:, 157:158], past_key_values=cache, output_hidden_states=True)
+    assert cache.get_seq_length() == 157
 
 
 def test_what_a_graph_held_goes_with_it() -> None:
