@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from breaking import broken_post
 from test_exactness import decode_logits
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
@@ -18,9 +19,8 @@ from hf_offload.cache import host_pool
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch, new_ticket
-from hf_offload.cpu.standing import Standing
 from hf_offload.cpu.together import Row
-from hf_offload.cpu.worker import WorkerError
+from hf_offload.cpu.worker import Worker, WorkerError
 
 KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16}
 SPLIT: dict[str, Any] = {"tier": "split", "lookahead": "off", "resident": 64}
@@ -50,7 +50,8 @@ def broken_call(*args: Any, **kwargs: Any) -> Any:
     ("knobs", "module", "name"),
     [
         ({}, Row, "run"),
-        ({"budget": 96, "lookahead": "attend", "synchronous_layers": (0,)}, Standing, "__call__"),
+        ({"budget": 96, "lookahead": "attend", "synchronous_layers": (0,)}, Worker, "post"),
+        ({"budget": 96, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "post"),
         ({**SPLIT}, host_step.cpu_decode, "sparse_decode"),
         # All blocks resident: how an early part is attended would depend on when they were placed.
         ({**SPLIT, "resident": 512, "lookahead": "attend"}, host_step.cpu_decode, "sparse_decode"),
@@ -68,7 +69,7 @@ def test_a_kernel_that_raises_surfaces_and_the_step_can_be_repeated(
 
     def later(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        broken = broken_call if module in (tiered_step, Standing, Row) else broken_launch
+        broken = broken_call if module in (tiered_step, Row) else broken_post if module is Worker else broken_launch
         return (broken if calls[0] > after else real)(*args, **kwargs)
 
     def repeat(token: torch.Tensor) -> None:

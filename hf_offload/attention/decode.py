@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from hf_offload.attention import tiered
+from hf_offload.attention.again import AGAIN, Again
+from hf_offload.attention.ahead import Early
 from hf_offload.attention.dense import append_attention
 from hf_offload.attention.host_step import HostStep
 from hf_offload.attention.partial import merge_partials
@@ -131,11 +133,20 @@ def decode(
     store = layer.store
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
+    again: Again | None = layer.kernels.get(AGAIN)
+    if again is not None and fresh and sinks is None:
+        given = again.step(layer, query, key, value)
+        if given is not None:
+            layer.stats.steps += 1
+            return given
     salience = layer.salience
     if salience is not None:
         salience.catch_up()
     token = store.append_token(key, value) if fresh else None
     step = HostStep(layer, query, store.length, scale, softcap, token)
+    early = layer.ahead
+    if isinstance(early, Early):
+        early.wait_chosen(layer.stats)
     plan = layer.policy.plan(step)
     if plan.ahead is None and sinks is None and plan.host is not None and plan.kept is None:
         given = step.answer(plan.host, query)
@@ -167,8 +178,7 @@ def _joined(
     else:
         out, lse = step.nothing() if plan.host is None else step.attend_host(plan.host)
     if plan.ahead is not None:
-        with stats.waiting():
-            plan.ahead.wait()
+        plan.ahead.wait(stats)
         stats.query_cosine += plan.ahead.join(step.kernels)
         stats.queries += 1
     if sinks is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_offload.attention.ahead import Ahead
+from hf_offload.attention.again import AGAIN, Again
+from hf_offload.attention.ahead import Ahead, Early
 from hf_offload.attention.host_kernels import kernels_of
 from hf_offload.attention.host_near import HostNear
 from hf_offload.attention.plain_query import Foreseen
@@ -26,6 +26,7 @@ from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.scoring import Digest
 from hf_offload.cpu.selections import common_blocks, part_always
 from hf_offload.cpu.standing import Kept, Standing
+from hf_offload.cpu.worker import Job
 from hf_offload.policies.base import Plan, Selection
 
 
@@ -46,13 +47,12 @@ class HostStep(Step):
         super().__init__(layer, length, scale, softcap)
         self.kernels = kernels = kernels_of(layer, query.shape, ahead=length > self.store.length)
         taking, places, read = query.bring(kernels) if isinstance(query, Foreseen) else kernels.take(query)
-        self._begins = True
-        """Whether token and query are still to be brought, which the first launch of the step does on its way."""
-        if token is None:
-            self._launches: tuple[Standing, ...] = (taking,)
-            self._numbers = places
-        else:
+        self._launches: tuple[Standing, ...] = (taking,)
+        """What is still to be made, beginning with what brings this step's token and query."""
+        self._numbers: tuple[int, ...] = places
+        if token is not None:
             self._launches, self._numbers = (token.launch, taking), token.numbers + places
+        self._row = kernels.first
         self._keep = token, read
 
     @property
@@ -61,16 +61,27 @@ class HostStep(Step):
         return self.kernels.query
 
     def begin(self) -> None:
-        if self._begins:
-            self._run((), ())
+        if self._launches:
+            row, launches, numbers = self._row, self._launches, self._numbers
+            self._row, self._launches, self._numbers = self.kernels.others, (), ()
+            row.run(launches, numbers)
 
-    def _run(self, launches: tuple[Standing, ...], numbers: tuple[int, ...]) -> None:
-        """Launch one after the other, with the numbers of all of them."""
-        if self._begins:
-            self._begins = False
-            self.kernels.first.run(self._launches + launches, self._numbers + numbers)
-        else:
-            self.kernels.others.run(launches, numbers)
+    def _add(self, launch: Standing, number: int | None = None) -> None:
+        """Have something launched, with its number if it takes one, as soon as a result is wanted (`begin`)."""
+        self._launches += (launch,)
+        if number is not None:
+            self._numbers += (number,)
+
+    def _post(self, label: str) -> Job:
+        """Let the worker make what is still to be made."""
+        kernels, row, launches, numbers = self.kernels, self._row, self._launches, self._numbers
+        kernels.lent = True  # an interruption from here on leaves a job that nobody knows
+        job = kernels.job = self.layer.settings.worker.post(
+            row, launches, numbers, label, keep=(self.store.pool, kernels, self._keep)
+        )
+        self._row, self._launches, self._numbers = kernels.others, (), ()
+        kernels.lent = False
+        return job
 
     # --- choosing blocks ---------------------------------------------------------------------------------------------
 
@@ -81,6 +92,7 @@ class HostStep(Step):
 
     def score(self, join: str) -> np.ndarray:
         self._choose(join, None)
+        self.begin()
         return self.kernels.score
 
     def choose(self, join: str, blocks: int) -> tuple[np.ndarray, Selection]:
@@ -112,7 +124,7 @@ class HostStep(Step):
             launch = self._choice(bundle, join, blocks, reads_tail)
             covered = min(padding.valid.shape[1], min(padding.holes.shape[1], store.table.shape[1]) * self.block_size)
             standing = kernels.choosing.keep(launch, arrays, numbers, length=covered)
-        self._run((standing,), (store.length if reads_tail else 0,))
+        self._add(standing, store.length if reads_tail else 0)
 
     def _choice(self, bundle: Digest, join: str, blocks: int | None, reads_tail: bool) -> Launch:
         store, kernels = self.store, self.kernels
@@ -181,7 +193,7 @@ class HostStep(Step):
         if standing is None:
             launch = part_always(*arrays, *numbers, (here.blocks, here.counts), (there.blocks, there.counts))
             standing = self.kernels.parting.keep(launch, arrays, numbers)
-        self._run((standing,), ())
+        self._add(standing)
         return here, there
 
     # --- computing ---------------------------------------------------------------------------------------------------
@@ -192,6 +204,8 @@ class HostStep(Step):
     ) -> Standing:  # fmt: skip
         """The launch that attends blocks with this step's query, into the layer's `out` and `lse` or those given."""
         store, padding, kernels = self.store, self.store.padding, self.kernels
+        if store.pool.unchecked is not None:
+            self.begin()  # what is compared with its checksum must have been chosen
         check_selected(store, host.blocks, host.counts)
         arrays = (host.blocks, host.counts, store.table, store.pool.block_ptr, padding.valid, padding.holes, kbar,
                   scores)  # fmt: skip
@@ -210,7 +224,8 @@ class HostStep(Step):
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend blocks now with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32, until the next step."""
         kernels = self.kernels
-        self._run((self.attention(kernels.attending, host, None),), (self.length,))
+        self._add(self.attention(kernels.attending, host, None), self.length)
+        self.begin()
         return kernels.out_tensor, kernels.lse_tensor
 
     def answer(self, host: Selection, query: torch.Tensor) -> torch.Tensor:
@@ -219,8 +234,14 @@ class HostStep(Step):
         if given is None:
             self.attend_host(host)
             return self.give(query)
-        attending = self.attention(self.kernels.attending, host, None)
-        self._run((attending, given[0]), (self.length, given[1]))
+        self._add(self.attention(self.kernels.attending, host, None), self.length)
+        self._add(*given[:2])
+        launches, numbers, whole = self._launches, self._numbers, self._row is self.kernels.first
+        self.begin()
+        token, read = self._keep
+        if whole and token is not None and self.store.pool.unchecked is None and self.layer.policy.repeats(self.layer):
+            reads_tail = numbers[4] != 0
+            self.layer.kernels[AGAIN] = Again(self.layer, self.kernels, launches, reads_tail, read, *token.keep)
         return given[2]
 
     def give(self, query: torch.Tensor) -> torch.Tensor:
@@ -229,7 +250,8 @@ class HostStep(Step):
         if given is None:
             self.begin()  # the token must be there after a step, whatever it launched
             return self.kernels.out_tensor.to(query.dtype, copy=True).unsqueeze(1)
-        self._run((given[0],), (given[1],))
+        self._add(*given[:2])
+        self.begin()
         return given[2]
 
     def attend_kept(self, plan: Plan, *, learn: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,24 +304,21 @@ class HostStep(Step):
         self.begin()
         return self.kernels.out_tensor.fill_(0.0), self.kernels.lse_tensor.fill_(float("-inf"))
 
-    def attend_early(self, host: Selection, *, correct: bool) -> Ahead | None:
-        self.begin()
-        if not host.counts.any():
-            return None
+    def attend_early(self, host: Selection, *, correct: bool) -> Ahead:
         kernels = self.kernels
         # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
         standing = self.attention(kernels.starting, host, kernels.kbar if correct else None)
-        worker = self.layer.settings.worker
-        kernels.lent = True  # an interruption from here on leaves a job that nobody knows
-        standing.open(1, self.length)
-        work = functools.partial(worker.divide, standing)
-        kernels.job = worker.submit(work, standing.label, keep=(self.store.pool, kernels))
-        self.layer.ahead = ahead = Ahead(kernels, host, self.scale, correct, kernels.job)
-        kernels.lent = False
+        before = len(self._launches)
+        self._add(standing, self.length)
+        job = self._post(standing.label)
+        chosen = job.first(before) if before else None
+        self.layer.ahead = ahead = Ahead(kernels, host, self.scale, correct, chosen, job)
         return ahead
 
     def read_ahead(self, host: Selection) -> None:
         store, kernels = self.store, self.kernels
+        if self._launches:
+            self.layer.ahead = Early(self._post(kernels.choosing.label))
         if kernels.read is not None and not kernels.read.done():  # of the step before: this one would come too late
             return
         arrays = host.blocks, host.counts, store.table, store.pool.block_ptr
@@ -310,8 +329,8 @@ class HostStep(Step):
             launch = movers.touch_blocks(*arrays, store.sealed, pool.record_bytes, packed)
             standing = kernels.reading.keep(launch, arrays, (), sealed=store.table.shape[1])
         # The tail is being written, and may not even exist before this step's token arrives.
-        standing.open(1, store.sealed)
-        kernels.read = self.layer.settings.worker.submit(standing, standing.label, keep=(store.pool, kernels))
+        worker, row = self.layer.settings.worker, kernels.reads
+        kernels.read = worker.post(row, (standing,), (store.sealed,), standing.label, keep=(store.pool, kernels))
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 
@@ -322,6 +341,7 @@ class HostStep(Step):
         """There is nothing to exchange."""
 
     def compare(self, predicted: Selection, wanted: Selection) -> None:
+        self.begin()
         common = common_blocks(predicted.blocks, predicted.counts, wanted.blocks, wanted.counts)
         self.layer.stats.selection_overlap += common / max(wanted.total, 1)
         self.layer.stats.selections += 1

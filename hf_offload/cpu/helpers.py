@@ -12,28 +12,18 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
-import sys
 import threading
 import time
 import weakref
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
 
 from .bound import bind, call_bound
+from .futex import FUTEX, LOWER, now, wait_for_change, wake
 from .launch import Array, Launch, jit
 from .memory import add_to, address_of, count_up, hold, peek, swap_if
 from .serving import nap, pause
-from .standing import Standing
-from .vector import BITS32, lowered
-
-FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
-"""Number of the system call with which threads sleep and are woken; 0: unknown, and there are no helpers."""
-WORTH_BYTES = 1 << 16
-"""A launch that reads less is done before a thread has woken."""
+from .standing import WORTH_BYTES, Standing
 
 # Entries of a call, a row of int64 [calls, WIDTH].
 STATE, ENTRY, PLACE, NANOSECONDS = range(4)
@@ -48,50 +38,19 @@ CONTROL_WIDTH = 16
 _BRANCHES = 2  # threads that each one wakes: the last of many is woken after a few turns, and the first does not wait
 _TURNS = 2000  # of waiting for those inside before napping
 _NAP = 50  # microseconds
-_WAIT, _WAKE = 128, 129  # among the threads of this process
-_LONG = ir.IntType(64)
-
-
-@lowered
-def _futex(typing: Any, address: Any, operation: Any, value: Any) -> Any:
-    """Sleep while the int32 at an address has a value, or wake so many who sleep there."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_LONG, [_LONG], var_arg=True)
-        function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
-        nothing = ir.Constant(_LONG, 0)
-        builder.call(function, [ir.Constant(_LONG, FUTEX), *args, nothing, nothing, nothing])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), emit
-
-
-@lowered
-def _now(typing: Any) -> Any:
-    """Nanoseconds of a clock that only goes on."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        both = cgutils.alloca_once(builder, ir.ArrayType(_LONG, 2))
-        kind = ir.FunctionType(BITS32, [BITS32, both.type])
-        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        builder.call(function, [ir.Constant(BITS32, 1), both])
-        seconds, rest = (builder.extract_value(builder.load(both), index) for index in range(2))
-        return builder.add(builder.mul(seconds, ir.Constant(_LONG, 10**9)), rest)
-
-    return types.int64(), emit
 
 
 @jit
 def _ring(control: Array, threads: int) -> None:
-    _futex(address_of(control), _WAKE, threads)
+    wake(address_of(control), threads)
     hold(control)
 
 
 @jit
 def _take_part(calls: Array, call: int) -> None:
-    began = _now()
+    began = now()
     call_bound(calls[call, ENTRY], calls[call, PLACE])
-    add_to(calls, call * WIDTH + NANOSECONDS, _now() - began)
+    add_to(calls, call * WIDTH + NANOSECONDS, now() - began)
 
 
 @jit
@@ -159,7 +118,7 @@ def serve(calls: Array, control: Array, inside: Array) -> None:
             return
         call = _enter(calls)
         if call < 0:
-            _futex(address_of(control), _WAIT, bell & _INSIDE)
+            wait_for_change(address_of(control), bell & LOWER, -1)
             hold(control)
             continue
         if peek(calls, call * WIDTH + STATE) >= _INVITED:
@@ -181,8 +140,8 @@ class Helpers:
 
     def __init__(self, count: int, callers: int) -> None:
         self.count = count if FUTEX else 0
-        self._calls: Array = np.zeros((callers, WIDTH), np.int64)
-        self._control: Array = np.zeros(CONTROL_WIDTH, np.int64)
+        self.calls: Array = np.zeros((callers, WIDTH), np.int64)
+        self.control: Array = np.zeros(CONTROL_WIDTH, np.int64)
         self._free, self._errors = list(range(callers)), dict[int, BaseException]()
         self._lock, self._threads = threading.Lock(), list[threading.Thread]()
 
@@ -191,9 +150,9 @@ class Helpers:
         with self._lock:
             if self.count and not self._threads:
                 _compile()
-                weakref.finalize(self, _stop, self._control, os.getpid()).atexit = False
+                weakref.finalize(self, _stop, self.control, os.getpid()).atexit = False
             while len(self._threads) < self.count:
-                args, name = (self._calls, self._control, self._errors), f"hf_offload-helper-{len(self._threads)}"
+                args, name = (self.calls, self.control, self._errors), f"hf_offload-helper-{len(self._threads)}"
                 thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
                 try:
                     thread.start()
@@ -202,6 +161,23 @@ class Helpers:
                     break
                 self._threads.append(thread)
         return self.count
+
+    def ready(self) -> int:
+        """Have the threads there; how many."""
+        return self.count if len(self._threads) == self.count else self._start()
+
+    def lend(self) -> int:
+        """A row of `calls` for somebody who calls by it for good, from compiled code (`lead`)."""
+        return self._free.pop()
+
+    def dismiss(self, call: int) -> None:
+        """See that nobody is inside a lent call any more, after an error there."""
+        dismiss(self.calls, call)
+        self._errors.pop(call, None)
+
+    def error_of(self, call: int) -> BaseException | None:
+        """What a helper raised in a lent call, once."""
+        return self._errors.pop(call, None)
 
     def divide(self, work: Launch | Standing) -> float:
         """Do all tasks of a launch now, or of a standing one that is open, which nobody else makes meanwhile.
@@ -215,7 +191,7 @@ class Helpers:
         launch = work.launch if isinstance(work, Standing) else work
         helpers = 0
         if launch.cost >= WORTH_BYTES and launch.tasks > 1:
-            helpers = min(self.count if len(self._threads) == self.count else self._start(), launch.tasks - 1)
+            helpers = min(self.ready(), launch.tasks - 1)
         launch.ticket[2] = helpers + 1
         if not helpers:
             began = time.perf_counter()
@@ -224,9 +200,9 @@ class Helpers:
         bound = work.bound if isinstance(work, Standing) else bind(launch)
         call, error = self._free.pop(), None
         try:
-            spent = lead(self._calls, self._control, call, bound.entry, bound.place, helpers)
+            spent = lead(self.calls, self.control, call, bound.entry, bound.place, helpers)
         finally:
-            dismiss(self._calls, call)
+            dismiss(self.calls, call)
             error = self._errors.pop(call, None)
             self._free.append(call)
         if error is not None:

@@ -18,6 +18,8 @@ _ENTRY, _PLACE, _RUNTIME, _THREADS, _TICKET, _COUNTERS, _COUNT, _NUMBERS = range
 _MOST_NUMBERS = 3
 _WIDTH = _NUMBERS + 2 * _MOST_NUMBERS
 FINE = -1
+WORTH_BYTES = 1 << 16
+"""A launch that reads less is done before a thread that sleeps has woken."""
 ANYWHERE = 2**63 - 1
 """The largest value of a number that is an address."""
 
@@ -98,7 +100,7 @@ class Standing:
         TypeError: the launch's kernel is not one that `launch.kernel` made.
     """
 
-    __slots__ = ("_call", "_numbers", "address", "bound", "changing", "label", "launch", "shared")
+    __slots__ = ("_call", "_numbers", "address", "bound", "changing", "label", "launch", "shared", "shares")
 
     def __init__(self, launch: Launch, label: str, **most: int) -> None:
         self.bound = bound = bind(launch)
@@ -120,6 +122,8 @@ class Standing:
         """Of what compiled code reads of it (`write_numbers`, `clear`, `entry_of`)."""
         self.shared = launch.cost >= SHARE_BYTES and launch.tasks > 1
         """Whether a team is worth its waking."""
+        self.shares = launch.tasks - 1 if launch.cost >= WORTH_BYTES else 0
+        """How many helpers find something to do."""
 
     def set(self, name: str, value: int) -> None:
         """Change a number from the next time on.

@@ -14,10 +14,13 @@ from .standing import FINE, Standing, clear, entry_of, run_standing, write_numbe
 from .team import ALONE, share, team
 
 _NONE = 0
-_WIDTH = 4  # of a launch in a row: its address, numbers that change, where its tasks are counted if a team does them
+# A launch in a row: its address, the numbers that change, addresses of its tasks and of how many are done, whether
+# a team does them, how many helpers they are worth.
+ADDRESS, CHANGING, TASKS, DONE, SHARED, SHARES = range(6)
+ROW_WIDTH = 6
 MOST_NUMBERS = 8
 """Numbers of all launches of a row."""
-_ZEROS = tuple((0,) * (MOST_NUMBERS - count) for count in range(MOST_NUMBERS + 1))
+ZEROS = tuple((0,) * (MOST_NUMBERS - count) for count in range(MOST_NUMBERS + 1))
 
 
 @jit
@@ -87,14 +90,16 @@ def _run_row(row: int, count: int, a: int, b: int, c: int, d: int, e: int, f: in
     """Run so many launches; the number of the first that did not do all, or `FINE`."""
     numbers, at = (a, b, c, d, e, f, g, h, 0, 0), 0
     for i in range(count):
-        place = row + 8 * _WIDTH * i
-        call, changing = int(np.int64(get_word(place))), int(np.int64(get_word(place + 8)))
+        place = row + 8 * ROW_WIDTH * i
+        call = int(np.int64(get_word(place + 8 * ADDRESS)))
+        changing = int(np.int64(get_word(place + 8 * CHANGING)))
         if run_standing(call, changing, numbers[at], numbers[at + 1], numbers[at + 2]) != FINE:
             return i
         at += changing
-        tasks = np.int64(get_word(place + 16))
-        if tasks and get_word(tasks) != get_word(np.int64(get_word(place + 24))):
-            return i
+        if get_word(place + 8 * SHARED) != 0:
+            tasks, done = np.int64(get_word(place + 8 * TASKS)), np.int64(get_word(place + 8 * DONE))
+            if get_word(tasks) != get_word(done):
+                return i
     return FINE
 
 
@@ -109,7 +114,7 @@ class Row:
 
     def __init__(self, most: int) -> None:
         self._launches: tuple[Standing, ...] = ()
-        self._row: Array = np.zeros((most, _WIDTH), np.int64)
+        self._row: Array = np.zeros((most, ROW_WIDTH), np.int64)
         self._address = self._row.ctypes.data
         self._shared: tuple[Standing, ...] = ()
 
@@ -125,20 +130,28 @@ class Row:
             ValueError: the arrays of a launch do not cover so much.
             MemoryError: a thread of the team could not do its tasks.
         """
-        if launches != self._launches:
-            self._keep(launches)
+        address = self.address_of(launches)
         for launch in self._shared:
             launch.gather()
-        wrong = _run_row(self._address, len(launches), *numbers, *_ZEROS[len(numbers)])
+        wrong = _run_row(address, len(launches), *numbers, *ZEROS[len(numbers)])
         if wrong != FINE:
-            first = sum(len(launch.changing) for launch in launches[:wrong])
-            refusing = launches[wrong]
-            for name, number in zip(refusing.changing, numbers[first:], strict=False):
-                refusing.set(name, number)
-            refusing.check()
+            self.refuse(launches, numbers, wrong)
 
-    def _keep(self, launches: tuple[Standing, ...]) -> None:
-        self._launches = ()  # until all of it is there
-        for i, launch in enumerate(launches):
-            self._row[i] = launch.address, len(launch.changing), *(launch.counters if launch.shared else (0, 0))
-        self._launches, self._shared = launches, tuple(launch for launch in launches if launch.shared)
+    def address_of(self, launches: tuple[Standing, ...]) -> int:
+        """Where compiled code reads which launches they are."""
+        if launches != self._launches:
+            self._launches = ()  # until all of it is there
+            for i, launch in enumerate(launches):
+                counters = launch.counters
+                self._row[i] = launch.address, len(launch.changing), *counters, launch.shared, launch.shares
+            self._launches, self._shared = launches, tuple(launch for launch in launches if launch.shared)
+        return self._address
+
+    @staticmethod
+    def refuse(launches: tuple[Standing, ...], numbers: tuple[int, ...], wrong: int) -> None:
+        """Raise what a launch refuses its numbers for, or that it has not done all its tasks."""
+        first = sum(len(launch.changing) for launch in launches[:wrong])
+        refusing = launches[wrong]
+        for name, number in zip(refusing.changing, numbers[first:], strict=False):
+            refusing.set(name, number)
+        refusing.check()

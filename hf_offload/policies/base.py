@@ -209,6 +209,13 @@ class Policy(ABC):
         """
         return type(self).looks_ahead is not Policy.looks_ahead
 
+    def repeats(self, layer: HybridLayer) -> bool:
+        """Whether a step of a layer with one memory plans what the one before did, if both are within one block.
+
+        Such a step may be made without asking for its plan: the same launches again.
+        """
+        return False
+
     def before_layer(self, step: Step) -> None:
         """Layer-ahead work: called one decoder layer early, with `step.query` predicted."""
         return

@@ -9,6 +9,7 @@ from hf_offload.policies.base import Plan, Policy
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Full(Policy):
     def __post_init__(self) -> None:
         if self.host not in ("attend", "fetch"):
             raise ValueError(f'host={self.host!r} is not known; use "attend" or "fetch"')
+
+    def repeats(self, layer: HybridLayer) -> bool:
+        return True
 
     def plan(self, step: Step) -> Plan:
         device, host = step.split(step.all_blocks())

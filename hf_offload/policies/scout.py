@@ -31,7 +31,7 @@ class ScoutState:
         predicted: the selection made one layer early for the step that comes.
         ahead: the CPU part that was started with it.
         near: what it leaves to the real query.
-        steps: decode steps so far.
+        steps: decode steps so far for which a selection was made ahead.
     """
 
     clock: RecallClock
@@ -174,6 +174,9 @@ class Scout(Policy):
     def may_look_ahead(self, *, beside_device: bool) -> bool:
         return beside_device if self.lookahead == "auto" else self.lookahead != "off"
 
+    def repeats(self, layer: HybridLayer) -> bool:
+        return self.mode(layer) == "off"
+
     def before_layer(self, step: Step) -> None:
         """Algorithm 1, lines 3–7: choose the next layer's blocks by its predicted query and start the CPU part."""
         state: ScoutState = step.state
@@ -192,7 +195,7 @@ class Scout(Policy):
         if covered and predicted is None and not step.layer.has_slots:
             return Plan(host=step.all_blocks())  # nothing to choose, and no resident set that wants to learn
         state.predicted = state.ahead = state.near = None
-        state.steps += 1
+        state.steps += predicted is not None
         if predicted is None or self._looks_back(step):
             score, selection = step.choose(self.join, self.budget // step.block_size)
             step.learn(score, self.smoothing)

@@ -9,6 +9,7 @@ from hf_offload.policies.base import Plan, Policy, check_tokens
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class Window(Policy):
     @property
     def budget_tokens(self) -> int:
         return self.budget
+
+    def repeats(self, layer: HybridLayer) -> bool:
+        return True
 
     def plan(self, step: Step) -> Plan:
         device, host = step.split(step.recent(self.budget // step.block_size))

@@ -143,7 +143,9 @@ def assert_same(got: HybridCache, want: HybridCache, atol: float) -> None:
         assert a.keys() == b.keys()
         for name, value in a.items():
             if isinstance(value, torch.Tensor):
-                assert torch.allclose(value.float(), b[name].float(), atol=atol, equal_nan=True), name
+                # Digests are rounded to a few bits: keys that differ in their last bit may differ in one of these.
+                most = max(atol, 0.01) if name == "worth" else atol
+                assert torch.allclose(value.float(), b[name].float(), atol=most, equal_nan=True), name
             else:
                 assert value == b[name], name
 

@@ -17,7 +17,7 @@ from hf_offload.cpu.helpers import FUTEX, Helpers
 from hf_offload.cpu.launch import Array, Launch, kernel, new_ticket
 from hf_offload.cpu.memory import count_up
 from hf_offload.cpu.serving import nap
-from hf_offload.cpu.standing import Standing
+from hf_offload.cpu.standing import WORTH_BYTES, Standing
 from hf_offload.cpu.worker import Worker, WorkerError
 
 pytestmark = pytest.mark.skipif(not FUTEX, reason="there are no helpers on this system")
@@ -39,7 +39,7 @@ def _mark(ticket: Array, tasks: int, pause: int, broken: int, done: Array, met: 
         count_up(ticket, 1)
 
 
-def marking(tasks: int, pause: int = 0, broken: int = -1, cost: int = helpers.WORTH_BYTES) -> Launch:
+def marking(tasks: int, pause: int = 0, broken: int = -1, cost: int = WORTH_BYTES) -> Launch:
     args = (pause, broken, np.zeros(max(tasks, 1), np.int64), np.zeros(1, np.int64))
     return Launch(_mark, tasks, args, new_ticket(), cost)
 
@@ -70,7 +70,7 @@ def test_all_helpers_come_if_there_is_time() -> None:
 def test_no_more_are_called_than_there_is_work_for() -> None:
     crew = Helpers(5, 1)
     crew.divide(marking(2, 50))
-    for launch, most in ((marking(3, 20_000), 3), (marking(9, 1_000, cost=helpers.WORTH_BYTES - 1), 1)):
+    for launch, most in ((marking(3, 20_000), 3), (marking(9, 1_000, cost=WORTH_BYTES - 1), 1)):
         crew.divide(launch)
         assert launch.args[3][0] <= most
         assert launch.ticket[2] == most
@@ -140,7 +140,7 @@ def test_an_error_outside_of_a_launch_is_nobodys(monkeypatch: pytest.MonkeyPatch
     crew, launch = Helpers(3, 2), marking(60, 2_000)
 
     def troubled(*args: Array) -> None:
-        if args[1] is crew._control and len(ended) < 2:
+        if args[1] is crew.control and len(ended) < 2:
             ended.append(1)
             raise OSError("no space left on device")
         serve(*args)

@@ -1,7 +1,8 @@
-"""The script that measures what is added outside kernels runs, and its metered steps compute what others do."""
+"""The script that measures what is added outside kernels runs, and computes nothing in steps that are off."""
 
 import contextlib
 import csv
+import random
 
 import pytest
 import torch
@@ -23,19 +24,41 @@ def test_every_row_is_measured(tmp_path, monkeypatch):
     assert [row["row"] for row in rows] == [row.name for row in overhead.make_rows(192)]
     for row in rows:
         assert float(row["bare"]) > 0
-        assert float(row["kernels"]) > 0
 
 
-@pytest.mark.parametrize("row", overhead.make_rows(192), ids=lambda row: row.name)
-def test_metered_steps_compute_the_same(row):
-    model, ids = tiny_model("llama"), prompt(1, 260)[0]
-    seen = []
-    for metered in (False, True):
-        meter = overhead.Meter()
-        with torch.inference_mode(), meter.metering() if metered else contextlib.nullcontext():
-            cache = row.make_cache(model)
-            logits = [common.prefill(model, cache, ids[:, :250])]
-            logits += [model(token, past_key_values=cache).logits[:, -1] for token in ids[:, 250:].split(1, 1)]
-        seen.append(torch.cat(logits))
-        assert (meter.wall > 0) == metered
-    assert torch.equal(*seen)
+@pytest.mark.parametrize("row", overhead.make_rows(192)[:4], ids=lambda row: row.name)
+def test_nothing_is_computed_in_steps_that_are_off(row):
+    model, ids = tiny_model("llama"), prompt(1, 226)[0]
+    with torch.inference_mode():
+        series = overhead.Series(model, overhead.bare_copy(model), row, ids[:, :224])
+        cache, layer = series.cache, series.cache.layers[1]
+        before = layer.kernels[False, (1, model.config.num_attention_heads, 1, layer.store.head_dim)].out.copy()
+        told = []
+        for off in (True, False):
+            with series.switch.off() if off else contextlib.nullcontext():
+                model(ids[:, 225:], past_key_values=cache)
+            answer = layer.kernels[False, (1, model.config.num_attention_heads, 1, layer.store.head_dim)].out
+            told.append((answer == before).all())
+    assert told == [True, False]
+    assert cache.get_seq_length() == 224 + 2 + 2
+
+
+def test_what_begins_a_block_or_fills_one_is_never_off():
+    model, ids = tiny_model("llama"), prompt(1, 300)[0]
+    row = overhead.make_rows(192)[1]
+    with torch.inference_mode():
+        series = overhead.Series(model, overhead.bare_copy(model), row, ids[:, :225])
+        off, at = series.switch.off, []
+
+        @contextlib.contextmanager
+        def watched():
+            at.append(series.cache.get_seq_length() % series.block_size)
+            with off():
+                yield
+
+        series.switch.off = watched
+        for token in ids[:, 225:].split(1, 1):
+            series.round(token, random.Random(0))
+    assert len(at) == 75
+    assert not {0, series.block_size - 1} & set(at)
+    assert len(series.found["full"]) == 4

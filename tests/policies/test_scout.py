@@ -68,6 +68,7 @@ def test_what_waits_for_the_real_query_does_not_depend_on_it(
         if made.ahead is not None:
             near = made.host
             real = step.split_early(step.choose(self.join, self.budget // step.block_size)[1])[0]
+            step.begin()
             meant = np.arange(min(near.blocks.shape[2], real.blocks.shape[2])) < near.counts[:, :, None]
             blocks = [part.blocks[:, :, : meant.shape[2]][meant].tolist() for part in (near, real)]
             seen.append(near.counts.tolist() == real.counts.tolist() and blocks[0] == blocks[1])

@@ -1,0 +1,72 @@
+"""Sleeping until a word in memory changes, and a clock: from compiled code, by the system's own calls."""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from .vector import BITS32, lowered
+
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+"""Number of the system call with which threads sleep and are woken; 0: unknown, and nobody may call what is here."""
+LOWER = (1 << 32) - 1
+"""The part of an int64 that can be slept on: the lower half, which lies first."""
+
+_WAIT, _WAKE = 128, 129  # among the threads of this process
+_LONG = ir.IntType(64)
+_NOTHING = ir.Constant(_LONG, 0)
+_SECOND = ir.Constant(_LONG, 10**9)
+
+
+def _call(builder: Any, *args: Any) -> None:
+    kind = ir.FunctionType(_LONG, [_LONG], var_arg=True)
+    function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
+    builder.call(function, [ir.Constant(_LONG, FUTEX), *args])
+
+
+@lowered
+def wake(typing: Any, address: Any, threads: Any) -> Any:
+    """Wake so many who sleep on the int32 at an address."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        _call(builder, args[0], ir.Constant(_LONG, _WAKE), args[1], _NOTHING, _NOTHING, _NOTHING)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@lowered
+def wait_for_change(typing: Any, address: Any, value: Any, nanoseconds: Any) -> Any:
+    """Sleep while the int32 at an address has a value, until woken or so long; for good where that is negative."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        time = cgutils.alloca_once(builder, ir.ArrayType(_LONG, 2))
+        parts = builder.sdiv(args[2], _SECOND), builder.srem(args[2], _SECOND)
+        for index, part in enumerate(parts):
+            builder.store(part, cgutils.gep_inbounds(builder, time, 0, index))
+        forever = builder.icmp_signed("<", args[2], _NOTHING)
+        limit = builder.select(forever, _NOTHING, builder.ptrtoint(time, _LONG))
+        _call(builder, args[0], ir.Constant(_LONG, _WAIT), args[1], limit, _NOTHING, _NOTHING)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@lowered
+def now(typing: Any) -> Any:
+    """Nanoseconds of a clock that only goes on."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        both = cgutils.alloca_once(builder, ir.ArrayType(_LONG, 2))
+        kind = ir.FunctionType(BITS32, [BITS32, both.type])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(function, [ir.Constant(BITS32, 1), both])
+        seconds, rest = (builder.extract_value(builder.load(both), index) for index in range(2))
+        return builder.add(builder.mul(seconds, _SECOND), rest)
+
+    return types.int64(), emit

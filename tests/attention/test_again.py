@@ -1,0 +1,142 @@
+"""Steps whose launches are made again: the very bits of steps that ask the policy, whatever happens between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt, tiny_model
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.attention.again import AGAIN, Again
+from hf_offload.policies.base import Policy
+
+BLOCK = 8
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "window": ("window", {"budget": 48, "sinks": 8}),
+    "scout": ("scout", {"budget": 48, "sinks": 8, "recent": 8}),
+    "scout, raw": ("scout", {"budget": 48, "sinks": 8, "recent": 8, "join": "raw"}),
+    "scout, covering": ("scout", {"budget": 512, "sinks": 8, "recent": 8}),
+    "scout, int8": ("scout", {"budget": 48, "sinks": 8, "recent": 8, "host_dtype": "int8"}),
+    "scout, ahead": (
+        "scout",
+        {"budget": 48, "sinks": 8, "recent": 8, "lookahead": "attend", "synchronous_layers": (0,)},
+    ),
+}
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_model("llama").to(getattr(torch, request.param))
+
+
+class Counted:
+    """How many steps were made again, and how many were not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made, self.others = 0, 0
+        real = Again.step
+
+        def step(again: Again, *args: Any) -> torch.Tensor | None:
+            given = real(again, *args)
+            self.made += given is not None
+            self.others += given is None
+            return given
+
+        monkeypatch.setattr(Again, "step", step)
+
+
+def history(model: PreTrainedModel, policy: str, knobs: dict[str, Any]) -> list[torch.Tensor]:
+    """The logits of steps between everything that may come between two steps."""
+    cache = HybridCache(model, policy, **{"block_size": BLOCK, "tier": "one"} | knobs)
+    mask = prompt(3, 90)[1]
+    logits, at = list[torch.Tensor](), [0]
+
+    def feed(cache: HybridCache, count: int, rows: Any = slice(None), hide: int | None = None) -> None:
+        past = cache.get_seq_length()
+        told = torch.nn.functional.pad(mask, (0, 400), value=1)[:, : past + count]
+        if hide is not None:
+            told[1, hide] = 0
+        told = told[rows]
+        new = prompt(3, 400, seed=at[0])[0][rows][:, :count]
+        at[0] += 1
+        positions = (told.cumsum(-1) - 1).clamp(min=0)[:, -count:]
+        with torch.no_grad():
+            out = model(
+                input_ids=new, attention_mask=told, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            )
+        logits.append(out.logits[:, -1])
+
+    def steps(count: int, cache: HybridCache = cache, **how: Any) -> None:
+        for _ in range(count):
+            feed(cache, 1, **how)
+
+    feed(cache, 90)
+    steps(21)
+    cache.crop(-3)
+    steps(2)  # back within the same block
+    cache.crop(-11)
+    steps(9)
+    feed(cache, 5)  # a turn that ends within a block
+    steps(6)
+    other = cache.fork()
+    steps(3)  # blocks are shared: they become the caches' own as they are written
+    steps(5, other)
+    steps(4)
+    del other
+    steps(4)
+    steps(3, hide=100)  # a token that was there becomes padding, and is one again
+    steps(3)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    steps(7, rows=[2, 0])
+    cache.reorder_cache(torch.tensor([1, 0]))
+    steps(7, rows=[0, 2])
+    return logits
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_that_is_made_again_has_the_bits_of_any_other(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, policy: str
+) -> None:
+    name, knobs = POLICIES[policy]
+    counted = Counted(monkeypatch)
+    got = history(model, name, knobs)
+    layers = model.config.num_hidden_layers
+    if policy == "scout, ahead":  # all but the first layer ask each time
+        layers = 1
+    assert counted.made > 0.3 * layers * len(got), (counted.made, counted.others)
+    policy_type = type(HybridCache(model, name, block_size=BLOCK, **knobs).policy)
+    monkeypatch.setattr(policy_type, "repeats", Policy.repeats)
+    counted.made = 0
+    want = history(model, name, knobs)
+    assert counted.made == 0
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_other_queries_and_scales_are_steps_of_their_own(model: PreTrainedModel) -> None:
+    cache = HybridCache(model, "full", block_size=BLOCK, tier="one")
+    with torch.no_grad():
+        for count in (83, 1, 1):
+            model(prompt(1, count)[0], past_key_values=cache)
+    layer: Any = cache.layers[0]
+    again: Again = layer.kernels[AGAIN]
+    store, past = layer.store, layer.past
+    shape = 1, store.num_kv_heads, 1, store.head_dim
+    query = torch.randn(1, model.config.num_attention_heads, 1, store.head_dim, dtype=store.dtype)
+    key, value = torch.randn(shape, dtype=store.dtype), torch.randn(shape, dtype=store.dtype)
+    changes: list[Callable[[], tuple[torch.Tensor, ...]]] = [
+        lambda: (query.half(), key, value),
+        lambda: (query[:, ::2], key, value),
+        lambda: (query, key.repeat(1, 1, 2, 1)[:, :, ::2], value),
+        lambda: (query, key, value.expand(2, -1, -1, -1).transpose(0, 1)[:, :1]),
+    ]
+    for change in changes:
+        assert again.step(layer, *change()) is None
+        assert layer.past == past
+    layer.scale *= 2
+    assert again.step(layer, query, key, value) is None
