@@ -1,63 +1,54 @@
-"""A decode step with one memory like the one before: the same launches, made again for another token."""
+"""Steps with one memory like those before: the same launches, made again for another token.
+
+From one token of a block to the next nothing changes but the token. The way through a policy's plan, and through all
+that a plan depends on, takes Python longer than the rest of such a step.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from hf_offload.attention.ahead import Ahead, Early
 from hf_offload.attention.host_kernels import HostKernels
+from hf_offload.attention.plain_query import Foreseen
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.standing import Standing
+from hf_offload.policies.base import Selection
 
-AGAIN = "again"
-"""Where a layer has it, among its kernels."""
+AGAIN, EARLY = "again", "early again"
+"""Where a layer has them, among its kernels."""
 
 
-class Again:
-    """The launches of a whole step, good as long as nothing but the token is another.
-
-    That is so from one token of a block to the next, where the policy says so (`Policy.repeats`): the way through its
-    plan, and through all that a plan depends on, takes Python longer than the rest of a step.
+class _Same:
+    """Whether all that steps of a layer depend on, beside the token, is what it was.
 
     Args:
-        layer: its layer, behind the step.
-        kernels: those of the step.
-        launches: of the token, the query, the choice of blocks where there is one, attention, and the answer.
-        reads_tail: whether the choice looks at tokens that have no digest yet.
-        query, key, value: `[B, H, 1, D]`, as the step got them.
+        layer: the layer.
+        blocks: of the rows, the one that is filling up included.
     """
 
-    __slots__ = (
-        "_arrays", "_chooses", "_dtype", "_first", "_kernels", "_last", "_launches", "_reads_tail", "_revision",
-        "_scale", "_sealed", "_shape", "_softcap", "_strides",
-    )  # fmt: skip
+    __slots__ = ("_arrays", "_first", "_last", "_revision", "_scale", "_sealed", "_softcap")
 
-    def __init__(
-        self, layer: HybridLayer, kernels: HostKernels, launches: tuple[Standing, ...], reads_tail: bool,
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    ) -> None:  # fmt: skip
+    def __init__(self, layer: HybridLayer, blocks: int) -> None:
         store = layer.store
         assert store is not None
-        self._kernels, self._launches = kernels, launches
-        self._chooses, self._reads_tail = kernels.choosing.standing in launches, reads_tail
-        self._first, self._last = (store.num_blocks - 1) * store.block_size + 1, store.num_blocks * store.block_size - 1
+        self._first, self._last = (blocks - 1) * store.block_size + 1, blocks * store.block_size - 1
         self._sealed, self._revision = store.sealed, layer.revision
         self._scale, self._softcap = layer.scale, layer.softcap
-        self._strides = query.stride(), key.stride(), value.stride()
-        self._shape, self._dtype = query.shape, query.dtype
         pool, padding = store.pool, store.padding
         bundle = None if store.digests is None else store.digests.bundle
         self._arrays = pool, store.table, pool.block_ptr, padding.valid, padding.holes, padding.first, bundle
 
-    def step(
-        self, layer: HybridLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Append a token and attend with it: `[B, 1, Hq, D]`, or None, with nothing done, if it is no such step."""
+    def holds(self, layer: HybridLayer) -> bool:
+        """Whether a token that comes now neither begins a block nor fills one, and nothing else has changed."""
         store = layer.store
         assert store is not None
-        length, padding, digests = store.length, store.padding, store.digests
+        padding, digests = store.padding, store.digests
         pool, table, block_ptr, valid, holes, first, bundle = self._arrays
-        same = (
-            self._first <= length < self._last
+        return bool(
+            self._first <= store.length < self._last
             and store.sealed == self._sealed
             and layer.revision == self._revision
             and store.pool is pool
@@ -70,16 +61,144 @@ class Again:
             and (digests is None or digests.bundle is bundle)
             and layer.scale == self._scale
             and layer.softcap == self._softcap
+        )
+
+
+class Again:
+    """The launches of a whole step that a policy would plan like the one before (`Policy.repeats`).
+
+    Args:
+        layer: its layer, behind the step.
+        kernels: those of the step.
+        launches: of the token, the query, the choice of blocks where there is one, attention, and the answer.
+        reads_tail: whether the choice looks at tokens that have no digest yet.
+        query, key, value: `[B, H, 1, D]`, as the step got them.
+    """
+
+    __slots__ = ("_chooses", "_dtype", "_kernels", "_launches", "_reads_tail", "_same", "_shape", "_strides")
+
+    def __init__(
+        self, layer: HybridLayer, kernels: HostKernels, launches: tuple[Standing, ...], reads_tail: bool,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    ) -> None:  # fmt: skip
+        assert layer.store is not None
+        self._kernels, self._launches = kernels, launches
+        self._chooses, self._reads_tail = kernels.choosing.standing in launches, reads_tail
+        self._same = _Same(layer, layer.store.num_blocks)
+        self._strides = query.stride(), key.stride(), value.stride()
+        self._shape, self._dtype = query.shape, query.dtype
+
+    def step(
+        self, layer: HybridLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Append a token and attend with it: `[B, 1, Hq, D]`, or None, with nothing done, if it is no such step."""
+        same = (
+            self._same.holds(layer)
             and query.dtype is self._dtype
             and query.shape == self._shape
             and (query.stride(), key.stride(), value.stride()) == self._strides
         )
         if not same:
             return None
+        store = layer.store
+        assert store is not None
         batch, heads, _, dim = self._shape
         given = query.new_empty((batch, 1, heads, dim))
+        length = store.length
         store.length = now = length + 1
         choice = (now if self._reads_tail else 0,) if self._chooses else ()
         places = key.data_ptr(), value.data_ptr(), length, query.data_ptr(), *choice, now, given.data_ptr()
         self._kernels.first.run(self._launches, places)
         return given
+
+
+class EarlyAgain:
+    """What was posted one layer early, as a policy would begin with the next token, too (`Policy.begin_again`).
+
+    Args:
+        layer: its layer, in the step before.
+        kernels: those of the predicted query.
+        launches: of that query, the choice of blocks, and what is done with them.
+        reads_tail: whether the choice looks at tokens that have no digest yet.
+        query: of the step.
+        attended: the blocks that are attended early, and whether that is corrected; None: they are read ahead.
+    """
+
+    __slots__ = ("_attended", "_kernels", "_launches", "_memo", "_plain", "_reads_tail", "_same", "_shape")
+
+    def __init__(
+        self, layer: HybridLayer, kernels: HostKernels, launches: tuple[Standing, ...], reads_tail: bool,
+        query: Foreseen, attended: tuple[Selection, bool] | None,
+    ) -> None:  # fmt: skip
+        assert layer.store is not None
+        self._kernels, self._launches, self._reads_tail, self._attended = kernels, launches, reads_tail, attended
+        self._plain, self._shape = (query.plain, query.weights), query.shape
+        self._same = _Same(layer, layer.store.length // layer.store.block_size + 1)
+        self._memo: Any = None
+
+    def remember(self, layer: HybridLayer) -> None:
+        """Behind the policy's own beginning: know what it made of it."""
+        self._memo = layer.policy.begun(layer.state)
+
+    def begin(self, layer: HybridLayer, query: Foreseen) -> bool:
+        """Begin with the token that comes next; false, with nothing done, if it is not like the one before."""
+        kernels, store = self._kernels, layer.store
+        assert store is not None
+        same = (
+            self._memo is not None
+            and self._same.holds(layer)
+            and (query.plain, query.weights) == self._plain
+            and query.shape == self._shape
+            and kernels.free
+        )
+        if not same:
+            return False
+        length = store.length
+        numbers = (*query.places, length if self._reads_tail else 0)
+        if self._attended is None:
+            early = begin_reading(layer, kernels, self._launches, numbers, query)
+        else:
+            early = begin_attending(layer, kernels, self._launches, (*numbers, length + 1), query, *self._attended)
+        layer.policy.begin_again(layer.state, self._memo, early)
+        return True
+
+
+def begin_attending(
+    layer: HybridLayer, kernels: HostKernels, launches: tuple[Standing, ...], numbers: tuple[int, ...], keep: Any,
+    host: Selection, correct: bool,
+) -> Ahead:  # fmt: skip
+    """Let the worker attend blocks one layer early: the last of some launches."""
+    assert layer.store is not None
+    assert layer.scale is not None
+    kernels.lent = True  # an interruption from here on leaves a job that nobody knows
+    job = kernels.job = layer.settings.worker.post(
+        kernels.first, launches, numbers, launches[-1].label, keep=(layer.store.pool, kernels, keep)
+    )
+    chosen = job.first(len(launches) - 1) if len(launches) > 1 else None
+    layer.ahead = ahead = Ahead(kernels, host, layer.scale, correct, chosen, job)
+    kernels.lent = False
+    return ahead
+
+
+def begin_reading(
+    layer: HybridLayer, kernels: HostKernels, launches: tuple[Standing, ...], numbers: tuple[int, ...], keep: Any
+) -> Early | None:
+    """Let the worker read blocks ahead: the last of some launches, left out where it has not kept up."""
+    store, worker = layer.store, layer.settings.worker
+    assert store is not None
+    choosing, row = launches[:-1], kernels.others
+    if worker.idle:  # otherwise the next choice would wait for what is to be read
+        row, numbers = kernels.first, (*numbers, store.sealed)
+    else:
+        launches = choosing
+    if not launches:
+        return None
+    kernels.lent = bool(choosing)
+    job = worker.post(row, launches, numbers, launches[-1].label, keep=(store.pool, kernels, keep))
+    if not choosing:
+        return None
+    # Reading writes nothing, and what it reads may be written meanwhile.
+    kernels.job = chosen = job.first(len(choosing))
+    layer.ahead = early = Early(chosen)
+    kernels.lent = False
+    return early

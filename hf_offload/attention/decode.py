@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_offload.attention import tiered
-from hf_offload.attention.again import AGAIN, Again
+from hf_offload.attention.again import AGAIN, EARLY, Again, EarlyAgain
 from hf_offload.attention.ahead import Early
 from hf_offload.attention.dense import append_attention
 from hf_offload.attention.host_step import HostStep
@@ -95,7 +95,13 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor | Foreseen) -> None:
     if layer.ahead is not None or layer.host_part is not None:
         layer.drain_ahead()
     if not layer.has_slots:  # nothing that autocast would change
+        again: EarlyAgain | None = layer.kernels.get(EARLY)
+        if again is not None and isinstance(query, Foreseen) and again.begin(layer, query):
+            return
         layer.policy.before_layer(HostStep(layer, query, store.length + 1, layer.scale, layer.softcap))
+        begun: EarlyAgain | None = layer.kernels.get(EARLY)
+        if begun is not None and begun is not again:
+            begun.remember(layer)
         return
     assert isinstance(query, torch.Tensor)
     if query.dtype is not layer.dtype:  # under autocast

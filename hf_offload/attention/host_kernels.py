@@ -40,8 +40,8 @@ class HostKernels:
         """`[B, Hkv, N]`, of the last choice."""
         self.chosen: Selection | None = None
         """The last choice."""
-        self.first, self.others, self.reads = Row(6), Row(4), Row(1)
-        """What a step launches first, beginning with its token and query; what it launches then; what reads ahead."""
+        self.first, self.others = Row(6), Row(4)
+        """What a step launches first, beginning with its token and its query, and what it launches then."""
         self.taking = Kept(f"the query of layer {layer}")
         self.foreseeing = Kept(f"the predicted query of layer {layer}")
         self.choosing = Kept(f"the choice of blocks of layer {layer}")
@@ -50,8 +50,6 @@ class HostKernels:
         self.parting = Kept(f"what layer {layer} always attends")
         self.reading = Kept(f"read-ahead of layer {layer}")
         self.giving = Kept(f"what layer {layer} has attended")
-        self.read: Job | None = None
-        """The last read-ahead: it writes nothing, and what it reads may be written meanwhile."""
         self.lent = False
         """Whether a job is being started that works in these buffers."""
         self.job: Job | None = None

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload.attention.again import AGAIN, Again
-from hf_offload.attention.ahead import Ahead, Early
+from hf_offload.attention.again import AGAIN, EARLY, Again, EarlyAgain, begin_attending, begin_reading
+from hf_offload.attention.ahead import Ahead
 from hf_offload.attention.host_kernels import kernels_of
 from hf_offload.attention.host_near import HostNear
 from hf_offload.attention.plain_query import Foreseen
@@ -26,7 +26,6 @@ from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.scoring import Digest
 from hf_offload.cpu.selections import common_blocks, part_always
 from hf_offload.cpu.standing import Kept, Standing
-from hf_offload.cpu.worker import Job
 from hf_offload.policies.base import Plan, Selection
 
 
@@ -71,17 +70,6 @@ class HostStep(Step):
         self._launches += (launch,)
         if number is not None:
             self._numbers += (number,)
-
-    def _post(self, label: str) -> Job:
-        """Let the worker make what is still to be made."""
-        kernels, row, launches, numbers = self.kernels, self._row, self._launches, self._numbers
-        kernels.lent = True  # an interruption from here on leaves a job that nobody knows
-        job = kernels.job = self.layer.settings.worker.post(
-            row, launches, numbers, label, keep=(self.store.pool, kernels, self._keep)
-        )
-        self._row, self._launches, self._numbers = kernels.others, (), ()
-        kernels.lent = False
-        return job
 
     # --- choosing blocks ---------------------------------------------------------------------------------------------
 
@@ -305,22 +293,13 @@ class HostStep(Step):
         return self.kernels.out_tensor.fill_(0.0), self.kernels.lse_tensor.fill_(float("-inf"))
 
     def attend_early(self, host: Selection, *, correct: bool) -> Ahead:
-        kernels = self.kernels
         # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
-        standing = self.attention(kernels.starting, host, kernels.kbar if correct else None)
-        before = len(self._launches)
-        self._add(standing, self.length)
-        job = self._post(standing.label)
-        chosen = job.first(before) if before else None
-        self.layer.ahead = ahead = Ahead(kernels, host, self.scale, correct, chosen, job)
-        return ahead
+        self._add(self.attention(self.kernels.starting, host, self.kernels.kbar if correct else None), self.length)
+        launches, numbers = self._taken((host, correct))
+        return begin_attending(self.layer, self.kernels, launches, numbers, self._keep, host, correct)
 
     def read_ahead(self, host: Selection) -> None:
         store, kernels = self.store, self.kernels
-        if self._launches:
-            self.layer.ahead = Early(self._post(kernels.choosing.label))
-        if kernels.read is not None and not kernels.read.done():  # of the step before: this one would come too late
-            return
         arrays = host.blocks, host.counts, store.table, store.pool.block_ptr
         standing = kernels.reading.find(arrays, ())
         if standing is None:
@@ -329,8 +308,18 @@ class HostStep(Step):
             launch = movers.touch_blocks(*arrays, store.sealed, pool.record_bytes, packed)
             standing = kernels.reading.keep(launch, arrays, (), sealed=store.table.shape[1])
         # The tail is being written, and may not even exist before this step's token arrives.
-        worker, row = self.layer.settings.worker, kernels.reads
-        kernels.read = worker.post(row, (standing,), (store.sealed,), standing.label, keep=(store.pool, kernels))
+        self._add(standing)
+        begin_reading(self.layer, kernels, *self._taken(None), self._keep)
+
+    def _taken(self, attended: tuple[Selection, bool] | None) -> tuple[tuple[Standing, ...], tuple[int, ...]]:
+        """What the worker is to launch and the numbers of it; known from now on as what the next step begins with."""
+        kernels, launches, numbers = self.kernels, self._launches, self._numbers
+        within = self.store.length % self.block_size != 0  # the first token of a block has no tail before it
+        whole, query = self._row is kernels.first and self.store.pool.unchecked is None, self._keep[1]
+        self._row, self._launches, self._numbers = kernels.others, (), ()
+        if within and whole and isinstance(query, Foreseen):
+            self.layer.kernels[EARLY] = EarlyAgain(self.layer, kernels, launches, numbers[3] != 0, query, attended)
+        return launches, numbers
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 

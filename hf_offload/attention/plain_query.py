@@ -40,13 +40,23 @@ class Foreseen:
 
     def bring(self, kernels: HostKernels) -> tuple[Standing, tuple[int, ...], Any]:
         """The launch that writes it into the layer's buffer, its numbers, and what it reads."""
-        numbers = (len(self.cos), *self.plain.addresses())
+        numbers = self.weights
         standing = kernels.foreseeing.find((self.plain,), numbers)
         if standing is None:
             launch = project(self.plain.layer(), self.hidden, self.cos, self.sin, kernels.query)
             anywhere = {"hidden": ANYWHERE, "cos": ANYWHERE, "sin": ANYWHERE}
             standing = kernels.foreseeing.keep(launch, (self.plain,), numbers, **anywhere)
-        return standing, (self.hidden.data_ptr(), self.cos.data_ptr(), self.sin.data_ptr()), self
+        return standing, self.places, self
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """What a launch is made for: rows of the positions, and where the weights are."""
+        return len(self.cos), *self.plain.addresses()
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """Where the input and the positions are."""
+        return self.hidden.data_ptr(), self.cos.data_ptr(), self.sin.data_ptr()
 
 
 class PlainQuery:

@@ -246,6 +246,11 @@ class Runner:
         self._thread = threading.Thread(target=_serve, args=args, name="hf_offload-runner", daemon=True)
         self._thread.start()
 
+    @property
+    def idle(self) -> bool:
+        """Whether all that was posted has ended."""
+        return bool(self._control[_POSTED] == self._control[_ENDED])
+
     def has_ended(self, position: int) -> bool:
         """Whether the launch at a position has ended: what it wrote is visible."""
         return bool(_has_ended(self._control, position))

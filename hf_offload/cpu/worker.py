@@ -221,6 +221,8 @@ class Worker:
         """Seconds that each job sleeps before it starts: tests make every hand-over slow with it."""
         self._jobs = min(threads, JOBS)
         self._make_crew()
+        self._last: Job | None = None
+        """What was posted last, where a thread of Python does it."""
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._pool: list[threading.Thread] = []
         self._gone: list[threading.Thread] = []
@@ -289,11 +291,17 @@ class Worker:
         keep = keep, launches
         if not FUTEX:
             opened = tuple(_numbered(launches, numbers))
-            return self.submit(functools.partial(self._make, opened), label, keep)
+            job = self._last = self.submit(functools.partial(self._make, opened), label, keep)
+            return job
         if self._pid != os.getpid():
             self._begin_anew()
         errand = self._runner.post(row, launches, numbers, label, keep, self.delay)
         return _Posted(self, self._runner, errand, errand.last)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was posted has ended."""
+        return self._runner.idle if FUTEX else self._last is None or self._last.done()
 
     def _make(self, launches: tuple[Standing, ...]) -> None:
         for launch in launches:

@@ -220,6 +220,20 @@ class Policy(ABC):
         """Layer-ahead work: called one decoder layer early, with `step.query` predicted."""
         return
 
+    def begun(self, state: Any) -> Any:
+        """What `before_layer` has put into a layer's state, if with one memory it will do so again within a block."""
+        return None
+
+    def begin_again(self, state: Any, memo: Any, ahead: Any) -> None:
+        """In place of `before_layer`: all that it launches is under way for another token.
+
+        Args:
+            state: of the layer.
+            memo: as `begun` gave it.
+            ahead: what stands for the work; None if there is nothing to wait for.
+        """
+        return
+
     @abstractmethod
     def plan(self, step: Step) -> Plan:
         """Who computes what, at a decode step."""

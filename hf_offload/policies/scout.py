@@ -187,6 +187,13 @@ class Scout(Policy):
         else:
             step.read_ahead(step.split(state.predicted)[1])
 
+    def begun(self, state: ScoutState) -> tuple[Selection | None, Selection | None]:
+        return state.predicted, state.near
+
+    def begin_again(self, state: ScoutState, memo: tuple[Selection | None, Selection | None], ahead: Any) -> None:
+        state.predicted, state.near = memo
+        state.ahead = None if state.near is None else ahead
+
     def plan(self, step: Step) -> Plan:
         """Algorithm 1, lines 8–12."""
         state: ScoutState = step.state

@@ -11,21 +11,22 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.again import AGAIN, Again
+from hf_offload.attention.again import AGAIN, Again, EarlyAgain
 from hf_offload.policies.base import Policy
 
 BLOCK = 8
+SMALL: dict[str, Any] = {"budget": 48, "sinks": 8, "recent": 8}
+AHEAD: dict[str, Any] = SMALL | {"synchronous_layers": (0,)}
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "window": ("window", {"budget": 48, "sinks": 8}),
-    "scout": ("scout", {"budget": 48, "sinks": 8, "recent": 8}),
-    "scout, raw": ("scout", {"budget": 48, "sinks": 8, "recent": 8, "join": "raw"}),
-    "scout, covering": ("scout", {"budget": 512, "sinks": 8, "recent": 8}),
-    "scout, int8": ("scout", {"budget": 48, "sinks": 8, "recent": 8, "host_dtype": "int8"}),
-    "scout, ahead": (
-        "scout",
-        {"budget": 48, "sinks": 8, "recent": 8, "lookahead": "attend", "synchronous_layers": (0,)},
-    ),
+    "scout": ("scout", SMALL),
+    "scout, raw": ("scout", SMALL | {"join": "raw"}),
+    "scout, covering": ("scout", SMALL | {"budget": 512}),
+    "scout, int8": ("scout", SMALL | {"host_dtype": "int8"}),
+    "scout, select": ("scout", AHEAD | {"lookahead": "select"}),
+    "scout, attend": ("scout", AHEAD | {"lookahead": "attend"}),
+    "scout, attend, int8": ("scout", AHEAD | {"lookahead": "attend", "host_dtype": "int8"}),
 }
 
 
@@ -38,8 +39,8 @@ class Counted:
     """How many steps were made again, and how many were not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made, self.others = 0, 0
-        real = Again.step
+        self.made, self.others, self.early = 0, 0, 0
+        real, begin = Again.step, EarlyAgain.begin
 
         def step(again: Again, *args: Any) -> torch.Tensor | None:
             given = real(again, *args)
@@ -47,7 +48,13 @@ class Counted:
             self.others += given is None
             return given
 
+        def begin_again(again: EarlyAgain, *args: Any) -> bool:
+            begun = begin(again, *args)
+            self.early += begun
+            return begun
+
         monkeypatch.setattr(Again, "step", step)
+        monkeypatch.setattr(EarlyAgain, "begin", begin_again)
 
 
 def history(model: PreTrainedModel, policy: str, knobs: dict[str, Any]) -> list[torch.Tensor]:
@@ -106,14 +113,16 @@ def test_a_step_that_is_made_again_has_the_bits_of_any_other(
     counted = Counted(monkeypatch)
     got = history(model, name, knobs)
     layers = model.config.num_hidden_layers
-    if policy == "scout, ahead":  # all but the first layer ask each time
+    if "lookahead" in knobs:  # all but the first layer ask each time, and begin early
+        assert counted.early > 0.3 * (layers - 1) * len(got)
         layers = 1
     assert counted.made > 0.3 * layers * len(got), (counted.made, counted.others)
     policy_type = type(HybridCache(model, name, block_size=BLOCK, **knobs).policy)
-    monkeypatch.setattr(policy_type, "repeats", Policy.repeats)
-    counted.made = 0
+    for method in ("repeats", "begun"):
+        monkeypatch.setattr(policy_type, method, getattr(Policy, method))
+    counted.made = counted.early = 0
     want = history(model, name, knobs)
-    assert counted.made == 0
+    assert counted.made == counted.early == 0
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
