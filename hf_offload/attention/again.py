@@ -71,18 +71,22 @@ class Again:
         layer: its layer, behind the step.
         kernels: those of the step.
         launches: of the token, the query, the choice of blocks where there is one, attention, and the answer.
+        giving: the answer, where it follows what was attended early.
+        host: the blocks that were attended with the real query.
         reads_tail: whether the choice looks at tokens that have no digest yet.
         query, key, value: `[B, H, 1, D]`, as the step got them.
     """
 
-    __slots__ = ("_chooses", "_dtype", "_kernels", "_launches", "_reads_tail", "_same", "_shape", "_strides")
+    __slots__ = (
+        "_chooses", "_dtype", "_giving", "_host", "_kernels", "_launches", "_reads_tail", "_same", "_shape", "_strides",
+    )  # fmt: skip
 
     def __init__(
-        self, layer: HybridLayer, kernels: HostKernels, launches: tuple[Standing, ...], reads_tail: bool,
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        self, layer: HybridLayer, kernels: HostKernels, launches: tuple[Standing, ...], giving: Standing | None,
+        host: Selection, reads_tail: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     ) -> None:  # fmt: skip
         assert layer.store is not None
-        self._kernels, self._launches = kernels, launches
+        self._kernels, self._launches, self._giving, self._host = kernels, launches, giving, host
         self._chooses, self._reads_tail = kernels.choosing.standing in launches, reads_tail
         self._same = _Same(layer, layer.store.num_blocks)
         self._strides = query.stride(), key.stride(), value.stride()
@@ -92,23 +96,33 @@ class Again:
         self, layer: HybridLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor | None:
         """Append a token and attend with it: `[B, 1, Hq, D]`, or None, with nothing done, if it is no such step."""
+        ahead = layer.ahead if isinstance(layer.ahead, Ahead) else None
         same = (
             self._same.holds(layer)
             and query.dtype is self._dtype
             and query.shape == self._shape
             and (query.stride(), key.stride(), value.stride()) == self._strides
+            and (ahead is None) == (self._giving is None)
+            and layer.policy.repeats(layer, self._host)
         )
         if not same:
             return None
-        store = layer.store
+        store, kernels = layer.store, self._kernels
         assert store is not None
         batch, heads, _, dim = self._shape
         given = query.new_empty((batch, 1, heads, dim))
         length = store.length
         store.length = now = length + 1
         choice = (now if self._reads_tail else 0,) if self._chooses else ()
-        places = key.data_ptr(), value.data_ptr(), length, query.data_ptr(), *choice, now, given.data_ptr()
-        self._kernels.first.run(self._launches, places)
+        places = key.data_ptr(), value.data_ptr(), length, query.data_ptr(), *choice, now
+        if ahead is None or self._giving is None:
+            kernels.first.run(self._launches, (*places, given.data_ptr()))
+        else:
+            kernels.first.run(self._launches, places)
+            ahead.take_part(kernels, layer.stats)
+            kernels.others.run((self._giving,), (given.data_ptr(),))
+        layer.ahead = None
+        layer.stats.steps += 1
         return given
 
 

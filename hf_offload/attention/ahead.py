@@ -63,6 +63,16 @@ class Ahead(Early):
         """
         _wait(self.job, stats)
 
+    def take_part(self, real: HostKernels, stats: LayerStats) -> None:
+        """Wait for the part, and take it into what the real query attended.
+
+        Raises:
+            WorkerError: it failed.
+        """
+        self.wait(stats)
+        stats.query_cosine += self.join(real)
+        stats.queries += 1
+
     def cancel(self) -> None:
         super().cancel()
         with suppress(WorkerError):

@@ -139,23 +139,22 @@ def decode(
     store = layer.store
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
+    early = layer.ahead
+    if isinstance(early, Early):
+        early.wait_chosen(layer.stats)
     again: Again | None = layer.kernels.get(AGAIN)
     if again is not None and fresh and sinks is None:
         given = again.step(layer, query, key, value)
         if given is not None:
-            layer.stats.steps += 1
             return given
     salience = layer.salience
     if salience is not None:
         salience.catch_up()
     token = store.append_token(key, value) if fresh else None
     step = HostStep(layer, query, store.length, scale, softcap, token)
-    early = layer.ahead
-    if isinstance(early, Early):
-        early.wait_chosen(layer.stats)
     plan = layer.policy.plan(step)
-    if plan.ahead is None and sinks is None and plan.host is not None and plan.kept is None:
-        given = step.answer(plan.host, query)
+    if sinks is None and plan.host is not None and plan.kept is None:
+        given = step.answer(plan.host, plan.ahead, query)
     else:
         given = _joined(step, plan, query, sinks, learn=fresh)
     layer.ahead = None
@@ -174,7 +173,6 @@ def _joined(
     step: HostStep, plan: Plan, query: torch.Tensor, sinks: torch.Tensor | None, *, learn: bool
 ) -> torch.Tensor:
     """What a plan attends in several parts, and attention sinks `[Hq]`, `[B, 1, Hq, D]` in the query's dtype."""
-    stats = step.layer.stats
     if plan.attended is not None:
         out, lse = (mine.copy_(made) for mine, made in zip(step.nothing(), plan.attended, strict=True))
     elif plan.near is not None:
@@ -184,9 +182,7 @@ def _joined(
     else:
         out, lse = step.nothing() if plan.host is None else step.attend_host(plan.host)
     if plan.ahead is not None:
-        plan.ahead.wait(stats)
-        stats.query_cosine += plan.ahead.join(step.kernels)
-        stats.queries += 1
+        plan.ahead.take_part(step.kernels, step.layer.stats)
     if sinks is not None:
         out.copy_(merge_partials([(out, lse)], sinks.float().view(1, -1))[0])
     return step.give(query)

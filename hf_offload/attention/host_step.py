@@ -216,20 +216,26 @@ class HostStep(Step):
         self.begin()
         return kernels.out_tensor, kernels.lse_tensor
 
-    def answer(self, host: Selection, query: torch.Tensor) -> torch.Tensor:
-        """`attend_host` and `give` in one."""
-        given = self.kernels.give(query)
-        if given is None:
-            self.attend_host(host)
-            return self.give(query)
-        self._add(self.attention(self.kernels.attending, host, None), self.length)
-        self._add(*given[:2])
-        launches, numbers, whole = self._launches, self._numbers, self._row is self.kernels.first
+    def answer(self, host: Selection, ahead: Ahead | None, query: torch.Tensor) -> torch.Tensor:
+        """`attend_host` and `give` in one, with what was attended early between them."""
+        kernels, layer = self.kernels, self.layer
+        given = kernels.give(query)
+        self._add(self.attention(kernels.attending, host, None), self.length)
+        if given is not None and ahead is None:
+            self._add(*given[:2])
+        launches, numbers, whole = self._launches, self._numbers, self._row is kernels.first
         self.begin()
+        if ahead is not None:
+            ahead.take_part(kernels, layer.stats)
+        if given is None:
+            return self.give(query)
+        if ahead is not None:
+            self._add(*given[:2])
+            self.begin()
         token, read = self._keep
-        if whole and token is not None and self.store.pool.unchecked is None and self.layer.policy.repeats(self.layer):
-            reads_tail = numbers[4] != 0
-            self.layer.kernels[AGAIN] = Again(self.layer, self.kernels, launches, reads_tail, read, *token.keep)
+        if whole and token is not None and self.store.pool.unchecked is None:
+            giving = None if ahead is None else given[0]
+            layer.kernels[AGAIN] = Again(layer, kernels, launches, giving, host, numbers[4] != 0, read, *token.keep)
         return given[2]
 
     def give(self, query: torch.Tensor) -> torch.Tensor:

@@ -209,10 +209,14 @@ class Policy(ABC):
         """
         return type(self).looks_ahead is not Policy.looks_ahead
 
-    def repeats(self, layer: HybridLayer) -> bool:
-        """Whether a step of a layer with one memory plans what the one before did, if both are within one block.
+    def repeats(self, layer: HybridLayer, host: Selection) -> bool:
+        """Whether a step with one memory plans what the last one did, if both are within one block.
 
-        Such a step may be made without asking for its plan: the same launches again.
+        Such a step is made without asking for its plan: the same launches again. What was begun early for it is taken.
+
+        Args:
+            layer: the layer.
+            host: the blocks that the last plan attended with the real query.
         """
         return False
 

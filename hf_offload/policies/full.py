@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from hf_offload.policies.base import Plan, Policy
+from hf_offload.policies.base import Plan, Policy, Selection
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -35,7 +35,7 @@ class Full(Policy):
         if self.host not in ("attend", "fetch"):
             raise ValueError(f'host={self.host!r} is not known; use "attend" or "fetch"')
 
-    def repeats(self, layer: HybridLayer) -> bool:
+    def repeats(self, layer: HybridLayer, host: Selection) -> bool:
         return True
 
     def plan(self, step: Step) -> Plan:

@@ -174,8 +174,16 @@ class Scout(Policy):
     def may_look_ahead(self, *, beside_device: bool) -> bool:
         return beside_device if self.lookahead == "auto" else self.lookahead != "off"
 
-    def repeats(self, layer: HybridLayer) -> bool:
-        return self.mode(layer) == "off"
+    def repeats(self, layer: HybridLayer, host: Selection) -> bool:
+        state: ScoutState = layer.state
+        if state.predicted is None:
+            return self.mode(layer) == "off"
+        waiting = state.predicted if state.near is None else state.near
+        if waiting is not host or (state.steps + 1) % RESIDUAL_EVERY == 0:
+            return False
+        state.predicted = state.ahead = state.near = None
+        state.steps += 1
+        return True
 
     def before_layer(self, step: Step) -> None:
         """Algorithm 1, lines 3–7: choose the next layer's blocks by its predicted query and start the CPU part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_offload.policies.base import Plan, Policy, check_tokens
+from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -40,7 +40,7 @@ class Window(Policy):
     def budget_tokens(self) -> int:
         return self.budget
 
-    def repeats(self, layer: HybridLayer) -> bool:
+    def repeats(self, layer: HybridLayer, host: Selection) -> bool:
         return True
 
     def plan(self, step: Step) -> Plan:
