@@ -206,8 +206,11 @@ class Series:
                 wall[kind], cpu[kind] = time_step(self.model, self.cache, token)
                 full = self.cache.get_seq_length() % self.block_size == 0
             else:
+                worker = self.cache.settings.worker
+                worker.settle()  # what is read ahead may still be going on
                 with self.switch.off():
                     wall[kind], cpu[kind] = time_step(self.model, self.cache, token)
+                    worker.settle()
         values = {
             "bare": wall["bare"],
             "outside": wall["off"] - wall["bare"],

@@ -6,6 +6,7 @@ that a plan depends on, takes Python longer than the rest of such a step.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from hf_offload.attention.host_kernels import HostKernels
 from hf_offload.attention.plain_query import Foreseen
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.standing import Standing
-from hf_offload.policies.base import Selection
+from hf_offload.cpu.together import Row
+from hf_offload.policies.base import Policy, Selection
 
 AGAIN, EARLY = "again", "early again"
 """Where a layer has them, among its kernels."""
@@ -152,7 +154,8 @@ class EarlyAgain:
 
     def remember(self, layer: HybridLayer) -> None:
         """Behind the policy's own beginning: know what it made of it."""
-        self._memo = layer.policy.begun(layer.state)
+        if _may_begin_again(type(layer.policy)):
+            self._memo = layer.policy.begun(layer.state)
 
     def begin(self, layer: HybridLayer, query: Foreseen) -> bool:
         """Begin with the token that comes next; false, with nothing done, if it is not like the one before."""
@@ -170,23 +173,25 @@ class EarlyAgain:
         length = store.length
         numbers = (*query.places, length if self._reads_tail else 0)
         if self._attended is None:
-            early = begin_reading(layer, kernels, self._launches, numbers, query)
+            early: Early = begin_reading(layer, kernels, kernels.first, self._launches, numbers, query)
         else:
-            early = begin_attending(layer, kernels, self._launches, (*numbers, length + 1), query, *self._attended)
+            early = begin_attending(
+                layer, kernels, kernels.first, self._launches, (*numbers, length + 1), query, *self._attended
+            )
         layer.policy.begin_again(layer.state, self._memo, early)
         return True
 
 
 def begin_attending(
-    layer: HybridLayer, kernels: HostKernels, launches: tuple[Standing, ...], numbers: tuple[int, ...], keep: Any,
-    host: Selection, correct: bool,
+    layer: HybridLayer, kernels: HostKernels, row: Row, launches: tuple[Standing, ...], numbers: tuple[int, ...],
+    keep: Any, host: Selection, correct: bool,
 ) -> Ahead:  # fmt: skip
     """Let the worker attend blocks one layer early: the last of some launches."""
     assert layer.store is not None
     assert layer.scale is not None
     kernels.lent = True  # an interruption from here on leaves a job that nobody knows
     job = kernels.job = layer.settings.worker.post(
-        kernels.first, launches, numbers, launches[-1].label, keep=(layer.store.pool, kernels, keep)
+        row, launches, numbers, launches[-1].label, keep=(layer.store.pool, kernels, keep)
     )
     chosen = job.first(len(launches) - 1) if len(launches) > 1 else None
     layer.ahead = ahead = Ahead(kernels, host, layer.scale, correct, chosen, job)
@@ -195,24 +200,39 @@ def begin_attending(
 
 
 def begin_reading(
-    layer: HybridLayer, kernels: HostKernels, launches: tuple[Standing, ...], numbers: tuple[int, ...], keep: Any
-) -> Early | None:
-    """Let the worker read blocks ahead: the last of some launches, left out where it has not kept up."""
+    layer: HybridLayer, kernels: HostKernels, row: Row, launches: tuple[Standing, ...], numbers: tuple[int, ...],
+    keep: Any,
+) -> Early:  # fmt: skip
+    """Let the worker choose blocks and read them ahead: the last of some launches, left out where it lags behind."""
     store, worker = layer.store, layer.settings.worker
     assert store is not None
-    choosing, row = launches[:-1], kernels.others
+    choosing = launches[:-1]
+    assert choosing, "what is read ahead is chosen with it"
     if worker.idle:  # otherwise the next choice would wait for what is to be read
-        row, numbers = kernels.first, (*numbers, store.sealed)
+        numbers = (*numbers, store.sealed)
     else:
-        launches = choosing
-    if not launches:
-        return None
-    kernels.lent = bool(choosing)
+        launches, row = choosing, kernels.fewer
+    kernels.lent = True
     job = worker.post(row, launches, numbers, launches[-1].label, keep=(store.pool, kernels, keep))
-    if not choosing:
-        return None
     # Reading writes nothing, and what it reads may be written meanwhile.
     kernels.job = chosen = job.first(len(choosing))
     layer.ahead = early = Early(chosen)
     kernels.lent = False
     return early
+
+
+@functools.cache
+def may_repeat(kind: type[Policy]) -> bool:
+    """Whether what a policy says of its repetition was said of the plans that it has, not of those of a base class."""
+    return _knows(kind, "repeats", "plan", "after_layer")
+
+
+@functools.cache
+def _may_begin_again(kind: type[Policy]) -> bool:
+    return _knows(kind, "begun", "before_layer") and _knows(kind, "begin_again", "before_layer")
+
+
+def _knows(kind: type[Policy], name: str, *others: str) -> bool:
+    """Whether the class that has one method is also the one that has the others, or made from it."""
+    where = {wanted: next(i for i, c in enumerate(kind.__mro__) if wanted in vars(c)) for wanted in (name, *others)}
+    return where[name] == min(where.values())

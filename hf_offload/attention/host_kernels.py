@@ -40,8 +40,9 @@ class HostKernels:
         """`[B, Hkv, N]`, of the last choice."""
         self.chosen: Selection | None = None
         """The last choice."""
-        self.first, self.others = Row(6), Row(4)
-        """What a step launches first, beginning with its token and its query, and what it launches then."""
+        self.first, self.others, self.fewer = Row(6), Row(4), Row(6)
+        """What a step launches first, beginning with its token and query; what it launches then; what it posts first,
+        where nothing is read ahead."""
         self.taking = Kept(f"the query of layer {layer}")
         self.foreseeing = Kept(f"the predicted query of layer {layer}")
         self.choosing = Kept(f"the choice of blocks of layer {layer}")

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload.attention.again import AGAIN, EARLY, Again, EarlyAgain, begin_attending, begin_reading
+from hf_offload.attention.again import (
+    AGAIN,
+    EARLY,
+    Again,
+    EarlyAgain,
+    begin_attending,
+    begin_reading,
+    may_repeat,
+)
 from hf_offload.attention.ahead import Ahead
 from hf_offload.attention.host_kernels import kernels_of
 from hf_offload.attention.host_near import HostNear
@@ -26,6 +34,7 @@ from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.scoring import Digest
 from hf_offload.cpu.selections import common_blocks, part_always
 from hf_offload.cpu.standing import Kept, Standing
+from hf_offload.cpu.together import Row
 from hf_offload.policies.base import Plan, Selection
 
 
@@ -233,7 +242,7 @@ class HostStep(Step):
             self._add(*given[:2])
             self.begin()
         token, read = self._keep
-        if whole and token is not None and self.store.pool.unchecked is None:
+        if whole and token is not None and self.store.pool.unchecked is None and may_repeat(type(layer.policy)):
             giving = None if ahead is None else given[0]
             layer.kernels[AGAIN] = Again(layer, kernels, launches, giving, host, numbers[4] != 0, read, *token.keep)
         return given[2]
@@ -301,8 +310,8 @@ class HostStep(Step):
     def attend_early(self, host: Selection, *, correct: bool) -> Ahead:
         # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
         self._add(self.attention(self.kernels.starting, host, self.kernels.kbar if correct else None), self.length)
-        launches, numbers = self._taken((host, correct))
-        return begin_attending(self.layer, self.kernels, launches, numbers, self._keep, host, correct)
+        row, launches, numbers = self._taken((host, correct))
+        return begin_attending(self.layer, self.kernels, row, launches, numbers, self._keep, host, correct)
 
     def read_ahead(self, host: Selection) -> None:
         store, kernels = self.store, self.kernels
@@ -317,15 +326,15 @@ class HostStep(Step):
         self._add(standing)
         begin_reading(self.layer, kernels, *self._taken(None), self._keep)
 
-    def _taken(self, attended: tuple[Selection, bool] | None) -> tuple[tuple[Standing, ...], tuple[int, ...]]:
+    def _taken(self, attended: tuple[Selection, bool] | None) -> tuple[Row, tuple[Standing, ...], tuple[int, ...]]:
         """What the worker is to launch and the numbers of it; known from now on as what the next step begins with."""
-        kernels, launches, numbers = self.kernels, self._launches, self._numbers
-        within = self.store.length % self.block_size != 0  # the first token of a block has no tail before it
-        whole, query = self._row is kernels.first and self.store.pool.unchecked is None, self._keep[1]
+        kernels, row, launches, numbers = self.kernels, self._row, self._launches, self._numbers
         self._row, self._launches, self._numbers = kernels.others, (), ()
-        if within and whole and isinstance(query, Foreseen):
+        within = self.store.length % self.block_size != 0  # the first token of a block has no tail before it
+        chooses, query = kernels.choosing.standing in launches, self._keep[1]
+        if row is kernels.first and within and chooses and isinstance(query, Foreseen):
             self.layer.kernels[EARLY] = EarlyAgain(self.layer, kernels, launches, numbers[3] != 0, query, attended)
-        return launches, numbers
+        return row, launches, numbers
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 

@@ -96,7 +96,8 @@ class PlainQuery:
             return None
         if not (hidden.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and cos.is_cpu):
             return None
-        return Foreseen(self, hidden, cos, sin, torch.Size((batch, self._heads, 1, self._dim)))
+        # A copy: the layer goes on with its input, maybe in place, while the query is computed.
+        return Foreseen(self, hidden.clone(), cos, sin, torch.Size((batch, self._heads, 1, self._dim)))
 
     def agrees(self, modules: Adapter, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether it gives the modules' queries, but for rounding, for this input and for random ones like it."""

@@ -34,7 +34,8 @@ class Step(ABC):
     """What a policy sees of one decode step of one layer, and the services that it may use in it.
 
     Scores and selections are arrays with one memory and tensors on the device with two; a policy hands them on and does
-    not look inside: with one memory they may be still to be made (`begin`). With two memories everything that is decided in a step is decided on the device.
+    not look inside: with one memory they may be still to be made (`begin`). With two memories everything that is
+    decided in a step is decided on the device.
 
     Args:
         layer: the layer.

@@ -223,6 +223,7 @@ class HybridLayer(CacheLayerMixin):
         if self.revision == padding.revision:
             return
         if self.store is not None and self.store.sealed > padding.changed_block:
+            self.drain_ahead()
             if self.salience is not None:
                 self.unplace()  # nobody is at work in the blocks, and the window is resident anew
                 self.salience.keep_all()

@@ -79,6 +79,7 @@ class Padding:
                 start, self.grown = (same + int(differs.argmax())) // self.block_size, None
                 self.changed_block = start
                 self.revision += 1
+                self.valid = self.valid.copy()  # what was begun ahead may be reading, and goes on with what it has
             self.valid[:, same:total] = new
             self._mark_holes(start, total)
             self.seen, self.dense = total, dense
@@ -131,7 +132,10 @@ class Padding:
         filled = self.valid[:, first_block * size : last * size].reshape(len(self.first), -1, size).copy()
         if last * size > total:
             filled[:, -1, total - last * size :] = 1  # not there yet is not a hole
-        self.holes[:, first_block:last] = (filled == 0).any(-1)
+        holes = (filled == 0).any(-1)
+        if (self.holes[:, first_block:last] != holes).any():
+            self.holes = self.holes.copy()  # as in `observe`
+            self.holes[:, first_block:last] = holes
         self.ragged = bool(self.holes[:, :last].any())
         if first_block * size > self.first.max(initial=0) and self.valid[np.arange(len(self.first)), self.first].all():
             return  # every row's first valid token is known, and lies before what has changed

@@ -130,11 +130,12 @@ def _follow(ring: Array, control: Array, calls: Array, crew: Array, call: int) -
 
 
 @jit
-def _drop(ring: Array, first: int, last: int) -> bool:
-    """Let launches that nobody has begun never begin; whether the first is one of them."""
-    dropped = False
-    for number in range(last, first - 1, -1):
-        dropped = swap_if(ring, number % RING * _WIDTH + _STATE, _WAITING, _DROPPED)
+def _drop(ring: Array, control: Array, first: int, last: int) -> int:
+    """Let launches that nobody has begun never begin; the first of them, or the one behind the last."""
+    dropped = last + 1
+    for number in range(last, max(first, peek(control, _ENDED)) - 1, -1):  # who has ended may have given up its place
+        if swap_if(ring, number % RING * _WIDTH + _STATE, _WAITING, _DROPPED):
+            dropped = number
     return dropped
 
 
@@ -170,11 +171,20 @@ class Errand:
         keep: what they reach only by address.
     """
 
-    __slots__ = ("error", "first", "keep", "label", "last")
+    __slots__ = ("error", "failed", "first", "keep", "label", "last", "withdrawn")
 
     def __init__(self, first: int, last: int, label: str, keep: Any) -> None:
         self.first, self.last, self.label, self.keep = first, last, label, keep
         self.error: BaseException | None = None
+        self.failed = last + 1
+        """Where the error belongs: what comes before has been done."""
+        self.withdrawn = False
+        """Whether nothing of it was begun, nor will be."""
+
+    def fail(self, position: int, error: BaseException) -> None:
+        """Have an error at a position, if there is none before."""
+        if position < self.failed:
+            self.error, self.failed = error, position
 
 
 class Runner:
@@ -225,13 +235,13 @@ class Runner:
             if delay != self._delay:
                 self._delay, self._control[_DELAY] = delay, int(1e6 * delay)
             while self._under_way and self._under_way[0].last < ended:
-                self._under_way.popleft()
+                self._under_way.popleft().keep = None
             errand = Errand(first, first + count - 1, label, keep)
-            self._under_way.append(errand)  # whatever comes now, its memory is kept
             try:
+                self._under_way.append(errand)  # whatever comes now, its memory is kept
                 wrong = _post(self._ring, self._control, address, count, helpers, *numbers, *ZEROS[len(numbers)])
             finally:
-                if self._control.item(_POSTED) == first:
+                if self._control.item(_POSTED) == first and self._under_way and self._under_way[-1] is errand:
                     self._under_way.pop()
         if wrong == FINE:
             return errand
@@ -244,7 +254,11 @@ class Runner:
         self._control[_STOP], self._gone = 0, []
         args = (self._ring, self._control, self._under_way, self._helpers, self._call, self._gone)
         self._thread = threading.Thread(target=_serve, args=args, name="hf_offload-runner", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads can be had
+            self._gone.append(True)
+            raise
 
     @property
     def idle(self) -> bool:
@@ -259,9 +273,9 @@ class Runner:
         """Wait until the launch at a position has ended, so long at most."""
         _await(self._control, position, int(1e9 * seconds))
 
-    def drop(self, first: int, last: int) -> bool:
-        """Let launches that have not begun never begin; whether none of them has, nor will."""
-        return bool(_drop(self._ring, first, last))
+    def drop(self, first: int, last: int) -> int:
+        """Let launches that have not begun never begin; the first of them, or the one behind the last."""
+        return int(_drop(self._ring, self._control, first, last))
 
     @property
     def newest(self) -> Errand | None:
@@ -292,7 +306,7 @@ def _follow_on(ring: Array, control: Array, under_way: deque[Errand], helpers: H
         outcome = _follow(ring, control, helpers.calls, helpers.control, call)
         if outcome == _FAILED:
             raise helpers.error_of(call) or MemoryError("not all tasks were done; is memory left?")
-        if outcome == _IDLE:
+        if outcome in (_IDLE, _STOPPED):
             _let_go(under_way, control)
         return bool(outcome != _STOPPED)
     except BaseException as error:  # it belongs to whoever waits for the errand
@@ -313,8 +327,9 @@ def _give_up(ring: Array, control: Array, under_way: deque[Errand], error: BaseE
     number = int(control[_ENDED])
     for errand in list(under_way):
         if errand.first <= number <= errand.last:
-            errand.error = error
-            _drop(ring, number + 1, errand.last)
+            errand.fail(number, error.with_traceback(None))  # which would hold this frame
+            _drop(ring, control, number + 1, errand.last)
+            errand.keep = None
     _end(control)
 
 
@@ -328,4 +343,4 @@ def _compile() -> None:
     _end(control)
     _await(control, 0, 0)
     _has_ended(control, 0)
-    _drop(ring, 0, 0)
+    _drop(ring, control, 0, 0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_offload import HybridCache
 from hf_offload.attention.again import AGAIN, Again, EarlyAgain
 from hf_offload.policies.base import Policy
+from hf_offload.policies.full import Full
 
 BLOCK = 8
 SMALL: dict[str, Any] = {"budget": 48, "sinks": 8, "recent": 8}
@@ -148,3 +152,88 @@ def test_other_queries_and_scales_are_steps_of_their_own(model: PreTrainedModel)
         assert layer.past == past
     layer.scale *= 2
     assert again.step(layer, query, key, value) is None
+
+
+@pytest.mark.parametrize("block_size", [8, 128])
+@pytest.mark.parametrize("digest", ["submean", "quest"])
+@pytest.mark.parametrize("lookahead", ["select", "attend"])
+def test_short_contexts_begin_early_without_a_choice(
+    model: PreTrainedModel, lookahead: str, digest: str, block_size: int
+) -> None:
+    """Before any block is full there is nothing to choose by."""
+    knobs: dict[str, Any] = {"lookahead": lookahead, "digest": digest, "synchronous_layers": (0,), "tier": "one"}
+    ids = prompt(1, 10)[0]
+    caches = [HybridCache(model, "scout", block_size=block_size, **knobs), HybridCache(model, "full", tier="one")]
+    told = [
+        model.generate(ids, past_key_values=cache, max_new_tokens=80, min_new_tokens=80, do_sample=False)
+        for cache in caches
+    ]
+    if model.dtype == torch.float32:
+        assert torch.equal(*told)
+
+
+@pytest.mark.parametrize("lookahead", ["select", "attend"])
+def test_masks_and_inputs_that_change_meanwhile_do_not_depend_on_the_worker(lookahead: str) -> None:
+    """What is begun early goes on with what was there when it began."""
+    model = tiny_model("llama")
+    ids, changed = prompt(3, 260)[0], list[torch.utils.hooks.RemovableHandle]()
+    position_ids = torch.arange(260).expand(3, -1)
+
+    def grow(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        args[0].mul_(1.01)
+
+    def run(delay: float) -> list[torch.Tensor]:
+        cache = HybridCache(model, "scout", **AHEAD | {"budget": 96}, lookahead=lookahead, block_size=32, tier="one")
+        cache.settings.worker.delay = delay
+        logits = []
+        for start, stop in ((0, 200), *((i, i + 1) for i in range(200, 240))):
+            mask = torch.ones(3, stop, dtype=torch.long)
+            begun = (stop - 1) // 32 * 32
+            if stop % 2 and stop - 5 > begun:
+                mask[:, begun : stop - 2] = 0
+            with torch.no_grad():
+                out = model(
+                    ids[:, start:stop], attention_mask=mask, position_ids=position_ids[:, start:stop],
+                    past_key_values=cache,
+                )  # fmt: skip
+            logits.append(out.logits[:, -1])
+            if not changed:  # behind our own hooks
+                for layer in model.model.layers:
+                    changed.append(layer.register_forward_pre_hook(grow))
+        for handle in changed:
+            handle.remove()
+        changed.clear()
+        return logits
+
+    for a, b in zip(run(0.0), run(0.003), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_policy_with_a_plan_of_its_own_is_asked_for_it(model: PreTrainedModel) -> None:
+    asked = []
+
+    class Mine(Full):
+        def plan(self, step: Any) -> Any:
+            asked.append(step.layer.index)
+            return super().plan(step)
+
+    cache = HybridCache(model, Mine(), block_size=BLOCK, tier="one")
+    model.generate(prompt(1, 20)[0], past_key_values=cache, max_new_tokens=17, min_new_tokens=17)
+    assert len(asked) == 16 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("lookahead", ["select", "attend"])
+def test_memory_is_free_when_a_cache_is_gone(model: PreTrainedModel, lookahead: str) -> None:
+    cache = HybridCache(model, "scout", **AHEAD, lookahead=lookahead, block_size=BLOCK, tier="one")
+    model.generate(prompt(1, 90)[0], past_key_values=cache, max_new_tokens=20, min_new_tokens=20)
+    pools = [weakref.ref(layer.store.pool) for layer in cache.layers]
+    cache.drain()
+    gc.disable()
+    try:
+        cache.reset()
+        until = time.monotonic() + 5
+        while any(pool() is not None for pool in pools):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        gc.enable()

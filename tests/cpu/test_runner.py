@@ -138,6 +138,64 @@ def test_time_is_up(worker: Worker) -> None:
     assert log.seen == [1]
 
 
+@native
+def test_what_was_given_up_is_told_to_all_who_ask() -> None:
+    log, worker = Log(), Worker()
+    slow = worker.post(Row(2), (log.writing(300_000), log.writing()), (1, 2), "slow")
+    waiting = worker.post(Row(2), (log.writing(), log.writing()), (3, 4), "waiting")
+    time.sleep(0.05)
+    for job in (slow, waiting.first(1)):
+        with pytest.raises(WorkerError, match="not done in time"):
+            job.result(timeout=0.01)
+    assert not slow.done()
+    assert waiting.done()
+    worker.settle()
+    for job in (slow, waiting):
+        with pytest.raises(WorkerError, match="not done in time"):
+            job.result()
+    slow.first(1).result()
+    assert log.seen == [1]
+
+
+@native
+def test_to_settle_is_to_wait_for_all_and_gives_up_nothing() -> None:
+    log, worker = Log(), Worker(timeout=0.1)
+    worker.post(Row(1), (log.writing(300_000),), (1,))
+    last = worker.post(Row(1), (log.writing(),), (2,))
+    with pytest.raises(WorkerError, match="waiting for all work: not done in time"):
+        worker.settle()
+    worker.timeout = 5.0
+    worker.settle()
+    assert last.done()
+    assert log.seen == [1, 2]
+
+
+@native
+def test_an_error_is_told_to_those_who_wait_for_it_or_more() -> None:
+    log, worker = Log(), Worker()
+    job = worker.post(Row(3), (log.writing(), log.writing(), dying("it")), (1, 2))
+    with pytest.raises(WorkerError, match="the kernel died"):
+        job.result()
+    job.first(2).result()
+    with pytest.raises(WorkerError, match="the kernel died"):
+        job.first(3).result()
+
+
+@native
+def test_a_thread_that_cannot_be_had_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    log, worker = Log(), Worker()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start"):
+                worker.post(Row(1), (log.writing(),), (1,))
+    worker.post(Row(1), (log.writing(),), (2,)).result()
+    assert log.seen == [2]
+
+
 def test_nobody_waits_for_more_than_there_is_room_for() -> None:
     if not FUTEX:
         pytest.skip("a queue has room for any number")

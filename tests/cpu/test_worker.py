@@ -106,9 +106,9 @@ def test_a_killed_thread_is_noticed_and_replaced() -> None:
 
 
 def _never_served(worker: Worker):  # type: ignore[no-untyped-def]
-    from hf_offload.cpu.worker import _Called
+    from hf_offload.cpu.jobs import Called
 
-    return _Called(worker, "CPU attention of layer 0")
+    return Called(worker, "CPU attention of layer 0")
 
 
 def test_a_forked_child_gets_threads_of_its_own() -> None:
