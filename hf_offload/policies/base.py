@@ -221,7 +221,7 @@ class Policy(ABC):
         return False
 
     def before_layer(self, step: Step) -> None:
-        """Layer-ahead work: called one decoder layer early, with `step.query` predicted."""
+        """Layer-ahead work: called one decoder layer early, with `step.query` predicted, unless it is `begun` again."""
         return
 
     def begun(self, state: Any) -> Any:
@@ -240,7 +240,7 @@ class Policy(ABC):
 
     @abstractmethod
     def plan(self, step: Step) -> Plan:
-        """Who computes what, at a decode step."""
+        """Who computes what, at a decode step that does not repeat the one before (`repeats`)."""
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """Recall, averages; called when the layer's attention is done."""
