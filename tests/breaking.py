@@ -23,5 +23,5 @@ def dying(label: str) -> Standing:
 
 
 def broken_post(worker: Worker, row: Row, launches: tuple[Standing, ...], numbers: Any, label: str, keep: Any) -> Job:
-    """`Worker.post`, with a launch behind the others that dies."""
-    return POST(worker, Row(len(launches) + 1), (*launches, dying(label)), numbers, label, keep)
+    """`Worker.post`, with a launch before the others that dies."""
+    return POST(worker, Row(len(launches) + 1), (dying(label), *launches), numbers, label, keep)
