@@ -219,3 +219,30 @@ def test_a_positive_crop_and_one_of_too_many_are_refused(models: dict[tuple[str,
     with torch.no_grad():
         again = model(prompt(1, 20)[0], past_key_values=cache).logits
         assert torch.allclose(again, model(prompt(1, 20)[0]).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("kept", [0, 5])
+def test_another_text_after_a_crop_finds_nothing_of_the_first(
+    models: dict[tuple[str, str], PreTrainedModel], tier: str, kept: int
+) -> None:
+    """Not in the digests' statistics either, by which blocks are chosen."""
+    model = models["llama", "hybrid_sparse"]
+    first, second = prompt(1, 90)[0], prompt(1, 90, seed=7)[0]
+    first[:, :kept] = second[:, :kept]
+
+    def decoded(cache: HybridCache, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model(ids[:, :80], past_key_values=cache)
+            return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(80, 90)])
+
+    knobs = {**SCOUT, **TIERS[tier], "digest": "submean"}
+    fresh, used = HybridCache(model, **knobs), HybridCache(model, **knobs)
+    decoded(used, first)
+    used.crop(kept - used.get_seq_length())
+    with torch.no_grad():
+        for cache in (fresh, used):
+            model(second[:, cache.get_seq_length() : 80], past_key_values=cache)
+        for i in range(80, 90):
+            got, want = (model(second[:, i : i + 1], past_key_values=cache).logits for cache in (used, fresh))
+            assert torch.allclose(got, want, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -175,6 +176,24 @@ def test_what_looks_ahead_does_so_from_the_second_step_on(oracle: dict[Any, Any]
     cache = HybridCache.from_cache(filled, model, attention_mask=mask, block_size=BLOCK, **TIERS["one"], **knobs)
     decode(model, cache, token, mask, 5)
     assert [layer.stats.queries for layer in cache.layers] == [0, 4, 4, 4]
+
+
+@pytest.mark.parametrize("policy", ["scout", "infinigen"])
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_drafts_may_come_first(oracle: dict[Any, Any], policy: str, tier: str) -> None:
+    """The first forward behind a take-over is one of drafts: nobody has told the scale of the softmax yet."""
+    model, filled, token, mask, (want, _) = stock_run(oracle, "llama", 1)
+    knobs: dict[str, Any] = {"alpha": math.inf, "share": 1}
+    if policy == "scout":
+        knobs = {"budget": 256, "sinks": 16, "recent": 0, "lookahead": "select", "synchronous_layers": (0,)}
+    cache = HybridCache.from_cache(filled, model, policy, attention_mask=mask, tier=tier, block_size=BLOCK, **knobs)
+    cache.activate_past_recording()
+    fed = torch.cat([token, want[:, :3]], 1)
+    with torch.no_grad():
+        for _ in range(2):
+            logits = model(fed, past_key_values=cache, logits_to_keep=4).logits
+            assert torch.equal(logits.argmax(-1), want[:, :4])
+            cache.crop(-4)
 
 
 def test_what_does_not_fit_is_refused(oracle: dict[Any, Any]) -> None:

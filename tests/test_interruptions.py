@@ -144,6 +144,22 @@ def test_a_forward_is_interrupted_anywhere(memory: str, count: int, most: int) -
 
 
 @pytest.mark.parametrize("memory", SETTINGS)
+@pytest.mark.parametrize("most", [4, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_first_prompt_is_interrupted_anywhere(memory: str, most: int) -> None:
+    """Nothing is cached before it: then nobody knows either how many rows there are."""
+    total = points(empty(SETTINGS[memory], 2), forward(empty(SETTINGS[memory], 2), 90))
+    for point in chosen(total, most):
+        history = empty(SETTINGS[memory], 2)
+        interrupt(history, point, forward(history, 90))
+        cache = history.caches[0]
+        cache.crop(0)
+        cache.crop(-cache.get_seq_length())  # it may have ended
+        for count in (90, 1, 1, 6, 1):
+            history.feed(*tokens(2, count, point))
+        check_books([history], leaks=True)
+
+
+@pytest.mark.parametrize("memory", SETTINGS)
 @pytest.mark.parametrize("most", [5, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_a_crop_is_interrupted_anywhere(memory: str, most: int) -> None:
     history = begun(SETTINGS[memory])

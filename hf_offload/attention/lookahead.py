@@ -127,6 +127,18 @@ def _parts(layer: nn.Module) -> tuple[Any, Any, Any]:
     return layer._modules.get("input_layernorm"), inside.get("q_proj"), inside.get("q_norm")
 
 
+def _ways(module: nn.Module | None) -> tuple[Any, ...] | None:
+    """What a module computes by, beside its arguments and parameters."""
+    if module is None:
+        return None
+    own = module.__dict__
+    before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
+    hooks = (*before, -1, *after) if before or after else None
+    return (
+        module.__class__, own.get("forward"), own.get("_hf_hook"), hooks, own.get("variance_epsilon"), own.get("eps"),
+    )  # fmt: skip
+
+
 class QueryPredictor:
     """Predicts the query of one decoder layer from another layer's input.
 
@@ -157,9 +169,11 @@ class QueryPredictor:
         return None if plain is None or self._now() != self._known else plain.foresee(hidden, kwargs)
 
     def _now(self) -> tuple[Any, ...]:
-        """The parts of the layer and what hangs on them."""
-        parts = _parts(self.layer)
-        return (*parts, hook_of(self.layer), hook_of(self.layer._modules.get("self_attn")), *map(hook_of, parts))
+        """The parts of the layer and all that makes them compute what they do, but for their parameters."""
+        layer = self.layer
+        parts = _parts(layer)
+        own = hook_of(layer), layer.__dict__.get("forward")  # its other hooks are not called
+        return (*parts, *own, *map(_ways, (layer._modules.get("self_attn"), *parts)))
 
     def __call__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The query `[B, Hq, Q, D]` that the layer would compute from `hidden` `[B, Q, hidden]`.

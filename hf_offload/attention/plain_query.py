@@ -73,17 +73,30 @@ class PlainQuery:
         self._eps, self._head_eps = _eps(norm), 0.0 if head_norm is None else _eps(head_norm)
         self._dtype, self._width, self._dim = project.weight.dtype, project.in_features, dim
         self._heads = project.out_features // dim
+        self._shapes = [None if part is None else part.shape for part in self._weights()]
+
+    def _weights(self) -> tuple[torch.Tensor | None, ...]:
+        project = self._project
+        return self._norm["weight"], project["weight"], project["bias"], self._head_norm["weight"]
 
     def layer(self) -> Layer:
         """The weights as they are now."""
-        norm, project, head_norm = self._norm["weight"], self._project, self._head_norm["weight"]
-        return Layer(norm, self._eps, project["weight"], project["bias"], head_norm, self._head_eps)  # type: ignore[arg-type]
+        norm, weight, bias, head_norm = self._weights()
+        return Layer(norm, self._eps, weight, bias, head_norm, self._head_eps)  # type: ignore[arg-type]
 
     def addresses(self) -> tuple[int, ...]:
         """Where the weights are now; 0 for what there is not."""
-        project = self._project
-        parts = self._norm["weight"], project["weight"], project["bias"], self._head_norm["weight"]
-        return tuple([0 if part is None else part.data_ptr() for part in parts])
+        return tuple([0 if part is None else part.data_ptr() for part in self._weights()])
+
+    def _fit(self) -> bool:
+        """Whether the weights are of the shapes, dtype and layout that the launch reads; others may replace them."""
+        for part, shape in zip(self._weights(), self._shapes, strict=True):
+            if part is None:
+                if shape is not None:
+                    return False
+            elif part.shape != shape or part.dtype is not self._dtype or not part.is_contiguous():
+                return False
+        return True
 
     def foresee(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Foreseen | None:
         """The query for an input `[B, 1, W]`; None for inputs that the launch does not cover."""
@@ -94,7 +107,7 @@ class PlainQuery:
         fits = fits and (shape[0] == 1 or shape[0] == batch) and shape[1] == 1 and shape[2] == self._dim
         if not fits or hidden.dtype is not dtype or cos.dtype is not dtype or sin.dtype is not dtype:
             return None
-        if not (hidden.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and cos.is_cpu):
+        if not (hidden.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and cos.is_cpu and self._fit()):
             return None
         # A copy: the layer goes on with its input, maybe in place, while the query is computed.
         return Foreseen(self, hidden.clone(), cos, sin, torch.Size((batch, self._heads, 1, self._dim)))

@@ -89,6 +89,10 @@ class DigestStore(ABC):
         """Fix the statistics from keys `[B, Hkv, T, D]` with validity `[B, T]` bool, which lies on the host."""
         raise TypeError(f"{type(self).__name__} has no statistics to fix")
 
+    def thaw(self) -> None:
+        """Let the statistics be fixed anew: no block has a digest any more, and another text may come."""
+        self.frozen = type(self).frozen
+
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Give blocks the digests of others; int `[n]` physical blocks each."""
         old, new = (torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (source, target))

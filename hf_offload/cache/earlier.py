@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hf_offload.cache.context import Context
 from hf_offload.cache.keeping import copy_marked
 from hf_offload.cache.weighing import Weighing
 from hf_offload.policies.salience import SalienceRule
@@ -84,18 +85,22 @@ def _look_back(salience: Salience, length: int, *, chunk: bool) -> Before:
     )  # fmt: skip
 
 
-def _go_back(salience: Salience, then: Before, length: int) -> None:
-    """Know what was known then of the first `length` tokens, which are those that are left."""
-    border, size = then.kept.shape[2], salience.store.block_size
-    salience.window_blocks, salience.evicted = then.window_blocks, min(then.evicted, length // size)
+def _go_back(salience: Salience, then: Before, length: int, context: Context) -> None:
+    """Know what was known then of the first `length` tokens, those that are left; context: of what was kept."""
+    border = then.kept.shape[2]
+    salience.window_blocks, salience.evicted = then.window_blocks, _evicted_then(salience, then, length)
     salience.known, salience.weighing = then.known.copy(), replace(then.weighing)
     salience.average[:, :, border : then.length] = then.average
     if then.host is not None:
         salience.average[:, :, :border] = then.host
     salience.kept[:, :, :border] = then.kept
-    salience.context = copy_marked(salience)
+    salience.context = context
     wide = min(then.weights.shape[1], salience.context.capacity)
     salience.context.salience[:, :wide] = then.weights[:, :wide]
+
+
+def _evicted_then(salience: Salience, then: Before, length: int) -> int:
+    return min(then.evicted, length // salience.store.block_size)
 
 
 class Earlier:
@@ -103,6 +108,8 @@ class Earlier:
 
     def __init__(self) -> None:
         self._known: list[Before] = []
+        self._ready: tuple[Before, int, Context] | None = None
+        """For a crop that is prepared: what it goes back to, the tokens that are left, and what was kept of them."""
 
     @property
     def nbytes(self) -> int:
@@ -113,22 +120,34 @@ class Earlier:
     def note(self, salience: Salience, length: int, *, chunk: bool) -> None:
         """Tokens arrive behind `length` others, as a further chunk or not; nothing is in flight or resident."""
         self._known = [*(self._known[:1] if chunk else ()), _look_back(salience, length, chunk=chunk)]
+        self._ready = None
 
     def decoded(self) -> None:
         """A token was decoded."""
         self._known = [replace(one, host=None) for one in self._known]
+        self._ready = None
+
+    def prepare(self, salience: Salience, length: int) -> None:
+        """Do what may fail of `crop`."""
+        then = next((one for one in self._known if one.length >= length), None)
+        if then is None:
+            self._ready = None
+        elif self._ready is None or self._ready[0] is not then or self._ready[1] != length:
+            self._ready = then, length, copy_marked(salience, then.kept, _evicted_then(salience, then, length))
 
     def crop(self, salience: Salience, length: int) -> bool:
         """Go back to what was known before tokens that a crop to `length` takes; was it known with just as many?"""
-        then = next((one for one in self._known if one.length >= length), None)
+        self.prepare(salience, length)
+        ready, self._ready = self._ready, None
         self._known = [one for one in self._known if one.length <= length]
-        if then is not None:
-            _go_back(salience, then, length)
-        return then is not None and then.length == length
+        if ready is not None:
+            _go_back(salience, *ready)
+        return ready is not None and ready[0].length == length
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index, in its order."""
         self._known = [one.select_rows(rows) for one in self._known]
+        self._ready = None
 
     def copy_from(self, other: Earlier) -> None:
         """Know what another one knows, whose tokens are the same."""
@@ -149,3 +168,4 @@ class Earlier:
     def clear(self) -> None:
         """Forget it."""
         self._known.clear()
+        self._ready = None

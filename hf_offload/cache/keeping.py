@@ -68,14 +68,19 @@ def _copy(
     yield context.append(k, v, kept, counts, start, salience.average, salience.rule.group)
 
 
-def copy_marked(salience: Salience, room: int = 0) -> Context:
-    """New lists of all marked tokens before the window, at once; `room` as in `Context`."""
+def copy_marked(salience: Salience, kept: np.ndarray, evicted: int, room: int = 0) -> Context:
+    """New lists of all tokens that are marked, at once.
+
+    Args:
+        kept: uint8 `[B, Hkv, T]`, marks of the tokens of `evicted` blocks at least.
+        room: as in `Context`.
+    """
     store, size = salience.store, salience.store.block_size
     context = Context(salience.context.lists, size, store.head_dim, store.dtype, room)
-    for start in range(0, salience.evicted * size, TILE):
-        stop = min(start + TILE, salience.evicted * size)
-        counts = salience.kept[:, :, start:stop].sum(2, dtype=np.int64)
-        for launch in _copy(salience, context, salience.kept, start, stop, counts):
+    for start in range(0, evicted * size, TILE):
+        stop = min(start + TILE, evicted * size)
+        counts = kept[:, :, start:stop].sum(2, dtype=np.int64)
+        for launch in _copy(salience, context, kept, start, stop, counts):
             launch.run("kept tokens")
     return context
 

@@ -92,7 +92,7 @@ def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool)
     salience.known = packed["known"].numpy().copy()
     queries = packed["queries"].numpy().copy()
     salience.weighing = Weighing(salience.rule, queries, border, bool(prompt), bool(decoded))
-    salience.context = copy_marked(salience, int(packed.get("room", 0)))
+    salience.context = copy_marked(salience, salience.kept, salience.evicted, int(packed.get("room", 0)))
     earlier = {
         name.removeprefix("earlier."): part.numpy() for name, part in packed.items() if name.startswith("earlier.")
     }

@@ -275,8 +275,11 @@ class HybridLayer(CacheLayerMixin):
             return 0
         if -tokens_to_remove > self.store.length:
             raise ValueError(f"crop({tokens_to_remove}): only {self.store.length} tokens are cached")
-        if not self.rollback.knows(self.store.length + tokens_to_remove):
-            self.store.open(self.store.length + tokens_to_remove)
+        length = self.store.length + tokens_to_remove
+        if not self.rollback.knows(length):
+            self.store.open(length)
+            if self.salience is not None:
+                self.salience.prepare_crop(length)
         return tokens_to_remove
 
     def crop(self, tokens_to_remove: int) -> None:

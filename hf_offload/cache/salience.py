@@ -135,7 +135,7 @@ class Salience:
             job.result()
         except BaseException:
             if job.foreign:  # whoever was at work in the lists is not here, and may have left a lock closed
-                self.context = copy_marked(self)
+                self.context = copy_marked(self, self.kept, self.evicted)
             if job.done():
                 self.context.cut(decision.counts)
                 self.known &= decision.context is None
@@ -273,9 +273,9 @@ class Salience:
         self.crop(length)
         self.reserve(length, max(self.average.shape[1], self.store.num_kv_heads))
         self.evicted = self.due(length)
-        stop = self.evicted * self.store.block_size
-        self.kept[:, :, :stop] = self.store.padding.valid[:, None, :stop]
-        self.context = copy_marked(self)
+        if stop := self.evicted * self.store.block_size:  # without any token nobody knows how many rows come
+            self.kept[:, :, :stop] = self.store.padding.valid[:, None, :stop]
+        self.context = copy_marked(self, self.kept, self.evicted)
 
     def catch_up(self) -> None:
         """Have all that should have left the window out of it: what is decided now is waited for.
@@ -287,6 +287,10 @@ class Salience:
         if self.due(self.store.length) > self.evicted:
             self.advance()
             self.settle()
+
+    def prepare_crop(self, length: int) -> None:
+        """Do what may fail of a crop; nothing is in flight."""
+        self.earlier.prepare(self, length)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens, and what was known before appends that go; nothing is in flight."""

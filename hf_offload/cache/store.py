@@ -299,6 +299,8 @@ class BlockStore:
         """Keep the first `length` tokens; nothing has happened if that fails."""
         self.open(length)
         self.sealed = min(self.sealed, length // self.block_size)
+        if self.digests is not None and self.sealed == 0 and not self.pool.shared:
+            self.digests.thaw()
         self.packed_blocks = min(self.packed_blocks, length // self.block_size)
         self.length = length  # after what it bounds: an interruption before this is made up for by another crop
         self._release(self.num_blocks)
@@ -335,13 +337,11 @@ class BlockStore:
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index `[B']`, in its order and as often as it names them; K and V are not copied."""
-        used = self.reserved
         kept = self.table[rows]
-        self.pool.retain(kept[:, :used])
-        self.pool.release(self.table[:, :used])
-        self.table = np.ascontiguousarray(kept)
+        self.pool.retain(kept[:, : self.reserved])
+        self.pool.release(self.table[:, : self.reserved])
+        self.table, self.batch = np.ascontiguousarray(kept), len(rows)
         self.revision += 1
-        self.batch = len(rows)
 
     def __del__(self) -> None:
         pool = getattr(self, "pool", None)

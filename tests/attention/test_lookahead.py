@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from test_exactness import decode_logits
 from tiny import FAMILIES, prompt, tiny_model
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
@@ -73,6 +76,65 @@ def test_an_adapter_that_differs_in_one_bit_is_dropped(monkeypatch: pytest.Monke
     for _ in range(2):
         assert torch.equal(predictor(*inputs[1]), queries[1])
         assert predictor.adapter is None
+
+
+def minus(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return -output
+
+
+def another_forward(projection: nn.Linear) -> None:
+    real = projection.forward
+    projection.forward = lambda x: -real(x)  # type: ignore[method-assign]
+
+
+class Larger(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 1.5 * weight
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook of the norm": lambda layer: layer.input_layernorm.register_forward_hook(minus),
+    "hook of the projection": lambda layer: layer.self_attn.q_proj.register_forward_hook(minus),
+    "hook before the attention": lambda layer: layer.self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"hidden_states": -kwargs["hidden_states"]}), with_kwargs=True
+    ),
+    "forward": lambda layer: another_forward(layer.self_attn.q_proj),
+    "epsilon": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 1.0),
+    "pruned": lambda layer: prune.l1_unstructured(layer.self_attn.q_proj, "weight", 0.3),
+    "parametrized": lambda layer: register_parametrization(layer.self_attn.q_proj, "weight", Larger()),
+    "transposed": lambda layer: setattr(
+        layer.self_attn.q_proj, "weight", nn.Parameter(layer.self_attn.q_proj.weight.detach().T.contiguous().T)
+    ),
+    "bias": lambda layer: setattr(layer.self_attn.q_proj, "bias", nn.Parameter(torch.randn(64))),
+}
+"""What may happen to a layer while a cache of its model lives."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_has_changed_is_looked_at_anew(change: str) -> None:
+    """A model that has decoded goes on as one that was changed before its first step."""
+    ids, _ = prompt(1, 60)
+
+    def decode(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat([model(part, past_key_values=cache).logits[:, -1] for part in ids.split((57, 1, 1, 1), 1)])
+
+    def changed() -> PreTrainedModel:
+        torch.manual_seed(0)
+        for layer in find_layers(model)[1]:
+            CHANGES[change](layer)
+        return model
+
+    knobs: dict[str, Any] = {"budget": 32, "sinks": 8, "recent": 8, "block_size": 8, "synchronous_layers": (0,)}
+    knobs |= {"tier": "one", "lookahead": "attend"}
+    model = tiny_model("llama")
+    want = decode(changed(), HybridCache(model, **knobs))
+    model = tiny_model("llama")
+    before = HybridCache(model, **knobs)  # while it lives, what is known of the model's layers does
+    decode(model, before)
+    got = decode(changed(), cache := HybridCache(model, **knobs))
+    assert cache.layers[2].stats.queries
+    torch.testing.assert_close(got, want)
 
 
 def test_a_layer_that_never_attends_is_an_error() -> None:
