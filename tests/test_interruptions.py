@@ -144,7 +144,7 @@ def test_a_forward_is_interrupted_anywhere(memory: str, count: int, most: int) -
 
 
 @pytest.mark.parametrize("memory", SETTINGS)
-@pytest.mark.parametrize("most", [4, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [2, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_first_prompt_is_interrupted_anywhere(memory: str, most: int) -> None:
     """Nothing is cached before it: then nobody knows either how many rows there are."""
     total = points(empty(SETTINGS[memory], 2), forward(empty(SETTINGS[memory], 2), 90))
