@@ -132,7 +132,7 @@ def chosen(count: int, most: int) -> list[int]:
 
 @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow), 30])
 @pytest.mark.parametrize("memory", SETTINGS)
-@pytest.mark.parametrize("most", [4, pytest.param(10**6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [2, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_a_forward_is_interrupted_anywhere(memory: str, count: int, most: int) -> None:
     history = begun(SETTINGS[memory])
     act = forward(history, count)
@@ -160,7 +160,7 @@ def test_a_first_prompt_is_interrupted_anywhere(memory: str, most: int) -> None:
 
 
 @pytest.mark.parametrize("memory", SETTINGS)
-@pytest.mark.parametrize("most", [5, pytest.param(10**6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [3, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_a_crop_is_interrupted_anywhere(memory: str, most: int) -> None:
     history = begun(SETTINGS[memory])
 
