@@ -219,6 +219,7 @@ def mend(history: History, held: int) -> None:
         history.mask, mask = history.mask[:, :0], history.mask
         history.feed(ids, mask)
     assert history.length == held
+    cache.crop(history.length - cache.get_seq_length())  # it may have failed behind the layers, in the model's head
     check_books([history])
 
 

@@ -137,8 +137,8 @@ class BlockStore:
             packed: logical blocks, none of them there yet, that get places of the packed kind.
         """
         have, need = self.reserved, -(-length // self.block_size)
-        if self.length % self.block_size and self.length < length:
-            self.own(range(self.num_blocks - 1, self.num_blocks))
+        if self.length < length and self.length < have * self.block_size:  # rows may share an empty block, too
+            self.own(range(self.length // self.block_size, self.length // self.block_size + 1))
         self.reserve_table(need)
         if need > have:
             taken: list[np.ndarray] = []
