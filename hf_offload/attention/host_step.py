@@ -7,15 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload.attention.again import (
-    AGAIN,
-    EARLY,
-    Again,
-    EarlyAgain,
-    begin_attending,
-    begin_reading,
-    may_repeat,
-)
+from hf_offload.attention.again import AGAIN, EARLY, Again, EarlyAgain, begin_attending, begin_reading, may_repeat
 from hf_offload.attention.ahead import Ahead
 from hf_offload.attention.host_kernels import kernels_of
 from hf_offload.attention.host_near import HostNear
