@@ -70,11 +70,12 @@ def choose_kernel(
         task = count_up(ticket, 0)
         if task >= tasks:
             break
-        b, h, chunk = task // (chunks * kv_heads), task // chunks % kv_heads, task % chunks
+        b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
         begin = chunk * CHUNK_BLOCKS
         end = min(begin + CHUNK_BLOCKS, n_sealed)
+        reach, at = min(end + CHUNK_BLOCKS, n_sealed), address_of(scores)
         if begin < end:
-            write_scores(digest, full, rest, query, group, table, b, h, scale, begin, end, address_of(scores), 4 * row)
+            write_scores(digest, full, rest, query, group, table, b, h, scale, begin, end, reach, at, 4 * row)
         for g in range(group):
             peaks[b, h * group + g, chunk] = soften_chunk(
                 runs, address_of(scores) + 4 * g * row, end - begin, mode == 2,

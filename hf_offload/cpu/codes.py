@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.extending import models, register_model
 
+from .memory import emit_prefetch
 from .vector import (
     BITS16,
     BITS32,
@@ -77,6 +78,20 @@ def load_word_pair(typing: Any, left: Any, right: Any, offset: Any, pieces: Any)
         return context.make_tuple(builder, kind, vectors)
 
     return kind(types.int64, types.int64, types.int64, pieces), emit
+
+
+@lowered
+def prefetch_word_pair(typing: Any, left: Any, right: Any, offset: Any, pieces: Any) -> Any:
+    """Ask for the lines that `load_word_pair` reads, for the second-level cache."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        for places in args[:2]:
+            for i in range(pieces.count):
+                place = builder.add(places, ir.Constant(_LONG, 8 * i))
+                emit_prefetch(builder, builder.add(builder.load(pointer(builder, place, _LONG)), args[2]), 2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, pieces), emit
 
 
 def _octet_dots(context: Any, builder: Any, total: Any, small: Any, signed: Any) -> Any:

@@ -77,16 +77,21 @@ def put(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.float32), emit
 
 
+def emit_prefetch(builder: Any, address: Any, level: int) -> None:
+    """Ask for the cache line of `address`; level 1 = nearest cache, 2 = second level."""
+    target = pointer(builder, address, _BYTE)
+    kind = ir.FunctionType(ir.VoidType(), [target.type, BITS32, BITS32, BITS32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    locality = {1: 3, 2: 2}[level]
+    builder.call(function, [target, *(ir.Constant(BITS32, value) for value in (0, locality, 1))])
+
+
 @lowered
 def prefetch(typing: Any, address: Any, level: Any) -> Any:
-    """Ask for the cache line of `address`; level (a literal) 1 = nearest cache, 2 = second level."""
-    locality = {1: 3, 2: 2}[level.literal_value]
+    """Ask for the cache line of `address`; level (a literal) as in `emit_prefetch`."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        target = pointer(builder, args[0], _BYTE)
-        kind = ir.FunctionType(ir.VoidType(), [target.type, BITS32, BITS32, BITS32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [target, *(ir.Constant(BITS32, value) for value in (0, locality, 1))])
+        emit_prefetch(builder, args[0], level.literal_value)
         return context.get_dummy_value()
 
     return types.void(types.int64, level), emit

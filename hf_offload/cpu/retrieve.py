@@ -73,11 +73,14 @@ def _widen_marks(runs: int, span: int, count: int, narrow: int, marks: int) -> N
 @jit
 def score_run(
     digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
-    stop: int, scores: Array, masses: Array,
+    stop: int, reach: int, scores: Array, masses: Array,
 ) -> None:  # fmt: skip
-    """Write the masses [B, Hq, N'] of blocks begin..stop-1, at most `CHUNK_BLOCKS`; scores is scratch [G * row]."""
-    row = len(scores) // group
-    write_scores(digest, full, rest, query, group, table, b, h, scale, begin, stop, address_of(scores), 4 * row)
+    """Write the masses [B, Hq, N'] of blocks begin..stop-1, at most `CHUNK_BLOCKS`; scores is scratch [G * row].
+
+    reach: as in `write_scores`.
+    """
+    row, at = len(scores) // group, address_of(scores)
+    write_scores(digest, full, rest, query, group, table, b, h, scale, begin, stop, reach, at, 4 * row)
     for g in range(group):
         mine = address_of(masses[b, h * group + g]) + 4 * begin
         soften_chunk(digest.runs, address_of(scores) + 4 * g * row, stop - begin, True, mine)
@@ -155,7 +158,7 @@ def retrieve_kernel(
         task = count_up(ticket, 0)
         if task >= tasks:
             break
-        b, h, chunk = task // (chunks * kv_heads), task // chunks % kv_heads, task % chunks
+        b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
         heads = slice(h * group, (h + 1) * group)
         low = min(max(first[b], 0), end)
         span = granularity_of(
@@ -164,7 +167,8 @@ def retrieve_kernel(
         )  # fmt: skip
         begin, stop = chunk * CHUNK_BLOCKS, min((chunk + 1) * CHUNK_BLOCKS, end)
         if span and max(begin, low) < stop:
-            score_run(digest, full, rest, query, group, table, b, h, scale, begin, stop, scores, masses)
+            reach = min(stop + CHUNK_BLOCKS, end)
+            score_run(digest, full, rest, query, group, table, b, h, scale, begin, stop, reach, scores, masses)
         if count_up(finished, b * kv_heads + h) == chunks - 1:
             take_blocks(
                 b, h, group, span, low, end, masses, sums, budget0, slope, streaming, block_size, scratch, word, runs,

@@ -17,6 +17,7 @@ from . import submeans
 from .launch import F32, Array, jit, require, tag_of
 from .memory import LINE, address_of, hold, prefetch, put
 from .submeans import SubMeans
+from .sweep import sweep_from, sweep_on
 from .tile import dot_quad, repeat_quad, store_quads
 from .vector import (
     MASKED,
@@ -116,20 +117,22 @@ def _score_quad(tag: Any, heads: Any, rows: Any, biases: Any, query: int, width:
 @jit
 def _score_vectors(
     digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
-    end: int, out: int, stride: int,
+    end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     kv_heads, width = digest.vectors.shape[1:]
     row = width * digest.vectors.itemsize
     base = address_of(digest.vectors) + h * row
     queries = address_of(digest.query) + 4 * (b * kv_heads + h) * group * width
     step, bias = kv_heads * row, digest.bias
+    sweep = sweep_from(address_of(digest.vectors), step, end, reach, h, kv_heads, (end - begin + 3) // 4)
     for n in range(begin, end, 4):
+        sweep = sweep_on(sweep, table[b], reach)
         p0, p1 = table[b, n], table[b, min(n + 1, end - 1)]
         p2, p3 = table[b, min(n + 2, end - 1)], table[b, min(n + 3, end - 1)]
         for later in range(n + 8, min(n + 12, end)):
             ahead = base + np.int64(table[b, later]) * step
             for line in range(0, row, LINE):
-                prefetch(ahead + line, 1)
+                prefetch(ahead + line, 2)
         rows = (base + p0 * step, base + p1 * step, base + p2 * step, base + p3 * step)
         biases = repeat_quad(bias[p0], bias[p1], bias[p2], bias[p3])
         target = out + 4 * (n - begin)
@@ -147,16 +150,16 @@ def _score_vectors(
 @jit
 def _score_submeans(
     digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
-    end: int, out: int, stride: int,
+    end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     heads = query[b, h * group : (h + 1) * group]
-    submeans.score_chunk(digest, full, rest, heads, table[b], h, scale, begin, end, out, stride)
+    submeans.score_chunk(digest, full, rest, heads, table[b], h, scale, begin, end, reach, out, stride)
 
 
 @jit
 def _copy_masses(
     digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
-    end: int, out: int, stride: int,
+    end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     for g in range(group):
         for n in range(begin, end):
@@ -166,7 +169,7 @@ def _copy_masses(
 
 def write_scores(
     digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
-    end: int, out: int, stride: int,
+    end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     """Write the S scores of blocks begin..end-1 of row b for the query heads of KV head h, MASKED where none is valid.
 
@@ -174,6 +177,7 @@ def write_scores(
         digest: one of the bundles above.
         full, rest: tags of `launch.head_tiles`.
         query: float32 [B, Hq, D]; table: int32 [B, N].
+        reach: this head's share of blocks end..reach-1 is prefetched, of all KV heads (see `sweep.py`).
         out: address of float32 [group, (end - begin + SPARE_BLOCKS) * S], rows `stride` bytes apart.
     """
     raise NotImplementedError("for compiled code")
@@ -185,15 +189,15 @@ _WRITERS = {SubMeans: _score_submeans, Vectors: _score_vectors, LogMasses: _copy
 @overload(write_scores)
 def _write_scores(
     digest: Any, full: Any, rest: Any, query: Any, group: Any, table: Any, b: Any, h: Any, scale: Any, begin: Any,
-    end: Any, out: Any, stride: Any,
+    end: Any, reach: Any, out: Any, stride: Any,
 ) -> Any:  # fmt: skip
     writer = _WRITERS[digest.instance_class]
 
     def write(
         digest: Any, full: Any, rest: Any, query: Any, group: Any, table: Any, b: Any, h: Any, scale: Any, begin: Any,
-        end: Any, out: Any, stride: Any,
+        end: Any, reach: Any, out: Any, stride: Any,
     ) -> None:  # fmt: skip
-        writer(digest, full, rest, query, group, table, b, h, scale, begin, end, out, stride)
+        writer(digest, full, rest, query, group, table, b, h, scale, begin, end, reach, out, stride)
 
     return write
 

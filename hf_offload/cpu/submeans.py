@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .codes import add_code_dots, add_level_dots, load_word_pair, start_counters, store_scores
+from .codes import add_code_dots, add_level_dots, load_word_pair, prefetch_word_pair, start_counters, store_scores
 from .launch import F32, I32, U8, Array, jit, require
-from .memory import LINE, address_of, hold, prefetch
+from .memory import LINE, address_of, hold
+from .sweep import sweep_from, sweep_on
 
 SUBMEANS = (4, 8, 16, 32, 64)
-_AHEAD = 3  # steps from a prefetch to its use
+_AHEAD = 6
 
 
 class SubMeans(NamedTuple):
@@ -93,80 +94,105 @@ def _prepare_query(
 
 @jit
 def _score_step(
-    heads: Any, pieces: Any, dim: int, count: int, places: int, octets: int, starts: int, facts: int, scores: int,
-    stride: int,
+    heads: Any, pieces: Any, dim: int, count: int, places: int, later: int, octets: int, starts: int, facts: int,
+    scores: int, stride: int,
 ) -> None:  # fmt: skip
     """Scores of two registers of pairs for one register tile of heads, `stride` bytes apart.
 
     places: addresses of the codes, levels, sizes and biases, 2 * pieces each.
+    later: as many that are prefetched meanwhile, evenly: a burst would wait for itself. 0: none.
     """
     right = 8 * len(pieces)
+    if later != 0:
+        prefetch_word_pair(later + 4 * right, later + 5 * right, 0, pieces)
+        prefetch_word_pair(later + 6 * right, later + 7 * right, 0, pieces)
     sums = start_counters(starts, 8, heads)
     for d in range(0, dim // 2, 4):
+        if later != 0 and d * count % LINE == 0:
+            prefetch_word_pair(later, later + right, d * count, pieces)
         words = load_word_pair(places, places + right, d * count, pieces)
         sums = add_code_dots(sums, words, octets + 2 * d, dim, heads)
     swings = start_counters(starts + 4, 8, heads)
     for d in range(0, dim, 16):
+        if later != 0 and d // 4 * count % LINE == 0:
+            prefetch_word_pair(later + 2 * right, later + 3 * right, d // 4 * count, pieces)
         words = load_word_pair(places + 2 * right, places + 3 * right, d // 4 * count, pieces)
         swings = add_level_dots(swings, words, octets + d, dim, heads)
     store_scores(sums, swings, places + 4 * right, pieces, facts, scores, stride, heads)
 
 
 @jit
+def _find_places(
+    digest: Any, table: Array, h: int, n: int, end: int, part: int, places: Array, first: int, registers: int
+) -> None:
+    """Write the addresses that `_score_step` wants, from places[first] on: of the blocks from n on, up to end - 1.
+
+    A register holds one or more blocks, or (from `part` bytes on) a part of one.
+    """
+    codes, levels, sizes, bias = digest.codes, digest.levels, digest.sizes, digest.bias
+    _, kv_heads, count = sizes.shape
+    for i in range(registers):
+        p = np.int64(table[min(n + i, end - 1)] if count <= 16 else table[min(n, end - 1)])
+        offset = 0 if count <= 16 else part + 64 * i
+        at, record = first + i, p * kv_heads + h
+        places[at] = address_of(codes) + record * codes.shape[2] + offset
+        places[at + registers] = address_of(levels) + record * 4 * levels.shape[2] * count + offset
+        places[at + 2 * registers] = address_of(sizes) + record * 4 * count + offset
+        places[at + 3 * registers] = address_of(bias) + p * 4 * count + offset
+
+
+@jit
 def score_chunk(
-    digest: Any, full: Any, rest: Any, query: Array, table: Array, h: int, scale: float, begin: int, end: int, out: int,
-    stride: int,
+    digest: Any, full: Any, rest: Any, query: Array, table: Array, h: int, scale: float, begin: int, end: int,
+    reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     """Write the scores of the pairs of blocks begin..end-1 of one KV head, query heads `stride` bytes apart.
 
     Args:
         query: float32 [G, D].
         table: int32 [N].
+        reach: as in `scoring.write_scores`.
         out: address of the scores; up to 7 blocks beyond the last may be written.
     """
-    codes, levels, sizes, bias, pieces = digest.codes, digest.levels, digest.sizes, digest.bias, digest.pieces
-    _, kv_heads, count = sizes.shape
+    pieces, count = digest.pieces, digest.sizes.shape[2]
     group, dim = query.shape
-    code_bytes, level_bytes = count * dim // 2, count * dim // 4
     step = 2 * len(pieces) if count <= 16 else 1
     octets, starts = np.empty((group, dim), np.int8), np.empty((group, 2), np.int32)
-    facts, places = np.empty((group, 3), np.float32), np.empty(8 * len(pieces), np.int64)
+    facts, places = np.empty((group, 3), np.float32), np.empty(16 * len(pieces), np.int64)
     for g in range(group):
         _prepare_query(query[g], digest.center[h], digest.sigma[h], scale, octets[g], starts[g], facts[g])
-    code_base, level_base = address_of(codes) + h * code_bytes, address_of(levels) + h * level_bytes
-    size_base, registers = address_of(sizes) + 4 * h * count, 2 * len(pieces)
+    registers, kv_heads, steps = 2 * len(pieces), digest.sizes.shape[1], (end - begin + step - 1) // step
+    code_row, size_row = kv_heads * count * dim // 2, 4 * kv_heads * count
+    code_sweep = sweep_from(address_of(digest.codes), code_row, end, reach, h, kv_heads, steps)
+    level_sweep = sweep_from(address_of(digest.levels), code_row // 2, end, reach, h, kv_heads, steps)
+    size_sweep = sweep_from(address_of(digest.sizes), size_row, end, reach, h, kv_heads, steps)
     for n in range(begin, end, step):
-        for later in range(n + _AHEAD * step, min(n + (_AHEAD + 1) * step, end)):
-            p = np.int64(table[later]) * kv_heads
-            for line in range(0, code_bytes, LINE):
-                prefetch(code_base + p * code_bytes + line, 1)
-            for line in range(0, level_bytes, LINE):
-                prefetch(level_base + p * level_bytes + line, 1)
-            for line in range(0, 4 * count, LINE):
-                prefetch(size_base + 4 * p * count + line, 1)
+        code_sweep = sweep_on(code_sweep, table, reach)
+        level_sweep = sweep_on(level_sweep, table, reach)
+        size_sweep = sweep_on(size_sweep, table, reach)
+        ahead = n + _AHEAD * step
         for part in range(0, 4 * count, 128):
-            for i in range(registers):
-                p = np.int64(table[min(n + i, end - 1)] if count <= 16 else table[n])
-                offset = 0 if count <= 16 else part + 64 * i
-                places[i] = code_base + p * kv_heads * code_bytes + offset
-                places[registers + i] = level_base + p * kv_heads * level_bytes + offset
-                places[2 * registers + i] = size_base + 4 * p * kv_heads * count + offset
-                places[3 * registers + i] = address_of(bias) + 4 * p * count + offset
+            _find_places(digest, table, h, n, end, part, places, 0, registers)
+            later = 0
+            if ahead < end:
+                _find_places(digest, table, h, ahead, end, part, places, 4 * registers, registers)
+                later = address_of(places) + 32 * registers
             done, at = 0, out + 4 * (n - begin) * count + part
             while done < group:
                 queries, begins = address_of(octets) + done * dim, address_of(starts) + 8 * done
                 if done + len(full) <= group:
                     _score_step(
-                        full, pieces, dim, count, address_of(places), queries, begins, address_of(facts) + 12 * done,
-                        at + done * stride, stride,
+                        full, pieces, dim, count, address_of(places), later, queries, begins,
+                        address_of(facts) + 12 * done, at + done * stride, stride,
                     )  # fmt: skip
                     done += len(full)
                 else:
                     _score_step(
-                        rest, pieces, dim, count, address_of(places), queries, begins, address_of(facts) + 12 * done,
-                        at + done * stride, stride,
+                        rest, pieces, dim, count, address_of(places), later, queries, begins,
+                        address_of(facts) + 12 * done, at + done * stride, stride,
                     )  # fmt: skip
                     done += len(rest)
+                later = 0
     hold(places)
     hold(octets)
     hold(starts)

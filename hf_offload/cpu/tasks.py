@@ -35,7 +35,7 @@ def _choose(choice: Any, b: int, h: int) -> None:
     scratch = np.empty((4, end + SPARE), np.float32)
     for begin in range(low // CHUNK_BLOCKS * CHUNK_BLOCKS, end, CHUNK_BLOCKS):
         stop = min(begin + CHUNK_BLOCKS, end)
-        score_run(digest, full, rest, query, group, table, b, h, scale, begin, stop, scores, masses)
+        score_run(digest, full, rest, query, group, table, b, h, scale, begin, stop, stop, scores, masses)
     take_blocks(
         b, h, group, spans[b, h], low, end, masses, sums, budget0, slope, streaming, block_size, scratch, word, runs,
         blocks, counts,
