@@ -35,6 +35,7 @@ from hf_offload.cpu.choose import choose_blocks
 from hf_offload.cpu.decode import sparse_decode
 from hf_offload.cpu.launch import SHARE_BYTES, Launch
 from hf_offload.cpu.pool import touch_records
+from hf_offload.cpu.scoring import Digest, Vectors
 from hf_offload.cpu.select import select_blocks
 from hf_offload.cpu.submeans import submeans
 from hf_offload.cpu.worker import Worker
@@ -316,22 +317,33 @@ def scoring_cases(read: Case) -> list[Case]:
     """Digest scoring with join and selection, over contexts of 8k, 32k and 128k tokens."""
     rng = np.random.default_rng(0)
     kv_heads, group, dim, pairs, count = 8, 4, 128, 16, 64
+    row_bytes = {"submean": pairs * (dim // 2 + 4 * (dim // 16 + 1)), "quest": 4 * dim}
 
-    def case(blocks: int) -> Case:
-        copies = max(2, POOL_BYTES // 4 // (blocks * kv_heads * pairs * dim // 2))
-        codes = host_empty((copies * blocks, kv_heads, pairs * dim // 2), torch.uint8).numpy()
+    def pairs_of(rows: int) -> Digest:
+        codes = host_empty((rows, kv_heads, pairs * dim // 2), torch.uint8).numpy()
         codes[:] = rng.integers(0, 256, codes.shape[-1], dtype=np.uint8)
-        levels = host_empty((copies * blocks, kv_heads, dim // 16, pairs), torch.int32).numpy()
+        levels = host_empty((rows, kv_heads, dim // 16, pairs), torch.int32).numpy()
         levels[:] = rng.integers(-(2**31), 2**31, levels.shape[2:]).astype(np.int32)
-        sizes = np.full((copies * blocks, kv_heads, pairs), 0x3D803D80, np.int32)
-        bias = np.zeros((copies * blocks, pairs), np.float32)
+        sizes = host_empty((rows, kv_heads, pairs), torch.int32).numpy()
+        sizes[:] = 0x3D803D80
         center, sigma = (rng.random((kv_heads, dim), dtype=np.float32) for _ in range(2))
+        return submeans(codes, levels, sizes, np.zeros((rows, pairs), np.float32), center, sigma)
+
+    def bounds_of(rows: int) -> Digest:
+        vectors = host_empty((rows, kv_heads, 2 * dim), torch.int16).numpy().view(np.uint16)
+        vectors[:] = 0x3C00  # 2^-7 as bfloat16
+        halves = rng.standard_normal((1, kv_heads * group, 2 * dim), dtype=np.float32)
+        return Vectors(halves, vectors, np.zeros(rows, np.float32))
+
+    def case(kind: str, blocks: int) -> Case:
+        nbytes = blocks * kv_heads * row_bytes[kind]
+        copies = max(2, POOL_BYTES // 4 // nbytes)
+        digest = (pairs_of if kind == "submean" else bounds_of)(copies * blocks)
         query = rng.standard_normal((1, kv_heads * group, dim), dtype=np.float32)
         masses = np.empty((1, kv_heads * group, blocks + 16), np.float32)
         score, tail = np.empty((1, kv_heads, blocks + 16), np.float32), np.zeros((1, kv_heads * group), np.float32)
         low = np.zeros(1, np.int32)
         chosen, counts = np.empty((1, kv_heads, count), np.int32), np.empty((1, kv_heads), np.int32)
-        digest = submeans(codes, levels, sizes, bias, center, sigma)
         turn = [0]
 
         def prepare() -> Launch:
@@ -342,12 +354,10 @@ def scoring_cases(read: Case) -> list[Case]:
                 select=(low, low + 1, 4, blocks, count, chosen, counts),
             )  # fmt: skip
 
-        nbytes = blocks * kv_heads * (codes.shape[2] + 4 * pairs * (dim // 16 + 1))
-        return Case(
-            "choose_blocks", prepare, nbytes, {"dim": dim, "group": group, "context": 32 * blocks, "kernel_threads": 1}
-        )
+        facts = {"digest": kind, "dim": dim, "group": group, "context": 32 * blocks, "kernel_threads": 1}
+        return Case("choose_blocks", prepare, nbytes, facts)
 
-    return [read, *(case(blocks) for blocks in (256, 1024, 4096))]
+    return [read, *(case(kind, blocks) for kind in row_bytes for blocks in (256, 1024, 4096))]
 
 
 def selection_cases() -> list[Case]:
@@ -407,7 +417,9 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
     rows = [r for r in records if r.get("of_limit") is not None and r["case"] != "read"]
     names = [
-        " ".join(str(r[k]) for k in ("case", "dtype", "dim", "group", "batch", "block_size", "context") if r.get(k))
+        " ".join(
+            str(r[k]) for k in ("case", "dtype", "dim", "group", "batch", "block_size", "digest", "context") if r.get(k)
+        )
         + f" ×{r['kernel_threads']}"
         for r in rows
     ]
