@@ -14,13 +14,14 @@ import ctypes
 import itertools
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numba
 import numpy as np
@@ -37,7 +38,9 @@ from hf_offload.cpu.launch import SHARE_BYTES, Launch
 from hf_offload.cpu.pool import touch_records
 from hf_offload.cpu.scoring import Digest, Vectors
 from hf_offload.cpu.select import select_blocks
+from hf_offload.cpu.standing import Standing
 from hf_offload.cpu.submeans import submeans
+from hf_offload.cpu.together import Row
 from hf_offload.cpu.worker import Worker
 
 POOL_BYTES = 1 << 29  # far beyond the caches
@@ -71,6 +74,34 @@ uint64_t read_runs(const uint64_t *const *runs, size_t count, size_t n) {
 """
 
 
+HAND_OVER_C = """
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+static _Alignas(64) atomic_int asked;
+static _Alignas(64) atomic_int answered;
+static void *serve(void *unused) {
+    for (int seen = 0;; atomic_store(&answered, ++seen))
+        while (atomic_load(&asked) == seen) syscall(SYS_futex, &asked, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    return unused;
+}
+void start_server(void) {
+    pthread_t thread;
+    pthread_create(&thread, NULL, serve, NULL);
+}
+void hand_over(void) {
+    int before = atomic_load(&answered);
+    atomic_fetch_add(&asked, 1);
+    syscall(SYS_futex, &asked, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    while (atomic_load(&answered) == before) {}
+}
+"""
+
+
 @numba.njit(nogil=True)
 def _read_words(words: np.ndarray) -> int:  # type: ignore[type-arg]
     total = np.uint64(0)
@@ -79,21 +110,33 @@ def _read_words(words: np.ndarray) -> int:  # type: ignore[type-arg]
     return total
 
 
+def _built(compiler: str, source: str) -> ctypes.CDLL:
+    folder = Path(tempfile.mkdtemp())
+    (folder / "limit.c").write_text(source)
+    library = str(folder / "limit.so")
+    options = ["-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([compiler, *options, "-o", library, folder / "limit.c"], check=True)
+    return ctypes.CDLL(library)
+
+
 class Reader:
-    """Plain reads of memory, the limit of every kernel: compiled C where there is a compiler, else Numba."""
+    """The machine's limits: plain reads of memory, in C where there is a compiler, else Numba; hand-overs, in C."""
 
     def __init__(self) -> None:
         compiler = shutil.which("cc")
         self.way = "numba" if compiler is None else "C"
         if compiler is not None:
-            folder = Path(tempfile.mkdtemp())
-            (folder / "read.c").write_text(READ_C)
-            library = str(folder / "read.so")
-            options = ["-O3", "-march=native", "-shared", "-fPIC"]
-            subprocess.run([compiler, *options, "-o", library, folder / "read.c"], check=True)
-            self._c = ctypes.CDLL(library)
+            self._c = _built(compiler, READ_C)
             self._c.read_words.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
             self._c.read_runs.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+
+    def server(self) -> Callable[[], Any] | None:
+        """Hands nothing over to a thread that sleeps and waits, spinning, for the answer; None where C cannot."""
+        if self.way != "C" or sys.platform != "linux":
+            return None
+        library = _built(str(shutil.which("cc")), HAND_OVER_C)
+        library.start_server()
+        return cast(Callable[[], Any], library.hand_over)
 
     def words(self, words: np.ndarray) -> None:  # type: ignore[type-arg]
         """Read an array of uint64 from end to end."""
@@ -380,15 +423,31 @@ def selection_cases() -> list[Case]:
     return cases
 
 
-def worker_cases() -> list[Case]:
-    """From handing over work that is nothing until it is done: to a sleeping worker, to the team that torch uses."""
-    worker = Worker()
+def worker_cases(reader: Reader) -> list[Case]:
+    """From handing over work that is nothing until it is done: to threads that sleep, to the team that torch uses.
 
-    def prepare() -> Callable[[], Any]:
-        time.sleep(0.002)  # long enough for the thread to sleep
-        return lambda: worker.submit(lambda: None).result()
+    The model's thread is at work before, as in a decode step: the core of a thread that sleeps has then long halted,
+    and how long it takes to come back is the machine's affair. The limit is the same hand-over in C.
+    """
+    worker, nowhere = Worker(), np.zeros(2, np.int64)
+    launches, row = (Standing(touch_records(nowhere, 0), "touching nothing"),), Row(1)
+    small, weights = torch.ones(1, 576), torch.ones(576, 576)
 
-    nowhere = np.zeros(2, np.int64)
+    def post() -> None:
+        worker.post(row, launches, ()).result()
+
+    def behind_work(call: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
+        def prepare() -> Callable[[], Any]:
+            start = time.perf_counter()
+            while time.perf_counter() - start < 5e-4:
+                small @ weights
+            return call
+
+        return prepare
+
+    def behind_another() -> Callable[[], Any]:
+        post()
+        return post
 
     def nothing() -> Callable[[], Any]:
         torch.set_num_threads(2)
@@ -397,9 +456,14 @@ def worker_cases() -> list[Case]:
         _WARM @ _WARM
         return launch.run
 
+    hand_over = reader.server()
+    alone, two = {"kernel_threads": 1}, {"kernel_threads": 2}
     return [
-        Case("submit to done", prepare, 0, {"kernel_threads": 1}),
-        Case("run on torch's team", nothing, 0, {"kernel_threads": 2}),
+        *([] if hand_over is None else [Case("C: to a sleeping thread and back", behind_work(hand_over), 0, alone)]),
+        Case("posted to done", behind_work(post), 0, alone),
+        Case("posted to done, right behind another", behind_another, 0, alone),
+        Case("submitted to done", behind_work(lambda: worker.submit(lambda: None).result()), 0, alone),
+        Case("run on torch's team", nothing, 0, two),
     ]
 
 
@@ -482,7 +546,7 @@ def main(
     if "selection" in wanted:
         measure(selection_cases(), "selection")
     if "worker" in wanted:
-        measure(worker_cases(), "worker")
+        measure(worker_cases(reader), "worker")
     plot(records, out.with_suffix(".png"))
     for section in dict.fromkeys(r["section"] for r in records):
         mine = [r for r in records if r["section"] == section]

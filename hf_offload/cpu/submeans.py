@@ -16,7 +16,7 @@ from .memory import LINE, address_of, hold
 from .sweep import sweep_from, sweep_on
 
 SUBMEANS = (4, 8, 16, 32, 64)
-_AHEAD = 6
+_AHEAD = 6  # steps from a prefetch to its use
 
 
 class SubMeans(NamedTuple):
