@@ -19,7 +19,7 @@ from hf_offload.fluxion.fitting import Fitting
 from hf_offload.fluxion.samples import Sampling
 from hf_offload.plan import DEFAULTS, parse_setting, parse_tokens, plan_table, shape_of
 from hf_offload.profile import Profile, check_profiling, profile_intervals
-from hf_offload.train_fluxion import PREDICTOR, REPORT, check_sampling, collect, cut_windows, train
+from hf_offload.train_fluxion import PREDICTOR, REPORT, ask_again, check_sampling, collect, cut_windows, train
 from hf_offload.tune import check_tuning
 from hf_offload.tune import tune as find_setting
 
@@ -164,6 +164,9 @@ def train_fluxion(
     tau: Annotated[list[float] | None, typer.Option(help="Deviation; may be repeated.", show_default="0.1")] = None,
     context: Annotated[int, typer.Option(help="Tokens of a window of text.")] = 8192,
     windows: Annotated[int, typer.Option(help="Windows of each text, at most.")] = 4,
+    asked: Annotated[
+        int, typer.Option(min=0, help="Windows of each text that are read again, with facts hidden and asked for.")
+    ] = 4,
     interval: Annotated[int, typer.Option(help="Tokens between two prompt lengths.")] = 1024,
     steps: Annotated[int, typer.Option(help="Decode steps sampled in each interval.")] = 8,
     digest: Annotated[str, typer.Option(help="What blocks are chosen by: submean or quest.")] = "submean",
@@ -186,7 +189,7 @@ def train_fluxion(
         contents = contents or [assets.texts(kind)[UNREAD:] for kind in assets.KINDS]
         language_model, tokenizer = assets.load_model(model, dtype=DTYPES[dtype])
         ids = [tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"] for content in contents]
-        cut = cut_windows(ids, context, windows)
+        cut = ask_again(cut_windows(ids, context, windows), asked, tokenizer, sampling)
         collect(language_model, cut, sampling, out, progress=True)
         report = train(language_model, cut, sampling, fitting, out, progress=True)
     except (ValueError, OSError) as error:

@@ -14,10 +14,11 @@ from accelerate import PartialState  # type: ignore[import-untyped]
 from safetensors.torch import load_file
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload.attention.hooks import find_layers
 from hf_offload.cache.fingerprint import fingerprint, likeness
+from hf_offload.fluxion.asked import ask
 from hf_offload.fluxion.capture import capture
 from hf_offload.fluxion.fitting import Fitting, fit_predictor
 from hf_offload.fluxion.labels import DIGESTS
@@ -30,15 +31,31 @@ PREDICTOR, REPORT, SETTINGS = "predictor.safetensors", "report.json", "settings.
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Stretches of texts that the model reads.
+class Window:
+    """A stretch of a text that the model reads.
 
     Args:
-        train, held_out: token ids `[1, context]` each, of which the second are for measuring and stopping only.
+        ids: token ids `[1, context]`.
+        text: the number of the text.
+        asked: whether facts are hidden in it and asked for.
     """
 
-    train: list[torch.Tensor]
-    held_out: list[torch.Tensor]
+    ids: torch.Tensor
+    text: int
+    asked: bool = False
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What the model reads: `held_out` is for measuring and stopping only."""
+
+    train: list[Window]
+    held_out: list[Window]
+
+    @property
+    def every(self) -> list[Window]:
+        """All of them, in the order of the files."""
+        return [*self.train, *self.held_out]
 
 
 def cut_windows(texts: Sequence[Sequence[int]], context: int, most: int) -> Windows:
@@ -55,12 +72,12 @@ def cut_windows(texts: Sequence[Sequence[int]], context: int, most: int) -> Wind
         ValueError: texts that are too short, or too few.
     """
     cut = []
-    for ids in texts:
+    for number, ids in enumerate(texts):
         count = min(len(ids) // context, most)
         if not count:
             raise ValueError(f"a text has {len(ids)} tokens, fewer than context={context}; use longer texts or less")
         starts = torch.linspace(0, len(ids) - context, count).long().tolist()
-        cut.append([torch.tensor([ids[start : start + context]]) for start in starts])
+        cut.append([Window(torch.tensor([ids[start : start + context]]), number) for start in starts])
     kept = [max(len(part) // 4, 1) if len(part) > 1 else 0 for part in cut]
     if not any(kept):
         kept[-1] = len(cut[-1])
@@ -69,6 +86,40 @@ def cut_windows(texts: Sequence[Sequence[int]], context: int, most: int) -> Wind
     if not train:
         raise ValueError(f"the texts make one window of context={context} tokens; use more text or a shorter context")
     return Windows(train, held_out)
+
+
+def ask_again(windows: Windows, most: int, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Windows:
+    """Add windows of each text once more, with facts hidden in them and asked for where prompts end.
+
+    Args:
+        windows: from `cut_windows`.
+        most: how many of a text's windows; the first and the last are among them from two on.
+        tokenizer: the model's.
+        sampling: its prompts end with questions.
+
+    Raises:
+        ValueError: intervals too short for that.
+    """
+    chosen = set()
+    for text in {one.text for one in windows.every}:
+        mine = [number for number, one in enumerate(windows.every) if one.text == text]
+        chosen |= {mine[int(i)] for i in torch.linspace(0, len(mine) - 1, min(most, len(mine)))}
+    first, local = sampling.sinks, sampling.local + 2 * BLOCK
+
+    def asked(part: list[Window], before: int) -> list[Window]:
+        return [
+            Window(
+                ask(one.ids[0].tolist(), tokenizer, interval=sampling.interval, first=first, local=local, seed=number),
+                one.text,
+                asked=True,
+            )
+            for number, one in enumerate(part, before)
+            if number in chosen
+        ]
+
+    return Windows(
+        windows.train + asked(windows.train, 0), windows.held_out + asked(windows.held_out, len(windows.train))
+    )
 
 
 def check_sampling(sampling: Sampling, context: int) -> None:
@@ -113,25 +164,26 @@ def collect(
     Raises:
         ValueError: the folder holds samples of other settings, or the model cannot be sampled.
     """
-    state, every = PartialState(), [*windows.train, *windows.held_out]
+    state, every = PartialState(), windows.every
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(limit, int) and every[0].shape[1] > limit:
-        raise ValueError(f"context={every[0].shape[1]} is longer than the model's {limit} positions; use {limit}")
+    context = every[0].ids.shape[1]
+    if isinstance(limit, int) and context > limit:
+        raise ValueError(f"context={context} is longer than the model's {limit} positions; use {limit}")
     if state.is_main_process:
         _claim(folder, _settings(model, every, sampling))
     state.wait_for_everyone()
     mine = [number for number in range(len(every)) if number % state.num_processes == state.process_index]
-    total = sum(every[number].shape[1] for number in mine)
+    total = context * len(mine)
     with tqdm(total=total, unit="token", disable=not progress or not state.is_main_process) as bar:
         for number in mine:
-            ids, path = every[number], _shard(folder, number)
+            window, path = every[number], _shard(folder, number)
             if path.exists():
-                bar.update(ids.shape[1])
+                bar.update(context)
                 continue
             bar.set_description(f"window {number + 1} of {len(every)}")
-            plan = sampling.positions(ids.shape[1], number)
+            plan = sampling.positions(context, number, asked=window.asked)
             positions = [p for length, steps in plan.items() for p in (length - 1, *steps)]
-            parts = [layer_samples(seen, plan, sampling) for seen in capture(model, ids, positions, bar.update)]
+            parts = [layer_samples(seen, plan, sampling) for seen in capture(model, window.ids, positions, bar.update)]
             write_whole(path, asdict(Samples.joined(parts)), {})
     state.wait_for_everyone()
 
@@ -169,8 +221,8 @@ def train(
         found[str(tau)] = {"epochs": epochs, **quality(made, measured, wanted, fitting.fit)}
     report = {
         "samples": len(known.features), "held_out": len(held_out.features), "windows": count,
-        "held_out_windows": len(windows.held_out), "context": windows.train[0].shape[1], **asdict(sampling),
-        "fitting": asdict(fitting), "quality": found,
+        "held_out_windows": len(windows.held_out), "asked_windows": sum(one.asked for one in windows.every),
+        "context": windows.train[0].ids.shape[1], **asdict(sampling), "fitting": asdict(fitting), "quality": found,
     }  # fmt: skip
     save_predictors(folder / PREDICTOR, likeness(*_decoder(model)), predictors, report)
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -185,9 +237,9 @@ def _shard(folder: Path, number: int) -> Path:
     return folder / f"samples-{number:05}.safetensors"
 
 
-def _settings(model: PreTrainedModel, windows: Sequence[torch.Tensor], sampling: Sampling) -> dict[str, Any]:
+def _settings(model: PreTrainedModel, windows: Sequence[Window], sampling: Sampling) -> dict[str, Any]:
     """By what samples are known to be of the same run."""
-    texts = [zlib.crc32(ids.numpy().tobytes()) for ids in windows]
+    texts = [zlib.crc32(one.ids.numpy().tobytes()) for one in windows]
     return dict(json.loads(json.dumps({**asdict(sampling), "texts": texts, "model": fingerprint(*_decoder(model))})))
 
 

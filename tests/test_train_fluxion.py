@@ -32,11 +32,11 @@ def windows() -> Windows:
 
 def test_windows_are_disjoint_and_the_last_ones_are_for_measuring() -> None:
     cut = cut_windows([list(range(1000)), list(range(2000, 2250))], 100, 4)
-    assert [int(one[0, 0]) for one in cut.train] == [0, 300, 600, 2000]
-    assert [int(one[0, 0]) for one in cut.held_out] == [900, 2150]
-    assert all(one.shape == (1, 100) for one in (*cut.train, *cut.held_out))
+    assert [int(one.ids[0, 0]) for one in cut.train] == [0, 300, 600, 2000]
+    assert [int(one.ids[0, 0]) for one in cut.held_out] == [900, 2150]
+    assert all(one.ids.shape == (1, 100) for one in (*cut.train, *cut.held_out))
     alone = cut_windows([list(range(150)), list(range(200, 350))], 100, 4)
-    assert [int(one[0, 0]) for one in (*alone.train, *alone.held_out)] == [0, 200]
+    assert [int(one.ids[0, 0]) for one in (*alone.train, *alone.held_out)] == [0, 200]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,14 @@ def test_windows_beyond_the_models_positions_are_refused(tmp_path: Path) -> None
 def letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A text, and a tiny model that reads a token a character in place of any that is loaded."""
 
+    class Tokenizer:
+        chat_template = None
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [3 + ord(letter) % 150 for letter in text]}
+
     def load_model(name: str | None = None, **options: Any) -> tuple[Any, Any]:
-        return tiny_model("llama", "sdpa"), lambda text, **_: {"input_ids": [3 + ord(letter) % 150 for letter in text]}
+        return tiny_model("llama", "sdpa"), Tokenizer()
 
     monkeypatch.setattr(assets, "load_model", load_model)
     path = tmp_path / "text.txt"
@@ -166,13 +172,14 @@ def run(*words: str | Path) -> tuple[int, str]:
 
 
 def test_command(letters: Path, tmp_path: Path) -> None:
-    options = ("--text", letters, "--context", "720", "--interval", "352", "--epochs", "2", "--tau", "0.3")
+    options = ("--text", letters, "--context", "780", "--interval", "720", "--epochs", "2", "--tau", "0.3")
     code, said = run("--out", tmp_path / "made", *options, "--tau", "0.05")
     assert code == 0
     assert "held-out samples" in said
     assert "predictor.safetensors and " in said
     report = json.loads((tmp_path / "made" / "report.json").read_text())
     assert report["taus"] == [0.05, 0.3]
+    assert report["asked_windows"] == 2  # both windows of 1,600 letters, one of them for measuring
     assert report["quality"].keys() == {"0.05", "0.3"}
     code, said = run("--out", tmp_path / "made", *options)
     assert code == 2

@@ -16,6 +16,7 @@ from hf_offload.fluxion.labels import deviation_limit, needed_budgets
 from hf_offload.fluxion.partials import BLOCK, Tokens, attend, attend_blocks, join_blocks
 
 _BUDGETS = [FEATURES.index(f"anchor_budget_{size}") for size in (16, 32, 64, 128)]
+_ANSWER = 24  # tokens behind a question that are taken for its answer
 _TILE = 4096  # tokens of the host that prompt statistics read at a time
 
 
@@ -38,13 +39,19 @@ class Sampling:
     sinks: int = 64
     local: int = 256
 
-    def positions(self, tokens: int, seed: int) -> dict[int, list[int]]:
-        """Positions of the decode steps in a text of so many tokens, by the length of the prompt before them."""
+    def positions(self, tokens: int, seed: int, *, asked: bool = False) -> dict[int, list[int]]:
+        """Positions of the decode steps in a text of so many tokens, by the length of the prompt before them.
+
+        asked: whether answers follow the prompts: half of the steps are drawn from the first tokens behind each.
+        """
         generator = torch.Generator().manual_seed(seed)
         found = {}
         for length in range(self.interval, tokens - self.steps + 1, self.interval):
             room = min(self.interval, tokens - length)
-            found[length] = sorted((length + torch.randperm(room, generator=generator)[: self.steps]).tolist())
+            near = min(_ANSWER, room) if asked else 0
+            early = torch.randperm(near, generator=generator)[: self.steps // 2]
+            late = near + torch.randperm(room - near, generator=generator)[: self.steps - len(early)]
+            found[length] = sorted((length + torch.cat((early, late))).tolist())
         return found
 
     def host(self, length: int) -> tuple[int, int]:
