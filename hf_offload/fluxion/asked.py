@@ -18,19 +18,8 @@ from transformers import PreTrainedTokenizerBase
 _TRAITS = ("green", "northern", "silent", "wooden", "second", "narrow", "bright", "hidden", "early", "copper")
 _HOLDERS = ("baker", "harbour", "archive", "violin", "orchard", "bridge", "clinic", "satellite", "museum", "ferry")
 _PARTS = (
-    "amber",
-    "basin",
-    "cedar",
-    "delta",
-    "ember",
-    "flint",
-    "grove",
-    "heron",
-    "island",
-    "juniper",
-    "kettle",
-    "lantern",
-)
+    "amber", "basin", "cedar", "delta", "ember", "flint", "grove", "heron", "island", "juniper", "kettle", "lantern",
+)  # fmt: skip
 _FORMS = (
     (
         "The code for the {owner} is {secret}.",
@@ -110,7 +99,7 @@ def ask(
     """Hide facts in a text, and let every stretch of `interval` tokens end with a question for one of them.
 
     The answer follows. Two facts are hidden in a stretch, at least `local` tokens before its end; one of all those so
-    far is asked for, each at most once. The text gives way: it loses so many tokens at the end of each stretch.
+    far is asked for, each at most once. The text makes room: its end is cut off.
 
     Args:
         text: token ids.

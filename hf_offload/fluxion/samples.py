@@ -48,7 +48,7 @@ class Sampling:
         found = {}
         for length in range(self.interval, tokens - self.steps + 1, self.interval):
             room = min(self.interval, tokens - length)
-            near = min(_ANSWER, room) if asked else 0
+            near = min(_ANSWER, room // 2) if asked else 0
             early = torch.randperm(near, generator=generator)[: self.steps // 2]
             late = near + torch.randperm(room - near, generator=generator)[: self.steps - len(early)]
             found[length] = sorted((length + torch.cat((early, late))).tolist())

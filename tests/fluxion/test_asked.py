@@ -78,3 +78,4 @@ def test_half_of_the_steps_lie_in_the_answers() -> None:
         assert sum(step < length + 24 for step in steps) == 4
         assert len({*steps}) == 8
         assert all(length <= step < min(length + 400, 1700) for step in steps)
+    assert Sampling(interval=400, steps=8).positions(408, seed=1, asked=True) == {400: list(range(400, 408))}
