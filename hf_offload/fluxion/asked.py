@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -79,10 +80,12 @@ class _Frame:
     after: list[int]
 
 
-def _frame(tokenizer: PreTrainedTokenizerBase) -> _Frame:
-    def ids(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
+
+def _frame(tokenizer: PreTrainedTokenizerBase) -> _Frame:
+    ids = partial(_ids, tokenizer)
     if not tokenizer.chat_template:
         return _Frame([], ids("\n\n"), ids("\n\n"))
     roles = ("user", "assistant", "user")
@@ -115,10 +118,7 @@ def ask(
     Raises:
         ValueError: stretches too short for that, or a chat template that changes messages.
     """
-
-    def ids(words: str) -> list[int]:
-        return list(tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"])
-
+    ids = partial(_ids, tokenizer)
     draw, frame, rest = random.Random(seed), _frame(tokenizer), iter(text)
     owners = _owners(draw)
     hidden: list[_Fact] = []
