@@ -178,7 +178,7 @@ def load(
     """Set the number of threads and load a model (and its tokenizer) for evaluation.
 
     Args:
-        name, device: as for `hf_offload.assets.load_model`.
+        name, device: as for `hf_offload.assets.load_demo_model`.
         dtype: of `DTYPES`; threads: of torch, 0 leaves its own choice.
 
     Raises:
@@ -188,12 +188,12 @@ def load(
         raise typer.BadParameter(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     if threads:
         torch.set_num_threads(threads)
-    return assets.load_model(name, dtype=DTYPES[dtype], device=device)
+    return assets.load_demo_model(name, dtype=DTYPES[dtype], device=device)
 
 
 def text_of(kind: str, prose: Path | None = None) -> str:
-    """Return the text of a kind (see `hf_offload.assets.texts`), with a file in place of the prose if one is given."""
-    return prose.read_text(encoding="utf-8") if kind == "prose" and prose is not None else assets.texts(kind)
+    """Return `hf_offload.demo_text(kind)`, with a file in place of the prose if one is given."""
+    return prose.read_text(encoding="utf-8") if kind == "prose" and prose is not None else assets.demo_text(kind)
 
 
 def window(text: str, tokenizer: PreTrainedTokenizerBase, start: int, tokens: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What each policy and budget loses, and what it costs: which one is the best choice where.
 
     python eval/pareto.py
-    python eval/pareto.py --row full --row scout:budget=1024,block_size=16 --row sparse_fetch:budget=1024
+    python eval/pareto.py --row full --row scout:budget=1024,block_size=16 --row quest:budget=1024
 
 Each row is a policy with options. Full attention reads a text; every row takes that over (`hgca` and others that learn
 from a prompt read it themselves) and is fed what follows, token by token: KL to full attention and top token. And each
@@ -57,7 +57,7 @@ ROWS = (
     "full:host=fetch",
     *(f"window:budget={budget}" for budget in (512, 1024, 2048)),
     *(f"scout:budget={budget}" for budget in (256, 512, 1024, 2048)),
-    *(f"sparse_fetch:budget={budget}" for budget in (512, 1024, 2048)),
+    *(f"quest:budget={budget}" for budget in (512, 1024, 2048)),
     *(f"infinigen:alpha={alpha}" for alpha in (2, 4, 6)),
     *(f"h2o:heavy={share},recent={share}" for share in (0.05, 0.1, 0.2)),
     *(f"hgca:gpu_ratio={ratio}" for ratio in (0.05, 0.1, 0.25)),

@@ -26,7 +26,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="of the model")] = "float32",
 ) -> None:
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
-    network, tokenizer = assets.load_model(model, attn_implementation="hybrid_sparse", dtype=dtype, device=state.device)
+    network, tokenizer = assets.load_demo_model(
+        model, attn_implementation="hybrid_sparse", dtype=dtype, device=state.device
+    )
     cache = hf_offload.HybridCache(network, "scout", budget=1024)
     answers = []
     with state.split_between_processes(QUESTIONS) as share:

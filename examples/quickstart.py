@@ -118,8 +118,8 @@ def main(
     if question is not None and file is None:
         raise typer.BadParameter("a --question of your own needs the text it is about: add --file")
     with console.status("loading the model"):
-        language_model, tokenizer = assets.load_model(model, dtype=dtype)
-    text = file.read_text(encoding="utf-8") if file else assets.texts("documentation")
+        language_model, tokenizer = assets.load_demo_model(model, dtype=dtype)
+    text = file.read_text(encoding="utf-8") if file else assets.demo_text("documentation")
     needle = None if question else assets.hide_number(text, tokenizer, tokens=tokens, depth=0.4)
     prompt = needle.prompt if needle else own_prompt(tokenizer, text, question or "")
     new_tokens = 24 if needle else 128

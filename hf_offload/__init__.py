@@ -3,12 +3,51 @@
 Importing registers `attn_implementation="hybrid_sparse"` with Transformers and does nothing else.
 """
 
+from hf_offload.assets import demo_text, hide_number, load_demo_model
 from hf_offload.attention.function import register as _register
+from hf_offload.cache.stats import Stats
+from hf_offload.cpu.worker import WorkerError
 from hf_offload.enable import disable, enable, enabled
+from hf_offload.fluxion.predictor import ConstantPredictor
 from hf_offload.hybrid_cache import HybridCache
-from hf_offload.policies import Full, Policy, Scout, Window
+from hf_offload.policies import (
+    H2O,
+    HGCA,
+    FixedHybrid,
+    Fluxion,
+    Full,
+    InfiniGen,
+    Policy,
+    Quest,
+    Scout,
+    Window,
+    register_policy,
+)
 
 _register()
 
 __version__ = "0.1.0"
-__all__ = ["Full", "HybridCache", "Policy", "Scout", "Window", "__version__", "disable", "enable", "enabled"]
+__all__ = [
+    "H2O",
+    "HGCA",
+    "ConstantPredictor",
+    "FixedHybrid",
+    "Fluxion",
+    "Full",
+    "HybridCache",
+    "InfiniGen",
+    "Policy",
+    "Quest",
+    "Scout",
+    "Stats",
+    "Window",
+    "WorkerError",
+    "__version__",
+    "demo_text",
+    "disable",
+    "enable",
+    "enabled",
+    "hide_number",
+    "load_demo_model",
+    "register_policy",
+]

@@ -51,7 +51,7 @@ def find_smollm2() -> Path:
     )
 
 
-def load_model(
+def load_demo_model(
     name: str | None = None,
     *,
     attn_implementation: str = "sdpa",
@@ -91,7 +91,7 @@ def load_config(name: str | None = None) -> PreTrainedConfig:
     """Load a model's config and nothing else.
 
     Args:
-        name: as for `load_model`.
+        name: as for `load_demo_model`.
 
     Raises:
         FileNotFoundError: `name` is None and the wheel is not installed.
@@ -103,7 +103,7 @@ def load_config(name: str | None = None) -> PreTrainedConfig:
 
 
 @cache
-def texts(kind: str) -> str:
+def demo_text(kind: str) -> str:
     """Return a long text out of the Python installation, the same at every call.
 
     Args:

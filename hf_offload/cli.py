@@ -68,8 +68,10 @@ def profile(
             tokens=tokens, steps=steps, windows=windows, resident=resident, block_size=block_size, budget=budget,
             threshold=threshold,
         )  # fmt: skip
-        content = assets.texts("documentation") if text is None else _read("text", text)
-        language_model, tokenizer = assets.load_model(model, attn_implementation="hybrid_sparse", dtype=DTYPES[dtype])
+        content = assets.demo_text("documentation") if text is None else _read("text", text)
+        language_model, tokenizer = assets.load_demo_model(
+            model, attn_implementation="hybrid_sparse", dtype=DTYPES[dtype]
+        )
         found = profile_intervals(
             language_model, _ids(tokenizer, content), tokens=tokens, steps=steps, windows=windows, resident=resident,
             block_size=block_size, progress=True, budget=budget, threshold=threshold,
@@ -139,9 +141,11 @@ def tune(
         raise typer.BadParameter(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
     try:
         check_tuning(target_kl, tokens=tokens, steps=steps, windows=windows, tier=tier)
-        content = assets.texts("documentation") if text is None else _read("text", text)
+        content = assets.demo_text("documentation") if text is None else _read("text", text)
         other = None if held_out is None else _read("held_out", held_out)
-        language_model, tokenizer = assets.load_model(model, attn_implementation="hybrid_sparse", dtype=DTYPES[dtype])
+        language_model, tokenizer = assets.load_demo_model(
+            model, attn_implementation="hybrid_sparse", dtype=DTYPES[dtype]
+        )
         found = find_setting(
             language_model, _ids(tokenizer, content), target_kl, tokens=tokens, steps=steps, windows=windows, tier=tier,
             predictor=predictor, held_out=None if other is None else _ids(tokenizer, other), progress=True,
@@ -186,8 +190,8 @@ def train_fluxion(
         check_sampling(sampling, context)
         fitting = Fitting(epochs=epochs, under=under, streaming_at=streaming_at, fit=fit)
         contents = [_read("text", path) for path in text or []]
-        contents = contents or [assets.texts(kind)[UNREAD:] for kind in assets.KINDS]
-        language_model, tokenizer = assets.load_model(model, dtype=DTYPES[dtype])
+        contents = contents or [assets.demo_text(kind)[UNREAD:] for kind in assets.KINDS]
+        language_model, tokenizer = assets.load_demo_model(model, dtype=DTYPES[dtype])
         ids = [tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"] for content in contents]
         cut = ask_again(cut_windows(ids, context, windows), asked, tokenizer, sampling)
         collect(language_model, cut, sampling, out, progress=True)

@@ -24,7 +24,7 @@ from hf_offload.cache.weighing import averages_for
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies import Policy, make_policy
 
-DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "sparse_fetch", "h2o", "infinigen")
+DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "quest", "h2o", "infinigen")
 """Policies that need nothing but a model."""
 MOST_ROWS = 4096
 """More rows than this are not looked for."""

@@ -27,10 +27,10 @@ LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
         for ratio, beta in ((0.05, 1.0), (0.1, 1.0), (0.25, 1.0), (0.25, 0.5), (0.5, 0.25))
     ),
     "fixed_hybrid": tuple({"budget": share} for share in (0.02, 0.05, 0.1, 0.2, 0.4)),
-    "sparse_fetch": tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096)),
+    "quest": tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096)),
 }
 """What is tried of each policy, from little to much."""
-FETCHES = ("sparse_fetch",)
+FETCHES = ("quest",)
 """Policies that with one memory are nothing but a choice that others make better."""
 BLOCK_SIZES = (16, 32, 64)
 ONE_SIZE = ("fluxion",)

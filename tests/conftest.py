@@ -42,4 +42,4 @@ def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         assets.find_smollm2()
     except FileNotFoundError as missing:
         pytest.skip(str(missing))
-    return assets.load_model(attn_implementation="sdpa", dtype=torch.float32, device="cpu")
+    return assets.load_demo_model(attn_implementation="sdpa", dtype=torch.float32, device="cpu")

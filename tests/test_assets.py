@@ -29,21 +29,21 @@ class Letters:
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "prose" else ()) for kind in assets.KINDS]
 )
 def test_texts_are_long_and_the_same_each_time(kind):
-    text = assets.texts(kind)
+    text = assets.demo_text(kind)
     assert len(text) >= 400_000
-    assets.texts.cache_clear()
-    assert assets.texts(kind) == text
+    assets.demo_text.cache_clear()
+    assert assets.demo_text(kind) == text
 
 
 def test_prose_is_mostly_letters_and_never_repeats_a_paragraph():
-    paragraphs = assets.texts("prose").split("\n\n")
+    paragraphs = assets.demo_text("prose").split("\n\n")
     assert len(set(paragraphs)) == len(paragraphs)
     assert not any(">>>" in p for p in paragraphs)
 
 
 def test_unknown_kind_names_the_kinds():
     with pytest.raises(ValueError, match=r"kind='poetry' is not one of prose, documentation, code"):
-        assets.texts("poetry")
+        assets.demo_text("poetry")
 
 
 def test_find_smollm2_says_how_to_install(monkeypatch):

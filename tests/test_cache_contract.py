@@ -124,7 +124,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
     "h2o": ("h2o", {"heavy": 0.2, "recent": 0.2, "block_size": BLOCK, "resident": None}),
     "infinigen": ("infinigen", {"alpha": 1.0, "block_size": BLOCK, "resident": None}),
-    "sparse_fetch": ("sparse_fetch", {"budget": 48, "sinks": 8, "resident": None}),
+    "policy quest": ("quest", {"budget": 48, "sinks": 8, "resident": None}),
     "mean, int8": ("scout", SCOUT | {"lookahead": "off", "digest": "mean", "host_dtype": "int8"}),
 }
 

@@ -130,7 +130,7 @@ def test_the_readme_runs_as_written() -> None:
 @pytest.mark.slow
 def test_smollm2_finds_a_number_in_a_pipeline_and_answers_lm_eval(smollm2: Any, tasks: Any) -> None:
     model, tokenizer = smollm2
-    needle = assets.hide_number(assets.texts("documentation"), tokenizer, tokens=4000)
+    needle = assets.hide_number(assets.demo_text("documentation"), tokenizer, tokens=4000)
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     want = evaluate(model, tokenizer, tasks)
     with enabled(model, budget=1024):

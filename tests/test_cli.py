@@ -29,11 +29,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Loading gives a tiny model; what it was asked for."""
     calls: list[tuple[Any, ...]] = []
 
-    def load_model(name: str | None = None, **options: Any) -> tuple[Any, Any]:
+    def load_demo_model(name: str | None = None, **options: Any) -> tuple[Any, Any]:
         calls.append((name, options))
         return tiny_model("llama", options["attn_implementation"]), tokenize
 
-    monkeypatch.setattr(assets, "load_model", load_model)
+    monkeypatch.setattr(assets, "load_demo_model", load_demo_model)
     return calls
 
 
@@ -120,10 +120,10 @@ def test_texts_that_do_not_do(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_model(*args: Any, **options: Any) -> None:
+    def load_demo_model(*args: Any, **options: Any) -> None:
         raise FileNotFoundError("SmolLM2-135M-Instruct is not installed: run `pip install`")
 
-    monkeypatch.setattr(assets, "load_model", load_model)
+    monkeypatch.setattr(assets, "load_demo_model", load_demo_model)
     code, said = run(tmp_path / "profile.json")
     assert code == 2
     assert "is not installed: run" in said

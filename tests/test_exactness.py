@@ -64,7 +64,7 @@ POLICIES = {
     "scout-quest": ("scout", {"lookahead": "off", "digest": "quest", "join": "raw"}),
     "scout-mean": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "digest": "mean", "recall": 3}),
     "full-fetch": ("full", {"host": "fetch"}),
-    "sparse-fetch": ("sparse_fetch", {"budget": 256, "sinks": 16}),
+    "quest": ("quest", {"budget": 256, "sinks": 16}),
     "h2o": ("h2o", {"heavy": 1, "recent": 1, "resident": None}),
     "infinigen": ("infinigen", {"alpha": float("inf"), "share": 1, "resident": None}),
     "fixed-hybrid": ("fixed_hybrid", {"budget": 1, "sinks": 16, "local": 16, "resident": None}),
@@ -102,7 +102,7 @@ def combinations() -> list[Any]:
     rows = []
     for row in itertools.product(FAMILIES, POLICIES, (1, 3), (None, 17), ("one", "split")):
         family, policy, batch, chunk, tier = row
-        elsewhere = policy in ("full-fetch", "sparse-fetch", "h2o", "infinigen", "hgca", "fixed-hybrid", "fluxion")
+        elsewhere = policy in ("full-fetch", "quest", "h2o", "infinigen", "hgca", "fixed-hybrid", "fluxion")
         turn = FAMILIES.index(family) + list(POLICIES).index(policy)
         if family == "llama":
             quick = (batch, chunk) == (3, 17) or ((batch, chunk) == (1, None) and not elsewhere)

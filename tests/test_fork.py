@@ -38,7 +38,7 @@ CASES = {
     "h2o": ("h2o", {"heavy": 0.2, "recent": 0.2, "resident": None}),
     "infinigen-int8": ("infinigen", {"alpha": 1.0, "host_dtype": "int8", "resident": None}),
     "infinigen": ("infinigen", {"alpha": 1.0, "resident": None}),
-    "sparse_fetch": ("sparse_fetch", {"budget": 96, "sinks": 16}),
+    "quest": ("quest", {"budget": 96, "sinks": 16}),
 }
 
 
@@ -76,7 +76,7 @@ def models() -> dict[str, PreTrainedModel]:
         ("hgca-int8", "split", 0),
         ("fixed_hybrid", "one", 19),
         ("full-fetch-int8", "split", 21),
-        ("sparse_fetch", "split", 19),
+        ("quest", "split", 19),
         ("h2o", "one", 19),
         ("infinigen-int8", "split", 19),
         ("fluxion", "split", 21),

@@ -22,7 +22,7 @@ CASES = [
     ("hgca", {"window": 60, "beta": 0.0, "tier": "split"}),
     ("fixed_hybrid", {"budget": 1.0, "sinks": 16, "local": 32}),
     ("full", {"host": "fetch", "tier": "split", "resident": 64}),
-    ("sparse_fetch", {"budget": 640, "tier": "split", "resident": 96}),
+    ("quest", {"budget": 640, "tier": "split", "resident": 96}),
     ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=32), "tier": "split"}),
     ("scout", {}),
     ("scout", {"tier": "split", "resident": 96, "recall": 1}),

@@ -34,7 +34,7 @@ SETTINGS = {
     "split": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "recall": 1}, True),
     "int8": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "host_dtype": "int8"}, True),
     "full, fetched": Setting(2, 16, "full", {"host": "fetch", "tier": "split", "resident": 48, **BLOCKS}, True),
-    "sparse_fetch": Setting(2, 16, "sparse_fetch", {"budget": 8192, "tier": "split", "resident": 48, **BLOCKS}, True),
+    "quest": Setting(2, 16, "quest", {"budget": 8192, "tier": "split", "resident": 48, **BLOCKS}, True),
     "h2o": Setting(2, 16, "h2o", {"heavy": 1, "recent": 1, "tier": "split", **BLOCKS}, True),
     "infinigen": Setting(2, 16, "infinigen", {"alpha": math.inf, "share": 1, "tier": "split", **BLOCKS}, True),
     "hgca": Setting(2, 16, "hgca", {**HGCA, "tier": "split"}, True),

@@ -39,7 +39,7 @@ SETTINGS = {
     "split": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "recall": 1}, True),
     "int8": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "host_dtype": "int8"}, True),
     "hgca": Setting(2, 16, "hgca", {**HGCA, "tier": "split"}, True),
-    "sparse_fetch": Setting(2, 16, "sparse_fetch", {**FETCH, "tier": "split", "resident": 48}, True),
+    "quest": Setting(2, 16, "quest", {**FETCH, "tier": "split", "resident": 48}, True),
     "fixed_hybrid": Setting(2, 16, "fixed_hybrid", {**FIXED, "tier": "split"}, True),
     "full, fetched": Setting(2, 16, "full", {"host": "fetch", "tier": "split", "resident": 48, **BLOCKS}, True),
     "h2o": Setting(2, 16, "h2o", {"heavy": 1, "recent": 1, "tier": "split", **BLOCKS}, True),

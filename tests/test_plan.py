@@ -25,7 +25,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "scout, int8": ("scout", {**SMALL, "recent": 16, "block_size": 16, "host_dtype": "int8", "prefill_tile": 64}),
     "scout, budget in bytes": ("scout", {**SMALL, "recent": 0, "block_size": 16, "device_budget": "600KiB"}),
     "quest": ("scout", {"budget": 256, "recent": 0, "digest": "quest", "resident": 512}),
-    "sparse_fetch": ("sparse_fetch", {"budget": 64}),
+    "policy quest": ("quest", {"budget": 64}),
     "infinigen": ("infinigen", {"partial": 0.5}),
     "h2o": ("h2o", {"block_size": 16, "heavy": 0.2}),
     "hgca": ("hgca", {"window": 60, "block_size": 16}),

@@ -88,7 +88,7 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str], kv_heads: Sequence[i
             "attend_resident": draw(st.sampled_from(["selected", "all"]), label="attend_resident"),
             "place_queries": draw(st.sampled_from([1, 16]), label="place_queries"),
         }
-    if policy == "sparse_fetch":
+    if policy == "quest":
         knobs |= {
             "recent": draw(st.sampled_from([0, 16]), label="recent"),
             "digest": draw(st.sampled_from(["submean", "quest", "mean"]), label="digest"),
@@ -108,7 +108,7 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str], kv_heads: Sequence[i
         knobs["prompt_queries"] = draw(st.sampled_from([1, 20, 512]), label="prompt_queries")
     if policy == "full":
         knobs["host"] = draw(st.sampled_from(["attend", "fetch"]), label="host")
-    if policy in ("scout", "sparse_fetch", "window"):
+    if policy in ("scout", "quest", "window"):
         knobs["budget"] = COVERING
         least = make_policy(policy, knobs).always_blocks(size)
         knobs["budget"] = (
@@ -137,7 +137,7 @@ class Histories(RuleBasedStateMachine):
     """Up to three histories of one setting that may share blocks."""
 
     policies: tuple[str, ...] = (
-        "scout", "scout", "full", "window", "hgca", "fixed_hybrid", "sparse_fetch", "fluxion", "h2o", "infinigen",
+        "scout", "scout", "full", "window", "hgca", "fixed_hybrid", "quest", "fluxion", "h2o", "infinigen",
     )  # fmt: skip
     kv_heads = (4, 2, 1)
 

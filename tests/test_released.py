@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fixed_hybrid": {"policy": "fixed_hybrid", "budget": 0.3, "sinks": 16, "local": 32, **ONE},
     "h2o": {"policy": "h2o", "block_size": 16, "tier": SPLIT["tier"]},
     "infinigen": {"policy": "infinigen", "block_size": 16, "tier": SPLIT["tier"]},
-    "sparse_fetch": {"policy": "sparse_fetch", "budget": 64, "resident": 96, "tier": SPLIT["tier"]},
+    "quest": {"policy": "quest", "budget": 64, "resident": 96, "tier": SPLIT["tier"]},
     "full, fetched": {"policy": "full", "host": "fetch", "block_size": 16, "resident": 96, "tier": SPLIT["tier"]},
     "fluxion": {
         "policy": "fluxion",

@@ -55,7 +55,7 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         ("hgca", "one", 0),
         ("hgca", "split", 19),
         ("fixed_hybrid", "split", 0),
-        ("sparse_fetch", "split", 19),
+        ("quest", "split", 19),
         ("h2o", "one", 5),
         ("infinigen", "split", 5),
         ("h2o", "split", 19),

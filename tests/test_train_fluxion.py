@@ -155,10 +155,10 @@ def letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
             return {"input_ids": [3 + ord(letter) % 150 for letter in text]}
 
-    def load_model(name: str | None = None, **options: Any) -> tuple[Any, Any]:
+    def load_demo_model(name: str | None = None, **options: Any) -> tuple[Any, Any]:
         return tiny_model("llama", "sdpa"), Tokenizer()
 
-    monkeypatch.setattr(assets, "load_model", load_model)
+    monkeypatch.setattr(assets, "load_demo_model", load_demo_model)
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (i * i // 7) % 26) for i in range(1600)))
     return path

@@ -25,7 +25,7 @@ SMALL = {"tokens": 200, "steps": 12, "windows": 2}
 LADDERS = {
     "scout": tuple({"budget": budget, "recent": 0} for budget in (64, 96, 128, 160, 192)),
     "fixed_hybrid": tuple({"budget": share, "sinks": 16, "local": 32} for share in (0.05, 0.2, 0.5)),
-    "sparse_fetch": ({"budget": 64}, {"budget": 176}),
+    "quest": ({"budget": 64}, {"budget": 176}),
 }
 
 
@@ -39,7 +39,7 @@ def test_the_chosen_line_keeps_the_target_on_another_text(ladders: None) -> None
     found = tune(model, ids[:, :500], 0.5, held_out=ids[:, 476:], **SMALL)
     assert found.trials[0].policy == "full"
     assert found.trials[0].kl < 1e-6
-    assert not any(trial.policy == "sparse_fetch" for trial in found.trials)  # one memory
+    assert not any(trial.policy == "quest" for trial in found.trials)  # one memory
     chosen = found.chosen
     assert chosen.meets(0.5)
     cache = eval(chosen.line, {"HybridCache": HybridCache, "model": model})
@@ -75,7 +75,7 @@ def test_two_memories_try_fetching_and_recalls(ladders: None, monkeypatch: pytes
     assert min(trial.options["budget"] for trial in found.trials if trial.policy == "scout" and trial.kl <= 0.01) == 128
     assert {"budget": 128, "recent": 0, "block_size": 16, **split} in scouts
     assert {"budget": 128, "recent": 0, "recall": 8, **split} in scouts
-    assert ("sparse_fetch", {"budget": 176, **split}) in tried
+    assert ("quest", {"budget": 176, **split}) in tried
     assert not any(policy == "fixed_hybrid" and "block_size" in options for policy, options in tried)
     assert found.chosen.policy == "scout"
     assert "next comes" in found.why
@@ -159,7 +159,7 @@ def test_wrong_settings(change: dict[str, Any], told: str) -> None:
 
 
 def test_the_command(tmp_path: Path, ladders: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assets, "load_model", lambda *_, **options: (tiny_model("llama"), tokenize))
+    monkeypatch.setattr(assets, "load_demo_model", lambda *_, **options: (tiny_model("llama"), tokenize))
     text = tmp_path / "text.txt"
     letters = torch.randint(32, 120, (500,), generator=torch.Generator().manual_seed(0)).tolist()
     text.write_text("".join(map(chr, letters)), encoding="utf-8")
@@ -172,7 +172,7 @@ def test_the_command(tmp_path: Path, ladders: None, monkeypatch: pytest.MonkeyPa
     wrong = CliRunner().invoke(app, [*words, "--windows", "9"], env={"COLUMNS": "200"})
     assert wrong.exit_code == 2
     assert "give a longer text" in re.sub(r"[\s│]+", " ", wrong.output)
-    monkeypatch.setattr(assets, "load_model", None)  # what is wrong is said before anything is loaded
+    monkeypatch.setattr(assets, "load_demo_model", None)  # what is wrong is said before anything is loaded
     wrong = CliRunner().invoke(app, [*words, "--tier", "wrong"], env={"COLUMNS": "200"})
     assert wrong.exit_code == 2
     assert "tier='wrong' is not a tier" in wrong.output

@@ -13,8 +13,8 @@ from hf_offload.policies.full import Full
 from hf_offload.policies.h2o import H2O
 from hf_offload.policies.hgca import HGCA
 from hf_offload.policies.infinigen import InfiniGen
+from hf_offload.policies.quest import Quest
 from hf_offload.policies.scout import Scout
-from hf_offload.policies.sparse_fetch import SparseFetch
 from hf_offload.policies.window import Window
 
 POLICIES: dict[str, type[Policy]] = {
@@ -24,10 +24,42 @@ POLICIES: dict[str, type[Policy]] = {
     "h2o": H2O,
     "hgca": HGCA,
     "infinigen": InfiniGen,
+    "quest": Quest,
     "scout": Scout,
-    "sparse_fetch": SparseFetch,
     "window": Window,
 }
+ALIASES = {"sparse_fetch": "quest"}
+"""Names that policies had in earlier releases."""
+
+
+def register_policy(cls: type[Policy]) -> type[Policy]:
+    """Make a policy of your own known by its `name`, to `HybridCache`, `enable` and `HybridCache.load`.
+
+    It may stand above the class as a decorator. Saved caches name their policy; `load` makes registered ones only.
+
+    Args:
+        cls: a frozen dataclass that derives from `Policy` and has a `name` in lower case.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: no frozen dataclass that derives from `Policy`.
+        ValueError: the name is no lower-case identifier, or another policy has it.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        raise TypeError(f"{cls!r} is no class that derives from hf_offload.Policy")
+    parameters = cls.__dict__.get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise TypeError(f"{cls.__name__} is not a frozen dataclass; decorate it with @dataclass(frozen=True)")
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
+        raise ValueError(f"{cls.__name__}.name={name!r} is no lower-case identifier like 'newest_blocks'")
+    taken = POLICIES.get(ALIASES.get(name, name))
+    if taken not in (None, cls):
+        raise ValueError(f"name={name!r} belongs to {taken.__module__}.{taken.__qualname__}; choose another name")
+    POLICIES[name] = cls
+    return cls
 
 
 def make_policy(policy: str | Policy, knobs: dict[str, Any]) -> Policy:
@@ -43,6 +75,7 @@ def make_policy(policy: str | Policy, knobs: dict[str, Any]) -> Policy:
         return policy
     if not isinstance(policy, str):
         raise TypeError(f"policy must be a name or a Policy instance, not {type(policy).__name__}")
+    policy = ALIASES.get(policy, policy)
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r} is unknown; use one of {', '.join(sorted(POLICIES))}")
     cls = POLICIES[policy]
@@ -60,10 +93,13 @@ def describe_policy(policy: Policy) -> dict[str, Any]:
     """A policy as its name and its knobs, for `json`.
 
     Raises:
-        ValueError: it is none of `POLICIES`, or a knob is an object that has no text.
+        ValueError: it is not registered, or a knob is an object that has no text.
     """
     if POLICIES.get(policy.name) is not type(policy):
-        raise ValueError(f"{type(policy).__name__} is none of POLICIES, so it could not be made again; add it there")
+        raise ValueError(
+            f"{type(policy).__name__} is not registered, so it could not be made again; call "
+            f"hf_offload.register_policy({type(policy).__name__})"
+        )
     knobs = {part.name: getattr(policy, part.name) for part in dataclasses.fields(policy) if part.init}
     for name, knob in knobs.items():
         if dataclasses.is_dataclass(knob) and not isinstance(knob, type):
@@ -79,12 +115,13 @@ def saved_policy(saved: dict[str, Any]) -> Policy:
     """The policy that `describe_policy` has described.
 
     Raises:
-        ValueError: it is none of `POLICIES`, or a knob's value is not allowed (any more).
+        ValueError: it is not registered, or a knob's value is not allowed (any more).
     """
     return make_policy(saved["name"], saved["knobs"])
 
 
 __all__ = [
+    "ALIASES",
     "H2O",
     "HGCA",
     "POLICIES",
@@ -94,11 +131,12 @@ __all__ = [
     "InfiniGen",
     "Plan",
     "Policy",
+    "Quest",
     "Scout",
     "Selection",
-    "SparseFetch",
     "Window",
     "describe_policy",
     "make_policy",
+    "register_policy",
     "saved_policy",
 ]

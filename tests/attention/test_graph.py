@@ -35,7 +35,7 @@ from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
         ("scout", {**SCOUT, "lookahead": "attend", "synchronous_layers": (0,)}),
         ("scout", {**SCOUT, "lookahead": "attend", "digest": "quest", "join": "raw", "recall": 3}),
         ("scout", {**SCOUT, "lookahead": "attend", "attend_resident": "all", "host_dtype": "int8"}),
-        ("sparse_fetch", {"budget": 96, "sinks": 16}),
+        ("quest", {"budget": 96, "sinks": 16}),
         pytest.param("full", {"host": "fetch"}, marks=pytest.mark.slow),
     ],
 )

@@ -36,7 +36,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
         "scout",
         {**SCOUT, "lookahead": "attend", "digest": "quest", "join": "raw", "attend_resident": "all"},
     ),
-    "sparse-fetch": ("sparse_fetch", {"budget": 96, "sinks": 16}),
+    "quest": ("quest", {"budget": 96, "sinks": 16}),
     "fixed-hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 16, "local": 32, "resident": None}),
     "fluxion": ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=32), "resident": None}),
     "hgca": ("hgca", {"window": 64, "resident": None}),

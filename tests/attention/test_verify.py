@@ -41,7 +41,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hgca": ("hgca", HGCA),
     "h2o": ("h2o", {"heavy": 0.2, "recent": 0.2, "block_size": BLOCK, "resident": None}),
     "infinigen": ("infinigen", {"alpha": 1.0, "block_size": BLOCK, "resident": None}),
-    "sparse_fetch": ("sparse_fetch", {"budget": 64, "sinks": 8, "block_size": BLOCK}),
+    "quest": ("quest", {"budget": 64, "sinks": 8, "block_size": BLOCK}),
     "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 8, "local": 16, "block_size": BLOCK, "resident": None}),
     "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
     "hgca, int8": ("hgca", HGCA | {"host_dtype": "int8", "group": "mean", "beta": 0.7}),

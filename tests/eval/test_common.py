@@ -101,7 +101,7 @@ def test_text_of_takes_a_book_for_the_prose(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("Call me Ishmael.", encoding="utf-8")
     assert common.text_of("prose", book) == "Call me Ishmael."
-    assert common.text_of("code", book) == assets.texts("code")
+    assert common.text_of("code", book) == assets.demo_text("code")
 
 
 def test_window_refuses_a_text_that_ends_before_it():

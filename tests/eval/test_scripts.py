@@ -93,7 +93,7 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
     ],
 )
 def test_unknown_names_are_refused(main, option, monkeypatch):
-    monkeypatch.setattr(common.assets, "load_model", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(common.assets, "load_demo_model", lambda *a, **k: pytest.fail("the model was loaded"))
     result = CliRunner().invoke(common.command(main), [option, "nonesuch"])
     assert result.exit_code == 2
     assert "nonesuch" in result.output

@@ -17,7 +17,7 @@ def test_a_question_needs_its_text():
 def loaded(smollm2, monkeypatch):
     """Let the quickstart use the model that is loaded already, and put its attention back afterwards."""
     model, tokenizer = smollm2
-    monkeypatch.setattr(quickstart.assets, "load_model", lambda name, dtype: (model, tokenizer))
+    monkeypatch.setattr(quickstart.assets, "load_demo_model", lambda name, dtype: (model, tokenizer))
     yield
     model.set_attn_implementation("sdpa")
 

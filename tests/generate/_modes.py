@@ -186,7 +186,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "attend": ("scout", {"budget": 48, "sinks": 8, "recent": 0, "lookahead": "attend", "synchronous_layers": (0,)}),
     "h2o": ("h2o", {"heavy": 0.2, "recent": 0.2, "resident": None}),
     "infinigen": ("infinigen", {"alpha": 1.0, "resident": None}),
-    "sparse_fetch": ("sparse_fetch", {"budget": 48, "sinks": 8}),
+    "quest": ("quest", {"budget": 48, "sinks": 8}),
     "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 8, "local": 16, "resident": None}),
     "hgca": ("hgca", {"window": 16, "resident": None}),
 }

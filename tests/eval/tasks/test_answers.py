@@ -20,7 +20,7 @@ ROWS = (
     "scout:budget=64,sinks=8,recent=16,block_size=8,digest=quest,host_dtype=int8",
     "window:budget=48,sinks=8,block_size=8",
     "fixed_hybrid:budget=0.2,sinks=8,local=16,block_size=8",
-    "sparse_fetch:budget=64,sinks=8,recent=16,block_size=8",
+    "quest:budget=64,sinks=8,recent=16,block_size=8",
     "hgca:window=32,block_size=8",
     "h2o:heavy=0.2,recent=0.2,prompt_queries=20",
     "infinigen:partial=0.5,prompt_queries=20",

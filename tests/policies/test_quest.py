@@ -1,4 +1,4 @@
-"""What is chosen is fetched and attended on the device: `sparse_fetch`, and `full` with `host="fetch"`."""
+"""What is chosen is fetched and attended on the device: `quest`, and `full` with `host="fetch"`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_two_memories_attend_what_one_does(model: PreTrainedModel, knobs: dict[s
     """Also where what is chosen has no room: the rest passes by."""
     if resident == 64 and knobs.get("recent"):
         resident = 112
-    one = HybridCache(model, "sparse_fetch", budget=96, tier="one", **knobs)
-    two = HybridCache(model, "sparse_fetch", budget=96, tier="split", resident=resident, prefill_tile=32, **knobs)
+    one = HybridCache(model, "quest", budget=96, tier="one", **knobs)
+    two = HybridCache(model, "quest", budget=96, tier="split", resident=resident, prefill_tile=32, **knobs)
     assert torch.equal(decode(model, one, 3), decode(model, two, 3))
     total = two.stats().as_dict()
     assert total["cpu_ratio"] == 0
@@ -48,7 +48,7 @@ def test_each_step_attends_the_budget(model: PreTrainedModel, monkeypatch: pytes
         return attend(step, device)
 
     monkeypatch.setattr(TieredStep, "attend_device", count)
-    decode(model, HybridCache(model, "sparse_fetch", budget=96, tier="split"), 2)
+    decode(model, HybridCache(model, "quest", budget=96, tier="split"), 2)
     assert len(seen) == 4 * (STEPS - 1)
     assert all((counts == 6).all() and (slots >= 0).all() for counts, slots in seen)
 
@@ -56,7 +56,7 @@ def test_each_step_attends_the_budget(model: PreTrainedModel, monkeypatch: pytes
 def test_what_is_resident_beside_the_choice_saves_fetches(model: PreTrainedModel) -> None:
     moved = {}
     for resident in (96, 256):
-        cache = HybridCache(model, "sparse_fetch", budget=96, tier="split", resident=resident)
+        cache = HybridCache(model, "quest", budget=96, tier="split", resident=resident)
         decode(model, cache)
         moved[resident] = cache.stats().as_dict()["recall_blocks"]
     assert 0 < moved[256] < moved[96]

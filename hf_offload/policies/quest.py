@@ -1,4 +1,4 @@
-"""Quest on the device (Tang et al. 2024): what is chosen and not there is fetched before every step attends it."""
+"""Quest's block selection (Tang et al. 2024) with offloading: the device fetches the chosen blocks at every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOINS = ("max", "mean", "raw")
 
 
 @dataclass(frozen=True)
-class SparseFetch(Policy):
+class Quest(Policy):
     """Attend the best blocks within a budget, all of them on the device; the CPU attends nothing.
 
     It is how offloaders without a CPU part decode: digests lie on the device, a step chooses by them, and waits until
@@ -36,7 +36,7 @@ class SparseFetch(Policy):
         ValueError: a knob has a value that is not allowed.
     """
 
-    name = "sparse_fetch"
+    name = "quest"
     block_size = 16
     budget: int = 2048
     digest: str = "quest"
