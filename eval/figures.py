@@ -1,0 +1,426 @@
+"""Write the measured numbers of README.md and docs/ from the CSVs in eval/results.
+
+    python eval/figures.py
+    python eval/figures.py --check
+    python eval/figures.py docs/results.md
+
+A number stands between two comments, `<!--fig:NAME-->16×<!--/fig-->`; a table between the same two on lines of their
+own. NAME is a function below, decorated with `@figure("NAME")`, that returns the text. To add one, write such a
+function from `rows` or `row`, put the empty comments into the page and run this script. `--check` changes nothing,
+names what differs and exits with 1; a test runs it.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "eval" / "results"
+MARK = re.compile(r"(<!--fig:([\w-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
+FIGURES: dict[str, Callable[[], str]] = {}
+
+
+def figure(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    """Register the function that makes the text of a name.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(make: Callable[[], str]) -> Callable[[], str]:
+        if name in FIGURES:
+            raise ValueError(f"figure {name!r} is there already")
+        FIGURES[name] = make
+        return make
+
+    return register
+
+
+@cache
+def _file(name: str) -> tuple[dict[str, str], ...]:
+    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return tuple(csv.DictReader(file))
+
+
+def rows(name: str, **columns: object) -> list[dict[str, str]]:
+    """The rows of `NAME.csv` whose columns have these values, in the file's order.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [one for one in _file(name) if all(one[column] == str(value) for column, value in columns.items())]
+    if not found:
+        raise ValueError(f"{name}.csv has no row with {columns}")
+    return found
+
+
+def row(name: str, **columns: object) -> dict[str, str]:
+    """The one row of `NAME.csv` whose columns have these values.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    found = rows(name, **columns)
+    if len(found) != 1:
+        raise ValueError(f"{name}.csv has {len(found)} rows with {columns}; name more columns")
+    return found[0]
+
+
+def number(value: float | str, digits: int = 2) -> str:
+    """A number with so many significant digits, and no exponent."""
+    value = float(value)
+    rounded = float(f"{value:.{digits}g}")
+    places = max(0, digits - len(str(int(abs(rounded))))) if abs(rounded) >= 1 else None
+    if places is not None:
+        return f"{rounded:,.{places}f}"
+    return f"{rounded:.10f}".rstrip("0").rstrip(".") or "0"
+
+
+def times(ratio: float) -> str:
+    """A ratio, `16×`; two significant digits."""
+    return f"{number(ratio, 2)}×"
+
+
+def percent(share: float | str, digits: int = 0) -> str:
+    """A share, `94 %`."""
+    return f"{float(share):.{digits}%}".replace("%", " %")
+
+
+def signed(value: float | str, places: int = 1) -> str:
+    """A difference with its sign, `−2.5`."""
+    return f"{float(value):+.{places}f}".replace("-", "−")
+
+
+def table(titles: Sequence[str], lines: Sequence[Sequence[str]], words: int = 1) -> str:
+    """A Markdown table whose first columns hold words; the numbers in the others stand on the right."""
+    ruler = ["---" if column < words else "---:" for column in range(len(titles))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, ruler, *lines))
+
+
+# --- README.md and docs/results.md -----------------------------------------------------------------------------------
+
+OURS, DYNAMIC, STATIC, LLAMA = "hf_offload", "DynamicCache", "StaticCache", "llama.cpp"
+ANSWER = 300
+"""Tokens of an answer that follows a prompt, where both together are timed."""
+
+MEASURES: dict[str, Callable[[Mapping[str, str]], float]] = {
+    "decoding": lambda row: float(row["p50"]),
+    "prefill": lambda row: float(row["prefill_s"]),
+    "both": lambda row: float(row["prefill_s"]) + ANSWER * float(row["p50"]) / 1000,
+}
+
+
+def peer_ratio(way: str, context: int, measure: str) -> float:
+    """How many times as long a way takes as hf_offload."""
+    theirs, ours = (MEASURES[measure](row("peers", way=name, context=context)) for name in (way, OURS))
+    return theirs / ours
+
+
+def peer_machine() -> str:
+    first = rows("peers")[0]
+    return f"{first['threads']} threads of an {first['cpu'].partition(' (')[0]} processor{zen(first['cpu'])}"
+
+
+def zen(cpu: str) -> str:
+    """The generation of an AMD processor, which virtual machines hide behind family and model."""
+    return {"family 25": " (Zen 4)", "family 26": " (Zen 5)"}.get(cpu.partition("(")[2].partition(",")[0], "")
+
+
+@figure("peers-caption")
+def _() -> str:
+    ratios = {way: times(peer_ratio(way, 32768, "decoding")) for way in (DYNAMIC, STATIC, LLAMA)}
+    return (
+        f"*SmolLM2-135M in bfloat16 on {peer_machine()}: same weights, prompt and threads, in turns (`eval/peers.py`). "
+        f"At 32k tokens, `scout` decodes {ratios[DYNAMIC]} as fast as `DynamicCache`, {ratios[STATIC]} as fast as "
+        f"`StaticCache` and {ratios[LLAMA]} as fast as llama.cpp. It attends 1,024 of them.*"
+    )
+
+
+@figure("peers-summary")
+def _() -> str:
+    found = []
+    for way in (OURS, DYNAMIC, STATIC, LLAMA):
+        cells = [way if way == LLAMA else f"`{way}`"]
+        for context in (8192, 32768):
+            one = row("peers", way=way, context=context)
+            cells += [
+                number(float(one["p50"]), 3),
+                number(float(one["prefill_s"]), 3),
+                number(MEASURES["both"](one), 3),
+            ]
+        found.append(cells)
+    titles = [
+        f"{context}: {title}"
+        for context in ("8k", "32k")
+        for title in ("ms a token", "prompt, s", f"prompt + {ANSWER} tokens, s")
+    ]
+    return table(["", *titles], found)
+
+
+@figure("results-peers")
+def _() -> str:
+    columns = {"prefill_s": 3, "p50": 3, "p20": 3, "p80": 3, "peak_mib": 3}
+    found = [
+        [
+            one["way"],
+            f"{int(one['context']):,}",
+            *(number(float(one[c]), digits) for c, digits in columns.items()),
+            number(float(one["kl"]), 2) if one["way"] != DYNAMIC else "–",
+        ]
+        for one in rows("peers")
+    ]
+    return table(["way", "context", "prompt, s", "ms a token", "p20", "p80", "peak, MiB", "KL"], found)
+
+
+@figure("results-peers-ratios")
+def _() -> str:
+    found = [
+        [
+            f"{context // 1024}k",
+            measure,
+            *(times(peer_ratio(way, context, measure)) for way in (DYNAMIC, STATIC, LLAMA)),
+        ]
+        for context in (8192, 32768)
+        for measure in MEASURES
+    ]
+    return table(["context", "measure", "`DynamicCache`", "`StaticCache`", "llama.cpp"], found, words=2)
+
+
+@figure("results-batch")
+def _() -> str:
+    found = []
+    for context in (128, 8192, 32768):
+        full, ours = (row("decode_batch4", row=name, context=context) for name in ("dynamic", "scout-1024"))
+        ms = [float(one["p50"]) for one in (full, ours)]
+        found.append([f"{context:,}", *(number(value, 3) for value in ms), times(ms[0] / ms[1])])
+    return table(["context", "`DynamicCache`", "scout, 1,024", "ratio"], found)
+
+
+@figure("results-needles")
+def _() -> str:
+    found = []
+    for name in dict.fromkeys(one["row"] for one in rows("needle") if one["row"] != "full"):
+        cells = []
+        for task in ("prose", "documentation", "code", "average"):
+            one = row("needle", row=name, task=task)
+            share = float(one["pairs"]) / 100
+            cells.append(f"{float(one['score']) * share:.0f} ({float(one['full']) * share:.0f})")
+        found.append([name, *cells])
+    return table(["row (full attention's in brackets)", "prose", "documentation", "code", "all"], found)
+
+
+@figure("results-second-turn")
+def _() -> str:
+    full = {(one["kind"], one["seed"]) for one in rows("second_turn", row="full", found="1")}
+    found = []
+    for name, said in (("hgca-0.1", "hgca"), ("hgca-0.1-once", "hgca, `reevaluate=False`")):
+        mine = {(one["kind"], one["seed"]) for one in rows("second_turn", row=name, found="1")}
+        found.append([said, f"{len(mine & full)} of {len(full)}"])
+    return table(["row", "found"], found)
+
+
+@figure("results-fidelity")
+def _() -> str:
+    names = {
+        "scout-off": 'scout, real query (`lookahead="off"`)',
+        "scout-off-int8": "the same over int8 blocks",
+        "scout-select": 'scout, blocks chosen a layer ahead (`"select"`)',
+        "scout-attend": 'scout, attended a layer ahead (`"attend"`)',
+        "scout-attend-uncorrected": '`"attend"` without the first-order correction',
+        "paper-off": "paper's digest, real query",
+        "paper": "paper: attended with the predicted query",
+        "window": "window",
+    }
+    found = []
+    for name, said in names.items():
+        cells = []
+        for kind in ("prose", "code"):
+            mine = rows("fidelity", row=name, kind=kind)
+            kl, same = (statistics.median(float(one[column]) for one in mine) for column in ("kl", "top1"))
+            cells += [number(kl, 2), percent(same)]
+        found.append([said, *cells])
+    return table(["row", "KL, prose", "same top token", "KL, code", "same top token"], found)
+
+
+@figure("results-context")
+def _() -> str:
+    found = [
+        [
+            one["row"],
+            number(float(one["attention"]), 3),
+            number(float(one["step"]), 3),
+            percent(one["read_ratio"]),
+            number(float(one["kl"]), 2),
+        ]
+        for one in rows("context_attention_32k")
+    ]
+    return table(["row", "attention, ms", "step, ms", "read", "KL"], found)
+
+
+@figure("results-perplexity")
+def _() -> str:
+    found = []
+    for ratio in ("0.1", "0.25", "0.5", "0.75"):
+        mine = [row("perplexity", row=f"hgca-{ratio}-1", kind=kind) for kind in ("code", "prose")]
+        cells = [f"{signed(100 * float(one['nll_more']), 2)} ± {100 * float(one['nll_more_se']):.2f} %" for one in mine]
+        found.append([ratio, *cells, percent(mine[0]["kept_share"])])
+    return table(["window, share of the text", "code", "prose", "kept of the host's tokens"], found)
+
+
+@figure("results-ruler")
+def _() -> str:
+    found = []
+    for one in rows("ruler", task="average"):
+        name = one["row"].replace("predictor=predictor.safetensors,", "").replace("sparse_fetch", "quest")
+        more = "–" if one["row"] == "full" else f"{signed(one['more'])} ({signed(one['low'])} to {signed(one['high'])})"
+        found.append([name, f"{float(one['score']):.1f}", more])
+    return table(["row", "score", "more than full attention"], found)
+
+
+@figure("results-fluxion")
+def _() -> str:
+    found = []
+    for kind in ("code", "prose"):
+        for name, said in (("fixed-0.05", "fixed_hybrid, 0.05"), ("fluxion-0.1", "fluxion, τ = 0.1")):
+            one = row(f"context_attention_fluxion_{kind}", row=name)
+            found.append(
+                [
+                    kind,
+                    said,
+                    number(float(one["chosen_MiB"]), 3),
+                    number(float(one["kl"]), 2),
+                    percent(one["top1"]),
+                ]
+            )
+    return table(["text", "row", "chosen, MiB a token", "KL", "same top token"], found, words=2)
+
+
+@figure("results-ratio")
+def _() -> str:
+    found = []
+    for name in dict.fromkeys(one["row"] for one in rows("cpu_ratio_layers")):
+        mine = rows("cpu_ratio_layers", row=name)
+        ratio = statistics.fmean(float(one["cpu_ratio"]) for one in mine)
+        between = [float(one["recall_interval"]) for one in mine if one["recall_interval"]]
+        found.append([name, percent(ratio, 1), number(statistics.fmean(between), 2) if between else "–"])
+    return table(["recall and resident set in budgets", "CPU ratio", "steps between recalls"], found)
+
+
+@figure("results-save")
+def _() -> str:
+    found = [
+        [
+            one["row"],
+            *(number(float(one[c]), 2) for c in ("prefill_s", "save_s", "load_s")),
+            times(float(one["speedup"])),
+            f"{float(one['fork_bytes']):.3f}",
+        ]
+        for one in rows("save_load")
+    ]
+    return table(
+        ["row", "prefill, s", "save, s", "load, s", "prefill / (save + load)", "bytes of four forks / one cache"], found
+    )
+
+
+@figure("results-steady")
+def _() -> str:
+    found = [
+        [one["row"], number(float(one["p50"]), 3), number(float(one["p99"]), 3), f"{float(one['p99_p50']):.2f}"]
+        for one in rows("steady")
+    ]
+    growth = []
+    for name in dict.fromkeys(one["row"] for one in rows("soak")):
+        mine = rows("soak", row=name)
+        half = mine[len(mine) // 2 :]
+        grown = (int(half[-1]["rss_bytes"]) - int(half[0]["rss_bytes"])) / (
+            int(half[-1]["step"]) - int(half[0]["step"])
+        )
+        growth.append(f"{name}: {grown:.0f}")
+    steady = table(["row", "p50, ms", "p99, ms", "p99 / p50"], found)
+    return f"{steady}\n\nBytes that the process grows by in a step: {', '.join(growth)}."
+
+
+@figure("results-kernels")
+def _() -> str:
+    found = []
+    for dtype in ("bf16", "fp16", "fp32", "int8"):
+        cells = []
+        for threads in (1, 2):
+            shape = {"dtype": dtype, "dim": 128, "group": 4, "block_size": 32, "batch": 1}
+            one = rows("bench_cpu", section="decode", case="sparse_decode", kernel_threads=threads, **shape)[0]
+            cells.append(f"{float(one['gb_per_s']):.1f} ({percent(one['of_limit'])})")
+        found.append([dtype, *cells])
+    return table(["dtype", "GB/s, 1 thread", "GB/s, 2 threads"], found)
+
+
+@figure("results-sources")
+def _() -> str:
+    found = []
+    for path in sorted(RESULTS.glob("*.csv")):
+        first = rows(path.stem)[0]
+        made = f"`{first['command']}`" if len(first["command"]) < 120 else f"`{first['command'][:117]}…`"
+        found.append(
+            [
+                f"`{path.name}`",
+                made,
+                first["commit"],
+                first["cpu"].partition(" @")[0].partition(" (")[0] + zen(first["cpu"]),
+                first["omp_wait_policy"],
+            ]
+        )
+    return table(["file", "command", "commit", "processor", "`OMP_WAIT_POLICY`"], found, words=5)
+
+
+def pages() -> list[Path]:
+    """The pages that may hold figures."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def write(text: str) -> str:
+    """A page with its figures made anew.
+
+    Raises:
+        ValueError: a figure of an unknown name.
+    """
+
+    def fill(mark: re.Match[str]) -> str:
+        start, name, old, end = mark.groups()
+        if name not in FIGURES:
+            raise ValueError(f"figure {name!r} is unknown; add a function for it to eval/figures.py")
+        made = FIGURES[name]()
+        return f"{start}\n{made}\n{end}" if old.startswith("\n") else f"{start}{made}{end}"
+
+    return MARK.sub(fill, text)
+
+
+def main(
+    paths: Annotated[list[Path] | None, typer.Argument(exists=True, help="Pages [default: all].")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit with 1 if a page is out of date.")
+    ] = False,
+) -> None:
+    """Write the measured numbers of README.md and docs/ from the CSVs."""
+    stale = []
+    for page in map(Path.resolve, paths or pages()):
+        text = page.read_text(encoding="utf-8")
+        made = write(text)
+        if made != text:
+            stale.append(page.relative_to(ROOT))
+            if not check:
+                page.write_text(made, encoding="utf-8")
+    if stale:
+        print(("out of date: " if check else "wrote ") + ", ".join(map(str, stale)))
+    if check and stale:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

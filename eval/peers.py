@@ -1,0 +1,379 @@
+"""Prefill and decoding beside the alternatives: same weights, prompt and threads, in turns.
+
+    python eval/peers.py
+    python eval/peers.py --contexts 2k,8k --ways hf_offload,DynamicCache --model Qwen/Qwen3-0.6B --dtype bfloat16
+
+The ways are `hf_offload` (policy scout), Transformers' `DynamicCache` and `StaticCache` (on a GPU also
+`DynamicCache(offloading=True)`) with sdpa, and llama.cpp where its Python package is installed. This builds it for the
+instruction set of this machine (some minutes):
+
+    CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
+
+Each way lives in a process of its own, so that its peak memory is its own; only one of them works at a time. For each
+context every way first reads the prompt in one forward, as `generate()` does; then the ways take turns in decoding the
+tokens that follow in the text. KL compares each step's logits with DynamicCache's. llama.cpp reads the same weights
+from a GGUF file in bfloat16 that is written for it, unless `--gguf` names another.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, DynamicCache, StaticCache
+
+import hf_offload
+from common import (
+    RESULTS,
+    DtypeOption,
+    ModelOption,
+    OutOption,
+    ThreadsOption,
+    command,
+    load,
+    numbers,
+    percentiles,
+    show,
+    synchronize,
+    text_of,
+    window,
+    write_csv,
+)
+from hf_offload.assets import find_smollm2
+
+OURS, DYNAMIC, STATIC, OFFLOADING, LLAMA = "hf_offload", "DynamicCache", "StaticCache", "offloading", "llama.cpp"
+WARM_UP = 2
+LLAMA_BATCH = 1024
+PICTURE = Path(__file__).parent.parent / "docs" / "img" / "peers.svg"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ways share."""
+
+    model: str | None
+    gguf: str | None
+    dtype: str
+    threads: int
+    budget: int
+
+
+class WithTransformers:
+    """A model of Transformers with one kind of cache."""
+
+    def __init__(self, way: str, settings: Settings) -> None:
+        self.way, self.budget = way, settings.budget
+        self.model, _ = load(settings.model, settings.dtype, settings.threads)
+        self.model.set_attn_implementation("hybrid_sparse" if way == OURS else "sdpa")
+        self.cache: Any = None
+
+    def prefill(self, ids: np.ndarray, room: int) -> float:
+        """Read a prompt `[N]` into a new cache with room for more tokens; returns seconds."""
+        del self.cache
+        gc.collect()
+        prompt = torch.from_numpy(ids)[None].to(self.model.device)
+        with torch.inference_mode():
+            start = time.perf_counter()
+            self.cache = self._make_cache(len(ids) + room)
+            self.model(prompt, past_key_values=self.cache, logits_to_keep=1)
+            synchronize()
+            return time.perf_counter() - start
+
+    def decode(self, tokens: Sequence[int]) -> tuple[list[float], np.ndarray]:
+        """Decode given tokens one by one; returns milliseconds and logits `[N, V]`."""
+        times, logits = [], []
+        with torch.inference_mode():
+            for token in tokens:
+                start = time.perf_counter()
+                out = self.model(torch.tensor([[token]], device=self.model.device), past_key_values=self.cache)
+                synchronize()
+                times.append((time.perf_counter() - start) * 1000)
+                logits.append(out.logits[0, -1].float().cpu().numpy())
+        return times, np.stack(logits)
+
+    def _make_cache(self, length: int) -> Any:
+        if self.way == OURS:
+            return hf_offload.HybridCache(self.model, "scout", budget=self.budget)
+        if self.way == STATIC:
+            return StaticCache(config=self.model.config, max_cache_len=length)
+        return DynamicCache(config=self.model.config, offloading=self.way == OFFLOADING)
+
+
+class WithLlama:
+    """llama.cpp with flash attention."""
+
+    def __init__(self, way: str, settings: Settings) -> None:
+        self.file = settings.gguf
+        self.threads = settings.threads or torch.get_num_threads()
+        self.llama: Any = None
+
+    def prefill(self, ids: np.ndarray, room: int) -> float:
+        """Read a prompt `[N]` into a new context with room for more tokens; returns seconds."""
+        from llama_cpp import Llama
+
+        if self.llama is not None:
+            self.llama.close()
+        self.llama = Llama(
+            self.file, n_ctx=len(ids) + room, n_batch=LLAMA_BATCH, n_ubatch=LLAMA_BATCH, n_threads=self.threads,
+            n_threads_batch=self.threads, flash_attn=True, n_gpu_layers=-1 if torch.cuda.is_available() else 0,
+            verbose=False,
+        )  # fmt: skip
+        start = time.perf_counter()
+        self.llama.eval(ids.tolist())
+        return time.perf_counter() - start
+
+    def decode(self, tokens: Sequence[int]) -> tuple[list[float], np.ndarray]:
+        """Decode given tokens one by one; returns milliseconds and logits `[N, V]`."""
+        from llama_cpp import llama_get_logits
+
+        times, logits = [], []
+        for token in tokens:
+            start = time.perf_counter()
+            self.llama.eval([token])
+            found = np.ctypeslib.as_array(llama_get_logits(self.llama.ctx), (self.llama.n_vocab(),))
+            times.append((time.perf_counter() - start) * 1000)
+            logits.append(found.copy())
+        return times, np.stack(logits)
+
+
+def serve(connection: Connection, way: str, settings: Settings) -> None:
+    """Run one way in this process: answers (method, arguments) with (result, bytes of peak memory)."""
+    try:
+        before = _resident_bytes()
+        maker = WithLlama if way == LLAMA else WithTransformers
+        serving = maker(way, settings)
+        connection.send((None, 0))
+        while (asked := connection.recv()) is not None:
+            method, arguments = asked
+            if method == "prefill":
+                _forget_peak()
+            result = getattr(serving, method)(*arguments)
+            connection.send((result, _peak_bytes() - before))
+    except EOFError:
+        pass
+    except Exception as error:
+        connection.send((RuntimeError(f"{way}: {error!r}"), 0))
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+class Process:
+    """A way in a process of its own."""
+
+    def __init__(self, way: str, settings: Settings) -> None:
+        self.way = way
+        self.peak = 0
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(other, way, settings), daemon=True)
+        self._process.start()
+        other.close()
+        self._answer()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Let the way run a method; returns its result."""
+        self._connection.send((method, arguments))
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.send(None)
+        self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            result, self.peak = self._connection.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.way}: its process ended with code {self._process.exitcode}") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def write_bfloat16(source: Path, target: Path) -> None:
+    """Write a GGUF file anew with its matrices in bfloat16, the type in which Transformers computes with them."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    field = reader.fields["general.architecture"]
+    writer = gguf.GGUFWriter(target, bytes(field.parts[field.data[0]]).decode())
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        item = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, item)
+    writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_BF16))
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        kind = gguf.GGMLQuantizationType.BF16 if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def mean_kl(full: np.ndarray, other: np.ndarray) -> float:
+    """KL divergence in nats of other logits `[N, V]` from full attention's, mean over the N steps."""
+    p, q = (torch.from_numpy(x).double().log_softmax(-1) for x in (full, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw milliseconds a token and seconds to the first token over the context length."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    plt.rcParams["svg.hashsalt"] = "peers"
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    styles = {OURS: ("#d1495b", "o", 2.6), DYNAMIC: ("#33658a", "s", 1.4), STATIC: ("#86bbd8", "^", 1.4)}
+    styles |= {OFFLOADING: ("#758e4f", "v", 1.4), LLAMA: ("#5a5a5a", "D", 1.4)}
+    ways = list(dict.fromkeys(record["way"] for record in records))
+    for axes, column, title in zip(
+        panels, ("p50", "prefill_s"), ("ms a token", "seconds to the first token"), strict=True
+    ):
+        for way in ways:
+            mine = [record for record in records if record["way"] == way]
+            color, marker, width = styles[way]
+            label = f"{way} (scout, {mine[0]['budget']:,} tokens)" if way == OURS else way
+            x = [record["context"] for record in mine]
+            axes.plot(x, [r[column] for r in mine], marker=marker, color=color, lw=width, ms=5, label=label)
+        contexts = sorted({record["context"] for record in records})
+        axes.set(xscale="log", yscale="log", xlabel="context, tokens", title=title)
+        axes.xaxis.set_major_locator(FixedLocator(contexts))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    print(f"wrote {path}")
+
+
+def available(model: str | None, gguf: Path | None) -> list[str]:
+    """The ways that this machine and these weights allow."""
+    ways = [OURS, DYNAMIC, STATIC]
+    if torch.cuda.is_available():
+        ways.append(OFFLOADING)
+    if importlib.util.find_spec("llama_cpp") and (model is None or gguf is not None):
+        ways.append(LLAMA)
+    return ways
+
+
+def measure(
+    processes: list[Process], ids: np.ndarray, length: int, rounds: int, steps: int, bar: tqdm[Any]
+) -> list[dict[str, Any]]:
+    """Let every way read the first `length` tokens and then decode what follows, in turns; returns a row a way."""
+    each = WARM_UP + steps
+    seconds, peaks = {}, {}
+    for process in processes:
+        bar.set_description(f"{length:,} tokens: {process.way} reads the prompt")
+        seconds[process.way] = process.call("prefill", ids[:length], rounds * each)
+        bar.update()
+    times: dict[str, list[float]] = {process.way: [] for process in processes}
+    logits: dict[str, list[np.ndarray]] = {process.way: [] for process in processes}
+    for turn in range(rounds):
+        tokens = ids[length + turn * each : length + (turn + 1) * each].tolist()
+        for process in processes:
+            bar.set_description(f"{length:,} tokens: {process.way} decodes")
+            found, values = process.call("decode", tokens)
+            times[process.way] += found[WARM_UP:]
+            logits[process.way].append(values)
+            peaks[process.way] = process.peak
+            bar.update()
+    full = np.concatenate(logits[DYNAMIC]) if DYNAMIC in logits else None
+    return [
+        {
+            "way": process.way,
+            "context": length,
+            "prefill_s": seconds[process.way],
+            **percentiles(times[process.way]),
+            "peak_mib": peaks[process.way] / 2**20,
+            "kl": None if full is None else mean_kl(full, np.concatenate(logits[process.way])),
+        }
+        for process in processes
+    ]
+
+
+def main(
+    contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated; k is 1,024.")] = "128,2k,8k,32k",
+    ways: Annotated[
+        str | None, typer.Option(help="By name, comma-separated [default: all that are available].")
+    ] = None,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens that scout attends in a step.")] = 1024,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count, per round.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the ways take turns.")] = 4,
+    gguf: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Weights for llama.cpp.")] = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = "bfloat16",
+    threads: ThreadsOption = 0,
+    out: OutOption = RESULTS / "peers.csv",
+    picture: Annotated[Path | None, typer.Option(help="Where the plot goes [default: none].")] = None,
+) -> None:
+    """Measure prefill and decoding beside Transformers' own caches and llama.cpp."""
+    known = available(model, gguf)
+    chosen = known if ways is None else [way.strip() for way in ways.split(",")]
+    if unknown := [way for way in chosen if way not in known]:
+        raise typer.BadParameter(f"--ways {', '.join(unknown)}: this machine and model allow {', '.join(known)}")
+    lengths = sorted(numbers(contexts))
+    with tempfile.TemporaryDirectory() as folder:
+        if gguf is None and LLAMA in chosen:
+            gguf = Path(folder) / "bfloat16.gguf"
+            write_bfloat16(find_smollm2(), gguf)
+        settings = Settings(model, None if gguf is None else str(gguf), dtype, threads, budget)
+        tokenizer = tokenizer_of(model)
+        ids = window(text_of("code"), tokenizer, 0, lengths[-1] + rounds * (WARM_UP + steps))[0].numpy()
+        records: list[dict[str, Any]] = []
+        with tqdm(total=(len(lengths) + 1) * len(chosen) * (1 + rounds)) as bar:
+            bar.set_description("loading the model for each way")
+            processes = [Process(way, settings) for way in chosen]
+            # Kernels are compiled when they first run; a context beyond the budget needs all of them.
+            measure(processes, ids, min(budget + 512, lengths[-1]), rounds, steps, bar)
+            for length in lengths:
+                rows = measure(processes, ids, length, rounds, steps, bar)
+                records += [row | {"budget": budget, "steps": steps * rounds, "dtype": dtype} for row in rows]
+                write_csv(out, records)
+            for process in processes:
+                process.close()
+    if picture is not None:
+        plot(records, picture)
+    show("prefill in seconds, decoding in ms a token, KL to DynamicCache", [dict(list(r.items())[:8]) for r in records])
+
+
+def tokenizer_of(model: str | None) -> Any:
+    """The model's tokenizer alone."""
+    file = find_smollm2() if model is None else None
+    return AutoTokenizer.from_pretrained(model or str(file.parent), **({"gguf_file": file.name} if file else {}))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    command(main)()
