@@ -13,10 +13,11 @@ names what differs and exits with 1; a test runs it.
 from __future__ import annotations
 
 import csv
+import json
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -377,6 +378,203 @@ def _() -> str:
             ]
         )
     return table(["file", "command", "commit", "processor", "`OMP_WAIT_POLICY`"], found, words=5)
+
+
+# --- docs/policies, docs/choosing.md and docs/long-documents.md ------------------------------------------------------
+
+DEFAULTS = {"infinigen": "infinigen:alpha=4", "h2o": "h2o:heavy=0.1,recent=0.1"}
+"""Rows that results name by the policy alone, with the knobs that they ran with."""
+
+
+def setting(name: str) -> tuple[str, str]:
+    """Policy and knobs of a row's name, `scout:budget=512`; without a predictor's file."""
+    policy, _, knobs = DEFAULTS.get(name, name).partition(":")
+    shown = [knob for knob in knobs.split(",") if knob and not knob.startswith("predictor=")]
+    return "quest" if policy == "sparse_fetch" else policy, ", ".join(shown)
+
+
+def by_setting(name: str, **columns: object) -> dict[tuple[str, str], dict[str, str]]:
+    """The rows of `NAME.csv` whose columns have these values, by policy and knobs."""
+    return {setting(one["row"]): one for one in rows(name, **columns)}
+
+
+def more_than_full(one: Mapping[str, str]) -> str:
+    """The difference to full attention with its 95 % interval."""
+    return f"{signed(one['more'])} ({signed(one['low'])} to {signed(one['high'])})"
+
+
+def losses(policy: str) -> str:
+    """What each setting of a policy loses, on running text and in RULER."""
+    text, needles = by_setting("pareto"), by_setting("ruler", task="average")
+    found = []
+    for key in dict.fromkeys(key for key in (*text, *needles) if key[0] == policy):
+        kl, same, score = "–", "–", "–"
+        if key in text:
+            kl, same = f"{float(text[key]['kl']):.4f}", percent(text[key]["top1"])
+        if key in needles:
+            score = f"{float(needles[key]['score']):.1f}"
+        found.append([f"`{key[1]}`" if key[1] else "default", kl, same, score])
+    first, full = rows("pareto")[0], needles["full", ""]
+    return (
+        f"{table(['setting', 'KL to full attention', 'same top token', 'needles'], found)}\n\n"
+        f"KL (nats) and top token: {first['steps']} tokens after {int(first['tokens']):,} of prose and of code, in "
+        f"bfloat16 (`pareto.csv`). Needles: eight RULER tasks at 4k, {full['samples']} samples, score from 0 to 100; "
+        f"`full` scores {float(full['score']):.1f} (`ruler.csv`)."
+    )
+
+
+for _policy in ("full", "window", "scout", "quest", "hgca", "fixed_hybrid", "h2o", "infinigen"):
+    figure(f"losses-{_policy}")(partial(losses, _policy))
+
+
+@figure("losses-fluxion")
+def _() -> str:
+    names = {"fixed-0.05": "`fixed_hybrid`, `budget=0.05`", "fluxion-0.1": "`fluxion`, `tau=0.1`"}
+    found = []
+    for kind in ("code", "prose"):
+        for name, said in names.items():
+            one = row(f"context_attention_fluxion_{kind}", row=name)
+            found.append(
+                [kind, said, f"{float(one['kl']):.3f}", percent(one["top1"]), f"{float(one['chosen_MiB']):.1f}"]
+            )
+    titles = ["text", "setting", "KL to full attention", "same top token", "MiB of chosen blocks a token"]
+    return table(titles, found, words=2)
+
+
+@figure("needles-fluxion")
+def _() -> str:
+    needles = by_setting("ruler", task="average")
+    fluxion, fixed, full = (
+        f"{float(needles[key]['score']):.1f}"
+        for key in (("fluxion", "tau=0.1"), ("fixed_hybrid", "budget=0.05"), ("full", ""))
+    )
+    return f"{fluxion} where its baseline scores {fixed} and `full` {full}"
+
+
+@figure("train-fluxion")
+def _() -> str:
+    quality = json.loads((RESULTS / "train_fluxion.json").read_text(encoding="utf-8"))["quality"].values()
+    found = [
+        ["streaming heads", *(percent(one["streaming_share"]) for one in quality)],
+        [
+            "… precision, recall",
+            *(f"{one['streaming_precision']:.2f}, {one['streaming_recall']:.2f}" for one in quality),
+        ],
+    ]
+    for tokens in ("16", "32", "128"):
+        budgets = [one["budgets"][tokens] for one in quality]
+        said = [f"{percent(one['needed'], 1)}, {percent(one['predicted'], 1)}" for one in budgets]
+        found.append([f"budget at {tokens} tokens: needed, predicted", *said])
+    found.append(
+        ["heads that get what they need at 32 tokens", *(percent(one["budgets"]["32"]["enough"]) for one in quality)]
+    )
+    return table(["", "τ = 0.05", "τ = 0.1", "τ = 0.2"], found)
+
+
+@figure("ruler-policies")
+def _() -> str:
+    needles = sorted(by_setting("ruler", task="average").items(), key=lambda item: -float(item[1]["score"]))
+    found = [
+        [
+            f"`{policy}`" + (f", `{knobs}`" if knobs else ""),
+            f"{float(one['score']):.1f}",
+            "–" if policy == "full" else more_than_full(one),
+        ]
+        for (policy, knobs), one in needles
+    ]
+    return table(["policy", "score", "difference to `full`"], found)
+
+
+def hidden_numbers(name: str) -> str:
+    """How many of the hidden numbers a row finds."""
+    tasks = [one for one in rows("needle", row=name) if not one["task"].startswith("average")]
+    samples = sum(int(one["samples"]) for one in tasks)
+    return f"{sum(float(one['score']) * int(one['samples']) for one in tasks) / 100:.0f} of {samples}"
+
+
+for _name, _row in {
+    "full": "full", "scout-1024": "scout:budget=1024", "scout-512": "scout:budget=512",
+    "window-1024": "window:budget=1024",
+}.items():  # fmt: skip
+    figure(f"hidden-numbers-{_name}")(partial(hidden_numbers, _row))
+
+
+@figure("paper-digest")
+def _() -> str:
+    kl = {(one["row"], one["kind"], one["start"]): float(one["kl"]) for one in rows("fidelity")}
+    ratios = [value / kl["scout-off", kind, start] for (name, kind, start), value in kl.items() if name == "paper-off"]
+    return times(statistics.median(ratios))
+
+
+@figure("budget-kl")
+def _() -> str:
+    kl = {knobs: float(one["kl"]) for (policy, knobs), one in by_setting("pareto").items() if policy == "scout"}
+    return table(
+        ["", *(f"`{knobs}`" for knobs in kl)], [["KL to full attention", *(f"{one:.4f}" for one in kl.values())]]
+    )
+
+
+def cpu_ratio(name: str) -> str:
+    """The CPU's share of the budget, the mean over steps and layers."""
+    return percent(statistics.fmean(float(one["cpu_ratio"]) for one in rows("cpu_ratio", row=name)))
+
+
+figure("cpu-ratio-1")(partial(cpu_ratio, "recall-1"))
+figure("cpu-ratio-1-and-a-half")(partial(cpu_ratio, "recall-1.5"))
+
+
+def second_turn(name: str) -> str:
+    """How many of the numbers that full attention finds in a second turn a row finds, too."""
+    full, mine = ({(one["kind"], one["seed"]) for one in rows("second_turn", row=n, found="1")} for n in ("full", name))
+    return f"{len(mine & full)} of {len(full)}"
+
+
+figure("second-turn-hgca")(partial(second_turn, "hgca-0.1"))
+figure("second-turn-hgca-once")(partial(second_turn, "hgca-0.1-once"))
+
+
+@figure("hgca-perplexity")
+def _() -> str:
+    mine = [row("perplexity", row="hgca-0.25-1", kind=kind) for kind in ("code", "prose")]
+    return " and ".join(
+        f"{signed(100 * float(one['nll_more']), 2)} ± {100 * float(one['nll_more_se']):.2f} %" for one in mine
+    )
+
+
+@figure("tuned")
+def _() -> str:
+    text = (RESULTS / "tune.txt").read_text(encoding="utf-8")
+    found = re.search(
+        r"takes ([\d.]+) ms a token \(Transformers' own cache: ([\d.]+)\) at a KL of ([\d.]+ ± [\d.]+)", text
+    )
+    if found is None:
+        raise ValueError("tune.txt does not say what was chosen")
+    return f"{found[1]} ms a token (`DynamicCache`: {found[2]} ms) at a KL of {found[3]}"
+
+
+@figure("saved-prefill")
+def _() -> str:
+    return f"{number(row('save_load', row='scout')['prefill_s'])} s"
+
+
+@figure("saved-load")
+def _() -> str:
+    return f"{number(row('save_load', row='scout')['load_s'])} s"
+
+
+@figure("saved-bytes")
+def _() -> str:
+    return f"{float(row('save_load', row='scout')['disk_bytes']) / 2**20:.0f} MiB"
+
+
+@figure("saved-bytes-int8")
+def _() -> str:
+    return f"{float(row('save_load', row='scout-int8')['disk_bytes']) / 2**20:.0f} MiB"
+
+
+@figure("forked-bytes")
+def _() -> str:
+    return f"{float(row('save_load', row='scout')['fork_bytes']):.2f}×"
 
 
 def pages() -> list[Path]:
