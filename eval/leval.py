@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
-from lm_eval.tasks.longbench.metrics import qa_f1_score
-from rouge_score.rouge_scorer import RougeScorer
 
 from common import command
 from tasks.benchmark import benchmark
+from tasks.metrics import scorer
 from tasks.samples import Sample, read_rows
 
 TASKS = (
@@ -30,18 +29,12 @@ TASKS = (
 SETS = {"open13": TASKS}
 NEW_TOKENS = 512
 FIELDS = ("input", "instructions", "outputs", "evaluation")
-
-
-def rouge(answer: str, reference: str) -> float:
-    """ROUGE-L, 0 to 1."""
-    return float(RougeScorer(["rougeL"], use_stemmer=True).score(reference, answer)["rougeL"].fmeasure)
-
-
-METRICS = {"f1": qa_f1_score, "rouge": rouge}
+METRICS = ("f1", "rouge")
 
 
 def samples_of(task: str, rows: Iterable[dict[str, Any]]) -> list[Sample]:
     """The samples of a task: one for each instruction of each row that an n-gram metric is meant for."""
+    scorers = {name: scorer("leval", name) for name in METRICS}
     found = []
     for number, row in enumerate(rows):
         if row["evaluation"] not in METRICS:
@@ -50,7 +43,7 @@ def samples_of(task: str, rows: Iterable[dict[str, Any]]) -> list[Sample]:
             question = f"{instruction.strip()}\nAnswer in about {len(reference.split())} words."
 
             def score(answer: str, reference: str = reference, metric: str = row["evaluation"]) -> float:
-                return 100 * float(METRICS[metric](answer, reference))
+                return scorers[metric](answer, reference)
 
             prompt = f"Read this document.\n\n{row['input']}\n\nFollow this instruction about it: {question}"
             found.append(Sample(task, f"{number}.{place}", prompt, question, NEW_TOKENS, score))

@@ -29,6 +29,7 @@ from common import (
     text_of,
 )
 from hf_offload import assets
+from tasks.metrics import scorer
 from tasks.rows import REFERENCE
 from tasks.run import ChatOption, ChunkOption, NewOption, Plan, RowOption, SetupOption, run
 from tasks.samples import Sample
@@ -45,6 +46,7 @@ def samples_of(
     Raises:
         typer.BadParameter: the text is too short for that.
     """
+    is_found = scorer("needle")
     found = []
     for seed in seeds:
         try:
@@ -52,8 +54,8 @@ def samples_of(
         except ValueError as error:
             raise typer.BadParameter(f"{kind}: {error}") from None
 
-        def score(answer: str, needle: assets.Needle = needle) -> float:
-            return 100.0 * needle.found_in(answer)
+        def score(answer: str, number: str = needle.number) -> float:
+            return is_found(answer, number)
 
         found.append(Sample(kind, str(seed), needle.content, assets.QUESTION, NEW_TOKENS, score))
     return found

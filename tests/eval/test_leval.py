@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("evaluate", reason="needs evaluate: pip install hf-offload[eval]")
 pytest.importorskip(
     "lm_eval.tasks.longbench.metrics",
     exc_type=ImportError,

@@ -46,7 +46,7 @@ def test_a_run(tmp_path, monkeypatch):
     out = tmp_path / "needle.csv"
     monkeypatch.setattr(tasks.run, "load", lambda *_: (tiny_model("llama"), letters()))
     monkeypatch.setattr(needle, "text_of", lambda *_: TEXT)
-    monkeypatch.setattr(assets.Needle, "found_in", lambda *_: True)
+    monkeypatch.setattr(needle, "scorer", lambda _: lambda *_: 100.0)
     rows = ["--row", "full", "--row", "window:budget=64,sinks=8,block_size=8"]
     options = ["--tokens", "300", "--kinds", "code,prose", "--limit", "2", "--new-tokens", "3", "--out", str(out)]
     result = CliRunner().invoke(common.command(needle.main), [*rows, *options])
