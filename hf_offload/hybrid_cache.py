@@ -22,8 +22,9 @@ from hf_offload.cache.fingerprint import likeness
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mending import halt, mend
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
-from hf_offload.cache.settings import Settings, check_sizes, check_tier
+from hf_offload.cache.settings import Settings, check_progress, check_sizes, check_tier
 from hf_offload.cache.stats import Pace, Stats, report
 from hf_offload.cache.turn import Turn
 from hf_offload.cpu.cores import cores
@@ -62,6 +63,10 @@ class HybridCache(Portable):
             16; of several processes that a launcher started here each has its share), one thread otherwise. What the
             model waits for runs on torch's own threads (`torch.set_num_threads`).
         timeout: seconds after which waiting for a thread is given up with an error.
+        progress: whether prompts and appended turns that take longer than five seconds show a `tqdm.auto` bar on
+            stderr, by layer and by tile. Of a prompt in chunks (`generate(prefill_chunk_size=...)`) each chunk has its
+            own bar: a cache does not know how many follow. The five seconds count from the first chunk. Decode steps
+            show nothing.
         knobs: the policy's own, see its class.
 
     Raises:
@@ -84,6 +89,7 @@ class HybridCache(Portable):
         cuda_graph: bool = False,
         threads: int | None = None,
         timeout: float = 120.0,
+        progress: bool = False,
         **knobs: Any,
     ) -> None:
         config = check_model(model)
@@ -111,6 +117,7 @@ class HybridCache(Portable):
             packs=host_dtype == "int8",
             captured=cuda_graph,
             device_budget=budget,
+            progress=PromptProgress() if check_progress(progress) else None,
         )
         self.settings = settings
         self._config = config
@@ -233,6 +240,8 @@ class HybridCache(Portable):
                 another thread is at work with this cache.
         """
         self._turn.take()
+        if self.settings.progress is not None:
+            self.settings.progress.begin(len(hybrid_layers(self)))
         if self._undo_to is not None:
             try:
                 self.undo()
@@ -255,6 +264,8 @@ class HybridCache(Portable):
             return
         self.calls.clear()
         self.settings.drafts.end()
+        if self.settings.progress is not None:
+            self.settings.progress.end(finished)
         if finished:
             self._pace.forward(self.get_seq_length() - (self._undo_to or 0))
             self._undo_to = None

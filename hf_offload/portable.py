@@ -99,7 +99,14 @@ class Portable(Changing):
         if model is None:
             raise RuntimeError("the model of this cache is gone; keep a reference to it")
         worker = self.settings.worker
-        made = self._make(model, self.policy, threads=worker.threads, timeout=worker.timeout, **self._knobs)
+        made = self._make(
+            model,
+            self.policy,
+            threads=worker.threads,
+            timeout=worker.timeout,
+            progress=self.settings.progress is not None,
+            **self._knobs,
+        )
         with self.alone():
             fork_layers(self.layers, made.layers, self.settings.padding, made.settings.padding)
             made.fallback.taken_over()
@@ -140,7 +147,7 @@ class Portable(Changing):
             folder: given to `save`.
             model: the model, in the dtype that it had.
             knobs: in place of the saved ones, those of `HybridCache` that say how it runs: tier, resident,
-                device_budget, prefill_tile, cuda_graph, threads, timeout.
+                device_budget, prefill_tile, cuda_graph, threads, timeout, progress.
 
         Raises:
             ValueError: no saved cache, a file that was cut short or altered, another model (in what it differs), or

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hf_offload.attention import tiered
@@ -56,7 +58,18 @@ def append(
     before = _attend_past(layer, query, scale, softcap) if few and store.device.type == "cpu" else None
     tiles = store.tiles(past, tile) if before is None else ()
     out = append_attention(
-        query, key, value, past, tiles, mask, scale=scale, softcap=softcap, sinks=sinks, tile=tile, before=before
+        query,
+        key,
+        value,
+        past,
+        tiles,
+        mask,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        tile=tile,
+        before=before,
+        attended=_progress(layer, past, query.shape[2]) if fresh else None,
     )
     layer.pending = None
     if fresh:
@@ -70,6 +83,12 @@ def append(
     if fresh and window and (layer.has_slots or layer.policy.retrieves or not layer.policy.attends_blocks):
         layer.last_queries = joined(layer.last_queries, query, past, window)
     return out
+
+
+def _progress(layer: HybridLayer, past: int, tokens: int) -> Callable[[int], None] | None:
+    """What shows how far a prompt has come; none for drafts, which are decode steps."""
+    progress, drafts = layer.settings.progress, past and layer.settings.drafts.count
+    return None if progress is None or tokens == 1 or drafts else progress.attend(past, tokens)
 
 
 def _attend_past(

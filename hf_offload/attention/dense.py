@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -154,6 +154,7 @@ def append_attention(
     sinks: torch.Tensor | None = None,
     tile: int = 4096,
     before: tuple[torch.Tensor, torch.Tensor] | None = None,
+    attended: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens over the cached ones and themselves, exact.
 
@@ -164,6 +165,7 @@ def append_attention(
         scale, softcap, sinks (`[Hq]` extra logits): as the model gives them.
         tile: keys that a masked piece spans at most.
         before: out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` over cached tokens that `tiles` leave out.
+        attended: called after each tile and masked piece, with the number of its keys.
 
     Returns:
         `[B, Q, Hq, D]` in the query's dtype.
@@ -184,6 +186,8 @@ def append_attention(
                 partial = attend(query[:, :, q0:q1], k, v, bias, causal, scale, softcap)
             done = total[i]
             total[i] = partial if done is None else merge_partials([done, partial])
+        if attended is not None:
+            attended(k.shape[2])
 
     if before is not None:
         for i, q0 in enumerate(range(0, length, step)):

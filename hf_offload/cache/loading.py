@@ -26,7 +26,7 @@ from hf_offload.cache.unchecked import Unchecked, check_blocks
 from hf_offload.cache.window import load_averages
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
-RUNNING = {"tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout"}
+RUNNING = {"tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout", "progress"}
 """Knobs that say how a cache runs, not what it holds."""
 
 

@@ -9,6 +9,7 @@ import torch
 from hf_offload.cache.budget import DeviceBudget
 from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.rollback import Drafts
 from hf_offload.cpu.worker import Worker
 from hf_offload.policies.base import Policy
@@ -28,6 +29,17 @@ def check_sizes(block_size: object, prefill_tile: object, host_dtype: object) ->
         raise ValueError(f"prefill_tile={prefill_tile!r} is less than a block; use at least {block_size} tokens")
     if host_dtype not in (None, "int8"):
         raise ValueError(f'host_dtype={host_dtype!r} is not supported; use "int8", or None for the model\'s dtype')
+
+
+def check_progress(progress: object) -> bool:
+    """Check whether a user wants to see how far prompts have come.
+
+    Raises:
+        TypeError: not a bool.
+    """
+    if not isinstance(progress, bool):
+        raise TypeError(f"progress={progress!r} is not a bool; use True or False")
+    return progress
 
 
 def check_tier(tier: object) -> None:
@@ -57,6 +69,7 @@ class Settings:
         mirrors: what `mirror` has made.
         device_budget: what decides the size of the resident sets in place of `resident`, or None.
         drafts: tokens that may be taken back.
+        progress: shows how far a prompt has come, or None.
     """
 
     policy: Policy
@@ -71,6 +84,7 @@ class Settings:
     device_budget: DeviceBudget | None = None
     mirrors: dict[torch.device, DeviceMirror] = field(default_factory=dict)
     drafts: Drafts = field(default_factory=Drafts)
+    progress: PromptProgress | None = None
 
     def mirror(self, device: torch.device) -> DeviceMirror:
         """Sizes and padding on a device, for all layers there."""
