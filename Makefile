@@ -2,7 +2,8 @@
 # Stamp files in the environment keep later runs quick.
 #   make demo    the quickstart: a number hidden in a long text, found with full attention and with a sparse cache
 #   make test    ruff, mypy and pytest (TESTS="-m slow" adds options for pytest)
-# The third needs a GPU, and a Python with torch for CUDA, Triton and what pyproject.toml names; it installs nothing.
+#   make docs    the documentation site, in site/; warnings are errors
+# The last needs a GPU, and a Python with torch for CUDA, Triton and what pyproject.toml names; it installs nothing.
 #   make gpu-check   all that only a GPU can show, in PYTHON as it is (CHECK="--part kernels --out DIR" adds options)
 
 VENV ?= .venv
@@ -15,7 +16,7 @@ CHECK ?=
 # OpenMP's threads spin while they wait, which stalls everything once another program wants one of the cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test gpu-check clean
+.PHONY: demo test docs gpu-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/quickstart.py
@@ -25,6 +26,9 @@ test: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
 
 gpu-check:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -u eval/gpu_check.py $(CHECK)
@@ -49,5 +53,9 @@ $(VENV)/.test: $(VENV)/.model pyproject.toml
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.demo
 
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(PIP) install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

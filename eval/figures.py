@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -575,6 +575,163 @@ def _() -> str:
 @figure("forked-bytes")
 def _() -> str:
     return f"{float(row('save_load', row='scout')['fork_bytes']):.2f}×"
+
+
+# --- docs/concepts.md and docs/papers.md -----------------------------------------------------------------------------
+
+
+def layers_mean(name: str, column: str) -> float:
+    """Mean over layers of a column of cpu_ratio_layers.csv; layers without a number are left out."""
+    return statistics.fmean(float(one[column]) for one in rows("cpu_ratio_layers", row=name) if one[column])
+
+
+def between(values: Sequence[float], text: Callable[[float], str]) -> str:
+    """The least and the largest of some values."""
+    return f"{text(min(values))} to {text(max(values))}"
+
+
+@figure("papers-cosine")
+def _() -> str:
+    return number(layers_mean("recall-1.5", "query_cosine"), 2)
+
+
+@figure("papers-cosine-range")
+def _() -> str:
+    found = [float(one["query_cosine"]) for one in rows("cpu_ratio_layers", row="recall-1.5") if one["query_cosine"]]
+    return between(found, lambda value: number(value, 2))
+
+
+@figure("papers-overlap")
+def _() -> str:
+    return percent(layers_mean("recall-1.5", "selection_overlap"))
+
+
+@figure("papers-cpu-ratio-never")
+def _() -> str:
+    return percent(layers_mean("never-1", "cpu_ratio"), 1)
+
+
+def recalled(name: str) -> str:
+    ratio, interval = (layers_mean(name, column) for column in ("cpu_ratio", "recall_interval"))
+    return f"{percent(ratio, 1)}, every {number(interval, 2)} steps"
+
+
+figure("papers-recall-1")(lambda: recalled("recall-1"))
+figure("papers-recall-1.5")(lambda: recalled("recall-1.5"))
+
+
+@figure("papers-2wikimqa")
+def _() -> str:
+    scores = {
+        said: float(row("longbench", row=name, task="2wikimqa")["score"])
+        for said, name in (("full", "full"), ("1,024", "scout:budget=1024"), ("512", "scout:budget=512"))
+    }
+    return ", ".join(f"{score:.1f} ({said})" for said, score in scores.items())
+
+
+@figure("papers-batch")
+def _() -> str:
+    full, ours = (float(row("decode_batch4", row=name, context=32768)["p50"]) for name in ("dynamic", "scout-1024"))
+    return times(full / ours)
+
+
+@figure("papers-window-weight")
+def _() -> str:
+    found = [row("attention_stats", layer=layer, first=1, newest=512) for layer in (0, 15, 29)]
+    return ", ".join(f"{percent(one['weight'])} (layer {one['layer']})" for one in found)
+
+
+def heads_share(text: str) -> str:
+    """Share of the tokens that hold 99 % of a head's weight, over the heads."""
+    return between([float(one["share"]) for one in rows("attention_stats_heads", text=text)], lambda x: percent(x, 1))
+
+
+figure("papers-heads-prose")(lambda: heads_share("prose"))
+figure("papers-heads-code")(lambda: heads_share("code"))
+figure("papers-normality")(
+    lambda: number(min(float(one["quantile_correlation"]) for one in rows("attention_stats_scores")), 3)
+)
+
+
+@figure("papers-steady")
+def _() -> str:
+    ours = next(one for one in rows("steady") if one["row"] != "full")
+    return f"{number(ours['p50'], 2)} ms a token; full attention {number(row('steady', row='full')['p50'], 2)} ms"
+
+
+@figure("papers-steady-tail")
+def _() -> str:
+    ours = next(one for one in rows("steady") if one["row"] != "full")
+    return f"{float(ours['p99_p50']):.2f}; full attention {float(row('steady', row='full')['p99_p50']):.2f}"
+
+
+@figure("papers-attention-32k")
+def _() -> str:
+    names = (("hgca-0.1", "hgca"), ("full-hybrid", "full"), ("full", "sdpa"))
+    return ", ".join(
+        f"{number(row('context_attention_32k', row=name)['attention'], 3)} ms ({said})" for name, said in names
+    )
+
+
+def trained() -> dict[str, Any]:
+    """What train_fluxion.json says of the predictor for a deviation of 0.1."""
+    report = json.loads((RESULTS / "train_fluxion.json").read_text(encoding="utf-8"))
+    quality: dict[str, Any] = report["quality"]["0.1"]
+    return quality
+
+
+figure("papers-needed")(
+    lambda: ", ".join(f"{percent(trained()['budgets'][size]['needed'], 1)} ({size})" for size in ("16", "32", "128"))
+)
+figure("papers-streaming")(lambda: percent(trained()["streaming_share"]))
+
+
+def ruler_loss(name: str) -> str:
+    one = row("ruler", row=name, task="average")
+    return f"{signed(one['more'])} ({signed(one['low'])} to {signed(one['high'])})"
+
+
+figure("papers-ruler-fluxion")(lambda: ruler_loss("fluxion:predictor=predictor.safetensors,tau=0.1"))
+figure("papers-ruler-fixed")(lambda: ruler_loss("fixed_hybrid:budget=0.05"))
+
+
+@figure("papers-retrieval")
+def _() -> str:
+    found = []
+    for context, said in ((6144, "6k"), (32768, "32k")):
+        ours, fixed = (
+            row("context_attention_fluxion_32k", row=name, context=context) for name in ("fluxion-0.1", "fixed-0.05")
+        )
+        ms = [number(one["retrieval"], 2) for one in (ours, fixed)]
+        share = number(float(ours["chosen_MiB"]) / float(fixed["chosen_MiB"]), 2)
+        found.append(f"{ms[0]} against {ms[1]} ms at {said}, with {share} of the chosen bytes")
+    return "; ".join(found)
+
+
+@figure("papers-mixed")
+def _() -> str:
+    mixed, equal = (
+        number(row("fluxion_report", section="mixed", lengths=lengths, row="fluxion")["attention"], 3)
+        for lengths in ("4096+512", "4096+4096")
+    )
+    return f"{mixed} ms against {equal} ms"
+
+
+figure("papers-predictor-share")(lambda: percent(row("predictor_share", context=8192)["share"], 1))
+
+
+@figure("papers-tau")
+def _() -> str:
+    found = [row("fluxion_report", section="tau", row=f"tau {tau}") for tau in ("0.05", "0.1", "0.2")]
+    bytes_read, kl = (
+        ", ".join(number(one[column], 2) for one in found) for column in ("chosen_MiB", "kl")
+    )
+    return f"{bytes_read} MiB chosen, KL {kl}"
+
+
+@figure("families-count")
+def _() -> str:
+    return str(sum(one["status"].startswith("exact") for one in rows("families")))
 
 
 def pages() -> list[Path]:
