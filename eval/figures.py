@@ -25,7 +25,7 @@ import typer
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
-MARK = re.compile(r"(<!--fig:([\w-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
+MARK = re.compile(r"(<!--fig:([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
 FIGURES: dict[str, Callable[[], str]] = {}
 
 
@@ -304,14 +304,25 @@ def _() -> str:
     return table(["text", "row", "chosen, MiB a token", "KL", "same top token"], found, words=2)
 
 
+def recall_interval(name: str) -> float | None:
+    """Steps between two recalls: all layers' steps over all their recalls; None: there was none."""
+    recalls = {one["layer"]: int(one["recalls"]) for one in rows("cpu_ratio_layers", row=name)}
+    steps = [
+        float(one["recall_interval"]) * recalls[one["layer"]]
+        for one in rows("cpu_ratio_layers", row=name)
+        if one["recall_interval"]
+    ]
+    return len(recalls) * steps[0] / sum(recalls.values()) if steps else None
+
+
 @figure("results-ratio")
 def _() -> str:
     found = []
     for name in dict.fromkeys(one["row"] for one in rows("cpu_ratio_layers")):
         mine = rows("cpu_ratio_layers", row=name)
         ratio = statistics.fmean(float(one["cpu_ratio"]) for one in mine)
-        between = [float(one["recall_interval"]) for one in mine if one["recall_interval"]]
-        found.append([name, percent(ratio, 1), number(statistics.fmean(between), 2) if between else "–"])
+        between = recall_interval(name)
+        found.append([name, percent(ratio, 1), number(between, 2) if between else "–"])
     return table(["recall and resident set in budgets", "CPU ratio", "steps between recalls"], found)
 
 
@@ -612,8 +623,7 @@ def _() -> str:
 
 
 def recalled(name: str) -> str:
-    ratio, interval = (layers_mean(name, column) for column in ("cpu_ratio", "recall_interval"))
-    return f"{percent(ratio, 1)}, every {number(interval, 2)} steps"
+    return f"{percent(layers_mean(name, 'cpu_ratio'), 1)}, every {number(recall_interval(name) or 0, 2)} steps"
 
 
 figure("papers-recall-1")(lambda: recalled("recall-1"))
@@ -723,9 +733,7 @@ figure("papers-predictor-share")(lambda: percent(row("predictor_share", context=
 @figure("papers-tau")
 def _() -> str:
     found = [row("fluxion_report", section="tau", row=f"tau {tau}") for tau in ("0.05", "0.1", "0.2")]
-    bytes_read, kl = (
-        ", ".join(number(one[column], 2) for one in found) for column in ("chosen_MiB", "kl")
-    )
+    bytes_read, kl = (", ".join(number(one[column], 2) for one in found) for column in ("chosen_MiB", "kl"))
     return f"{bytes_read} MiB chosen, KL {kl}"
 
 
