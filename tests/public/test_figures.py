@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from figures import FIGURES, MARK, ROOT, pages, write
+from figures import FIGURES, MARK, RESULTS, ROOT, pages, write
 
 PAGES = [page for page in pages() if page.name not in {"architecture.md", "models.md"}]
 """architecture.md is no page of the guide; models.md is written by eval/families.py."""
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 UNITS = re.compile(
     r"[\d.,]*\d(?: ?(?:ms|µs|s|×|%|[KMG]i?B(?:/s)?)(?![\w/])| (?:seconds|minutes)\b)|\bKL (?:of )?0\.\d+"
 )
@@ -22,7 +23,7 @@ NOT_MEASURED = {
     "h2o.md": ["20 %"],
     "results.md": ["95 %"],
 }
-"""Numbers with a unit that pages may write by hand: settings, levels of confidence, the papers' machines, arithmetic."""
+"""Numbers with a unit that pages write by hand: settings, levels of confidence, the papers' machines, arithmetic."""
 
 
 def prose(text: str) -> str:
@@ -40,8 +41,10 @@ def prose(text: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_a_page_agrees_with_the_results(page: Path) -> None:
+    if page.name in {"README.md", "results.md"} and not (RESULTS / "peers.csv").exists():
+        pytest.skip("peers are still to be measured")
     text = page.read_text(encoding="utf-8")
     assert write(text) == text, "run `python eval/figures.py`"
 
@@ -57,7 +60,7 @@ def test_every_figure_is_used_and_every_mark_is_closed() -> None:
     assert used == FIGURES.keys()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_measured_numbers_come_from_the_results(page: Path) -> None:
     found = [mark.group() for mark in UNITS.finditer(prose(page.read_text(encoding="utf-8")))]
     assert found == NOT_MEASURED.get(page.name, []), "let eval/figures.py write it, or list it above"

@@ -1,0 +1,242 @@
+"""README and guide as a reader uses them: code blocks run, commands and options exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_offload
+import hf_offload.cli
+from common import command
+from hf_offload import HybridCache
+
+ROOT = Path(__file__).parent.parent.parent
+GUIDE = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "architecture.md"]
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *GUIDE)}
+POLICIES = {
+    cls.name: cls
+    for cls in (getattr(hf_offload, name) for name in hf_offload.__all__)
+    if isinstance(cls, type) and issubclass(cls, hf_offload.Policy) and cls is not hf_offload.Policy
+}
+LONG = {"models.md", "api.md"}
+"""Pages that may be longer than 12 KB: a table of all models, and the reference."""
+COMING = {"results", "examples/chat.py", "examples/lm_evaluation.py", "examples/many_questions.py"}
+"""Named already, not there yet."""
+
+
+def name_of(page: Path) -> str:
+    """A page as tests are named by it."""
+    return str(page.relative_to(ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    marked: bool
+    """Whether the comment `<!--no-run: gpu-->` or `<!--no-run: hub-->` stands above: it is parsed, not run."""
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page."""
+    text = PAGES[page]
+    fence = re.compile(r"^(<!--no-run: (?:gpu|hub)-->\n)?( *)```(\w*)\n(.*?)^ *```$", re.M | re.DOTALL)
+    return [
+        Block(page, text.count("\n", 0, found.start(4)) + 1, found[3], bool(found[1]), found[4])
+        for found in fence.finditer(text)
+    ]
+
+
+PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python"]
+CODE_PAGES = list(dict.fromkeys(block.page for block in PYTHON if not block.marked))
+
+
+@pytest.fixture
+def demo_model(
+    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[PreTrainedModel]:
+    """SmolLM2, which `load_demo_model` hands out without reading its file again, in an empty working directory."""
+    model, tokenizer = smollm2
+
+    def load(
+        name: str | None = None, *, attn_implementation: str = "sdpa", **_: Any
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        assert name is None
+        model.set_attn_implementation(attn_implementation)
+        return model, tokenizer
+
+    monkeypatch.setattr(hf_offload, "load_demo_model", load)
+    monkeypatch.chdir(tmp_path)
+    yield model
+    with contextlib.suppress(ValueError):  # no block has enabled it
+        hf_offload.disable(model)
+    model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("page", CODE_PAGES, ids=name_of)
+def test_blocks_run(page: Path, demo_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order and in one namespace, as a reader who copies them would."""
+    module = type(sys)("__main__")  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    for block in blocks(page):
+        if block.language == "python" and not block.marked:
+            code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+            exec(compile(code, str(page), "exec"), module.__dict__)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{name_of(block.page)}:{block.line}")
+def test_blocks_name_what_is_public(block: Block) -> None:
+    named = set()
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_offload":
+            named.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "hf_offload":
+            assert node.module == "hf_offload"
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            assert not [alias.name for alias in node.names if re.match(r"hf_offload\.(?!lm_eval$)", alias.name)]
+    assert named <= {*hf_offload.__all__, "lm_eval"}
+
+
+def test_blocks_have_a_language() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in {"python", "bash", "text", ""}, f"{page.name}:{block.line}"
+            if block.language == "bash":
+                assert shlex.split(block.text, comments=True)
+            assert block.language or not re.search(r"^(import|from|model|cache)\b", block.text, re.M), block
+
+
+def test_make_targets_exist() -> None:
+    rules = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    named = {target for text in PAGES.values() for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.M)}
+    assert {"demo", "test", "docs"} <= named
+    assert named - COMING <= rules
+
+
+def commands() -> set[tuple[str, str]]:
+    """Scripts and commands that the pages name, each with one of the options that stand behind it."""
+    found = set()
+    for text in PAGES.values():
+        joined = text.replace("\\\n", "")
+        for name, rest in re.findall(r"((?:eval|examples)/\w+\.py|hf-offload [\w-]+)([^`\n#|]*)", joined):
+            found |= {(name, option) for option in ("--help", *re.findall(r"(?<= )--[a-z-]+", rest))}
+    return found
+
+
+def test_commands_and_options_exist() -> None:
+    named = commands()
+    assert len(named) > 40
+    known: dict[str, set[str]] = {}
+    group = typer.main.get_command(hf_offload.cli.app)
+    named = {(name, option) for name, option in named if name not in COMING}
+    for name in {name for name, _ in named}:
+        if name.startswith("hf-offload"):
+            made = group.commands[name.partition(" ")[2]]  # type: ignore[attr-defined]
+        else:
+            assert (ROOT / name).exists(), name
+            script = pytest.importorskip(Path(name).stem, exc_type=ImportError, reason="needs hf-offload[eval]")
+            made = typer.main.get_command(command(script.main))
+        known[name] = {"--help"} | {option for one in made.params for option in (*one.opts, *one.secondary_opts)}
+    assert not [(name, option) for name, option in named if option not in known[name]]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
+        file, _, anchor = link.partition("#")
+        if file.startswith("https:"):
+            continue
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists() or target.name == "peers.svg", link
+        assert page not in GUIDE or (ROOT / "docs" in target.parents and target.name != "architecture.md"), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+@every_page
+def test_tables_are_whole(page: Path) -> None:
+    """A row behind an empty line is no row of a table, and every row has the columns of the first."""
+    lines = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL).split("\n")
+    columns = 0
+    for before, line, after in zip(["", *lines[:-1]], lines, [*lines[1:], ""], strict=True):
+        if line.startswith("|"):
+            if not before.startswith("|"):
+                assert re.fullmatch(r"\|([ :-]+\|)+", after), line
+                columns = line.count("|") - line.count("\\|")
+            assert line.count("|") - line.count("\\|") == columns, line
+
+
+@every_page
+def test_lists_are_lists_on_the_site_too(page: Path) -> None:
+    """Python-Markdown, unlike GitHub, wants an empty line before a list and four spaces before a nested one."""
+    lines = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL).split("\n")
+    items = re.compile(r"( *)(?:[-*]|\d+\.) ")
+    for before, line in pairwise(lines):
+        if page in GUIDE and (found := items.match(line)):
+            assert not before.strip() or items.match(before) or before.startswith(" "), line
+            assert len(found[1]) % 4 == 0, line
+
+
+def test_the_site_has_every_page() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = re.findall(r"[\w/-]+\.md", str(nav))
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in GUIDE)
+
+
+@every_page
+def test_no_page_is_long(page: Path) -> None:
+    limit = 10 if page.name == "README.md" else 12
+    assert page.name in LONG or len(PAGES[page].encode()) <= limit * 1024
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^::: hf_offload\.(\w+)$", PAGES[ROOT / "docs" / "api.md"], re.M)
+    assert sorted([*listed, "__version__"]) == sorted(hf_offload.__all__)
+
+
+@pytest.mark.parametrize("owner", ["HybridCache", *POLICIES])
+def test_knobs_are_listed_with_their_defaults(owner: str) -> None:
+    page = "index" if owner == "HybridCache" else owner
+    listed = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", PAGES[ROOT / "docs" / "policies" / f"{page}.md"], re.M))
+    if owner == "HybridCache":
+        parameters = inspect.signature(HybridCache.__init__).parameters.values()
+        wanted = {one.name: one.default for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    else:
+        wanted = {one.name: one.default for one in dataclasses.fields(POLICIES[owner]) if one.init}
+    assert {knob: ast.literal_eval(default) for knob, default in listed.items()} == wanted
+
+
+def test_the_drawings_are_what_the_script_draws() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import drawings
+    finally:
+        sys.path.pop(0)
+    for name, draw in drawings.DRAWINGS.items():
+        assert (ROOT / "docs" / "img" / f"{name}.svg").read_text(encoding="utf-8") == str(draw()), name
