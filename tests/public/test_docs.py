@@ -139,7 +139,7 @@ def commands() -> set[tuple[str, str]]:
     found = set()
     for text in PAGES.values():
         joined = text.replace("\\\n", "")
-        for name, rest in re.findall(r"((?:eval|examples)/\w+\.py|hf-offload [\w-]+)([^`\n#|]*)", joined):
+        for name, rest in re.findall(r"((?:eval|examples)/[a-z]\w+\.py|hf-offload [\w-]+)([^`\n#|]*)", joined):
             found |= {(name, option) for option in ("--help", *re.findall(r"(?<= )--[a-z-]+", rest))}
     return found
 
