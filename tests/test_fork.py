@@ -65,15 +65,11 @@ def models() -> dict[str, PreTrainedModel]:
 @pytest.mark.parametrize(
     ("case", "tier", "when"),
     [
-        ("full-int8", "one", 21),
         ("window", "split", 21),
-        ("scout", "one", 0),
         ("scout", "split", 19),  # the next token begins a block
         ("scout-quest-int8", "one", 0),
         ("scout-attend-int8", "split", 21),
-        ("hgca", "one", 21),
         ("hgca", "split", 19),
-        ("hgca-int8", "split", 0),
         ("fixed_hybrid", "one", 19),
         ("full-fetch-int8", "split", 21),
         ("quest", "split", 19),
@@ -83,6 +79,10 @@ def models() -> dict[str, PreTrainedModel]:
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
+                ("full-int8", "one", 21),
+                ("scout", "one", 0),
+                ("hgca", "one", 21),
+                ("hgca-int8", "split", 0),
                 ("full-int8", "split", 0),
                 ("scout-attend", "one", 21),
                 ("scout-attend", "split", 21),
@@ -197,7 +197,7 @@ def test_a_short_prompt_leaves_each_its_own_statistics(models: dict[str, PreTrai
     assert torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("case", ["scout", "scout-attend-int8", "hgca"])
+@pytest.mark.parametrize("case", [pytest.param("scout", marks=pytest.mark.slow), "scout-attend-int8", "hgca"])
 def test_forks_run_in_threads_of_their_own(models: dict[str, PreTrainedModel], case: str) -> None:
     model = models["llama"]
     ids, mask = prompt(1, PROMPT)

@@ -68,15 +68,20 @@ def stock_run(oracle: dict[Any, Any], family: str, batch: int) -> Any:
         ("llama", "full", 3, "split"),
         ("llama", "window", 3, "one"),
         ("llama", "scout-off", 3, "one"),
-        ("llama", "scout-off", 1, "split"),
         ("llama", "scout-quest", 3, "split"),
-        ("llama", "scout-all", 1, "split"),
         ("llama", "hgca", 3, "split"),
         ("gemma3", "hgca", 3, "one"),
         ("llama", "fixed-hybrid", 3, "one"),
         ("llama", "fluxion", 3, "split"),
-        ("gemma3", "scout-select", 3, "one"),
         ("gemma3", "scout-mean", 3, "split"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("llama", "scout-off", 1, "split"),
+                ("llama", "scout-all", 1, "split"),
+                ("gemma3", "scout-select", 3, "one"),
+            )
+        ),
     ],
 )
 def test_decoding_goes_on_exactly(oracle: dict[Any, Any], family: str, policy: str, batch: int, tier: str) -> None:

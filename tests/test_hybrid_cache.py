@@ -333,7 +333,9 @@ def test_two_caches_of_one_model_do_not_meet(llama: PreTrainedModel) -> None:
     assert run(True) == run(False)
 
 
-@pytest.mark.parametrize("lookahead", ["off", "select", "attend"])
+@pytest.mark.parametrize(
+    "lookahead", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("off", "select")), "attend"]
+)
 def test_the_same_inputs_give_the_same_tokens(llama: PreTrainedModel, lookahead: str) -> None:
     ids, mask = prompt(3, 150)
     runs = []

@@ -123,7 +123,7 @@ def test_the_decoder_is_hooked_and_not_a_tower_of_the_same_depth() -> None:
     assert cache.stats().as_dict()["query_cosine"] is not None
 
 
-@pytest.mark.parametrize("lookahead", ["off", "select", "attend"])
+@pytest.mark.parametrize("lookahead", ["off", pytest.param("select", marks=pytest.mark.slow), "attend"])
 def test_threads_with_a_cache_each(llama: PreTrainedModel, lookahead: str) -> None:
     knobs: dict[str, Any] = {"tier": "split", "resident": 96, "budget": 64, "sinks": 16, "recent": 0, "block_size": 16}
     prompts = [prompt(1, 100 + 16 * i, seed=i)[0] for i in range(2)]
@@ -252,6 +252,7 @@ def test_blocks_that_are_copied_have_room_for_a_digest(tier: str) -> None:
         assert torch.allclose(got, model(ids[:, :112]).logits[:, -1], atol=0.5)
 
 
+@pytest.mark.slow
 def test_contexts_of_nearly_as_many_blocks_as_can_be_ranked() -> None:
     """The table grows ahead of the tokens, but not beyond what a device ranks."""
     model, length = tiny_model("llama"), 13_375 * 8

@@ -77,11 +77,12 @@ def _skip_one_memory(mode: dict[str, Any]) -> None:
 
 CASES = [
     *(("llama", way, 1) for way in WAYS),
-    ("llama", "cpu_offload", 0),
     ("llama", "by_attention", 0),
-    ("llama", "by_attention", 2),
     ("gpt_neox", "disk_offload", 1),
-    ("gpt_neox", "by_attention", 1),
+    *(
+        pytest.param(*row, marks=pytest.mark.slow)
+        for row in (("llama", "cpu_offload", 0), ("llama", "by_attention", 2), ("gpt_neox", "by_attention", 1))
+    ),
 ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -105,7 +104,7 @@ def test_a_forked_child_goes_on_and_its_parent_too(tier: str, lookahead: str) ->
 )
 def test_an_interpreter_ends_at_once_with_work_in_flight(tier: str, lookahead: str) -> None:
     """A job that sleeps and one that computes must not hold it up, nor end in a crash."""
-    out = run(
+    run(  # in less than its limit
         """
         import numpy as np
         from hf_offload.cpu import pool as movers
@@ -116,12 +115,10 @@ def test_an_interpreter_ends_at_once_with_work_in_flight(tier: str, lookahead: s
             while True:
                 movers.touch_records(address, 1 << 16)()
         worker.submit(compute, "work", keep=memory)
-        worker.delay = 30.0
+        worker.delay = 3600.0
         worker.submit(lambda: None, "nothing")
         time.sleep(0.2)
-        print(time.time(), flush=True)
         """,
         tier,
         lookahead,
     )
-    assert time.time() - float(out) < 25  # the sleep has not been waited for

@@ -172,18 +172,25 @@ def live(
     return [weakref.ref(part) for part in parts], list(cache.settings.worker._pool)
 
 
-QUICK = ("one", "split, attends ahead", "hgca")
+QUICK = [("split, attends ahead", act) for act in ACTS]
+QUICK += [(name, act) for name in ("one", "hgca") for act in (decode, change, interrupt)]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS])
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        pytest.param(name, act, marks=() if (name, act) in QUICK else pytest.mark.slow, id=f"{act.__name__}-{name}")
+        for act in ACTS
+        for name in SETTINGS
+    ],
+)
 def test_a_cache_goes_with_its_last_name(
     model: PreTrainedModel, act: Callable[[PreTrainedModel, HybridCache], None], name: str
 ) -> None:
     assert hooks_on(model) == 0
     parts, threads = live(model, act, SETTINGS[name])
     for thread in threads:  # they hold what they still work on
-        thread.join(5)
+        thread.join(300)
         assert not thread.is_alive()
     left = [type(part()).__name__ for part in parts if part() is not None]
     assert not left

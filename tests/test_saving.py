@@ -47,11 +47,9 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
     [
         ("full-int8", "one", 21),
         ("window", "split", 0),
-        ("scout", "one", 5),
         ("scout", "split", 19),  # the next token begins a block
         ("scout-quest-int8", "one", 0),
         ("scout-attend", "split", 21),
-        ("scout-attend-int8", "one", 21),
         ("hgca", "one", 0),
         ("hgca", "split", 19),
         ("fixed_hybrid", "split", 0),
@@ -61,6 +59,10 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         ("h2o", "split", 19),
         ("fluxion", "one", 5),
         ("fluxion", "split", 19),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("scout", "one", 5), ("scout-attend-int8", "one", 21))
+        ),
     ],
 )
 def test_goes_on_bit_by_bit(

@@ -69,7 +69,7 @@ ATTENTION = pytest.param(
     [
         pytest.param({}, 0, id="one-0"),
         pytest.param(SPLIT, 2, id="split-2"),
-        pytest.param({**SPLIT, "host_dtype": "int8"}, 0, id="int8-0"),
+        pytest.param({**SPLIT, "host_dtype": "int8"}, 0, id="int8-0", marks=pytest.mark.slow),
         pytest.param({}, 2, id="one-2", marks=pytest.mark.slow),
         pytest.param(SPLIT, 0, id="split-0", marks=pytest.mark.slow),
         pytest.param({**SPLIT, "host_dtype": "int8"}, 2, id="int8-2", marks=pytest.mark.slow),

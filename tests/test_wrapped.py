@@ -89,8 +89,14 @@ def assert_predictor_is_right(model: PreTrainedModel, cache: HybridCache, adapte
         assert (predictor.adapter is not None) == adapter
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-@pytest.mark.parametrize("wrap", [lora, pack])
+@pytest.mark.parametrize(
+    ("family", "wrap"),
+    [
+        ("llama", lora),
+        ("gpt_neox", pack),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("llama", pack), ("gpt_neox", lora))),
+    ],
+)
 def test_queries_are_predicted_by_the_wrapped_projections(family: str, wrap: Any) -> None:
     plain = run(tiny_model(family, "sdpa"), None)
     want = run(wrap(tiny_model(family, "sdpa")), None)

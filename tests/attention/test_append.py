@@ -58,7 +58,7 @@ def test_slow_threads_change_no_logit(host_dtype: str | None) -> None:
 def test_a_gather_that_fails_in_a_thread_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     ids, _ = prompt(1, 300)
-    cache = HybridCache(model, "full", block_size=16, prefill_tile=48, tier="split", resident=96, timeout=5.0)
+    cache = HybridCache(model, "full", block_size=16, prefill_tile=48, tier="split", resident=96)
     real, calls = BlockStore.gathering, [0]
 
     def broken(*args: Any) -> None:

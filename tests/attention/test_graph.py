@@ -29,10 +29,10 @@ from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
     ("policy", "knobs"),
     [
         ("full", {}),
-        ("window", {"budget": 96, "sinks": 16}),
-        ("scout", {**SCOUT, "lookahead": "off"}),
+        pytest.param("window", {"budget": 96, "sinks": 16}, marks=pytest.mark.slow),
+        pytest.param("scout", {**SCOUT, "lookahead": "off"}, marks=pytest.mark.slow),
         ("scout", {**SCOUT, "lookahead": "select", "synchronous_layers": (0,)}),
-        ("scout", {**SCOUT, "lookahead": "attend", "synchronous_layers": (0,)}),
+        pytest.param("scout", {**SCOUT, "lookahead": "attend", "synchronous_layers": (0,)}, marks=pytest.mark.slow),
         ("scout", {**SCOUT, "lookahead": "attend", "digest": "quest", "join": "raw", "recall": 3}),
         ("scout", {**SCOUT, "lookahead": "attend", "attend_resident": "all", "host_dtype": "int8"}),
         ("quest", {"budget": 96, "sinks": 16}),
@@ -80,7 +80,7 @@ def test_blocks_that_fill_up_behind_a_long_prompt_capture_nothing_anew(monkeypat
     assert len(records) == 1
 
 
-@pytest.mark.parametrize("length", [5, pytest.param(15, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("length", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 16))])
 def test_a_prompt_shorter_than_a_block(length: int) -> None:
     """What is captured before any block has a digest must not serve the steps after."""
     model = tiny_model("llama")
@@ -114,6 +114,7 @@ def test_steps_in_python_between_replays() -> None:
     assert torch.equal(*rows)
 
 
+@pytest.mark.slow
 def test_slow_threads_change_nothing() -> None:
     model = tiny_model("llama")
     ids, mask = prompt(1, 165)
@@ -135,7 +136,7 @@ def test_a_part_that_is_late_is_told_at_the_next_step(monkeypatch: pytest.Monkey
         model(ids[:, :150], past_key_values=cache)
         for i in (150, 151):  # in Python
             model(ids[:, i : i + 1], past_key_values=cache)
-        cache.settings.worker.delay = 0.2
+        cache.settings.worker.delay = 0.5
         model(ids[:, 152:153], past_key_values=cache)
         with pytest.raises(WorkerError, match=r"not done in time.*crop\(-1\) and repeat it"):
             model(ids[:, 153:154], past_key_values=cache)
@@ -150,14 +151,14 @@ def test_a_part_that_is_late_in_the_last_step_is_told_by_generate(monkeypatch: p
     model = tiny_model("llama")
     ids, _ = prompt(1, 150)
     cache = graph_cache(model, "scout", **SCOUT, lookahead="attend", recall=0)
-    monkeypatch.setattr(capture, "LOOKS", 2000)  # a quarter of a second in all
+    monkeypatch.setattr(capture, "LOOKS", 10_000)  # a second in all
 
     class Slow(StoppingCriteria):
         """Have the CPU be late in the last step alone."""
 
         def __call__(self, tokens: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             if tokens.shape[1] == 158:
-                cache.graph._doorbell.delay = 0.5
+                cache.graph._doorbell.delay = 2.0
             return torch.zeros(1, dtype=torch.bool)
 
     knobs = {"past_key_values": cache, "do_sample": False, "stopping_criteria": StoppingCriteriaList([Slow()])}
@@ -171,12 +172,12 @@ def run_ahead(monkeypatch: pytest.MonkeyPatch, steps: int) -> tuple[PreTrainedMo
     model = tiny_model("llama")
     ids, _ = prompt(1, 170)
     cache = graph_cache(model, "scout", **SCOUT, lookahead="attend", recall=0)
-    monkeypatch.setattr(capture, "LOOKS", 2000)
+    monkeypatch.setattr(capture, "LOOKS", 10_000)
     with torch.no_grad():
         model(ids[:, :150], past_key_values=cache)
         for i in range(150, 155):
             model(ids[:, i : i + 1], past_key_values=cache)
-        cache.graph._doorbell.delay = 0.5
+        cache.graph._doorbell.delay = 2.0
         with monkeypatch.context() as patch:
             patch.setattr(StepGraph, "check", lambda graph: None)
             for i in range(155, 155 + steps):
@@ -265,7 +266,7 @@ def test_a_step_that_asks_for_hidden_states_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("at", [pytest.param(157, marks=pytest.mark.slow), 159, 160])
+@pytest.mark.parametrize("at", [159, *(pytest.param(at, marks=pytest.mark.slow) for at in (157, 160))])
 def test_a_step_that_fails_when_it_is_closed_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch, at: int, graphs: bool
 ) -> None:

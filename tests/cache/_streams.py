@@ -28,7 +28,7 @@ class Event:
 
     def synchronize(self) -> None:
         if self.reached is not None:
-            assert self.reached.wait(20)
+            assert self.reached.wait(300)
 
 
 class Stream:
@@ -60,7 +60,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         reached = event.reached
         if reached is not None:
-            self.enqueue(lambda: reached.wait(20))
+            self.enqueue(lambda: reached.wait(300))
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())

@@ -95,8 +95,14 @@ def test_every_way_brings_the_same_bytes(
         assert torch.equal(pool.view(torch.uint8), want.view(torch.uint8))
 
 
-@pytest.mark.parametrize("way", ["uva", "copy"])
-@pytest.mark.parametrize("knobs", [{}, {"host_dtype": "int8"}])
+@pytest.mark.parametrize(
+    ("knobs", "way"),
+    [
+        ({}, "uva"),
+        ({"host_dtype": "int8"}, "copy"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (({}, "copy"), ({"host_dtype": "int8"}, "uva"))),
+    ],
+)
 def test_tokens_do_not_depend_on_the_way(monkeypatch: pytest.MonkeyPatch, way: str, knobs: dict[str, Any]) -> None:
     model = tiny_model("llama")
     ids, mask = prompt(2, 150)

@@ -35,7 +35,7 @@ def test_jobs_run_in_order_of_submission() -> None:
 @pytest.mark.parametrize(("threads", "jobs"), [(3, 3), (9, JOBS)])
 def test_jobs_are_under_way_at_once(threads: int, jobs: int) -> None:
     worker, met = Worker(threads=threads), threading.Barrier(jobs)
-    for job in [worker.submit(lambda: met.wait(timeout=10)) for _ in range(jobs)]:
+    for job in [worker.submit(lambda: met.wait(timeout=300)) for _ in range(jobs)]:
         job.result()
 
 
@@ -66,8 +66,8 @@ def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
         for _ in range(8):
             time.sleep(0.05)
 
-    job = Worker(timeout=1.2).submit(work)
-    with subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {os.getpid()}; sleep 1.5; kill -CONT {os.getpid()}"]):
+    job = Worker(timeout=2.5).submit(work)
+    with subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {os.getpid()}; sleep 2.7; kill -CONT {os.getpid()}"]):
         job.result()
     assert job.done()
 
@@ -92,14 +92,14 @@ def test_a_killed_thread_is_noticed_and_replaced() -> None:
 
     stuck = worker.submit(busy)
     lost = worker.submit(lambda: None)
-    held.wait(5)
+    held.wait(300)
     thread = worker._pool[0]
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
     with pytest.raises(WorkerError):
         stuck.result()
     lost.result()  # the thread caught it and goes on
     worker._queue.put(None)  # now it really ends
-    thread.join(5)
+    thread.join(300)
     with pytest.raises(WorkerError, match="every worker thread has died"):
         _never_served(worker).result()
     worker.submit(lambda: None).result()
@@ -117,7 +117,7 @@ def test_a_forked_child_gets_threads_of_its_own() -> None:
     child = os.fork()
     if child == 0:
         try:
-            worker.submit(lambda: None).result(timeout=10)
+            worker.submit(lambda: None).result(timeout=300)
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -130,7 +130,7 @@ def test_threads_end_with_the_worker() -> None:
     threads = list(worker._pool)
     del worker
     for thread in threads:
-        thread.join(5)
+        thread.join(300)
         assert not thread.is_alive()
 
 

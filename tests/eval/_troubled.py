@@ -12,7 +12,7 @@ from gpu.supervise import NotApplicable, Report
 def troubled(names: Sequence[str], report: Report) -> None:
     """Cases named for what becomes of them."""
     for name in names:
-        with report.case(name, 2 if name == "hangs" else 30):
+        with report.case(name, 2 if name == "hangs" else 300):
             report.row(case=name)
             if name == "raises":
                 raise ArithmeticError("seven")
@@ -21,7 +21,7 @@ def troubled(names: Sequence[str], report: Report) -> None:
             if name == "dies":
                 os._exit(9)
             if name in ("hangs", "goes on"):
-                time.sleep(60)
+                time.sleep(600)
 
 
 def lost(names: Sequence[str], report: Report) -> None:

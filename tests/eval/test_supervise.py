@@ -27,7 +27,7 @@ def watch(
 
 def test_cases_survive_the_end_of_their_process() -> None:
     names = ["first", "raises", "dies", "cannot", "hangs", "last"]
-    listener, ended, rows = watch(troubled, names, 60)
+    listener, ended, rows = watch(troubled, names, 3000)
     assert rows == names
     assert listener.names == []
     assert {name: status for name, (status, _) in ended.items()} == {
@@ -40,26 +40,26 @@ def test_cases_survive_the_end_of_their_process() -> None:
 
 
 def test_what_there_is_no_time_for_stays() -> None:
-    listener, ended, _ = watch(troubled, ["goes on", "never"], 4)
+    listener, ended, _ = watch(troubled, ["goes on", "never"], 8)
     assert ended == {"goes on": ("cut off", "time was up")}
     assert listener.names == ["never"]
 
 
 def test_a_process_without_a_healthy_device_is_given_up() -> None:
-    _, ended, rows = watch(troubled, ["raises", "first"], 30, no)
+    _, ended, rows = watch(troubled, ["raises", "first"], 300, no)
     assert rows == ["raises", "first"]
     assert [status for status, _ in ended.values()] == ["failed", "done"]
 
 
 def test_a_part_that_reaches_no_case_ends() -> None:
-    listener, ended, _ = watch(lost, ["first"], 30)
+    listener, ended, _ = watch(lost, ["first"], 300)
     assert (listener.names, ended) == (["first"], {})
     assert listener.broken is not None
     assert "before any case" in listener.broken
 
 
 def test_without_a_process_of_their_own_cases_fail_alone_too() -> None:
-    listener, ended, rows = watch(troubled, ["raises", "cannot", "first"], 30, run=here)
+    listener, ended, rows = watch(troubled, ["raises", "cannot", "first"], 300, run=here)
     assert rows == ["raises", "cannot", "first"]
     assert listener.names == []
     assert [status for status, _ in ended.values()] == ["failed", "not applicable", "done"]

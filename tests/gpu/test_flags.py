@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -100,11 +98,9 @@ def test_a_doorbell_answers_the_stream(device: str) -> None:
 @pytest.mark.parametrize("how", HOW)
 def test_a_stream_that_nobody_answers_goes_on(device: str) -> None:
     flag, late = numbers(device, 0, 0)
-    begin = time.monotonic()
     wait(flag, torch.ones(1, dtype=torch.int32, device=device), late, spins=2000)
     settle(device)
     assert late.item() == 1
-    assert time.monotonic() - begin < 20
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -249,7 +249,7 @@ def test_the_first_task_of_a_device_says_nothing_of_its_pace(
     def slow_at_first(self: Any, *args: Any) -> None:
         tasks[0] += 1
         if tasks[0] == 1:
-            time.sleep(0.5)
+            time.sleep(3)
         run(self, *args)
 
     def learning(self: Any, side: int, volume: float, seconds: float) -> None:
@@ -261,4 +261,4 @@ def test_the_first_task_of_a_device_says_nothing_of_its_pace(
     decode(llama, make_cache(llama, schedule="uniform", threads=1))
     device = [seconds for side, volume, seconds in told if side == schedule.DEVICE and volume]
     assert device
-    assert max(device) < 0.5
+    assert max(device) < 3

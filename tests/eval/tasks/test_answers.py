@@ -54,7 +54,7 @@ def go_on(model, cache, logits, steps=12):
 
 
 @pytest.mark.parametrize("text", ROWS)
-@pytest.mark.parametrize("tokens", [LENGTH, 101])
+@pytest.mark.parametrize("tokens", [pytest.param(LENGTH, marks=pytest.mark.slow), 101])
 @torch.inference_mode()
 def test_taken_over_is_as_if_it_had_read_itself(model, ids, text, tokens):
     row = parse_row(text)
