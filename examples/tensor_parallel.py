@@ -1,90 +1,55 @@
-"""One model on several ranks, each with some of its heads, and whether the tokens are those of one rank.
+"""One model on several ranks: each computes some of the heads and keeps their keys and values in a cache of its own.
 
-    torchrun --nproc-per-node 2 examples/tensor_parallel.py
-    torchrun --nproc-per-node 8 examples/tensor_parallel.py --model Qwen/Qwen3-8B --dtype bfloat16 --file novel.txt
+    torchrun --nproc-per-node 3 examples/tensor_parallel.py
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py --model Qwen/Qwen3-8B --dtype bfloat16 --file novel.txt
 
-Without `--model` it makes a small random Llama, so that it runs on any machine. Every rank runs the same
-script on the same prompt; each has a cache of its own with the KV heads that it holds.
+The number of ranks divides query heads and KV heads. SmolLM2, the default, has three KV heads, hence three ranks.
+Every rank runs the same calls on the same inputs: on a CPU over gloo, with GPUs on one GPU a rank.
 """
-
-from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import torch.distributed as dist
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 import hf_offload
 
 
-def random_llama(folder: str) -> None:
-    """Save a small random model of eight query heads and four KV heads."""
-    set_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-        initializer_range=0.15,
-        eos_token_id=None,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
-def generate(model: PreTrainedModel, ids: torch.Tensor, budget: int, new: int) -> tuple[torch.Tensor, float]:
-    """Greedy tokens after a prompt, and the MiB of KV and digests that this rank's cache holds."""
-    cache = hf_offload.HybridCache(model, "scout", budget=budget)
-    ids = ids.to(model.device)
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False
-    )
-    held = cache.stats().as_dict()
-    return out[0, ids.shape[1] :].cpu(), (held["host_bytes"] + held["resident_bytes"] + held["digest_bytes"]) / 2**20
-
-
 def main(
-    model: Annotated[str | None, typer.Option(help="hub name or folder; a small random Llama without it")] = None,
-    file: Annotated[Path | None, typer.Option(help="text of the prompt; random tokens without it")] = None,
-    tokens: Annotated[int, typer.Option(help="tokens of the prompt")] = 1500,
-    new: Annotated[int, typer.Option(help="tokens to generate")] = 48,
-    budget: Annotated[int, typer.Option(help="tokens a KV head attends in a step")] = 512,
-    dtype: Annotated[str, typer.Option(help="of the model")] = "float32",
-    compare: Annotated[bool, typer.Option(help="run the whole model on every rank too")] = True,
+    model: Annotated[str | None, typer.Option(help="Hub name or folder (SmolLM2 if none).")] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text to go on from.")] = None,
+    tokens: Annotated[int, typer.Option(help="Most tokens of the prompt.")] = 2000,
+    answer: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
+    dtype: Annotated[str, typer.Option(help="Weights and activations.")] = "float32",
 ) -> None:
-    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if ranks == 1:
-        raise SystemExit("start it with torchrun: torchrun --nproc-per-node 2 examples/tensor_parallel.py")
     with tempfile.TemporaryDirectory() as folder:
-        if model is None:
-            random_llama(folder)  # every rank makes the same one
-        where = model or folder
-        settings = {"attn_implementation": "hybrid_sparse", "dtype": dtype}
-        shard = AutoModelForCausalLM.from_pretrained(
-            where, distributed_config=DistributedConfig(tp_size=ranks), **settings
+        if model is None:  # weights in a GGUF file cannot be read in shares
+            for part in hf_offload.load_demo_model(device="cpu"):
+                part.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(model or folder)
+        lm = AutoModelForCausalLM.from_pretrained(
+            model or folder,
+            attn_implementation="hybrid_sparse",
+            dtype=dtype,
+            distributed_config=DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"])),
         )
-        whole = AutoModelForCausalLM.from_pretrained(where, **settings) if compare else None
-    set_seed(1)
-    ids = torch.randint(3, shard.config.vocab_size, (1, tokens))
-    if file is not None:
-        ids = AutoTokenizer.from_pretrained(where)(file.read_text(), return_tensors="pt").input_ids[:, :tokens]
-    mine, held = generate(shard, ids, budget, new)
-    lines = [f"rank {rank}: {held:.1f} MiB of KV and digests, {torch.get_num_threads()} threads for torch"]
-    if whole is not None:
-        want, held = generate(whole.to(shard.device), ids, budget, new)
-        lines.append(f"rank {rank}: {held:.1f} MiB with all heads on one rank; tokens equal: {torch.equal(mine, want)}")
-    every: list[list[str]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(every, lines)
-    if rank == 0:
-        print(*(line for lines in every for line in lines), sep="\n")
+    text = file.read_text(encoding="utf-8") if file else hf_offload.demo_text("prose")
+    inputs = tokenizer(text[: 7 * tokens], truncation=True, max_length=tokens, return_tensors="pt").to(lm.device)
+
+    cache = hf_offload.HybridCache(lm, "scout", budget=512)
+    out = lm.generate(**inputs, past_key_values=cache, max_new_tokens=answer, do_sample=False)
+    mebibytes = cache.stats().as_dict()["host_bytes"] / 2**20
+    shares: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(shares, mebibytes)
+    if dist.get_rank() == 0:
+        for rank, share in enumerate(shares):
+            print(f"rank {rank} keeps {share:.1f} MiB of keys and values")
+        print(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     dist.destroy_process_group()
 
 
