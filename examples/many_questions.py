@@ -16,9 +16,16 @@ import typer
 
 import hf_offload
 
-FACT = "\n\nThe secret number of the {} is {}.\n\n"
-NUMBERS = {"lighthouse keeper": 7482915, "baker": 1650283, "pilot": 9031746}
-QUESTIONS = [f"What is the secret number of the {person}? Answer with the number only." for person in NUMBERS]
+FACTS = [
+    "The baker's secret number is 7482915.",
+    "The captain's favourite colour is purple.",
+    "The pilot's cat is called Mathilda.",
+]
+QUESTIONS = [
+    "What is the baker's secret number?",
+    "What is the captain's favourite colour?",
+    "What is the pilot's cat called?",
+]
 
 
 def main(
@@ -30,18 +37,18 @@ def main(
     if file:
         document = file.read_text(encoding="utf-8")
     else:
-        manual, facts = hf_offload.demo_text("documentation"), zip((0, 4000, 8000), NUMBERS.items(), strict=True)
-        document = "".join(manual[i : i + 4000] + FACT.format(*fact) for i, fact in facts)
+        manual, facts = hf_offload.demo_text("documentation"), enumerate(FACTS)
+        document = "".join(f"{manual[4000 * i : 4000 * (i + 1)]}\n\n{fact}\n\n" for i, fact in facts)
     messages = [{"role": "user", "content": f"{document}\n\n<question>"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     before, _, after = prompt.rpartition("<question>")
-    read = tokenizer(before, add_special_tokens=False, return_tensors="pt").to(lm.device)
+    prefix = tokenizer(before, add_special_tokens=False, return_tensors="pt").to(lm.device)
 
     start = time.perf_counter()
     folder = Path("saved_caches") / hashlib.sha256(f"{model} {before}".encode()).hexdigest()[:16]
     if not folder.exists():
         cache = hf_offload.HybridCache(lm, "scout", budget=1024)
-        lm.generate(**read, past_key_values=cache, max_new_tokens=1)
+        lm.generate(**prefix, past_key_values=cache, max_new_tokens=1)
         cache.save(folder)
     cache = hf_offload.HybridCache.load(folder, lm)
     print(f"{cache.get_seq_length():,} tokens are cached after {time.perf_counter() - start:.1f} s ({folder})")
@@ -49,7 +56,7 @@ def main(
     for text in question:
         start = time.perf_counter()
         question_ids = tokenizer(text + after, add_special_tokens=False, return_tensors="pt").input_ids.to(lm.device)
-        ids = torch.cat([read.input_ids, question_ids], dim=1)  # generate() feeds those that the cache does not hold
+        ids = torch.cat([prefix.input_ids, question_ids], dim=1)  # generate() feeds those that the cache does not hold
         out = lm.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache.fork(), max_new_tokens=48)
         answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         print(f"\n{text}\n{answer.strip()}\n[{time.perf_counter() - start:.1f} s]")
