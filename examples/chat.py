@@ -30,7 +30,7 @@ def main(
         manual = hf_offload.demo_text("documentation")
         document = hf_offload.hide_number(manual, tokenizer, tokens=4000, question="").content
         print("Try: What is the secret number of the lighthouse keeper? Answer with the number only.")
-    cache = hf_offload.HybridCache(lm, "scout", budget=1024)
+    cache = hf_offload.HybridCache(lm, "scout", budget=1024, progress=True)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     messages = [{"role": "user", "content": f"I have questions about this document:\n\n{document}"}]

@@ -16,16 +16,8 @@ import typer
 
 import hf_offload
 
-FACTS = [
-    "The baker's secret number is 7482915.",
-    "The captain's favourite colour is purple.",
-    "The pilot's cat is called Mathilda.",
-]
-QUESTIONS = [
-    "What is the baker's secret number?",
-    "What is the captain's favourite colour?",
-    "What is the pilot's cat called?",
-]
+FACTS = ["The baker's number is 7482915.", "The captain's colour is purple.", "The pilot's cat is called Mathilda."]
+QUESTIONS = ["What is the baker's number?", "What is the captain's colour?", "What is the pilot's cat called?"]
 
 
 def main(
@@ -47,7 +39,7 @@ def main(
     start = time.perf_counter()
     folder = Path("saved_caches") / hashlib.sha256(f"{model} {before}".encode()).hexdigest()[:16]
     if not folder.exists():
-        cache = hf_offload.HybridCache(lm, "scout", budget=1024)
+        cache = hf_offload.HybridCache(lm, "scout", budget=1024, progress=True)
         lm.generate(**prefix, past_key_values=cache, max_new_tokens=1)
         cache.save(folder)
     cache = hf_offload.HybridCache.load(folder, lm)
