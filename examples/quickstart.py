@@ -1,98 +1,148 @@
-"""Find a number hidden in a long text: full attention against a cache that attends a few blocks of it.
+"""A number hidden in a long text, found with `DynamicCache` and with a cache that reads a few blocks of it a step.
 
     python examples/quickstart.py
     python examples/quickstart.py --model Qwen/Qwen3-0.6B --file novel.txt --question "Who marries whom?"
 
-The default prompt hides a 7-digit number in about 6,500 tokens of Python's manual and asks
-SmolLM2-135M-Instruct for it. Without a GPU, "split" still keeps two memories apart, so that layer-ahead
-attention, recall and merge are at work.
+The default prompt hides a 7-digit number in about 6,500 tokens of Python's manual. SmolLM2-135M-Instruct reads it once
+into a `HybridCache`; `to_dynamic()` makes the `DynamicCache` of it, so that both answer from the same keys and values.
 """
 
 from __future__ import annotations
 
+import csv
+import os
+import platform
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numba.core.event
 import torch
+import transformers
 import typer
+from rich.bar import Bar
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+from tqdm.auto import tqdm
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_offload
-from hf_offload import assets
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / "eval" / "results" / "peers.csv"
+"""Seconds to the first token, measured with each cache by `eval/peers.py`."""
+DYNAMIC = "DynamicCache"
+TURN = 8
+"""Tokens that one way decodes before the next has its turn: what disturbs the machine disturbs all."""
+MIB = 2**20
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 # A file or a pipe has no width of its own.
-console = Console(width=None if sys.stdout.isatty() else 120)
+console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
 
 
-class Clock(BaseStreamer):
-    """Note when each new token arrives; `generate` puts the prompt first."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def first(self) -> float:
-        """Seconds from the prompt to the first token."""
-        return self.times[1] - self.times[0]
-
-    @property
-    def each(self) -> float:
-        """Seconds per later token (their median)."""
-        gaps = [after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)]
-        return statistics.median(gaps) if gaps else float("nan")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to answer: a name, and the policy and options of its cache (no policy: Transformers' DynamicCache)."""
+@dataclass
+class Way:
+    """One way to answer: a cache that holds the prompt, and what was decoded with it."""
 
     name: str
-    policy: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    cache: Cache
+    tokens: list[int]
+    seconds: list[float] = field(default_factory=list)
+    held: dict[str, float] = field(default_factory=dict)
+    """MiB of keys, values and digests after the prompt: device, host, and what a step reads (NaN: not known)."""
 
-    def make_cache(self, model: PreTrainedModel) -> Cache:
-        model.set_attn_implementation("hybrid_sparse" if self.policy else "sdpa")
-        if self.policy is None:
-            return DynamicCache(config=model.config)
-        return hf_offload.HybridCache(model, self.policy, **self.options)
+    def decode(self, model: PreTrainedModel, count: int) -> None:
+        """Decode tokens greedily and note how long each took."""
+        model.set_attn_implementation("sdpa" if self.name == DYNAMIC else "hybrid_sparse")
+        for _ in range(count):
+            start = time.perf_counter()
+            token = torch.tensor([[self.tokens[-1]]], device=model.device)
+            self.tokens.append(int(model(token, past_key_values=self.cache).logits[0, -1].argmax()))
+            self.seconds.append(time.perf_counter() - start)
+
+    def milliseconds(self) -> tuple[float, float, float]:
+        """The 20th, 50th and 80th percentile of a token's time."""
+        cuts = statistics.quantiles([1000 * each for each in self.seconds], n=10, method="inclusive")
+        return cuts[1], cuts[4], cuts[7]
+
+    def answer(self, tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str:
+        """What was said until the model ended its answer."""
+        end = next((i for i, token in enumerate(self.tokens) if token in ends), len(self.tokens))
+        return str(tokenizer.decode(self.tokens[:end], skip_special_tokens=True)).strip()
 
 
-def device_mib(cache: Cache) -> float:
-    """MiB of keys and values (and digests) that a cache keeps on the model's device."""
-    if isinstance(cache, hf_offload.HybridCache):
-        return cache.stats().as_dict()["device_bytes"] / 2**20
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / 2**20
+def measure_memory(cache: Cache, policy: str, budget: int) -> dict[str, float]:
+    """MiB that a cache holds on the model's device and in host memory, and that a decode step reads."""
+    if not isinstance(cache, hf_offload.HybridCache):
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / MIB
+        return {"device": held, "host": 0.0, "read": held}
+    stats = cache.stats().as_dict()
+    keys = stats["host_bytes"]
+    total = keys + stats["resident_bytes"] + stats["digest_bytes"]
+    budgeted = keys * min(1.0, budget / cache.get_seq_length())
+    # These two score the digests of all blocks and then attend a budget of tokens; others read in other ways.
+    read = {"full": keys, "scout": budgeted + stats["digest_bytes"], "quest": budgeted + stats["digest_bytes"]}
+    device = stats["device_bytes"]
+    return {"device": device / MIB, "host": (total - device) / MIB, "read": read.get(policy, float("nan")) / MIB}
 
 
-def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: Row, prompt: torch.Tensor, new_tokens: int
-) -> tuple[str, Clock, Cache]:
-    """Generate greedily with a row's cache; returns the answer, when its tokens came, and the cache."""
-    cache, clock = row.make_cache(model), Clock()
-    prompt = prompt.to(model.device)
-    out = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        streamer=clock,
-    )
-    return tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True).strip(), clock, cache
+@torch.no_grad()
+def read_prompt(model: PreTrainedModel, prompt: torch.Tensor, policy: str, **options: Any) -> tuple[Any, int]:
+    """Read a prompt `[1, N]` into a new `HybridCache`; returns the cache and the first token of the answer."""
+    model.set_attn_implementation("hybrid_sparse")
+    cache = hf_offload.HybridCache(model, policy, **options)
+    logits = model(prompt.to(model.device), past_key_values=cache, logits_to_keep=1).logits
+    return cache, int(logits[0, -1].argmax())
+
+
+@torch.no_grad()
+def make_ways(
+    model: PreTrainedModel, prompt: torch.Tensor, policy: str, split: bool, **options: Any
+) -> tuple[list[Way], float]:
+    """The caches to compare, filled by one prefill; returns them and its seconds."""
+    start = time.perf_counter()
+    cache, first = read_prompt(model, prompt, policy, **options, progress=True)
+    seconds = time.perf_counter() - start
+    dynamic = cache.to_dynamic()
+    ways = [Way(DYNAMIC, dynamic, [first]), Way(policy, cache, [first])]
+    if split:
+        options |= {"tier": "split", "resident": options.get("budget", 1024) * 3 // 2}
+        if policy == "scout":
+            options["lookahead"] = "attend"
+        two = hf_offload.HybridCache.from_cache(dynamic, model, policy, **options)
+        ways.append(Way(f"{policy}, split", two, [first]))
+    for way in ways:
+        way.held = measure_memory(way.cache, policy, options.get("budget", 0))
+    return ways, seconds
+
+
+@torch.no_grad()
+def decode_in_turns(model: PreTrainedModel, ways: list[Way], count: int) -> None:
+    """Let each way decode so many tokens, a few at a time."""
+    with tqdm(total=count * len(ways), desc="decoding", unit="token", delay=1, leave=False) as bar:
+        for _ in range(0, count, TURN):
+            for way in ways:
+                way.decode(model, TURN)
+                bar.update(TURN)
+
+
+def warm_up(model: PreTrainedModel, prompt: torch.Tensor, policy: str, split: bool, **options: Any) -> str:
+    """Run all ways on a short prompt, so that what compiles compiles now; returns a sentence about it."""
+    start = time.perf_counter()
+    with numba.core.event.install_recorder("numba:compile") as recorder:
+        ways, _ = make_ways(model, prompt, policy, split, **options)
+        decode_in_turns(model, ways, TURN)
+    compiled = sum(event.is_start for _, event in recorder.buffer)
+    seconds = time.perf_counter() - start
+    if compiled:
+        return f"compiled {compiled} functions of the kernels in {seconds:.1f} s (cached for later runs)"
+    return f"loaded the kernels that an earlier run compiled in {seconds:.1f} s"
 
 
 def own_prompt(tokenizer: PreTrainedTokenizerBase, text: str, question: str) -> torch.Tensor:
@@ -104,6 +154,85 @@ def own_prompt(tokenizer: PreTrainedTokenizerBase, text: str, question: str) -> 
     return tokenizer(content, add_special_tokens=not tokenizer.chat_template, return_tensors="pt")["input_ids"]
 
 
+def first_token_seconds(tokens: int) -> tuple[dict[str, float], str]:
+    """Seconds to the first token by way, as `eval/peers.py` measured them, and a sentence on where that was.
+
+    Of the contexts that it measured, the nearest is taken. Both are empty where there are no results.
+    """
+    if not PEERS.exists():
+        return {}, ""
+    with PEERS.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    context = min({int(row["context"]) for row in rows}, key=lambda measured: abs(measured - tokens))
+    here = [row for row in rows if int(row["context"]) == context]
+    found = {row["way"]: float(row["prefill_s"]) for row in here if row["prefill_s"]}
+    where = f"{context:,} tokens, {here[0]['threads']} threads of {here[0]['cpu'].split(' (family')[0]}"
+    return found, f"First token: each cache with a prefill of its own, not in this run ({PEERS.name}: {where})."
+
+
+def show(ways: list[Way], rows: list[tuple[str, list[str]]], title: str) -> None:
+    """Print a table with a column a way, and a bar a way for its ms a token."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for way in ways:
+        table.add_column(way.name, justify="right", overflow="fold")
+    for name, cells in rows:
+        table.add_row(name, *cells)
+    console.print(table)
+    slowest = max(way.milliseconds()[1] for way in ways)
+    chart = Table.grid(padding=(0, 1))
+    chart.add_column(justify="right")
+    chart.add_column(width=min(48, console.width - 30))
+    chart.add_column(justify="right")
+    for way in ways:
+        p50 = way.milliseconds()[1]
+        chart.add_row(way.name, Bar(slowest, 0, p50, color="cyan"), f"{p50:.0f} ms a token")
+    console.print(chart)
+
+
+def write_csv(path: Path, ways: list[Way], found: dict[str, bool | None], prompt: int, prefill: float) -> None:
+    """Write a row a way: its figures, and what they depend on."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+changes", "--abbrev=12", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    cpu = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    about = {
+        "commit": commit or "unknown",
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer: csv.DictWriter[str] | None = None
+        for way in ways:
+            p20, p50, p80 = way.milliseconds()
+            row: dict[str, Any] = {"way": way.name, "context": prompt, "p20": p20, "p50": p50, "p80": p80}
+            row |= {"prefill_s": prefill, "found": found[way.name]}
+            row |= {f"{name}_mib": value for name, value in way.held.items()}
+            row = {key: f"{value:.5g}" if isinstance(value, float) else value for key, value in row.items()}
+            if writer is None:
+                writer = csv.DictWriter(file, [*row, *about], lineterminator="\n")
+                writer.writeheader()
+            writer.writerow(row | about)
+    console.print(f"wrote {path}")
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
 @app.command()
 def main(
     model: Annotated[str | None, typer.Option(help="Hub name or folder (SmolLM2-135M-Instruct if none).")] = None,
@@ -113,51 +242,68 @@ def main(
     budget: Annotated[int, typer.Option(help="Tokens that each step attends.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Length of the prompt with the hidden number.")] = 6500,
     dtype: Annotated[str, typer.Option(help="Weights and activations.")] = "bfloat16",
+    split: Annotated[bool, typer.Option("--split", help="Imitate a GPU's two memories on the CPU as well.")] = False,
+    results: Annotated[Path | None, typer.Option("--csv", help="Write the figures there.")] = None,
 ) -> None:
-    """Answer a question about a long text with full attention and with a sparse cache, side by side."""
+    """Answer a question about a long text with DynamicCache and with a sparse cache, side by side."""
     if question is not None and file is None:
         raise typer.BadParameter("a --question of your own needs the text it is about: add --file")
+    start = time.perf_counter()
     with console.status("loading the model"):
-        language_model, tokenizer = assets.load_demo_model(model, dtype=dtype)
-    text = file.read_text(encoding="utf-8") if file else assets.demo_text("documentation")
-    needle = None if question else assets.hide_number(text, tokenizer, tokens=tokens, depth=0.4)
+        language_model, tokenizer = hf_offload.load_demo_model(model, dtype=dtype)
+    console.print(f"loaded {model or 'SmolLM2-135M-Instruct'} in {time.perf_counter() - start:.1f} s")
+    text = file.read_text(encoding="utf-8") if file else hf_offload.demo_text("documentation")
+    needle = None if question else hf_offload.hide_number(text, tokenizer, tokens=tokens, depth=0.4)
     prompt = needle.prompt if needle else own_prompt(tokenizer, text, question or "")
-    new_tokens = 24 if needle else 128
+    length = prompt.shape[1]
+    options: dict[str, Any] = {} if policy == "full" else {"budget": budget}
 
-    split: dict[str, Any] = {"tier": "split", "resident": budget * 3 // 2}
-    if policy == "scout":
-        split["lookahead"] = "attend"
-    knobs = {} if policy == "full" else {"budget": budget}
-    rows = [Row("full"), Row(policy, policy, knobs), Row(f"{policy}, split", policy, knobs | split)]
+    with console.status("warming up: kernels compile when they first run"):
+        sentence = warm_up(language_model, prompt[:, : budget + 128], policy, split, **options)
+    console.print(sentence)
+    ways, prefill = make_ways(language_model, prompt, policy, split, **options)
+    console.print(f"read {length:,} tokens in {prefill:.1f} s: one prefill, by HybridCache, serves all columns\n")
+    decode_in_turns(language_model, ways, 64 if needle else 128)
 
-    title = f"{prompt.shape[1]:,} tokens, budget {budget:,}"
+    eos = language_model.generation_config.eos_token_id
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    answers = {way.name: way.answer(tokenizer, ends) for way in ways}
+    found = {name: None if needle is None else needle.found_in(answer) for name, answer in answers.items()}
+    rows = [("answer", [escape(answers[way.name]) for way in ways])]
     if needle:
-        title += f", hidden number {needle.number}"
-    table = Table(title=title)
-    for column in ("cache", "answer", "found", "first token", "per token", "device KV", "CPU ratio"):
-        table.add_column(column, justify="left" if column in ("cache", "answer", "found") else "right")
-    found = {}
-    for row in rows:
-        with console.status(f"{row.name}: warming up"):
-            # A short prompt first: kernels are compiled when they first run.
-            answer(language_model, tokenizer, row, prompt[:, : budget + 512], 3)
-        with console.status(row.name):
-            said, clock, cache = answer(language_model, tokenizer, row, prompt, new_tokens)
-        found[row.name] = needle is None or needle.found_in(said)
-        ratio = cache.stats().as_dict()["cpu_ratio"] if row.policy else None
-        table.add_row(
-            row.name,
-            said,
-            "" if needle is None else "yes" if found[row.name] else "no",
-            f"{clock.first:.2f} s",
-            f"{clock.each * 1000:.0f} ms",
-            f"{device_mib(cache):.0f} MiB",
-            "–" if ratio is None else f"{ratio:.1%}",
+        rows.append(("finds the number", ["yes" if found[way.name] else "[red]no[/red]" for way in ways]))
+    spread = [way.milliseconds() for way in ways]
+    rows.append(("ms a token", [f"[bold]{p50:.0f}[/bold]" for _, p50, _ in spread]))
+    rows.append(("p20 to p80", [f"{p20:.0f} to {p80:.0f}" for p20, _, p80 in spread]))
+    rows.append(("keys and values", [_memory(way.held) for way in ways]))
+    rows.append(("read by a step", [_mib(way.held["read"]) for way in ways]))
+    published, source = first_token_seconds(length) if model is None else ({}, "")
+    if published:
+        names = {DYNAMIC: DYNAMIC, "scout": "hf_offload"}
+        seconds = [published.get(names.get(way.name, "")) for way in ways]
+        rows.append(("first token", ["–" if each is None else f"{each:.1f} s" for each in seconds]))
+    title = f"{length:,} tokens" + (f", hidden number {needle.number}" if needle else "")
+    show(ways, rows, title if policy == "full" else f"{title}, budget {budget:,}")
+    if source:
+        console.print(f"[dim]{source}[/dim]")
+    if split:
+        console.print(
+            "[dim]split keeps a few blocks apart as a GPU would, to try a policy's choices without one; on a CPU it is "
+            "no faster.[/dim]"
         )
-    console.print(table)
-    if found["full"] and not all(found.values()):
-        console.print("[red]Full attention finds the number, and not every other row does.[/red]")
+    if results:
+        write_csv(results, ways, found, length, prefill)
+    if found[DYNAMIC] and not all(found.values()):
+        console.print(f"[red]Full attention finds the number, {policy} does not.[/red]")
         raise typer.Exit(1)
+
+
+def _mib(value: float) -> str:
+    return "–" if value != value else f"{value:.0f} MiB"
+
+
+def _memory(held: dict[str, float]) -> str:
+    return _mib(held["device"]) + (f" + {held['host']:.0f} on the host" if held["host"] >= 1 else "")
 
 
 if __name__ == "__main__":
