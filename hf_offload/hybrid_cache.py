@@ -96,7 +96,7 @@ class HybridCache(Portable):
         self.policy = make_policy(policy, knobs).for_model(lambda: likeness(config, find_layers(model)[0]))
         block_size = self.policy.block_size if block_size is None else block_size
         check_tier(tier)
-        check_sizes(block_size, prefill_tile, host_dtype)
+        check_sizes(block_size, prefill_tile, host_dtype, cuda_graph)
         if cuda_graph:
             check_graph(model, self.policy, config)
         self.policy.check_blocks(block_size)

@@ -16,7 +16,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from hf_offload.cache.budget import resident_tokens
-from hf_offload.hybrid_cache import BLOCK_SIZES, HybridCache
+from hf_offload.cache.settings import check_block_size
+from hf_offload.hybrid_cache import HybridCache
+from hf_offload.knobs import check_count
 from hf_offload.policies import Scout, make_policy
 
 VERSION = 1
@@ -92,10 +94,8 @@ def check_profiling(
         ValueError: a value that is not allowed, or a prompt that leaves nothing for the CPU; with the remedy.
     """
     for name, value in {"tokens": tokens, "steps": steps, "windows": windows}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is not a count; use a whole number of at least 1")
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}")
+        check_count(name, value, what="a count")
+    check_block_size(block_size)
     if "recall" in knobs:
         raise ValueError(f"recall={knobs['recall']!r} would hide what is measured; leave recall out")
     policy = cast(Scout, make_policy("scout", {"lookahead": "attend", **knobs, "recall": 0}))

@@ -78,7 +78,7 @@ def test_text_model_and_dtype(tmp_path: Path, loads: list[tuple[Any, ...]]) -> N
     [
         ({"steps": "0"}, "steps=0 is not a count; use"),
         ({"windows": "-1"}, "windows=-1 is not a count; use"),
-        ({"threshold": "1.5"}, "threshold=1.5 is not a share of the budget; use a number between 0 and 1"),
+        ({"threshold": "1.5"}, "threshold=1.5 is not a share of the budget; use a number above 0 and below 1"),
         ({"budget": "10"}, "budget=10 is less than"),
         ({"resident": "40"}, "resident=40 tokens leave no room"),
         ({"block_size": "5"}, "block_size=5 is not supported; use one of"),

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 from hf_offload.cache.host_pool import MIN_SLAB_BLOCKS, growth
 from hf_offload.cache.memory import size_text
 from hf_offload.gpu.exchange import MOST_SLOTS as MOST_SLOTS
+from hf_offload.knobs import shown
 from hf_offload.policies.base import Policy
 
 if TYPE_CHECKING:
     from hf_offload.cache.store import BlockStore
 
 DEFAULT_RESIDENT = 2048  # tokens, for policies without a budget
-_BLOCKS = re.compile(r"(\d+) blocks?")
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B", re.IGNORECASE)
+_BLOCKS = re.compile(r"(\d{1,18}) blocks?")
+_AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?(?:([KMGT])(i?))?B", re.IGNORECASE)
+_MOST_BYTES = 1 << 60
 
 
 def parse_bytes(name: str, value: int | str) -> int:
@@ -28,7 +30,7 @@ def parse_bytes(name: str, value: int | str) -> int:
         value: bytes, or a number with a unit: B; KiB, MiB, GiB, TiB (powers of 1024); KB, MB, GB, TB (of 1000).
 
     Raises:
-        ValueError: it is neither, or not positive.
+        ValueError: it is neither, not positive, or more than an exbibyte.
     """
     nbytes = 0
     if isinstance(value, int) and not isinstance(value, bool):
@@ -37,10 +39,10 @@ def parse_bytes(name: str, value: int | str) -> int:
         number, prefix, binary = found.groups()
         power = 0 if prefix is None else 1 + "KMGT".index(prefix.upper())
         nbytes = math.floor(float(number) * (1024 if binary else 1000) ** power)
-    if nbytes < 1:
+    if not 1 <= nbytes <= _MOST_BYTES:
         raise ValueError(
-            f'{name}={value!r} is not an amount of memory; use bytes (an int) or a string such as "2GiB" or "512MiB" '
-            "(KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB are powers of 1000)"
+            f'{name}={shown(value)} is not an amount of memory; use bytes (an int) or a string such as "2GiB" or '
+            '"512MiB" (KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB are powers of 1000)'
         )
     return nbytes
 
@@ -129,12 +131,12 @@ def make_budget(
         return None
     if resident is not None:
         raise ValueError(
-            f"resident={resident!r} and device_budget={given!r} both say what is resident; use one of them"
+            f"resident={shown(resident)} and device_budget={shown(given)} both say what is resident; use one of them"
         )
     if not two_memories:
         raise ValueError(
-            f"device_budget={given!r}: with one memory nothing is resident; leave it out (or try two memories on the "
-            'CPU with tier="split")'
+            f"device_budget={shown(given)}: with one memory nothing is resident; leave it out (or try two memories on "
+            'the CPU with tier="split")'
         )
     if isinstance(given, str) and (found := _BLOCKS.fullmatch(given.strip())):
         blocks = int(found[1])
@@ -156,21 +158,27 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
     window = policy.window_tokens(0)
     if window is not None:  # and a block whose tokens are being looked at
         if resident is not None:
-            raise ValueError(f"resident={resident!r}: what is resident is the window of {policy}; leave it out")
+            raise ValueError(f"resident={shown(resident)}: what is resident is the window of {policy}; leave it out")
         slots = -(-window // block_size) + 1
         check_slots(slots, block_size, f"the window of {window} tokens")
         return slots * block_size
     least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
     if resident is None:
         wanted = least if policy.retrieves or not policy.attends_blocks else policy.budget_tokens or DEFAULT_RESIDENT
+        if least > most:
+            raise ValueError(
+                f"sinks and recent (or local) tokens take {least // block_size} blocks of {block_size} for each row "
+                f"and KV head, more than {MOST_SLOTS}; lower sinks or recent (local), or use a larger block_size"
+            )
         resident = min(max(wanted, least), most)
     if isinstance(resident, bool) or not isinstance(resident, int) or resident < least:
         raise ValueError(
-            f"resident={resident!r} tokens leave no room beside sinks, recent tokens and the tail; use at least {least}"
+            f"resident={shown(resident)} tokens leave no room beside sinks, recent tokens and the tail; use at least "
+            f"{least}"
         )
     if resident > most:
         raise ValueError(
-            f"resident={resident} tokens are more than {MOST_SLOTS} blocks of {block_size} for each row and KV head; "
-            f"use at most {most}, or a larger block_size"
+            f"resident={shown(resident)} tokens are more than {MOST_SLOTS} blocks of {block_size} for each row and "
+            f"KV head; use at most {most}, or a larger block_size"
         )
     return resident // block_size * block_size

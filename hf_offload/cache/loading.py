@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch import nn
 
 from hf_offload.cache import knowledge
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.memory import host_empty, host_mapped
+from hf_offload.cache.memory import host_empty, host_mapped, memory_for
 from hf_offload.cache.opening import open_layer
 from hf_offload.cache.queries import LastQueries
 from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS
@@ -26,6 +27,7 @@ from hf_offload.cache.unchecked import Unchecked, check_blocks
 from hf_offload.cache.window import load_averages
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+_MEMORY = "a saved cache", 'a shorter context, fewer rows or host_dtype="int8" when it is saved need less'
 RUNNING = {"tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout", "progress"}
 """Knobs that say how a cache runs, not what it holds."""
 
@@ -38,10 +40,15 @@ class SavedCache:
 
     Raises:
         ValueError: it is none, it was saved by another version, or a file was cut short or altered.
+        MemoryError: the host has no memory left for it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        with memory_for(*_MEMORY):
+            self._open(folder)
+
+    def _open(self, folder: Path) -> None:
         sums = self._read(SUMS)
         self._compare(DIGESTS, self._digest_of(DIGESTS), sums)
         data = self._read(CACHE)
@@ -73,7 +80,9 @@ class SavedCache:
         if f"{digest}  {name}\n".encode() not in sums.splitlines(keepends=True):
             raise self._altered(name)
 
-    def _missing(self, error: OSError) -> ValueError:
+    def _missing(self, error: OSError) -> Exception:
+        if error.errno == errno.ENOMEM:
+            return error  # `memory_for` says what it was for
         return ValueError(f"{self.folder} is no saved cache, or not all of one: {error}")
 
     def _altered(self, name: str) -> ValueError:
@@ -108,6 +117,7 @@ class SavedCache:
 
         Raises:
             ValueError: a file was altered, or the layers are of other kinds.
+            MemoryError: the host has no memory left for them.
         """
         if len(layers) != len(self.about["layers"]):
             raise ValueError(f"{self.folder} has {len(self.about['layers'])} layers, this model has {len(layers)}")
@@ -129,7 +139,8 @@ class SavedCache:
                 dtype = getattr(torch, told["dtype"])
                 open_layer(layer, told["batch"], told["heads"], told["dim"], dtype, device, told["length"])
                 if not layer.has_slots and mapped is None and self._entries:
-                    mapped = host_mapped(self.folder / BLOCKS)
+                    with memory_for(*_MEMORY, self.about["blocks"]["size"]):
+                        mapped = host_mapped(self.folder / BLOCKS)
                 self._fill(layer, told, tensors, mapped)
 
     def _fill(
@@ -155,7 +166,7 @@ class SavedCache:
         # The block that is written into next is read before it is asked for; with two memories all have been read now.
         check_blocks(store, 0 if layer.has_slots else store.length // store.block_size, store.num_blocks)
         if store.digests is not None:
-            with safe_open(self.folder / DIGESTS, "pt") as file:
+            with memory_for(*_MEMORY), safe_open(self.folder / DIGESTS, "pt") as file:
                 for name in store.digests.tensors() if store.sealed else ():
                     saved = file.get_tensor(f"layers.{layer.index}.digest.{name}")
                     getattr(store.digests, name)[: len(sums)] = saved.to(store.digests.device)

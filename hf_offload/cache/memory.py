@@ -54,7 +54,8 @@ def _is_shortage(error: BaseException) -> bool:
     """Whether an error says that the host has no memory left: Python's, the system's or torch's own way to say it."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+    told = ("DefaultCPUAllocator", "Cannot allocate memory")  # torch's allocator, and its way to map a file
+    return isinstance(error, MemoryError) or any(words in str(error) for words in told)
 
 
 def host_empty(

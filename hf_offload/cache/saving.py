@@ -13,12 +13,14 @@ is renamed first and removed last: who is killed in between finds both.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -52,22 +54,42 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
         about: what is to be known of it beside them, for `json`.
 
     Raises:
-        ValueError: something else than a saved cache is there.
+        ValueError: something else than a saved cache is there, or links that lead nowhere else.
+        OSError: the disk is full, or the folder cannot be written; nothing is left behind.
         TypeError: a stock layer holds what cannot be saved.
     """
     if sys.byteorder != "little":
         raise ValueError("caches are saved on machines with the least significant byte first only")
+    try:
+        folder = folder.resolve()  # a link stays: what it names is written, there or not
+    except (RuntimeError, OSError) as error:  # Python before 3.13 raises the former
+        raise ValueError(f"{folder} is a link that leads back to itself ({error}); name another folder") from error
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link that leads back to itself; name another folder")
     there = folder.exists()
     if there and not (folder / SUMS).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.partial"
-    partial.mkdir()
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
         _write(partial, layers, padding, about)
         _replace(folder, partial)
+    except OSError as error:
+        raise _named(error, folder) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _named(error: OSError, folder: Path) -> OSError:
+    """The error of a save, of the same kind, with the folder and the remedy."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free space on its disk or save elsewhere" if full else "name a folder that can be written"
+    return OSError(
+        error.errno,
+        f"the cache was not saved ({error.strerror or error}); {remedy}; what was there before is unchanged",
+        str(folder),
+    )
 
 
 def _replace(folder: Path, partial: Path) -> None:
@@ -81,7 +103,13 @@ def _replace(folder: Path, partial: Path) -> None:
     except BaseException:
         old.rename(folder)
         raise
-    shutil.rmtree(old)  # a cache that was loaded from there keeps its file
+    try:
+        shutil.rmtree(old)  # a cache that was loaded from there keeps its file
+    except OSError as error:
+        warnings.warn(
+            f"the cache is saved, but {old}, which holds the one before it, cannot be removed ({error}); remove it",
+            stacklevel=2,
+        )
 
 
 def _write(folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any]) -> None:

@@ -12,34 +12,44 @@ from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.rollback import Drafts
 from hf_offload.cpu.worker import Worker
+from hf_offload.knobs import check_choice, check_count, check_flag, shown
 from hf_offload.policies.base import Policy
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
-def check_sizes(block_size: object, prefill_tile: object, host_dtype: object) -> None:
-    """Check what a user says of how tokens are held, whatever the policy.
+def check_block_size(block_size: object) -> None:
+    """Check a number of tokens a block.
 
     Raises:
         ValueError: a value that is not allowed.
     """
     if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size={block_size!r} is not supported; use one of {', '.join(map(str, BLOCK_SIZES))}")
-    if not isinstance(prefill_tile, int) or prefill_tile < block_size:
-        raise ValueError(f"prefill_tile={prefill_tile!r} is less than a block; use at least {block_size} tokens")
-    if host_dtype not in (None, "int8"):
-        raise ValueError(f'host_dtype={host_dtype!r} is not supported; use "int8", or None for the model\'s dtype')
+        sizes = ", ".join(map(str, BLOCK_SIZES))
+        raise ValueError(f"block_size={shown(block_size)} is not supported; use one of {sizes}")
+
+
+def check_sizes(block_size: int, prefill_tile: object, host_dtype: object, cuda_graph: object = False) -> None:
+    """Check what a user says of how tokens are held, whatever the policy.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    check_block_size(block_size)
+    check_count("prefill_tile", prefill_tile, least=block_size, hint=" (a block)")
+    if not (host_dtype is None or (isinstance(host_dtype, str) and host_dtype == "int8")):
+        raise ValueError(f'host_dtype={shown(host_dtype)} is not supported; use "int8", or None for the model\'s dtype')
+    check_flag("cuda_graph", cuda_graph)
 
 
 def check_progress(progress: object) -> bool:
     """Check whether a user wants to see how far prompts have come.
 
     Raises:
-        TypeError: not a bool.
+        ValueError: neither True nor False.
     """
-    if not isinstance(progress, bool):
-        raise TypeError(f"progress={progress!r} is not a bool; use True or False")
-    return progress
+    check_flag("progress", progress)
+    return bool(progress)
 
 
 def check_tier(tier: object) -> None:
@@ -48,8 +58,7 @@ def check_tier(tier: object) -> None:
     Raises:
         ValueError: a value that is not allowed.
     """
-    if tier not in (None, "one", "split"):
-        raise ValueError(f'tier={tier!r} is not a tier; use "one", "split" or None')
+    check_choice("tier", tier, (None, "one", "split"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..knobs import check_count, check_number
 from .futex import FUTEX
 from .helpers import Helpers
 from .jobs import Called, Job, Posted, WorkerError
@@ -33,6 +34,27 @@ JOBS = 4
 """Jobs that are under way at once, at most: one that waits for the device should not keep others waiting."""
 
 
+MOST_THREADS = 512
+"""More than any machine has use for; tens of thousands end the process."""
+MOST_SECONDS = 1_000_000
+"""The longest timeout, 11 days: no system's clock overflows by it."""
+
+
+def _delay() -> float:
+    """Seconds that `DELAY` asks for.
+
+    Raises:
+        ValueError: it is no number of milliseconds.
+    """
+    text = os.environ.get(DELAY) or "0"
+    try:
+        delay: Any = float(text)
+    except ValueError:
+        delay = text
+    check_number(DELAY, delay, "a number of milliseconds; unset the environment variable", least=0, most=60_000)
+    return float(delay) / 1000
+
+
 class Worker:
     """A few threads, started at the first job and ended with the object.
 
@@ -41,17 +63,15 @@ class Worker:
         timeout: seconds that `Job.result` waits before it gives up.
 
     Raises:
-        ValueError: `threads` or `timeout` is not positive.
+        ValueError: `threads`, `timeout` or the environment variable `DELAY` is not allowed.
     """
 
     def __init__(self, threads: int = 1, timeout: float = 120.0) -> None:
-        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise ValueError(f"threads={threads!r} is not a number of threads; use 1 or more")
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise ValueError(f"timeout={timeout!r} is not a time in seconds; use a positive one")
+        check_count("threads", threads, what="a number of threads", most=MOST_THREADS)
+        check_number("timeout", timeout, "a time in seconds", above=0, most=MOST_SECONDS)
         self.threads = threads
         self.timeout = timeout
-        self.delay = float(os.environ.get(DELAY, "0")) / 1000
+        self.delay = _delay()
         """Seconds that each job sleeps before it starts: tests make every hand-over slow with it."""
         self._jobs = min(threads, JOBS)
         self._make_crew()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -19,9 +20,13 @@ from torch import nn
 from hf_offload.cache.fingerprint import unlikeness
 from hf_offload.cpu.network import Network, pack_network
 from hf_offload.fluxion.features import FEATURES
-from hf_offload.fluxion.labels import GRANULARITIES
+from hf_offload.fluxion.labels import DIGESTS, GRANULARITIES
+from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
 
-FORMAT = 3
+FORMAT = 4
+"""Of the file: 3 had no checksum."""
+_PARTS = {"model", "features", "granularities", "digest", "sinks", "local", "predictors"}
+_TRAIN = "train it again with `hf-offload train-fluxion`"
 WIDTH = 312
 """Of the two layers that the three outputs share."""
 LIMIT = 8.0
@@ -67,9 +72,40 @@ class Predictor(Protocol):
         """The same for compiled code, as it is now."""
 
 
+def check_predictor(predictor: Any) -> None:
+    """Check what a predictor says of itself.
+
+    Raises:
+        ValueError: it is none, or a value is not allowed.
+    """
+    parts = ("tau", "digest", "sinks", "local", "predict", "network")
+    lacking = [name for name in parts if not hasattr(predictor, name)]
+    if lacking or isinstance(predictor, type):
+        raise ValueError(
+            f"predictor={shown(predictor)} is not a predictor; use the file that `hf-offload train-fluxion` wrote, or "
+            "hf_offload.ConstantPredictor()"
+        )
+    check_number("tau", predictor.tau, "a deviation", above=0, below=1)
+    check_choice("digest", predictor.digest, DIGESTS)
+    check_tokens("sinks", predictor.sinks, least=0)
+    check_tokens("local", predictor.local, least=0)
+
+
 @dataclass(frozen=True)
 class ConstantPredictor:
-    """Predicts the same for every head: full attention as it stands, and what an ablation wants."""
+    """Predicts the same for every head: full attention as it stands, and what an ablation wants.
+
+    Args:
+        budget0, slope: shares of the host's tokens that a head needs: budget0 + slope · log₂(tokens of a run), clipped
+            to 0 … 1.
+        streaming: whether heads need sinks and newest tokens alone.
+        tau: the deviation that it stands for; `Fluxion(tau=...)` must be the same.
+        digest: `"submean"` or `"quest"`.
+        sinks, local: first and newest tokens that are attended anyway.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
 
     budget0: float = 1.0
     slope: float = 0.0
@@ -78,6 +114,12 @@ class ConstantPredictor:
     digest: str = "submean"
     sinks: int = 64
     local: int = 256
+
+    def __post_init__(self) -> None:
+        check_number("budget0", self.budget0, "a share of the host's tokens", least=-1e6, most=1e6)
+        check_number("slope", self.slope, "a share of the host's tokens", least=-1e6, most=1e6)
+        check_flag("streaming", self.streaming)
+        check_predictor(self)
 
     def predict(self, features: torch.Tensor) -> HeadProperties:
         """The constants, once for every row of `[…, 41]`."""
@@ -185,27 +227,34 @@ class HeadPredictor(nn.Module):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: no predictor, another model (in what it differs), other features, or a τ that it does not know.
+            ValueError: no predictor, a damaged one, another model (in what it differs), other features, or a τ that it
+                does not know.
         """
-        stamp = Path(path).stat()
-        about, tensors = _read(str(path), stamp.st_mtime_ns, stamp.st_size)
+        about, tensors = _file(path)
         odd = unlikeness(about["model"], dict(model))
         if odd is not None:
             raise ValueError(f"{path} was trained for another model: {odd}; train one for this model")
         if about["features"] != list(FEATURES):
-            raise ValueError(f"{path} was trained on other features than this version has; train it anew")
+            raise ValueError(f"{path} was trained on other features than this version has; {_TRAIN}")
         if about["granularities"] != list(GRANULARITIES):
-            raise ValueError(f"{path} was trained for block sizes {about['granularities']}; train it anew")
+            raise ValueError(f"{path} was trained for block sizes {about['granularities']}; {_TRAIN}")
         names = {float(known): str(known) for known in about["predictors"]}
         if tau not in names:
             known = ", ".join(f"{value:g}" for value in sorted(names))
             raise ValueError(
                 f"tau={tau:g} is none that {path} was trained for; use one of {known}, or train it for more"
             )
-        settings = about["predictors"][names[tau]]
-        made = cls(tau=tau, digest=about["digest"], sinks=about["sinks"], local=about["local"], **settings)
         prefix = f"{names[tau]}/"
-        made.load_state_dict({key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)})
+        mine = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+        try:
+            settings = about["predictors"][names[tau]]
+            made = cls(tau=tau, digest=about["digest"], sinks=about["sinks"], local=about["local"], **settings)
+            check_predictor(made)
+            made.load_state_dict(mine)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:  # what torch raises for missing weights
+            raise ValueError(f"{path} is not a whole predictor: {error}; {_TRAIN}") from error
+        if wrong := sorted(name for name, x in mine.items() if not x.isfinite().all()):
+            raise ValueError(f"{path} holds values that are not finite ({wrong[0]}): its training failed; {_TRAIN}")
         return made.eval().requires_grad_(False)
 
 
@@ -245,34 +294,68 @@ def save_predictors(
     write_whole(Path(path), tensors, about)
 
 
-@functools.lru_cache(maxsize=4)
-def _read(path: str, changed: int, size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a file says and holds, read once as long as it is the same; nobody writes into it."""
-    return read_about(path), load_file(path)
-
-
 def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a predictor's file says of itself.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no predictor, or one of another format.
+        ValueError: it is no predictor, a damaged one, or one of another format.
     """
+    return dict(_file(path)[0])
+
+
+def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a file says and holds; nobody writes into it."""
     try:
+        stamp = Path(path).stat()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"predictor={os.fspath(path)!r}: there is no such file; {_TRAIN}") from None
+    if Path(path).is_dir():
+        raise ValueError(
+            f"predictor={os.fspath(path)!r} is a folder; name the file in it, such as "
+            f"{os.fspath(Path(path) / 'predictor.safetensors')!r}"
+        )
+    return _read(str(path), stamp.st_mtime_ns, stamp.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: str, changed: int, size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """`_file`, read once as long as the file is the same."""
+    try:
+        tensors = load_file(path)
         with safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {}).get("about", "{}"))
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no predictor ({error}); make one with `hf-offload train-fluxion`") from error
-    if about.get("format") != FORMAT:
-        raise ValueError(f"{path} is no predictor of format {FORMAT}; make one with `hf-offload train-fluxion`")
-    return dict(about)
+            metadata = file.metadata() or {}
+        about = json.loads(metadata.get("about", "{}"))
+        known = about.get("format")
+    except (SafetensorError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no predictor, or a damaged one ({error}); {_TRAIN}") from error
+    if known != FORMAT:
+        raise ValueError(
+            f"{path} is no predictor of format {FORMAT} (it says {shown(known)}); {_TRAIN}, into the same folder: the "
+            "samples that are there serve again"
+        )
+    if metadata.get("sha256") != _digest(tensors, metadata["about"]):
+        raise ValueError(f"{path} is damaged: it does not agree with its checksum; {_TRAIN}")
+    if lacking := sorted(_PARTS - about.keys()):
+        raise ValueError(f"{path} is not a whole predictor: it says nothing of {', '.join(lacking)}; {_TRAIN}")
+    return about, tensors
+
+
+def _digest(tensors: Mapping[str, torch.Tensor], about: str) -> str:
+    """The checksum of a file's contents: sha256 of what it says and of every tensor's name, dtype, shape and bytes."""
+    found = hashlib.sha256(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def write_whole(path: Path, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> None:
     """Write a safetensors file under another name and rename it: who is killed in between leaves no half of it."""
     new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    said = json.dumps(about)
     try:
-        save_file(tensors, new, {"about": json.dumps(about)})
+        save_file(tensors, new, {"about": said, "sha256": _digest(tensors, said)})
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)

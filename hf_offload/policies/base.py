@@ -66,12 +66,6 @@ class Plan:
     attended: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-def check_tokens(name: str, value: Any, *, least: int = 1) -> None:
-    """Raise ValueError unless `value` is a whole number of tokens of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} is not a number of tokens; use an integer of at least {least}")
-
-
 @dataclass(frozen=True)
 class Policy(ABC):
     """The contract; a policy is a frozen dataclass of its own knobs, checked in `__post_init__`."""

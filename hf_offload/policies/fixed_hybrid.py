@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_offload.cache.digests import DIGESTS
-from hf_offload.policies.base import Plan, Policy, check_tokens
+from hf_offload.knobs import check_choice, check_number, check_tokens
+from hf_offload.policies.base import Plan, Policy
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -37,10 +38,8 @@ class FixedHybrid(Policy):
     local: int = 256
 
     def __post_init__(self) -> None:
-        if isinstance(self.budget, bool) or not isinstance(self.budget, int | float) or not 0 <= self.budget <= 1:
-            raise ValueError(f"budget={self.budget!r} is not a share of the host's tokens; use a number in 0 … 1")
-        if self.digest not in DIGESTS:
-            raise ValueError(f"digest={self.digest!r} is not known; use one of {', '.join(sorted(DIGESTS))}")
+        check_number("budget", self.budget, "a share of the host's tokens", least=0, most=1)
+        check_choice("digest", self.digest, sorted(DIGESTS))
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("local", self.local, least=0)
 

@@ -13,9 +13,10 @@ import torch
 
 from hf_offload.fluxion.features import PromptStatistics, prompt_statistics
 from hf_offload.fluxion.foresight import Foresight
-from hf_offload.fluxion.labels import GRANULARITIES
+from hf_offload.fluxion.labels import DIGESTS, GRANULARITIES
 from hf_offload.fluxion.partials import BLOCK, Tokens
-from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, Predictor
+from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, Predictor, check_predictor
+from hf_offload.knobs import check_choice, check_flag, check_number, shown
 from hf_offload.policies.base import SCHEDULES, Plan, Policy
 
 if TYPE_CHECKING:
@@ -35,6 +36,18 @@ class FluxionState:
 
     foresight: Foresight | None = None
     blocks: int = 0
+
+
+def _constant(said: Mapping[str, Any]) -> ConstantPredictor:
+    """The constant predictor of a saved cache.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    unknown = sorted(str(name) for name in said.keys() - {part.name for part in dataclasses.fields(ConstantPredictor)})
+    if unknown:
+        raise ValueError(f"predictor={shown(said)}: a ConstantPredictor has no {', '.join(unknown)}; leave it out")
+    return ConstantPredictor(**said)
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,7 @@ class Fluxion(Policy):
         digest: None, or the digest that the predictor's budgets are for: another one is refused.
 
     Raises:
-        ValueError: no predictor, or one for another model, digest or deviation; with the remedy.
+        ValueError: no predictor, a damaged file, or one for another model, digest or deviation; with the remedy.
         FileNotFoundError: there is no such file.
     """
 
@@ -84,18 +97,27 @@ class Fluxion(Policy):
             raise ValueError(
                 "fluxion needs a predictor: predictor=PATH, a file that `hf-offload train-fluxion` wrote for this model"
             )
-        chosen = tuple(self.granularities)  # a list where a saved cache tells of it
-        object.__setattr__(self, "granularities", chosen)
-        if not chosen or not set(chosen) <= set(GRANULARITIES[1:]):
-            raise ValueError(f"granularities={chosen} are not some of {GRANULARITIES[1:]}; use one or more of these")
-        if self.schedule not in (None, *SCHEDULES):
-            raise ValueError(f"schedule={self.schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
+        chosen: Any = self.granularities
+        if (
+            not isinstance(chosen, tuple | list)
+            or not chosen
+            or not all(isinstance(run, int) and run in GRANULARITIES[1:] for run in chosen)
+        ):
+            raise ValueError(
+                f"granularities={shown(chosen)} are not some of {GRANULARITIES[1:]}; use one or more of these"
+            )
+        object.__setattr__(self, "granularities", tuple(chosen))  # a list where a saved cache tells of it
+        check_number("tau", self.tau, "a deviation", above=0, below=1)
+        check_choice("digest", self.digest, (None, *DIGESTS))
+        check_flag("skip_streaming", self.skip_streaming)
+        check_choice("schedule", self.schedule, (*SCHEDULES, None))
         if isinstance(self.predictor, Mapping):  # as a saved cache tells of one
-            object.__setattr__(self, "predictor", ConstantPredictor(**self.predictor))
+            object.__setattr__(self, "predictor", _constant(self.predictor))
         if not isinstance(self.predictor, str | Path):
             self._adopt(self.predictor)
 
     def _adopt(self, predictor: Predictor) -> None:
+        check_predictor(predictor)
         if predictor.tau != self.tau:
             raise ValueError(f"tau={self.tau}: the predictor is for tau={predictor.tau}; use that")
         if self.digest not in (None, predictor.digest):

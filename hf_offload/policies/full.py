@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from hf_offload.knobs import check_choice
 from hf_offload.policies.base import Plan, Policy, Selection
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ class Full(Policy):
     host: Literal["attend", "fetch"] = "attend"
 
     def __post_init__(self) -> None:
-        if self.host not in ("attend", "fetch"):
-            raise ValueError(f'host={self.host!r} is not known; use "attend" or "fetch"')
+        check_choice("host", self.host, ("attend", "fetch"))
 
     def repeats(self, layer: HybridLayer, host: Selection) -> bool:
         return True

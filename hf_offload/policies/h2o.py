@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_offload.policies.base import Plan, Policy, check_tokens
+from hf_offload.knobs import check_number, check_tokens
+from hf_offload.policies.base import Plan, Policy
 from hf_offload.policies.tokens import attend, scores, valid_tokens
 
 if TYPE_CHECKING:
@@ -100,9 +101,7 @@ class H2O(Policy):
 
     def __post_init__(self) -> None:
         for knob in ("heavy", "recent"):
-            share = getattr(self, knob)
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-                raise ValueError(f"{knob}={share!r} is not a share of the cached tokens; use a number in 0 … 1")
+            check_number(knob, getattr(self, knob), "a share of the cached tokens", least=0, most=1)
         check_tokens("prompt_queries", self.prompt_queries)
 
     @property

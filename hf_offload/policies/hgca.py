@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
+from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens
+from hf_offload.policies.base import Plan, Policy, Selection
 from hf_offload.policies.salience import Rule, SalienceRule
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -75,20 +72,17 @@ class HGCA(Policy):
             check_tokens("window", self.window)
         if self.window is not None and self.gpu_ratio is not None:
             raise ValueError(f"window={self.window} and gpu_ratio={self.gpu_ratio} say the same; use one of them")
-        if self.gpu_ratio is not None and not (_is_number(self.gpu_ratio) and 0 < self.gpu_ratio <= 1):
-            raise ValueError(f"gpu_ratio={self.gpu_ratio!r} is not a share of the tokens; use a number in (0, 1]")
-        if not (_is_number(self.beta) and self.beta >= 0):
-            raise ValueError(f"beta={self.beta!r} is not a threshold; use 0 (keep all) or more")
-        if self.alpha is not None and not (_is_number(self.alpha) and 1e-9 <= self.alpha <= 1):
-            raise ValueError(f"alpha={self.alpha!r} is not a share of a step; use a number from 1e-9 to 1")
+        if self.gpu_ratio is not None:
+            check_number("gpu_ratio", self.gpu_ratio, "a share of the tokens", above=0, most=1)
+        check_number("beta", self.beta, "a threshold", least=0, most=1e9)
+        if self.alpha is not None:
+            check_number("alpha", self.alpha, "a share of a step", least=1e-9, most=1)
         for name, one in (("group", "any"), ("steps", "max"), ("append", "max")):
-            if getattr(self, name) not in (one, "mean"):
-                raise ValueError(f'{name}={getattr(self, name)!r} is not known; use "{one}" or "mean"')
+            check_choice(name, getattr(self, name), (one, "mean"))
         for name in ("append_queries", "prompt_queries"):
             if getattr(self, name) is not None:
                 check_tokens(name, getattr(self, name))
-        if not isinstance(self.reevaluate, bool):
-            raise ValueError(f"reevaluate={self.reevaluate!r} is not True or False")
+        check_flag("reevaluate", self.reevaluate)
         check_tokens("append_run", self.append_run, least=0)
         check_tokens("sinks", self.sinks, least=0)
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_offload.policies.base import Plan, Policy, check_tokens
+from hf_offload.knobs import check_flag, check_number, check_tokens
+from hf_offload.policies.base import Plan, Policy
 from hf_offload.policies.tokens import attend, valid_tokens
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class InfiniGen(Policy):
     bounded, which saves memory that is not saved here.
 
     Args:
-        alpha: a token is recalled if its score is above the best one less this (the paper: 4, or 5).
+        alpha: a token is recalled if its score is above the best one less this (the paper: 4, or 5); infinity: `share`
+            alone bounds how many.
         partial: share of the channels that scores are speculated by (the paper: 0.3).
         share: at most this share of the tokens is recalled (the paper: 0.2).
         lookahead: False: choose by the real query, when it is there.
@@ -69,14 +71,10 @@ class InfiniGen(Policy):
     prompt_queries: int = 512
 
     def __post_init__(self) -> None:
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not self.alpha > 0:
-            raise ValueError(f"alpha={self.alpha!r} is not a distance of scores; use a positive number")
+        check_number("alpha", self.alpha, "a distance of scores", above=0, most=math.inf)
         for knob in ("partial", "share"):
-            value = getattr(self, knob)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise ValueError(f"{knob}={value!r} is not a share; use a number in (0, 1]")
-        if not isinstance(self.lookahead, bool):
-            raise ValueError(f"lookahead={self.lookahead!r} is not True or False")
+            check_number(knob, getattr(self, knob), "a share", above=0, most=1)
+        check_flag("lookahead", self.lookahead)
         check_tokens("prompt_queries", self.prompt_queries)
 
     @property
@@ -162,7 +160,9 @@ class InfiniGen(Policy):
         best = score.amax(-1, keepdim=True)
         below = (score - best.masked_fill(best == -math.inf, 0.0)).amax(2)  # one head of a group is enough
         chosen = below.topk(max(math.ceil(self.share * count), 1), -1)
-        return step.bring_tokens(chosen.indices, ((chosen.values > -self.alpha) & chosen.values.isfinite()).sum(-1))
+        return step.bring_tokens(
+            chosen.indices, ((chosen.values > -float(self.alpha)) & chosen.values.isfinite()).sum(-1)
+        )
 
     def _remember(self, state: InfiniGenState, key: torch.Tensor) -> None:
         """Add the partial keys of new tokens `[B, Hkv, n, D]`."""
@@ -183,6 +183,12 @@ class InfiniGen(Policy):
         query = torch.as_tensor(step.query)[:, :, None] if known is None else known.values
         seen = valid_tokens(step, count)[:, known.start : known.end] if known is not None else None
         query = query.to(store.device).float()
+        if not query.isfinite().all():
+            raise ValueError(
+                f"the queries of layer {step.layer.index} are not finite (NaN or infinity), so infinigen finds no "
+                "directions in them; check the model's input (inputs_embeds) and weights, or load the model in "
+                "bfloat16 or float32 where float16 overflows"
+            )
         if seen is not None:
             query = query.masked_fill(~seen[:, None, :, None], 0.0)
         query = query.reshape(store.batch, store.num_kv_heads, -1, store.head_dim)

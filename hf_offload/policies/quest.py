@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hf_offload.cache.digests import DIGESTS
-from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
+from hf_offload.knobs import check_choice, check_tokens
+from hf_offload.policies.base import Plan, Policy, Selection
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -48,9 +49,8 @@ class Quest(Policy):
         check_tokens("budget", self.budget)
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("recent", self.recent, least=0)
-        for knob, values in (("digest", tuple(sorted(DIGESTS))), ("join", JOINS)):
-            if getattr(self, knob) not in values:
-                raise ValueError(f"{knob}={getattr(self, knob)!r} is not allowed; use one of {', '.join(values)}")
+        check_choice("digest", self.digest, sorted(DIGESTS))
+        check_choice("join", self.join, JOINS)
 
     @property
     def digest_name(self) -> str:

@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 
+from hf_offload.knobs import check_count, shown
+
 ADAPTIVE = "adaptive"
 
 
 def check_recall(recall: Any) -> None:
     """Raise ValueError unless `recall` is "adaptive", a number of steps (0 = never) or a profile file."""
     if isinstance(recall, bool) or not isinstance(recall, (int, str, Path)):
-        raise ValueError(f'recall={recall!r} is not an interval; use "adaptive", a number of steps or a profile file')
+        raise ValueError(
+            f'recall={shown(recall)} is not an interval; use "adaptive", a number of steps or a profile file'
+        )
     if isinstance(recall, int):
-        if recall < 0:
-            raise ValueError(f"recall={recall} is not a number of steps; use 1 or more, or 0 for no recall")
+        check_count("recall", recall, what="a number of steps", least=0, hint=" (0: no recall)")
     elif recall != ADAPTIVE:
         load_intervals(Path(recall))
 
@@ -31,14 +34,16 @@ def load_intervals(path: Path) -> list[int]:
     """
     try:
         intervals = json.loads(path.read_text(encoding="utf-8"))["intervals"]
-        if not all(isinstance(steps, int) and steps >= 1 for steps in intervals):
-            raise TypeError("intervals must be whole numbers of steps")
+        for steps in intervals:
+            check_count("intervals", steps, what="a number of steps")
     except FileNotFoundError:
         raise ValueError(
             f'recall={str(path)!r} is neither "adaptive" nor a profile file; write one with `hf-offload profile`'
         ) from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"recall={str(path)!r} is not a profile of `hf-offload profile`: {error}") from error
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            f"recall={str(path)!r} is not a profile of `hf-offload profile`: {error}; write it again"
+        ) from error
     return list(intervals)
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from hf_offload.cache.digests import DIGESTS
-from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
+from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
+from hf_offload.policies.base import Plan, Policy, Selection
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -93,25 +94,19 @@ class Scout(Policy):
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("recent", self.recent, least=0)
         check_tokens("place_queries", self.place_queries)
-        allowed = {
-            "digest": tuple(DIGESTS),
-            "join": JOINS,
-            "lookahead": LOOKAHEADS,
-            "attend_resident": ("selected", "all"),
-        }
-        for knob, values in allowed.items():
-            if getattr(self, knob) not in values:
-                raise ValueError(f"{knob}={getattr(self, knob)!r} is not allowed; use one of {', '.join(values)}")
-        if not isinstance(self.threshold, (int, float)) or not 0 < self.threshold < 1:
-            raise ValueError(f"threshold={self.threshold!r} is not a share of the budget; use a number between 0 and 1")
-        if not isinstance(self.correction, bool):
-            raise ValueError(f"correction={self.correction!r} is not True or False")
-        if not isinstance(self.smoothing, (int, float)) or not 0 <= self.smoothing < 1:
-            raise ValueError(f"smoothing={self.smoothing!r} is not a weight; use a number from 0 to below 1")
+        check_choice("digest", self.digest, tuple(DIGESTS))
+        check_choice("join", self.join, JOINS)
+        check_choice("lookahead", self.lookahead, LOOKAHEADS)
+        check_choice("attend_resident", self.attend_resident, ("selected", "all"))
+        check_number("threshold", self.threshold, "a share of the budget", above=0, below=1)
+        check_flag("correction", self.correction)
+        check_number("smoothing", self.smoothing, "a weight", least=0, below=1)
         if self.synchronous_layers is not None:
             layers = self.synchronous_layers
-            if not isinstance(layers, (tuple, list)) or not all(type(i) is int and i >= 0 for i in layers):
-                raise ValueError(f"synchronous_layers={layers!r} are not layer numbers; use a tuple of integers from 0")
+            if not isinstance(layers, (tuple, list)) or not all(type(i) is int and 0 <= i <= MOST for i in layers):
+                raise ValueError(
+                    f"synchronous_layers={shown(layers)} are not layer numbers; use a tuple of integers from 0"
+                )
             object.__setattr__(self, "synchronous_layers", tuple(layers))
         check_recall(self.recall)
 

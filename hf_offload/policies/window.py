@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_offload.policies.base import Plan, Policy, Selection, check_tokens
+from hf_offload.knobs import check_tokens
+from hf_offload.policies.base import Plan, Policy, Selection
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step

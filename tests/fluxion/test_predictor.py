@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 
 from hf_offload.attention.hooks import find_layers
 from hf_offload.cache.fingerprint import likeness
 from hf_offload.fluxion import predictor
 from hf_offload.fluxion.features import FEATURES
-from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, read_about, save_predictors
+from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, read_about, save_predictors, write_whole
 
 
 def made(tau: float = 0.1, seed: int = 0, streaming_at: float = 0.5, digest: str = "quest") -> HeadPredictor:
@@ -164,8 +164,59 @@ def test_files_that_are_no_predictors(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "other")
     save_file({"x": torch.zeros(1)}, tmp_path / "old", {"about": json.dumps({"format": 0})})
     for name in ("text", "other", "old"):
-        with pytest.raises(ValueError, match=r"is no predictor .*hf-offload train-fluxion"):
+        with pytest.raises(ValueError, match=r"is no predictor.*hf-offload train-fluxion"):
             HeadPredictor.load(tmp_path / name, identity())
+
+
+def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
+    path, model = tmp_path / "predictor.safetensors", identity()
+    save_predictors(path, model, {0.1: made()}, {})
+    whole = path.read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(0, len(whole), (30,), generator=generator).tolist()
+    for place in (0, 7, *range(8, 8 + header, header // 60), 8 + header, len(whole) - 1, *random):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"is damaged|is no predictor") as caught:
+            HeadPredictor.load(path, model)
+        assert "train it again" in str(caught.value)
+    for keep in (0, 7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:keep])
+        with pytest.raises(ValueError, match="is no predictor, or a damaged one"):
+            HeadPredictor.load(path, model)
+
+
+def test_a_file_that_is_not_whole(tmp_path: Path) -> None:
+    """Its checksum agrees, but what was written never served."""
+    path, model = tmp_path / "predictor.safetensors", identity()
+
+    def write(change: dict[str, Any], tensor: str = "", value: torch.Tensor | None = None) -> None:
+        save_predictors(path, model, {0.1: made()}, {})
+        about, tensors = read_about(path) | change, load_file(path)
+        about = {name: value for name, value in about.items() if value is not None}
+        if tensor:
+            del tensors[tensor]
+        if value is not None:
+            tensors[tensor] = value
+        write_whole(path, tensors, about)
+
+    nan = torch.full((312,), torch.nan)
+    for change, message in (
+        (({}, "0.1/first.bias"), r"is not a whole predictor.*Missing key"),
+        (({}, "0.1/first.bias", torch.zeros(3)), r"is not a whole predictor.*size mismatch"),
+        (({}, "0.1/first.bias", nan), r"values that are not finite \(first\.bias\): its training failed"),
+        (({"sinks": -1},), "is not a whole predictor: sinks=-1 is not a number of tokens"),
+        (({"local": "256"},), "is not a whole predictor: local='256' is not a number of tokens"),
+        (({"digest": "mean"},), "is not a whole predictor: digest='mean' is not known"),
+        (({"predictors": {"0.1": {"streaming_at": 2}}},), "is not a whole predictor: streaming_at=2"),
+        (({"model": None, "sinks": None},), "is not a whole predictor: it says nothing of model, sinks"),
+    ):
+        write(*change)
+        with pytest.raises(ValueError, match=rf"(?s){message}.*train it a") as caught:
+            HeadPredictor.load(path, model)
+        assert str(path) in str(caught.value)
 
 
 def test_constant_predictor() -> None:

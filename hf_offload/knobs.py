@@ -1,0 +1,110 @@
+"""The checks of the values that users give: each raises a ValueError that names the knob, its value and the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+MOST = 2**31 - 1
+"""The largest count: longer than any context, and an index of compiled code holds it."""
+_EXACT = 2**53  # integers up to here are floats, too
+_SHOWN = 80  # characters of a value in a message
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: its `repr`, cut short where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}…{text[-19:]}"
+
+
+def check_count(
+    name: str, value: Any, *, what: str = "a number of tokens", least: int = 1, most: int = MOST, hint: str = ""
+) -> None:
+    """Check a whole number.
+
+    Args:
+        name, value: of the knob.
+        what: what the value should be.
+        least, most: its bounds, allowed themselves.
+        hint: what else the message says, with its separator.
+
+    Raises:
+        ValueError: not an `int`, or out of bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={shown(value)} is not {what}; use an integer of at least {least}{hint}")
+    if value > most:
+        raise ValueError(f"{name}={shown(value)} is too large for {what}; use an integer of at most {most}{hint}")
+
+
+def check_tokens(name: str, value: Any, *, least: int = 1) -> None:
+    """Check a number of tokens; one that no context reaches, up to 2³¹ - 1, is allowed and means all of them.
+
+    Raises:
+        ValueError: not an `int`, or out of bounds.
+    """
+    check_count(name, value, least=least)
+
+
+def check_number(
+    name: str,
+    value: Any,
+    what: str,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Check a real number.
+
+    Args:
+        name, value: of the knob.
+        what: what the value should be.
+        above, least: the lower bound, not allowed or allowed itself.
+        most, below: the upper bound, allowed or not allowed itself; infinity is allowed only where `most` is infinity.
+
+    Raises:
+        ValueError: neither a `float` nor an `int` that one holds exactly, NaN, infinity, or out of bounds.
+    """
+    inside = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and not (isinstance(value, float) and math.isinf(value) and most != math.inf)
+        and not (isinstance(value, int) and abs(value) > _EXACT)
+        and value == value
+        and (above is None or value > above)
+        and (least is None or value >= least)
+        and (most is None or value <= most)
+        and (below is None or value < below)
+    )
+    if inside:
+        return
+    bounds = (("above", above), ("of at least", least), ("of at most", most), ("below", below))
+    allowed = " and ".join(f"{word} {bound:.10g}" for word, bound in bounds if bound not in (None, math.inf))
+    raise ValueError(f"{name}={shown(value)} is not {what}; use a number {allowed or 'that is finite'}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Check a switch.
+
+    Raises:
+        ValueError: neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)} is not True or False; use one of these")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str | None]) -> None:
+    """Check one of a few words.
+
+    Raises:
+        ValueError: none of them.
+    """
+    if not any(value is None if one is None else isinstance(value, str) and value == one for one in allowed):
+        words = ", ".join(map(str, allowed))
+        raise ValueError(f"{name}={shown(value)} is not known; use one of {words}")

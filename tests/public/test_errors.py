@@ -1,0 +1,273 @@
+"""Mistakes with knobs, files, folders and memory: each raises an error that names the cause and the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import inspect
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import prompt, tiny_model
+from transformers import PreTrainedModel
+
+import hf_offload
+from hf_offload import ConstantPredictor, HybridCache
+
+POLICIES: dict[str, Any] = {
+    cls.name: cls
+    for cls in (getattr(hf_offload, name) for name in hf_offload.__all__)
+    if isinstance(cls, type) and issubclass(cls, hf_offload.Policy) and cls is not hf_offload.Policy
+}
+OTHERS = {"model", "policy", "knobs", "self"}
+CACHE_KNOBS = [name for name in inspect.signature(HybridCache.__init__).parameters if name not in OTHERS]
+KNOBS = [("full", name) for name in CACHE_KNOBS] + [
+    (policy, field.name) for policy, cls in POLICIES.items() for field in dataclasses.fields(cls) if field.init
+]
+NEVER: dict[str, Any] = {
+    "nan": math.nan, "-inf": -math.inf, "-1": -1, "2.5": 2.5, "text": "abc", "bytes": b"abc", "list": [1.5],
+    "dict": {"a": 1}, "object": object(), "tensor": torch.ones(3), "10**30": 10**30, "10**5000": 10**5000,
+    "inf": math.inf,
+}  # fmt: skip
+"""What no knob may be but those that follow."""
+MEANT: dict[tuple[str, str], set[str]] = {
+    ("full", "timeout"): {"2.5"},
+    ("hgca", "beta"): {"2.5"},
+    ("infinigen", "alpha"): {"2.5", "inf"},
+    ("fluxion", "predictor"): {"text"},  # a path
+}
+LARGEST = 2**31 - 1
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+def make(model: PreTrainedModel, policy: str, **knobs: Any) -> HybridCache:
+    if policy == "fluxion":
+        knobs = {"predictor": ConstantPredictor(), **knobs}
+    if "device_budget" in knobs:
+        knobs = {"tier": "split", **knobs}
+    return HybridCache(model, policy, **knobs)
+
+
+def default_of(policy: str, knob: str) -> Any:
+    if (policy, knob) in KNOBS and knob in CACHE_KNOBS and policy == "full":
+        return inspect.signature(HybridCache.__init__).parameters[knob].default
+    return next(field.default for field in dataclasses.fields(POLICIES[policy]) if field.name == knob)
+
+
+# --- knobs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "knob"), KNOBS)
+def test_a_wrong_value_is_refused_by_name(llama: PreTrainedModel, policy: str, knob: str) -> None:
+    wrong = {name: value for name, value in NEVER.items() if name not in MEANT.get((policy, knob), ())}
+    wrong["a switch or none"] = 1 if isinstance(default_of(policy, knob), bool) else True
+    for value in wrong.values():
+        with pytest.raises(ValueError, match=rf"{knob}=.*; .+") as caught:
+            make(llama, policy, **{knob: value})
+        assert len(str(caught.value)) < 500
+
+
+def test_the_message_says_what_is_allowed(llama: PreTrainedModel) -> None:
+    for policy, knobs, message in (
+        ("scout", {"budget": 10**30}, "budget=1000000000000000000000000000000 is too large for a number of tokens; use "
+         "an integer of at most 2147483647"),
+        ("scout", {"recall": 10**30}, r"is too large for a number of steps; .* at most 2147483647 \(0: no recall\)"),
+        ("h2o", {"prompt_queries": 10**20}, "prompt_queries=100000000000000000000 is too large"),
+        ("full", {"threads": 100_000}, "threads=100000 is too large for a number of threads; .* at most 512"),
+        ("full", {"timeout": 0}, "timeout=0 is not a time in seconds; use a number above 0 and of at most 1000000"),
+        ("full", {"prefill_tile": 8}, r"prefill_tile=8 is not .* at least 32 \(a block\)"),
+        ("full", {"host_dtype": "int4"}, "host_dtype='int4' is not supported; use \"int8\", or None"),
+        ("quest", {"join": "sum"}, "join='sum' is not known; use one of max, mean, raw"),
+        ("fixed_hybrid", {"sinks": LARGEST}, "more than 1024; lower sinks or recent"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            make(llama, policy, **knobs)
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize(
+    ("policy", "knobs"),
+    [
+        ("scout", {"budget": LARGEST, "place_queries": LARGEST, "recall": LARGEST}),
+        ("quest", {"budget": LARGEST}),
+        ("window", {"budget": LARGEST}),
+        ("full", {"prefill_tile": LARGEST, "timeout": 1e6}),
+        ("h2o", {"prompt_queries": LARGEST, "heavy": 1, "recent": 1}),
+        ("hgca", {"append_queries": LARGEST, "append_run": LARGEST, "prompt_queries": LARGEST, "sinks": LARGEST}),
+        ("infinigen", {"prompt_queries": LARGEST, "alpha": math.inf, "share": 1}),
+    ],
+)
+def test_the_largest_values_serve(llama: PreTrainedModel, policy: str, knobs: dict[str, Any], tier: str) -> None:
+    """Who wants everything writes a number that no context reaches."""
+    ids, mask = prompt(1, 80)
+    options = {**knobs, "tier": tier, "threads": 2}
+    with torch.no_grad():
+        logits = []
+        for cache in (HybridCache(llama, "full", tier=tier), HybridCache(llama, policy, **options)):
+            llama(ids[:, :70], attention_mask=mask[:, :70], past_key_values=cache)
+            logits.append([llama(ids[:, [t]], past_key_values=cache).logits for t in range(70, 80)])
+    for want, got in zip(*logits, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("text", ["abc", "nan", "-1", "inf", "1e9"])
+def test_an_environment_variable_is_named(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("HF_OFFLOAD_DELAY_MS", text)
+    with pytest.raises(ValueError, match=r"HF_OFFLOAD_DELAY_MS=.* is not a number of milliseconds; unset"):
+        HybridCache(llama)
+
+
+# --- files that are given ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"intervals": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "[" * 100_000,
+        '{"intervals": [1, true]}',
+        f'{{"intervals": [{10**30}]}}',
+        '{"intervals": ["1"]}',
+        "\0",
+    ],
+    ids=["nested", "open", "switch", "huge", "text", "zero"],
+)
+def test_a_profile_that_is_none(llama: PreTrainedModel, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"recall=.*profile\.json' is not a profile .*; write it again") as caught:
+        HybridCache(llama, "scout", recall=file)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_predictor_that_is_none(llama: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello, this is no predictor at all")
+    save_file({"x": torch.zeros(1)}, tmp_path / "weights")
+    save_file({"x": torch.zeros(1)}, tmp_path / "nested", {"about": "[" * 100_000})
+    save_file({"x": torch.zeros(1)}, tmp_path / "older", {"about": '{"format": 3}'})
+    for name in ("text", "weights", "nested", "older"):
+        with pytest.raises(
+            ValueError, match=rf"{name} is no predictor.*; train it again with `hf-offload train-fluxio"
+        ):
+            HybridCache(llama, "fluxion", predictor=tmp_path / name)
+    with pytest.raises(ValueError, match=r"is a folder; name the file in it, such as .*predictor\.safetensors"):
+        HybridCache(llama, "fluxion", predictor=tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"predictor='.*none': there is no such file; train it"):
+        HybridCache(llama, "fluxion", predictor=tmp_path / "none")
+    for wrong in (3, ConstantPredictor, {"colour": 1}):
+        with pytest.raises(ValueError, match=r"predictor=.*; "):
+            HybridCache(llama, "fluxion", predictor=wrong)
+
+
+@pytest.mark.parametrize("knob", [field.name for field in dataclasses.fields(ConstantPredictor)])
+def test_a_constant_predictor_checks_its_values(knob: str) -> None:
+    for name in ("nan", "text", "object", "10**30", "-inf"):
+        with pytest.raises(ValueError, match=rf"{knob}=.*; use"):
+            ConstantPredictor(**{knob: NEVER[name]})
+    for knob in ("sinks", "local"):
+        with pytest.raises(ValueError, match=f"{knob}=-16 is not a number of tokens; use an integer of at least 0"):
+            ConstantPredictor(**{knob: -16})
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_infinigen_says_that_queries_are_not_finite(llama: PreTrainedModel) -> None:
+    ids, _ = prompt(1, 40)
+    embeds = llama.get_input_embeddings()(ids).detach().clone()
+    embeds[0, 30] = math.nan
+    cache = HybridCache(llama, "infinigen")
+    with torch.no_grad():
+        llama(inputs_embeds=embeds, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"queries of layer . are not finite .* check the model's input"):
+            llama(ids[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 40
+
+
+# --- saved caches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def filled(llama: PreTrainedModel) -> HybridCache:
+    cache = HybridCache(llama, "full", block_size=16)
+    with torch.no_grad():
+        llama(prompt(2, 900)[0], past_key_values=cache)
+    return cache
+
+
+def test_a_link_is_followed(llama: PreTrainedModel, filled: HybridCache, tmp_path: Path) -> None:
+    for target in (tmp_path / "disk" / "cache", tmp_path / "other" / "cache"):
+        link = tmp_path / f"link to {target.parent.name}"
+        if target.parent.name == "disk":  # one that dangles, and one to a folder
+            target.mkdir(parents=True)
+        link.symlink_to(target)
+        for _ in range(2):
+            filled.save(link)
+            assert link.readlink() == target
+            assert os.listdir(target.parent) == ["cache"]
+            assert HybridCache.load(link, llama).get_seq_length() == 900
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link to disk", "link to other", "other"]
+
+
+def test_links_that_lead_nowhere_or_to_something_else(filled: HybridCache, tmp_path: Path) -> None:
+    (tmp_path / "letter").write_text("dear")
+    (tmp_path / "link").symlink_to(tmp_path / "letter")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ValueError, match=r"letter is there and is no saved cache; name a folder of its own"):
+        filled.save(tmp_path / "link")
+    with pytest.raises(ValueError, match=r"loop is a link that leads back to itself.*; name another folder"):
+        filled.save(tmp_path / "loop")
+    assert sorted(os.listdir(tmp_path)) == before
+    assert (tmp_path / "letter").read_text() == "dear"
+
+
+def test_a_full_disk_is_named(
+    llama: PreTrainedModel, filled: HybridCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    HybridCache(llama, "full").save(tmp_path / "cache")
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device\); free space .* is unchanged: '.*/cache'") as caught:
+        filled.save(tmp_path / "cache")
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == ["cache"]
+    assert HybridCache.load(tmp_path / "cache", llama).get_seq_length() == 0
+
+
+def test_a_folder_below_a_file_is_named(filled: HybridCache, tmp_path: Path) -> None:
+    (tmp_path / "letter").write_text("dear")
+    with pytest.raises(OSError, match=r"the cache was not saved .*; name a folder that can be written.*letter/cache'"):
+        filled.save(tmp_path / "letter" / "cache")
+    assert (tmp_path / "letter").read_text() == "dear"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds the address space of a process")
+def test_loading_without_memory(llama: PreTrainedModel, filled: HybridCache, tmp_path: Path) -> None:
+    import resource
+
+    filled.save(tmp_path / "cache")
+    HybridCache.load(tmp_path / "cache", llama)  # whatever is imported at the first time
+    status = Path("/proc/self/status").read_text()
+    used = int(status.partition("VmSize:")[2].split()[0]) * 1024
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limits[1]))  # the file of the blocks is larger
+    try:
+        with pytest.raises(MemoryError, match=r"no host memory left for a saved cache.*; a shorter context"):
+            HybridCache.load(tmp_path / "cache", llama)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert HybridCache.load(tmp_path / "cache", llama).get_seq_length() == 900
