@@ -205,7 +205,7 @@ def test_a_loaded_cache_shows_it_when_it_is_told_to(bars, model, tmp_path):
 
 @pytest.mark.parametrize("value", ["False", 1, None])
 def test_only_true_and_false_are_taken(model, value):
-    with pytest.raises(TypeError, match=r"progress=.* True or False"):
+    with pytest.raises(ValueError, match=r"progress=.* True or False"):
         hf_offload.HybridCache(model, progress=value)
 
 
