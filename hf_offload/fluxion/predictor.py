@@ -315,11 +315,11 @@ def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch
             f"predictor={os.fspath(path)!r} is a folder; name the file in it, such as "
             f"{os.fspath(Path(path) / 'predictor.safetensors')!r}"
         )
-    return _read(str(path), stamp.st_mtime_ns, stamp.st_size)
+    return _read(str(path), (stamp.st_ino, stamp.st_mtime_ns, stamp.st_size))
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path: str, changed: int, size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """`_file`, read once as long as the file is the same."""
     try:
         tensors = load_file(path)

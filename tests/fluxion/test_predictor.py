@@ -190,11 +190,11 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_whole(tmp_path: Path) -> None:
     """Its checksum agrees, but what was written never served."""
-    path, model = tmp_path / "predictor.safetensors", identity()
+    whole, model = tmp_path / "predictor.safetensors", identity()
+    save_predictors(whole, model, {0.1: made()}, {})
 
-    def write(change: dict[str, Any], tensor: str = "", value: torch.Tensor | None = None) -> None:
-        save_predictors(path, model, {0.1: made()}, {})
-        about, tensors = read_about(path) | change, load_file(path)
+    def write(path: Path, change: dict[str, Any], tensor: str = "", value: torch.Tensor | None = None) -> None:
+        about, tensors = read_about(whole) | change, load_file(whole)
         about = {name: value for name, value in about.items() if value is not None}
         if tensor:
             del tensors[tensor]
@@ -203,7 +203,7 @@ def test_a_file_that_is_not_whole(tmp_path: Path) -> None:
         write_whole(path, tensors, about)
 
     nan = torch.full((312,), torch.nan)
-    for change, message in (
+    cases: list[tuple[tuple[Any, ...], str]] = [
         (({}, "0.1/first.bias"), r"is not a whole predictor.*Missing key"),
         (({}, "0.1/first.bias", torch.zeros(3)), r"is not a whole predictor.*size mismatch"),
         (({}, "0.1/first.bias", nan), r"values that are not finite \(first\.bias\): its training failed"),
@@ -212,8 +212,10 @@ def test_a_file_that_is_not_whole(tmp_path: Path) -> None:
         (({"digest": "mean"},), "is not a whole predictor: digest='mean' is not known"),
         (({"predictors": {"0.1": {"streaming_at": 2}}},), "is not a whole predictor: streaming_at=2"),
         (({"model": None, "sinks": None},), "is not a whole predictor: it says nothing of model, sinks"),
-    ):
-        write(*change)
+    ]
+    for number, (change, message) in enumerate(cases):
+        path = tmp_path / f"{number}.safetensors"
+        write(path, *change)
         with pytest.raises(ValueError, match=rf"(?s){message}.*train it a") as caught:
             HeadPredictor.load(path, model)
         assert str(path) in str(caught.value)
