@@ -13,14 +13,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TESTS ?=
 CHECK ?=
 
-# OpenMP's threads spin while they wait, which stalls everything once another program wants one of the cores.
-export OMP_WAIT_POLICY ?= passive
-
 .PHONY: demo test docs gpu-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/quickstart.py
 
+# OpenMP's threads spin while they wait, which stalls processes that share the cores: pytest starts one for each.
+test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,6 +29,18 @@ KINDS = ("prose", "documentation", "code")
 
 QUESTION = "What is the secret number of the lighthouse keeper? Answer with the number only."
 """What is asked for a hidden number."""
+
+SMOLLM2: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+"""Sizes of SmolLM2-135M-Instruct: reading them from its GGUF file takes seconds, for the vocabulary is unpacked first."""
 
 _NEEDLE = "The secret number of the lighthouse keeper is {number}. Remember it: the secret number is {number}."
 _FRAME_TOKENS = 90  # room for the needle, the question and the chat template
@@ -91,15 +104,11 @@ def load_config(name: str | None = None) -> PreTrainedConfig:
     """Load a model's config and nothing else.
 
     Args:
-        name: as for `load_demo_model`.
-
-    Raises:
-        FileNotFoundError: `name` is None and the wheel is not installed.
+        name: as for `load_demo_model`; the wheel need not be installed.
     """
     if name is not None:
         return cast(PreTrainedConfig, AutoConfig.from_pretrained(name))
-    file = find_smollm2()
-    return cast(PreTrainedConfig, AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name))
+    return LlamaConfig(**SMOLLM2)
 
 
 @cache

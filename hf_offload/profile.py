@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from hf_offload.cache.budget import resident_tokens

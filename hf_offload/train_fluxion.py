@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState  # type: ignore[import-untyped]
 from safetensors.torch import load_file
 from torch import nn
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload.attention.hooks import find_layers

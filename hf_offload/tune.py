@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import Cache, PreTrainedModel
 
 from hf_offload.attention.spread import on_device
@@ -215,10 +215,19 @@ def tune(
     ladders = LADDERS if predictor is None else LADDERS | {"fluxion": _by_deviation(predictor)}
     stretches = cut(ids, tokens + steps, windows)
     others = [] if held_out is None else cut(held_out, tokens + steps, windows)
-    with tqdm(disable=not progress, desc="full attention", unit=" settings") as bar:
-        readings = [read(model, stretch.to(model.device), steps) for stretch in stretches]
+    two = tier == "split" or (tier is None and on_device(model))
+    with tqdm(total=_most_work(ladders, windows, len(others)), disable=not progress) as bar:
+
+        def read_all(parts: list[torch.Tensor], name: str) -> list[Reading]:
+            read_so_far = []
+            for number, part in enumerate(parts, 1):
+                bar.set_description(f"{name}, window {number} of {len(parts)}")
+                read_so_far.append(read(model, part.to(model.device), steps))
+                bar.update()
+            return read_so_far
+
+        readings = read_all(stretches, "full attention")
         found = Tuning(target, _stock_seconds(model, readings[0]))
-        two = tier == "split" or (tier is None and on_device(model))
         memory = {} if tier is None else {"tier": tier}
 
         def attempt(policy: str, options: dict[str, Any]) -> Trial:
@@ -243,11 +252,20 @@ def tune(
                 attempt(best.policy, {name: value for name, value in options.items() if name != "tier"})
         bar.set_description("times, in turns")
         _time(model, found, readings[0])
+        bar.update()
         if others:
-            bar.set_description("the text held out")
-            readings = [read(model, stretch.to(model.device), steps) for stretch in others]
+            readings = read_all(others, "held-out text")
             found.held_out = _trial(model, found.chosen.policy, found.chosen.options, readings)
+            bar.update()
+        bar.total = bar.n  # fewer settings than the most
     return found
+
+
+def _most_work(ladders: dict[str, tuple[dict[str, Any], ...]], windows: int, held_out: int) -> int:
+    """Steps of the progress bar at most: windows that are read, settings, and the comparison of times."""
+    settings = 1 + sum(len(ladder).bit_length() for ladder in ladders.values())
+    variants = len(BLOCK_SIZES) - 1 + len(RECALLS) - 1
+    return windows + settings + variants + 1 + (held_out + 1 if held_out else 0)
 
 
 def cut(ids: torch.Tensor, length: int, windows: int) -> list[torch.Tensor]:

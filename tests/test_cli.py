@@ -1,9 +1,12 @@
-"""The command line: a profile is written and used, and wrong options are told with a remedy."""
+"""The command line: help without waiting, a profile that is written and used, mistakes in one line."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from tiny import tiny_model
 from typer.testing import CliRunner
 
 from hf_offload import HybridCache, assets
-from hf_offload.cli import app
+from hf_offload_cli import app
 
 OPTIONS = {
     "--tokens": "400", "--steps": "10", "--windows": "2", "--budget": "224", "--resident": "256", "--threshold": "0.2",
@@ -129,7 +132,177 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "is not installed: run" in said
 
 
-def test_help_names_defaults() -> None:
-    result = CliRunner().invoke(app, ["profile", "--help"], env={"COLUMNS": "140", "NO_COLOR": "1"})
+COMMANDS = ("plan", "tune", "profile", "train-fluxion")
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+    lines = result.output.splitlines()
     assert result.exit_code == 0
-    assert "SmolLM2-135M-Instruct" in result.output
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert lines[-2].strip() == "Example:" or lines[-3].strip() == "Example:"
+    assert f"hf-offload {command or 'plan'} " in result.output
+    assert command in ("", "plan") or "(SmolLM2-135M-Instruct)" in result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_name_options_that_exist(command: str) -> None:
+    said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
+    options, _, example = said.partition("Example:")
+    named = re.findall(r"--[a-z-]+", example)
+    assert named
+    assert not [name for name in named if f"  {name} " not in options]
+
+
+def test_help_imports_no_torch() -> None:
+    """A process of its own, for this one has torch already."""
+    code = """
+import contextlib, sys
+from hf_offload_cli import app
+for words in (["--help"], ["--version"], *([name, "--help"] for name in %r), ["plan", "--batch", "many"]):
+    with contextlib.suppress(SystemExit):
+        app(words)
+assert not {"torch", "transformers", "hf_offload"} & sys.modules.keys()
+print("nothing imported")
+"""
+    done = subprocess.run([sys.executable, "-c", code % (COMMANDS,)], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("nothing imported\n")
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == importlib.metadata.version("hf-offload")
+
+
+def mistake(*words: str) -> str:
+    """What a command says on stderr of a mistake: one line, exit code 2, nothing on stdout."""
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    # Before that one, a command that takes long says what it loads.
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("Error: ")
+    return last
+
+
+@pytest.mark.parametrize("command", ["plan", "tune", "profile", "train-fluxion --out out"])
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            OSError("We couldn't connect to the hub.\nCheck your connection."),
+            "connect to the hub. Check your connection",
+        ),
+        (ValueError("The checkpoint has model type `nope`."), "model type `nope`"),
+        (ImportError("needs a package:\n    pip install sentencepiece"), "pip install sentencepiece"),
+        (KeyError("qwen9"), "qwen9"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_model_that_cannot_be_loaded(
+    command: str, raised: Exception, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise raised
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(assets, "load_demo_model", fail)
+    monkeypatch.setattr(assets, "load_config", fail)
+    monkeypatch.setattr(assets, "demo_text", lambda kind: "text")
+    told = mistake(*command.split(), "--model", "nobody/nothing")
+    assert "model='nobody/nothing' cannot be loaded: " in told
+    assert said in told
+
+
+def test_the_hub_is_not_reached(tmp_path: Path) -> None:
+    assert "model='nobody/nothing' cannot be loaded: " in mistake("plan", "--model", "nobody/nothing")
+    assert f"model='{tmp_path}' cannot be loaded: " in mistake("plan", "--model", str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    assert f"model='{tmp_path}' cannot be loaded: " in mistake("plan", "--model", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan", "--policy", "sprase"), "policy='sprase' is unknown; use one of "),
+        (("plan", "--policy", "scout:bugdet=5"), "bugdet: not a knob of policy 'scout'"),
+        (("plan", "--policy", "scout:budget=much"), "budget='much'"),
+        (("plan", "--context", "32m"), "context='32m' is not a number of tokens"),
+        (("plan", "--device-memory", "much"), "device-memory='much' is not an amount"),
+        (("plan", "--dtype", "int3"), "dtype='int3' is not known; use one of auto, "),
+        (("tune", "--target-kl", "0"), "target_kl=0.0 is not a divergence"),
+        (("tune", "--tier", "three"), "tier='three'"),
+        (("train-fluxion", "--out", ".", "--tau", "3"), "tau=[3.0] are no deviations"),
+        (("train-fluxion", "--out", ".", "--epochs", "0"), "epochs=0 leaves nothing to fit with"),
+        (("plan", "--polcy", "full"), "No such option: --polcy"),
+        (("profile", "--tokens", "many"), "Invalid value for '--tokens'"),
+        (("tune", "--predictor", "none.safetensors"), "none.safetensors"),
+        (("tune", "--text", "."), "Invalid value for '--text'"),
+        (("train-fluxion",), "Missing option '--out'"),
+        (("plna",), "No such command 'plna'"),
+    ],
+)
+def test_mistakes(words: tuple[str, ...], said: str) -> None:
+    assert said in mistake(*words)
+
+
+@pytest.mark.parametrize("command", ["tune", "profile", "train-fluxion"])
+def test_texts_that_cannot_be_read(
+    command: str, tmp_path: Path, loads: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = ("--out", str(tmp_path / "out")) if command != "tune" else ()
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("Der Schlüssel".encode("latin-1"))
+    assert "is not UTF-8" in mistake(command, *out, "--text", str(latin))
+
+    def refuse(self: Path, *args: Any, **options: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert "Permission denied" in mistake(command, *out, "--text", str(latin))
+    assert not loads
+
+
+def test_outputs_that_cannot_be_written(
+    tmp_path: Path, loads: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert "is a file" in mistake("train-fluxion", "--out", str(tmp_path / "file"))
+    assert str(tmp_path / "file") in mistake("train-fluxion", "--out", str(tmp_path / "file" / "folder"))
+
+    def refuse(**options: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(options["dir"]))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    for words in (("profile", "--out", str(tmp_path / "p.json")), ("train-fluxion", "--out", str(tmp_path / "out"))):
+        assert "Permission denied" in mistake(*words)
+    assert not loads
+
+
+@pytest.mark.parametrize("command", ["tune", "train-fluxion"])
+def test_a_text_that_is_too_short(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.")
+    monkeypatch.setattr(assets, "load_demo_model", lambda *args, **options: (tiny_model("llama"), tokenize))
+    out = ("--out", str(tmp_path / "out")) if command != "tune" else ()
+    assert re.search(r"text has 10 tokens", mistake(command, *out, "--text", str(short)))
+
+
+@pytest.mark.usefixtures("loads")
+def test_progress_goes_to_stderr(tmp_path: Path) -> None:
+    words = ["profile", "--out", str(tmp_path / "p.json"), *(word for pair in OPTIONS.items() for word in pair)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0
+    assert "loading SmolLM2-135M-Instruct" in result.stderr
+    assert "window 2 of 2: 100%" in result.stderr
+    assert "100%" not in result.stdout
+
+
+def test_a_launcher_finds_the_commands() -> None:
+    import hf_offload.cli
+
+    assert hf_offload.cli.app is app

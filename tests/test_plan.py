@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tiny import prompt, tiny_model
-from transformers import DeepseekV3Config, MambaConfig, PreTrainedConfig, T5Config
+from transformers import AutoConfig, DeepseekV3Config, MambaConfig, PreTrainedConfig, T5Config
 from typer.testing import CliRunner
 
 from hf_offload import HybridCache, assets
-from hf_offload.cli import app
 from hf_offload.fluxion.predictor import ConstantPredictor
 from hf_offload.plan import memory_of, most_rows, parse_setting, shape_of
+from hf_offload_cli import app
 
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -172,3 +172,13 @@ def test_a_schedule_needs_a_device() -> None:
     assert memory_of(shape, "fluxion", options, context=64, batch=1).device > 0
     with pytest.raises(ValueError, match="schedule='length' shares work with a device"):
         memory_of(shape, "fluxion", options, context=64, batch=1, two=False)
+
+
+def test_smollm2s_sizes_are_those_of_its_file() -> None:
+    try:
+        file = assets.find_smollm2()
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    read = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name).to_dict()
+    assert {name: read[name] for name in assets.SMOLLM2} == assets.SMOLLM2
+    assert shape_of(assets.load_config(), torch.float32).head_dim == read["head_dim"]

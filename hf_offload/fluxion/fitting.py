@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from hf_offload.fluxion.labels import FITS, GRANULARITIES
 from hf_offload.fluxion.predictor import HeadPredictor

@@ -1,0 +1,395 @@
+"""The command line `hf-offload`: `plan`, `tune`, `profile`, `train-fluxion`.
+
+It is a module beside the package because `import hf_offload` imports torch and Transformers, which takes seconds: help
+and wrong options must not wait for that. Each command imports what it runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hf_offload.profile import Profile
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SHOWN_STEPS = (1, 8, 32)
+UNREAD = 400_000
+"""Characters at the beginning of each text of Python's that are not trained on: evaluation scripts read there."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, rich_markup_mode=None)
+
+Model = Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="SmolLM2-135M-Instruct")]
+Dtype = Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}.")]
+Text = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="Text file, UTF-8.", show_default="Python's documentation"),
+]
+
+
+def _example(*lines: str) -> str:
+    """The end of a help page; `\\b` keeps the lines as they are."""
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(importlib.metadata.version("hf-offload"))
+        raise typer.Exit
+
+
+@app.callback(epilog=_example("hf-offload plan --context 128k --policy scout --device-memory 24GiB"))
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    """Tools for hf_offload, the KV cache with a few blocks on the device and the rest in host memory."""
+
+
+@app.command(
+    short_help="Measure each layer's recall interval for policy scout.",
+    epilog=_example("hf-offload profile --model Qwen/Qwen3-4B --text book.txt --out profile.json"),
+)
+def profile(
+    model: Model = None,
+    text: Text = None,
+    tokens: Annotated[int, typer.Option(help="Prompt tokens of a window.")] = 4096,
+    steps: Annotated[int, typer.Option(help="Decoded tokens of a window: the longest interval.")] = 64,
+    windows: Annotated[int, typer.Option(help="Windows of the text.")] = 3,
+    budget: Annotated[int, typer.Option(help="Tokens that a step attends.")] = 2048,
+    resident: Annotated[int | None, typer.Option(help="Tokens on the device.", show_default="budget")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 32,
+    threshold: Annotated[float, typer.Option(help="Share of the budget that the CPU may attend, 0 to 1.")] = 0.12,
+    dtype: Dtype = "auto",
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Profile to write.")] = Path("profile.json"),
+) -> None:
+    """Measure for each layer how many decode steps it can go between two recalls.
+
+    The file goes into HybridCache(model, "scout", recall=FILE).
+    """
+    with _mistakes():
+        _check_dtype(dtype)
+        if not out.parent.is_dir():
+            raise ValueError(f"out={str(out)!r} lies in a folder that does not exist; make it first")
+        _check_writable(out.parent)
+        from hf_offload.profile import check_profiling, profile_intervals
+
+        check_profiling(
+            tokens=tokens, steps=steps, windows=windows, resident=resident, block_size=block_size, budget=budget,
+            threshold=threshold,
+        )  # fmt: skip
+        content = _text(text)
+        language_model, tokenizer = _load(model, dtype, attn_implementation="hybrid_sparse")
+        found = profile_intervals(
+            language_model, _ids(tokenizer, content), tokens=tokens, steps=steps, windows=windows, resident=resident,
+            block_size=block_size, progress=True, budget=budget, threshold=threshold,
+        )  # fmt: skip
+        found.write(out)
+    _print(profile_table(found))
+    typer.echo(f"wrote {out}; use it with\n\n    {usage(found, out)}\n")
+
+
+@app.command(
+    short_help="Compute the memory that caches take, from a config.",
+    epilog=_example(
+        "hf-offload plan --model Qwen/Qwen3-4B --context 128k --batch 4 \\",
+        "    --policy full --policy scout:budget=1024 --device-memory 24GiB",
+    ),
+)
+def plan(
+    model: Model = None,
+    context: Annotated[str, typer.Option(help="Tokens of a row; 1k is 1,024.")] = "32k",
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="A policy, as scout:budget=1024; repeatable.", show_default="all")
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Show what fits into it, as 24GiB.")] = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Compute the device and host memory that caches take, from the model's config alone."""
+    with _mistakes():
+        _check_dtype(dtype)
+        with _no_garbage_collection():
+            import torch
+
+            from hf_offload import assets
+            from hf_offload.cache.budget import parse_bytes
+            from hf_offload.plan import DEFAULTS, parse_setting, parse_tokens, plan_table, shape_of
+
+        tokens = parse_tokens(context)
+        device = None if device_memory is None else parse_bytes("device-memory", device_memory)
+        settings = [parse_setting(text) for text in policy or DEFAULTS]
+        with _loading(model):
+            config = assets.load_config(model)
+        kept = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+        table = plan_table(shape_of(config, kept), settings, context=tokens, batch=batch, device=device)
+    _print(table)
+    typer.echo("The model's activations and the runtime's own memory come on top.")
+
+
+@app.command(
+    short_help="Find the fastest setting near full attention.",
+    epilog=_example("hf-offload tune --model Qwen/Qwen3-4B --text book.txt --target-kl 0.01"),
+)
+def tune(
+    model: Model = None,
+    text: Text = None,
+    target_kl: Annotated[float, typer.Option(help="KL to full attention, nats a token.")] = 0.02,
+    tokens: Annotated[int, typer.Option(help="Context tokens of a window.")] = 4096,
+    steps: Annotated[int, typer.Option(help="Decoded tokens of a window.")] = 64,
+    windows: Annotated[int, typer.Option(help="Windows of the text.")] = 2,
+    tier: Annotated[str | None, typer.Option(help="Memories: one, or split.", show_default="by device")] = None,
+    predictor: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File of train-fluxion: try fluxion, too.")
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text file to check the chosen setting on.")
+    ] = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Find the fastest policy, budget, block size and recall whose output stays near full attention on a text."""
+    with _mistakes():
+        _check_dtype(dtype)
+        from hf_offload.tune import check_tuning
+        from hf_offload.tune import tune as find_setting
+
+        check_tuning(target_kl, tokens=tokens, steps=steps, windows=windows, tier=tier)
+        content = _text(text)
+        other = None if held_out is None else _read("held_out", held_out)
+        language_model, tokenizer = _load(model, dtype, attn_implementation="hybrid_sparse")
+        found = find_setting(
+            language_model, _ids(tokenizer, content), target_kl, tokens=tokens, steps=steps, windows=windows, tier=tier,
+            predictor=predictor, held_out=None if other is None else _ids(tokenizer, other), progress=True,
+        )  # fmt: skip
+    _print(found.table())
+    typer.echo(f"{found.why}\n\n    {found.chosen.line}\n")
+
+
+@app.command(
+    short_help="Train the predictor of policy fluxion.",
+    epilog=_example("hf-offload train-fluxion --model Qwen/Qwen3-4B --text book.txt --out fluxion"),
+)
+def train_fluxion(
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for samples and predictor.")],
+    model: Model = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Text file, UTF-8; repeatable.", show_default="Python's own"),
+    ] = None,
+    tau: Annotated[list[float] | None, typer.Option(help="Deviation; repeatable.", show_default="0.1")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 8192,
+    windows: Annotated[int, typer.Option(help="Most windows of a text.")] = 4,
+    asked: Annotated[int, typer.Option(min=0, help="Windows read again with facts hidden and asked for.")] = 4,
+    interval: Annotated[int, typer.Option(help="Tokens between two sampled prompt lengths.")] = 1024,
+    steps: Annotated[int, typer.Option(help="Decode steps sampled in each interval.")] = 8,
+    digest: Annotated[str, typer.Option(help="Block digest: submean or quest.")] = "submean",
+    epochs: Annotated[int, typer.Option(help="Most passes over the samples.")] = 30,
+    under: Annotated[float, typer.Option(help="Weight of budgets predicted too low, against too high.")] = 1.0,
+    streaming_at: Annotated[float, typer.Option(help="Probability from which a head is a streaming head.")] = 0.9,
+    fit: Annotated[str, typer.Option(help="Block sizes the budget line is fitted to: online or paper.")] = "online",
+    dtype: Dtype = "auto",
+) -> None:
+    """Train the predictor of policy fluxion; the same command continues a run that was stopped.
+
+    The file goes into HybridCache(model, "fluxion", predictor=FILE).
+    """
+    with _mistakes():
+        _check_dtype(dtype)
+        from hf_offload import assets
+        from hf_offload.fluxion.fitting import Fitting
+        from hf_offload.fluxion.samples import Sampling
+        from hf_offload.train_fluxion import PREDICTOR, REPORT, ask_again, check_sampling, collect, cut_windows, train
+
+        sampling = Sampling(interval=interval, steps=steps, taus=tuple(sorted(tau or [0.1])), digest=digest)
+        check_sampling(sampling, context)
+        fitting = Fitting(epochs=epochs, under=under, streaming_at=streaming_at, fit=fit)
+        contents = [_read("text", path) for path in text or []]
+        out.mkdir(parents=True, exist_ok=True)
+        _check_writable(out)
+        contents = contents or [assets.demo_text(kind)[UNREAD:] for kind in assets.KINDS]
+        language_model, tokenizer = _load(model, dtype)
+        ids = [tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"] for content in contents]
+        cut = ask_again(cut_windows(ids, context, windows), asked, tokenizer, sampling)
+        collect(language_model, cut, sampling, out, progress=True)
+        report = train(language_model, cut, sampling, fitting, out, progress=True)
+    if report is not None:
+        _print(quality_table(report))
+        typer.echo(f"wrote {out / PREDICTOR} and {out / REPORT}")
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """Report what a user can mend as one line on stderr, and end with exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, MemoryError) as error:
+        typer.echo(f"Error: {_line(error)}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _line(error: BaseException) -> str:
+    """The message of an error in one line; its type where there is none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def _loading(model: str | None) -> Iterator[None]:
+    """Name the model in errors of Transformers; what a missing package or a damaged folder raises is one of them.
+
+    Raises:
+        ValueError: the model cannot be loaded.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        if model is None:  # the wheel is not installed; the message has the command
+            raise
+        raise ValueError(f"model={model!r} cannot be loaded: {_line(error)}") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ValueError(f"model={model or 'SmolLM2-135M-Instruct'!r} cannot be loaded: {_line(error)}") from error
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Import faster: modules are not garbage, and looking for some takes a sixth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
+
+
+def _check_writable(folder: Path) -> None:
+    """Find out before hours of work whether files can be written.
+
+    Raises:
+        OSError: they cannot.
+    """
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _load(model: str | None, dtype: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and its tokenizer.
+
+    Raises:
+        ValueError, FileNotFoundError: the model cannot be loaded.
+    """
+    import torch
+
+    from hf_offload import assets
+
+    typer.echo(f"loading {model or 'SmolLM2-135M-Instruct'} …", err=True)
+    with _loading(model):
+        return assets.load_demo_model(model, dtype="auto" if dtype == "auto" else getattr(torch, dtype), **options)
+
+
+def _text(path: Path | None) -> str:
+    """The text that an option names, or Python's documentation."""
+    from hf_offload import assets
+
+    return assets.demo_text("documentation") if path is None else _read("text", path)
+
+
+def _read(option: str, path: Path) -> str:
+    """A text file that an option names.
+
+    Raises:
+        ValueError: it is not UTF-8.
+        OSError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option}={str(path)!r} is not UTF-8 ({error}); convert it first") from error
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """Token ids `[1, N]` of a text, nothing added."""
+    import torch
+
+    return torch.tensor([tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]])
+
+
+def _print(table: Table) -> None:
+    """Print a table on stdout."""
+    from rich.console import Console
+
+    # A file or a pipe has no width of its own.
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def quality_table(report: dict[str, Any]) -> Table:
+    """What a training reports, a row for each τ."""
+    from rich.table import Table
+
+    table = Table(title=f"{report['held_out']:,} held-out samples; budgets at blocks of 32 tokens, in % of the host's")
+    titles = (
+        "τ",
+        "R² bgt₀",
+        "R² k",
+        "streaming",
+        "precision",
+        "recall",
+        "needed",
+        "predicted",
+        "too little",
+        "too much",
+    )
+    for title in titles:
+        table.add_column(title, justify="right")
+    for tau, found in report["quality"].items():
+        rates = ("r2_budget0", "r2_slope", "streaming_share", "streaming_precision", "streaming_recall")
+        budgets = (found["budgets"]["32"][name] for name in ("needed", "predicted", "too_little", "too_much"))
+        table.add_row(tau, *(f"{found[name]:.3f}" for name in rates), *(f"{100 * value:.2f}" for value in budgets))
+    return table
+
+
+def profile_table(found: Profile) -> Table:
+    """Interval and CPU ratio of each measured layer, and the mean over them."""
+    from rich.table import Table
+
+    at = [step for step in SHOWN_STEPS if step < found.steps] + [found.steps]
+    table = Table(title=f"steps between recalls, CPU ratio ≤ {found.threshold:g}")
+    for title in ("layer", "interval", *(f"ratio at {step}" for step in at)):
+        table.add_column(title, justify="right")
+    for layer in found.layers:
+        interval, ratios = found.intervals[layer], found.ratio_by_step[layer]
+        most = "≥ " if interval == found.steps and ratios[-1] <= found.threshold else ""
+        table.add_row(str(layer), f"{most}{interval}", *(f"{ratios[step - 1]:.3f}" for step in at))
+    count = len(found.layers)
+    means = [sum(found.ratio_by_step[layer][step - 1] for layer in found.layers) / count for step in at]
+    mean = sum(found.intervals[layer] for layer in found.layers) / count
+    table.add_section()
+    table.add_row("mean", f"{mean:.1f}", *(f"{value:.3f}" for value in means))
+    return table
+
+
+def usage(found: Profile, out: Path) -> str:
+    """The line of Python that makes a cache with these intervals."""
+    size = "" if found.block_size == 32 else f"block_size={found.block_size}, "
+    sizes = f"budget={found.budget}, resident={found.resident}, {size}"
+    return f'HybridCache(model, "scout", {sizes}recall={json.dumps(str(out))})'
+
+
+if __name__ == "__main__":
+    app()
