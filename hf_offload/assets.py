@@ -40,7 +40,7 @@ SMOLLM2: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-"""Sizes of SmolLM2-135M-Instruct: reading them from its GGUF file takes seconds, for the vocabulary is unpacked first."""
+"""Sizes of SmolLM2-135M-Instruct. Reading them from its GGUF file takes seconds: the vocabulary is unpacked first."""
 
 _NEEDLE = "The secret number of the lighthouse keeper is {number}. Remember it: the secret number is {number}."
 _FRAME_TOKENS = 90  # room for the needle, the question and the chat template
