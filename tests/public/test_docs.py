@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import inspect
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -71,12 +72,27 @@ PYTHON = [block for page in PAGES for block in blocks(page) if block.language ==
 CODE_PAGES = list(dict.fromkeys(block.page for block in PYTHON if not block.marked))
 
 
-@pytest.fixture
-def demo_model(
-    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[PreTrainedModel]:
-    """SmolLM2, which `load_demo_model` hands out without reading its file again, in an empty working directory."""
-    model, tokenizer = smollm2
+@pytest.fixture(scope="module")
+def few_layers(
+    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2 with 4 of its 30 layers: what it answers is of no interest, and blocks take a seventh of the time."""
+    whole, tokenizer = smollm2
+    config = copy.deepcopy(whole.config)
+    config.num_hidden_layers = 4
+    model = type(whole)(config).eval()
+    model.load_state_dict(whole.state_dict(), strict=False)
+    model.generation_config = copy.deepcopy(whole.generation_config)
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("size", ["few_layers", pytest.param("smollm2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("page", CODE_PAGES, ids=name_of)
+def test_blocks_run(
+    page: Path, size: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In their order and in one namespace, as a reader who copies them would; the model's file is read once."""
+    model, tokenizer = request.getfixturevalue(size)
 
     def load(
         name: str | None = None, *, attn_implementation: str = "sdpa", **_: Any
@@ -85,23 +101,19 @@ def demo_model(
         model.set_attn_implementation(attn_implementation)
         return model, tokenizer
 
+    module = ModuleType("__main__")  # dataclasses look their module up
     monkeypatch.setattr(hf_offload, "load_demo_model", load)
-    monkeypatch.chdir(tmp_path)
-    yield model
-    with contextlib.suppress(ValueError):  # no block has enabled it
-        hf_offload.disable(model)
-    model.set_attn_implementation("sdpa")
-
-
-@pytest.mark.parametrize("page", CODE_PAGES, ids=name_of)
-def test_blocks_run(page: Path, demo_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In their order and in one namespace, as a reader who copies them would."""
-    module = type(sys)("__main__")  # dataclasses look their module up
     monkeypatch.setitem(sys.modules, "__main__", module)
-    for block in blocks(page):
-        if block.language == "python" and not block.marked:
-            code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
-            exec(compile(code, str(page), "exec"), module.__dict__)
+    monkeypatch.chdir(tmp_path)
+    try:
+        for block in blocks(page):
+            if block.language == "python" and not block.marked:
+                code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+                exec(compile(code, str(page), "exec"), module.__dict__)
+    finally:
+        with contextlib.suppress(ValueError):  # no block has enabled it
+            hf_offload.disable(model)
+        model.set_attn_implementation("sdpa")
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{name_of(block.page)}:{block.line}")
