@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
@@ -33,44 +33,72 @@ class Changing(Cache):
         raise NotImplementedError
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens; work in flight ends first.
+        """Drop the last `-tokens_to_remove` tokens, at most all of them; work in flight ends first.
 
         Raises:
+            TypeError: no whole number.
             ValueError: the number is positive.
             RuntimeError: a sliding-window layer is past its window and does not record what it drops.
         """
+        try:
+            tokens = operator.index(tokens_to_remove)  # a tensor of one whole number, too
+        except (TypeError, ValueError):
+            raise TypeError(f"crop({tokens_to_remove!r}): use a whole number, -n to drop n tokens") from None
         with self.alone():
             hybrid = hybrid_layers(self)
-            past = min((layer.past for layer in hybrid), default=self.get_seq_length())
+            lengths = [layer.past for layer in hybrid] or [self.get_seq_length()]
+            tokens = max(tokens, -max(lengths))
             for layer in hybrid:
-                layer.prepare_crop(tokens_to_remove)
-            self._undo_to = past + int(tokens_to_remove)  # from here on an interruption is made up for by going on
+                layer.prepare_crop(tokens)
+            # From here on an interruption is made up for by going on.
+            self._undo_to = max(min(lengths) + tokens, 0)
             stock: list[Any] = [layer for layer in self.layers if not isinstance(layer, HybridLayer)]
             try:
                 for layer in stock:
-                    layer.crop(tokens_to_remove)
+                    layer.crop(tokens)
             except Exception:  # they refuse
                 self._undo_to = None
                 raise
             for layer in hybrid:
-                layer.crop(tokens_to_remove)
+                layer.crop(tokens)
             self._undo_to = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows for beam search; host KV is shared by reference, not copied."""
-        with self.alone(), self._rows("reorder_cache()", beam_idx):
-            super().reorder_cache(beam_idx)
+        """Reorder the rows for beam search; host KV is shared by reference, not copied.
+
+        Raises:
+            IndexError, TypeError, ValueError: as `batch_select_indices`; a mask is a TypeError.
+        """
+        with self.alone(), self._rows("reorder_cache()", beam_idx, (torch.int64, torch.int32)) as rows:
+            super().reorder_cache(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        rows = torch.arange(len(self.settings.padding.first)).repeat_interleave(repeats)
-        with self.alone(), self._rows("batch_repeat_interleave()", rows):
+        """Repeat every row `repeats` times.
+
+        Raises:
+            TypeError: no whole number.
+            ValueError: it is less than 1.
+        """
+        what = f"batch_repeat_interleave({repeats!r})"
+        try:
+            index = torch.arange(len(self.settings.padding.first)).repeat_interleave(repeats)
+        except TypeError:
+            raise TypeError(f"{what}: use a whole number") from None
+        except RuntimeError:
+            raise ValueError(f"{what}: use a whole number of at least 1") from None
+        with self.alone(), self._rows(what, index):
             super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows of an index."""
-        with self.alone(), self._rows("batch_select_indices()", indices):
-            super().batch_select_indices(indices)
+        """Keep the rows of an index: their numbers (negative ones count from the end), or a bool mask of all rows.
+
+        Raises:
+            IndexError: a number beyond the rows.
+            TypeError: neither int32 or int64 numbers nor a mask.
+            ValueError: a mask of another length, an index of another shape than `[rows]`, or one that keeps no row.
+        """
+        with self.alone(), self._rows("batch_select_indices()", indices) as rows:
+            super().batch_select_indices(rows)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -84,17 +112,40 @@ class Changing(Cache):
             self._turn.leave()
 
     @contextmanager
-    def _rows(self, what: str, index: torch.Tensor) -> Iterator[None]:
-        """What is inside keeps the rows of an index (numbers, or a bool mask) in every layer.
+    def _rows(
+        self, what: str, index: Any, dtypes: tuple[torch.dtype, ...] = (torch.int64, torch.int32, torch.bool)
+    ) -> Iterator[torch.LongTensor]:
+        """What is inside keeps the rows of an index in every layer; it gets their numbers `[rows]`, none negative.
 
         Raises:
-            IndexError: there are no such rows; nothing has happened.
+            IndexError, TypeError, ValueError: as `batch_select_indices`; nothing has happened.
         """
-        rows = index.detach().cpu().numpy()
-        rows, padding = np.flatnonzero(rows) if rows.dtype == bool else rows, self.settings.padding
-        count = len(padding.first)
-        if count and len(rows) and not -count <= rows.min() <= rows.max() < count:
-            raise IndexError(f"{what}: the cache holds rows 0 to {count - 1}, not {rows.tolist()}")
+        padding = self.settings.padding
+        rows = _row_numbers(what, index, len(padding.first), dtypes)
         with self._turn.changing(what):
-            yield
-            padding.select_rows(rows)
+            yield rows
+            padding.select_rows(rows.numpy())
+
+
+def _row_numbers(what: str, index: Any, count: int, dtypes: tuple[torch.dtype, ...]) -> Any:
+    """The rows of an index, of `count` rows, as int64 `[rows]` on the CPU; of an empty cache, whatever was given."""
+    try:
+        rows = torch.as_tensor(range(count)[index] if isinstance(index, slice) else index).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):  # text, None, lists of unequal lengths
+        raise TypeError(f"{what}: use row numbers or a bool mask, not {index!r}") from None
+    if rows.ndim != 1:
+        raise ValueError(f"{what}: use an index of shape [rows], not {list(rows.shape)}")
+    if len(rows) and rows.dtype not in dtypes:
+        raise TypeError(f"{what}: an index of dtype {rows.dtype}; use {', '.join(map(str, dtypes))}")
+    if rows.dtype == torch.bool:
+        if count and len(rows) != count:
+            raise ValueError(f"{what}: a mask of {len(rows)} rows, but the cache holds {count}")
+        rows = rows.nonzero().flatten()
+    rows = rows.to(torch.int64)
+    if not count:
+        return rows
+    if not len(rows):
+        raise ValueError(f"{what}: no row is left; call reset() to drop all of them")
+    if not -count <= int(rows.min()) <= int(rows.max()) < count:
+        raise IndexError(f"{what}: the cache holds rows 0 to {count - 1}, not {rows.tolist()}")
+    return rows % count

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_offload.attention.checks import check_model, inside
+from hf_offload.attention.checks import check_attention, check_model, inside
 from hf_offload.attention.function import NAME
 from hf_offload.attention.graphed import GraphedForward, graphed
 from hf_offload.hybrid_cache import HybridCache
@@ -40,6 +40,7 @@ class _CacheMaker:
     def bind(self, model: PreTrainedModel) -> None:
         """Take the place in a model."""
         self._model = weakref.ref(model)
+        self._layers = _layers(model)
         self.displaced = model.__dict__.get(_PREPARE)
         setattr(model, _PREPARE, self)
         self._graphed = graphed(model) if self.knobs.get("cuda_graph") else None
@@ -52,6 +53,8 @@ class _CacheMaker:
         before(generation_config, model_kwargs, *args, **kwargs)
         chosen = given is not None or generation_config.cache_implementation is not None
         if chosen or generation_config.use_cache is False:
+            return
+        if generation_config.is_assistant and _layers(model) < self._layers:  # early exit drafts with the first layers
             return
         made = model_kwargs.get("past_key_values")
         if type(made) is not DynamicCache:
@@ -77,7 +80,8 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any)
 
     The model runs with `attn_implementation="hybrid_sparse"` from then on. Whatever calls `generate()` works unchanged:
     pipelines, lm-eval. A cache that the caller passes, `use_cache=False` and `cache_implementation=...` are respected.
-    A forward of the model without a cache is the stock one. Enabling an enabled model replaces policy and knobs.
+    A forward of the model without a cache is the stock one. Enabling an enabled model replaces policy and knobs. With
+    `assistant_early_exit` the first layers draft with a `DynamicCache` of their own, and a `HybridCache` verifies.
 
     Args:
         model: a model with `generate()`; a PEFT model stands for the model that it wraps.
@@ -89,6 +93,7 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any)
             it was.
     """
     inner = _generating(model)
+    check_attention(inner)
     for name, default in (("cache_implementation", (None, "hybrid")), ("use_cache", (None, True))):
         value = getattr(inner.generation_config, name, None)
         if value not in default:  # "hybrid" is what generate() itself takes for None
@@ -185,6 +190,10 @@ def _path(config: Any, decoder: Any) -> list[str] | None:
         if path is not None:
             return [name, *path]
     return None
+
+
+def _layers(model: PreTrainedModel) -> int:
+    return int(getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0))
 
 
 def _implementation(model: PreTrainedModel) -> str:

@@ -59,20 +59,25 @@ def check_model(model: PreTrainedModel) -> Any:
         raise ValueError(
             f"{type(model).__name__} is no single stack of decoder layers, which HybridCache needs; use DynamicCache"
         )
+    check_attention(model)
     used = decoder._attn_implementation
     if used != NAME:
         raise ValueError(
             f"{type(model).__name__} runs with attn_implementation={used!r}, which reads no HybridCache; load it with "
             f"attn_implementation={NAME!r} or call model.set_attn_implementation({NAME!r})"
         )
+    check_ranks(model, decoder)
+    return decoder
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Raise ValueError if the model's own code computes attention whatever `attn_implementation` says (GPT-J, BLOOM)."""
     text: Any = model.get_decoder() if hasattr(model, "get_decoder") else model  # a vision tower may do as it likes
     settable = getattr(text, "_can_set_attn_implementation", None)
     if settable is not None and not settable():
         raise ValueError(
             f"{type(model).__name__} ignores attn_implementation, so HybridCache cannot serve it; use DynamicCache"
         )
-    check_ranks(model, decoder)
-    return decoder
 
 
 def check_graph(model: PreTrainedModel, policy: Policy, config: Any) -> None:

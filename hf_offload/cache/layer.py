@@ -266,15 +266,14 @@ class HybridLayer(CacheLayerMixin):
         """Do what may fail of a crop; returns the number of tokens that it will drop, negative.
 
         Raises:
-            ValueError: the number is positive or larger than what is cached.
+            ValueError: the number is positive.
         """
         tokens_to_remove = int(tokens_to_remove)  # some versions of Transformers pass a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): a positive number is not supported; use -n to drop n tokens")
         if tokens_to_remove == 0 or self.store is None:
             return 0
-        if -tokens_to_remove > self.store.length:
-            raise ValueError(f"crop({tokens_to_remove}): only {self.store.length} tokens are cached")
+        tokens_to_remove = max(tokens_to_remove, -self.store.length)
         length = self.store.length + tokens_to_remove
         if not self.rollback.knows(length):
             self.store.open(length)
@@ -283,10 +282,10 @@ class HybridLayer(CacheLayerMixin):
         return tokens_to_remove
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens.
+        """Drop the last `-tokens_to_remove` tokens, at most all of them.
 
         Raises:
-            ValueError: the number is positive or larger than what is cached.
+            ValueError: the number is positive.
         """
         tokens_to_remove = self.prepare_crop(tokens_to_remove)
         if tokens_to_remove == 0 or self.store is None:
