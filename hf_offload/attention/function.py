@@ -30,8 +30,20 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, hybrid_sparse_mask)
 
 
+def hybrid_sparse_mask(*, kv_length: int, **kwargs: Any) -> torch.Tensor | None:
+    """What sdpa gets, except for the plain causal mask of a `HybridLayer`, which stays compact.
+
+    Returns:
+        For a `HybridLayer` with plain causality: None, or `[B, kv_length]` bool, which keys are no padding. A dense
+        mask of 4,096 queries and 32k keys is 128 MiB; this one is 32 kB. Everything else: `sdpa_mask`'s result.
+    """
+    if torch.compiler.is_compiling() and not isinstance(kv_length, HybridLength):
+        return sdpa_mask(kv_length=kv_length, **kwargs)
+    return _mask(kv_length=kv_length, **kwargs)
+
+
 @uncompiled
-def hybrid_sparse_mask(
+def _mask(
     *,
     kv_length: int,
     mask_function: Callable[..., Any] = causal_mask_function,
@@ -41,12 +53,6 @@ def hybrid_sparse_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """What sdpa gets, except for the plain causal mask of a `HybridLayer`, which stays compact.
-
-    Returns:
-        For a `HybridLayer` with plain causality: None, or `[B, kv_length]` bool, which keys are no padding. A dense
-        mask of 4,096 queries and 32k keys is 128 MiB; this one is 32 kB. Everything else: `sdpa_mask`'s result.
-    """
     plain = mask_function is causal_mask_function and local_size is None and allow_is_causal_skip and not use_vmap
     if isinstance(kv_length, HybridLength) and plain:
         return None if attention_mask is None else _fit(attention_mask, kv_length)
@@ -61,7 +67,6 @@ def hybrid_sparse_mask(
     )
 
 
-@uncompiled
 def hybrid_sparse_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -86,6 +91,48 @@ def hybrid_sparse_attention(
     Raises:
         ValueError: the model wants something of attention that a `HybridCache` cannot give.
     """
+    if torch.compiler.is_compiling() and not _tagged(key, value, attention_mask):
+        return _without(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return _attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def _tagged(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a compiled model attends with a cache of ours, as far as its tensors tell."""
+    compact = mask is not None and mask.ndim == 2
+    return compact or hasattr(key, "_hybrid_layer") or hasattr(value, "_hybrid_layer")
+
+
+def _without(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the K and V of another cache: Transformers' sdpa."""
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return _stock_attention(module, query, key, value, attention_mask, dropout, scale, softcap, sinks), None
+
+
+@uncompiled
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     if lookahead.CAPTURING:
         lookahead.intercept(query)
     tag = getattr(key, "_hybrid_layer", None)
@@ -93,18 +140,13 @@ def hybrid_sparse_attention(
     layer: HybridLayer | None = tag() if told else None  # type: ignore[misc]
     if layer is None:
         layer = _layer_of(key, value)
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if layer is None:
         note_changed(module, query, key)
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = first_mask(module, query, key, attention_mask)
-    if layer is None and softcap is None and sinks is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    if layer is None:
-        return _stock_attention(module, query, key, value, attention_mask, dropout, scale, softcap, sinks), None
+        return _without(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     dense = attention_mask is not None and attention_mask.ndim == 4
     batch, _, length, _ = query.shape
     asks = dropout or length > 1 or query.requires_grad or not _TELLING.isdisjoint(kwargs)
@@ -114,7 +156,7 @@ def hybrid_sparse_attention(
     if torch.is_autocast_enabled(layer.device_type):  # K and V are cast already; nothing else is to be
         with uncast(layer.device_type):
             query = query.to(key.dtype)
-            out: torch.Tensor = hybrid_sparse_attention(
+            out: torch.Tensor = _attend(
                 module, query, key, value, attention_mask, dropout, scaling, **kwargs
             )[0]
             return out, None

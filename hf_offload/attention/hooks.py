@@ -200,39 +200,45 @@ class _Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (_nobody,)  # a copy of the model is another model: its caches hook it themselves
 
-    def context(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Attachment, Any] | None:
-        """The attachment and the cache of this forward; None where there is nothing to do."""
-        if CAPTURING and capturing():
-            return None
-        cache, attachment = find_cache(args, kwargs), self.attachment()
-        return None if cache is None or attachment is None else (attachment, cache)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        cache = find_cache(args, kwargs)
+        if cache is not None:  # a compiled model with another cache is traced as a whole
+            self.run(cache, args, kwargs, *output)
+
+    def context(self) -> Attachment | None:
+        """The attachment; None where there is nothing to do."""
+        return None if CAPTURING and capturing() else self.attachment()
+
+    def run(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        """The module is called with a cache of ours."""
+        raise NotImplementedError
 
 
 class _BeforeStack(_Hook):
     @uncompiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if found := self.context(args, kwargs):
-            found[0].before_stack(found[1], kwargs)
+    def run(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        if found := self.context():
+            found.before_stack(cache, kwargs)
 
 
 class _AfterStack(_Hook):
     @uncompiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if found := self.context(args, kwargs):
-            found[0].after_stack(found[1], finished=output is not None)
+    def run(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        if found := self.context():
+            found.after_stack(cache, finished=output[0] is not None)
 
 
 class _BeforeLayer(_Hook):
     @uncompiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = self.context(args, kwargs)
-        if found is None or not found[1].looks_ahead:
+    def run(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        found = self.context()
+        if found is None or not cache.looks_ahead:
             return
         if torch.is_grad_enabled():
             with torch.no_grad():
-                found[0].before_layer(self.index, found[1], args, kwargs)
+                found.before_layer(self.index, cache, args, kwargs)
         else:
-            found[0].before_layer(self.index, found[1], args, kwargs)
+            found.before_layer(self.index, cache, args, kwargs)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

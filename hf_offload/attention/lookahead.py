@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from hf_offload.attention.plain_query import Adapter, Foreseen, PlainQuery, plain_query
 from hf_offload.attention.spread import brings_weights, check_whole, hook_of, leave_hooks
+from hf_offload.cache.around import uncompiled
 
 CAPTURING: set[int] = set()
 """The threads that run a forward that is to be cut short."""
@@ -30,6 +31,10 @@ class _Captured(BaseException):
         self.query = query
 
 
+def _no_layer() -> None:
+    """The tag of K and V that no layer holds."""
+
+
 class _Sentinel(Cache):
     """A cache that stores nothing: the forward that is cut short must leave no trace."""
 
@@ -39,8 +44,11 @@ class _Sentinel(Cache):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_real"], name)
 
+    @uncompiled
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return key_states, value_states
+        key, value = key_states.detach(), value_states.detach()
+        key._hybrid_layer = value._hybrid_layer = _no_layer  # type: ignore[attr-defined]
+        return key, value
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> Any:
         return self._real.get_seq_length(*args, **kwargs)

@@ -13,6 +13,7 @@ set_eval_frame: Callable[..., Any] | None = None
 with contextlib.suppress(ImportError):  # not a public name of torch's
     from torch._C._dynamo.eval_frame import set_eval_frame
 
+REASON = "a HybridCache attends outside of compiled graphs; compile without fullgraph=True"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -21,7 +22,7 @@ def uncompiled(function: F) -> F:
 
     Where nothing is compiled, which is nearly always, torch's own wrapper would take longer than some of what it wraps.
     """
-    shielded: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
+    shielded: F = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call, unused-ignore]
     exchange = set_eval_frame
     if exchange is None:
         return shielded
@@ -34,7 +35,7 @@ def uncompiled(function: F) -> F:
         exchange(compiler)
         return shielded(*args, **kwargs)
 
-    skipped: F = torch.compiler.disable(called, recursive=False)  # type: ignore[no-untyped-call, unused-ignore]
+    skipped: F = torch.compiler.disable(called, recursive=False, reason=REASON)  # type: ignore[no-untyped-call, unused-ignore]
     return skipped
 
 
