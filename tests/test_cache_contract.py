@@ -208,17 +208,16 @@ def test_rows_go_on_as_they_would_have(
     assert torch.allclose(got, want[rows], atol=0.05 if packed else 1e-4)
 
 
-def test_a_positive_crop_and_one_of_too_many_are_refused(models: dict[tuple[str, str], PreTrainedModel]) -> None:
+def test_a_positive_crop_is_refused_and_one_of_too_many_empties(models: dict[tuple[str, str], PreTrainedModel]) -> None:
     model = models["llama", "hybrid_sparse"]
     cache = HybridCache(model, **SCOUT)
     cache.crop(0)
     with torch.no_grad():
         model(prompt(1, 20)[0], past_key_values=cache)
-    for count, message in ((3, "positive"), (-21, "only 20 tokens")):
-        with pytest.raises(ValueError, match=message):
-            cache.crop(count)
+    with pytest.raises(ValueError, match="positive"):
+        cache.crop(3)
     assert cache.get_seq_length() == 20
-    cache.crop(-20)
+    cache.crop(-21)
     assert cache.get_seq_length() == 0
     with torch.no_grad():
         again = model(prompt(1, 20)[0], past_key_values=cache).logits

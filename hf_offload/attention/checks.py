@@ -71,7 +71,7 @@ def check_model(model: PreTrainedModel) -> Any:
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """Raise ValueError if the model's own code computes attention whatever `attn_implementation` says (GPT-J, BLOOM)."""
+    """Raise ValueError if the model computes attention whatever `attn_implementation` says (GPT-J, BLOOM)."""
     text: Any = model.get_decoder() if hasattr(model, "get_decoder") else model  # a vision tower may do as it likes
     settable = getattr(text, "_can_set_attn_implementation", None)
     if settable is not None and not settable():

@@ -156,9 +156,7 @@ def _attend(
     if torch.is_autocast_enabled(layer.device_type):  # K and V are cast already; nothing else is to be
         with uncast(layer.device_type):
             query = query.to(key.dtype)
-            out: torch.Tensor = _attend(
-                module, query, key, value, attention_mask, dropout, scaling, **kwargs
-            )[0]
+            out: torch.Tensor = _attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs)[0]
             return out, None
     total, padding = layer.total, layer.settings.padding
     decoding = length == 1 and total > 1

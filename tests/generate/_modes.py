@@ -13,7 +13,7 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_offload.fluxion.predictor import ConstantPredictor
+from hf_offload import ConstantPredictor
 
 BLOCK = 16
 NEW = 18
