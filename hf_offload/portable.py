@@ -119,10 +119,11 @@ class Portable(Changing):
         A saved cache that is there is replaced as a whole; one that was interrupted leaves the old one as it was.
 
         Args:
-            folder: made where it is missing.
+            folder: made where it is missing; a link stays, and the folder that it names is written.
 
         Raises:
-            ValueError: something else is there, or the policy is none of `hf_offload.POLICIES`.
+            ValueError: something else is there, or the policy is not registered (`register_policy`).
+            OSError: the disk is full, or the folder cannot be written; nothing is left behind.
             RuntimeError: the model is gone.
         """
         about = {
@@ -152,6 +153,7 @@ class Portable(Changing):
         Raises:
             ValueError: no saved cache, a file that was cut short or altered, another model (in what it differs), or
                 another knob. A block that was altered raises when it is first wanted.
+            MemoryError: the host has no memory left for it.
         """
         saved = SavedCache(Path(folder))
         config, stack = check_model(model), find_layers(model)[0]

@@ -51,7 +51,7 @@ def _delay() -> float:
         delay: Any = float(text)
     except ValueError:
         delay = text
-    check_number(DELAY, delay, "a number of milliseconds; unset the environment variable", least=0, most=60_000)
+    check_number(DELAY, delay, "a number of milliseconds, which this environment variable wants", least=0, most=60_000)
     return float(delay) / 1000
 
 

@@ -309,7 +309,9 @@ def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch
     try:
         stamp = Path(path).stat()
     except FileNotFoundError:
-        raise FileNotFoundError(f"predictor={os.fspath(path)!r}: there is no such file; {_TRAIN}") from None
+        raise FileNotFoundError(
+            f"predictor={os.fspath(path)!r}: there is no such file; write one with `hf-offload train-fluxion`"
+        ) from None
     if Path(path).is_dir():
         raise ValueError(
             f"predictor={os.fspath(path)!r} is a folder; name the file in it, such as "
@@ -329,9 +331,11 @@ def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, 
         known = about.get("format")
     except (SafetensorError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no predictor, or a damaged one ({error}); {_TRAIN}") from error
+    if known is None:
+        raise ValueError(f"{path} is no predictor; use a file that `hf-offload train-fluxion` wrote for this model")
     if known != FORMAT:
         raise ValueError(
-            f"{path} is no predictor of format {FORMAT} (it says {shown(known)}); {_TRAIN}, into the same folder: the "
+            f"{path} is no predictor of format {FORMAT}, it says {shown(known)}; {_TRAIN}, into the same folder: the "
             "samples that are there serve again"
         )
     if metadata.get("sha256") != _digest(tensors, metadata["about"]):
