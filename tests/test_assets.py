@@ -35,6 +35,7 @@ def test_texts_are_long_and_the_same_each_time(kind):
     assert assets.demo_text(kind) == text
 
 
+@pytest.mark.slow
 def test_prose_is_mostly_letters_and_never_repeats_a_paragraph():
     paragraphs = assets.demo_text("prose").split("\n\n")
     assert len(set(paragraphs)) == len(paragraphs)

@@ -143,7 +143,7 @@ def test_a_worker_that_hangs_is_given_up_in_time(model: PreTrainedModel) -> None
             wait()
 
 
-@pytest.mark.parametrize("policy", ["full", "window", "scout"])
+@pytest.mark.parametrize("policy", ["full", pytest.param("window", marks=pytest.mark.slow), "scout"])
 @pytest.mark.parametrize("host_dtype", [None, "int8"])
 @pytest.mark.parametrize("tier", ["one", "split"])
 def test_memory_that_nobody_wrote_is_never_read(

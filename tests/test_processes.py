@@ -57,8 +57,10 @@ def run(code: str, tier: str, lookahead: str, limit: float = 300.0) -> str:
 
 CASES = [
     ("split", "attend"),
-    ("split", "hgca"),
-    *(pytest.param(*row, marks=pytest.mark.slow) for row in (("one", "off"), ("one", "attend"), ("split", "off"))),
+    *(
+        pytest.param(*row, marks=pytest.mark.slow)
+        for row in (("split", "hgca"), ("one", "off"), ("one", "attend"), ("split", "off"))
+    ),
 ]
 
 
@@ -99,7 +101,10 @@ def test_a_forked_child_goes_on_and_its_parent_too(tier: str, lookahead: str) ->
     ("tier", "lookahead"),
     [
         CASES[0],
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in (CASES[1], ("one", "attend"), ("split", "off"))),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("split", "hgca"), ("one", "attend"), ("split", "off"))
+        ),
     ],
 )
 def test_an_interpreter_ends_at_once_with_work_in_flight(tier: str, lookahead: str) -> None:

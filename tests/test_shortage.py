@@ -111,7 +111,7 @@ def test_an_append_that_had_no_memory_can_be_repeated(
 
 
 @pytest.mark.parametrize("memory", [{}, SPLIT], ids=["one", "split"])
-@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("calls", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("module", "name", "told"), HOST[:2])
 def test_a_token_that_had_no_memory_can_be_repeated(
     llama: PreTrainedModel,

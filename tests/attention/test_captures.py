@@ -20,7 +20,7 @@ from hf_offload.attention import capture
 from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
 
 
-@pytest.mark.parametrize("role", ["step", "ahead"])
+@pytest.mark.parametrize("role", ["step", pytest.param("ahead", marks=pytest.mark.slow)])
 def test_sizes_whose_sending_was_interrupted_are_not_looked_for_where_they_were(role: str) -> None:
     model = tiny_model("llama")
     ids, mask = prompt(1, 180)

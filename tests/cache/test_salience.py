@@ -169,8 +169,14 @@ def test_a_job_that_hangs_is_given_up_in_time(model: PreTrainedModel) -> None:
         decode(model, cache, token, torch.ones(1, 151, dtype=torch.long), 40)
 
 
-@pytest.mark.parametrize("host_dtype", [None, "int8"])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    ("tier", "host_dtype"),
+    [
+        ("one", None),
+        ("split", "int8"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("one", "int8"), ("split", None))),
+    ],
+)
 def test_memory_that_nobody_wrote_is_never_read(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str, host_dtype: str | None
 ) -> None:
@@ -209,7 +215,7 @@ def test_sinks_that_are_padding_are_not_kept(model: PreTrainedModel, stock: PreT
         assert lists.positions[2 * row, : lists.counts[2 * row]].tolist() == kept
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", ["one", pytest.param("split", marks=pytest.mark.slow)])
 def test_an_answer_may_outgrow_what_there_was_room_for(
     model: PreTrainedModel, stock: PreTrainedModel, tier: str
 ) -> None:

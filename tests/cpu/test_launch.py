@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import hf_offload.cpu as cpu
 
 SCRIPT = """
@@ -19,6 +21,7 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 
 
+@pytest.mark.slow
 def test_a_change_in_another_file_makes_compiled_code_stale(tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
     folder.mkdir()

@@ -22,6 +22,7 @@ def _die(pipe):
     os._exit(7)
 
 
+@pytest.mark.slow
 def test_a_type_that_crashes_or_hangs_does_not_end_the_walk(monkeypatch):
     monkeypatch.setattr(families, "serve", _die)
     helper = families.Helper(limit=60)

@@ -95,6 +95,7 @@ def test_time_that_is_covered():
     assert fluxion_report.busy([]) == 0
 
 
+@pytest.mark.slow
 def test_every_section_and_a_run_that_was_stopped(llama, tmp_path, monkeypatch):
     torch.manual_seed(0)
     predictors = {}

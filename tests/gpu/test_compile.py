@@ -67,6 +67,7 @@ def test_attention_reads_ahead_of_its_arithmetic(target: str, told: list[dict[st
         assert case["buffers"] == [case["stages"] - 1] * 2, case  # for K and for V
 
 
+@pytest.mark.slow
 def test_spilled_registers_are_noticed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     code = (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # all is compiled for a GPU
 CASES = {
     "cases_flags": ("wait", "signal"),
     "cases_handover": ("4 heads of 128, announced", "4 heads of 128"),
