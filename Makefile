@@ -3,6 +3,7 @@
 #   make demo    the quickstart: a number hidden in a long text, found with full attention and with a sparse cache
 #   make test    ruff, mypy and pytest (TESTS="-m slow" adds options for pytest)
 #   make docs    the documentation site, in site/; warnings are errors
+#   make results the CSVs of peers, demo and needles, and the numbers and the plot that README and docs show of them
 # The last needs a GPU, and a Python with torch for CUDA, Triton and what pyproject.toml names; it installs nothing.
 #   make gpu-check   all that only a GPU can show, in PYTHON as it is (CHECK="--part kernels --out DIR" adds options)
 
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TESTS ?=
 CHECK ?=
 
-.PHONY: demo test docs gpu-check clean
+.PHONY: demo test docs results gpu-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/quickstart.py
@@ -28,6 +29,13 @@ test: $(VENV)/.test
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --quiet
+
+# On an otherwise idle machine; about an hour. llama.cpp takes part where its package is installed (see eval/peers.py).
+results: $(VENV)/.test
+	$(BIN)/python eval/peers.py --picture docs/img/peers.svg
+	$(BIN)/python examples/quickstart.py --csv eval/results/demo.csv
+	$(BIN)/python eval/needle.py
+	$(BIN)/python eval/figures.py
 
 gpu-check:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -u eval/gpu_check.py $(CHECK)
