@@ -36,41 +36,40 @@ MOST_THREADS = 16  # by default: more hardly read faster
 
 
 class HybridCache(Portable):
-    """A KV cache with a few blocks on the device and the rest in host memory; attention over both.
+    """A KV cache with a few blocks on the device and the rest in host memory.
 
-    Pass it as `past_key_values` to `generate()` or to a forward of the model that it was made for, which must run with
-    `attn_implementation="hybrid_sparse"`. Prompts and appended turns are attended exactly, single tokens as the policy
-    says. Layers that are not plain full attention (sliding windows, linear ones) stay what `DynamicCache` has there.
+    Pass it as `past_key_values` to `generate()` or to a forward of the model that it was made for. The model must run
+    with `attn_implementation="hybrid_sparse"`. Prompts and appended turns attend every token, decode steps attend what
+    the policy chooses. Layers that are not plain full attention (sliding windows, linear attention) keep Transformers'
+    own cache.
 
     Args:
         model: the model that will use the cache.
-        policy: one of `policies.POLICIES` by name (`"scout"`, `"hgca"`, `"full"`, …), or a policy instance.
-        tier: None: two tiers where the model runs on a device, one memory on the CPU. `"split"` forces two tiers on the
-            CPU (to try what a GPU would do), `"one"` says that there must be one.
-        block_size: tokens a block: 8, 16, 32, 64 or 128; by default what the policy is best with, 32 or 16.
-        resident: tokens that a row and KV head keeps on the device, in two tiers; by default the budget or window.
-        device_budget: in place of `resident`: device memory that the resident blocks of all layers take, in bytes or as
-            a string such as `"2GiB"` or `"512MiB"`. It is divided when the first tokens arrive, less their digests if
-            these are on the device; later ones come on top. Or `"64 blocks"`: so many a row and KV head of a layer.
-        host_dtype: `"int8"`: the host keeps all but the newest blocks in int8, half the memory, with a scale for each
-            channel of a block's keys and for each token of its values. None: in the model's dtype.
-        prefill_tile: tokens of cached KV that a prompt chunk or append reads at a time; in two tiers the next ones come
-            meanwhile, so that the device holds twice as many.
-        cuda_graph: whether steps with one token are captured as a CUDA graph and replayed, from the third one after a
-            prompt on; `generate()` needs nothing else. For models on one CUDA device all of whose layers are full
-            attention; a step that is not of the plain kind (embeddings as input, say) runs as without it.
-        threads: CPU threads for what runs while the model goes on; by default, with a GPU, all cores but one (at most
-            16; of several processes that a launcher started here each has its share), one thread otherwise. What the
-            model waits for runs on torch's own threads (`torch.set_num_threads`).
-        timeout: seconds after which waiting for a thread is given up with an error.
-        progress: whether prompts and appended turns that take longer than five seconds show a `tqdm.auto` bar on
-            stderr, by layer and by tile. Of a prompt in chunks (`generate(prefill_chunk_size=...)`) each chunk has its
-            own bar: a cache does not know how many follow. The five seconds count from the first chunk. Decode steps
-            show nothing.
+        policy: a policy's name (`"scout"`, `"hgca"`, `"full"`, …) or a policy such as `Scout(budget=1024)`.
+        tier: None: two memories where the model runs on a device, one on the CPU. `"split"`: two on the CPU, to try
+            what a GPU would do. `"one"`: insist on one.
+        block_size: tokens in a block: 8, 16, 32, 64 or 128; None: the policy's own, 32 or 16.
+        resident: tokens that a row and KV head keeps on the device, with two memories; None: the budget or window.
+        device_budget: in place of `resident`: device memory for the resident blocks of all layers, in bytes or as a
+            string such as `"2GiB"` or `"512MB"`. It is divided when the first tokens arrive; digests of these tokens
+            come out of it, those of later tokens on top. Or `"64 blocks"`: so many for each row and KV head of a layer.
+        host_dtype: `"int8"`: the host keeps all but the newest blocks in int8, with a scale for each channel of a
+            block's keys and for each token of its values. None: the model's dtype.
+        prefill_tile: cached tokens that a prompt chunk or append reads at a time. With two memories the device holds
+            two tiles.
+        cuda_graph: capture a decode step as a CUDA graph and replay it, from the third step after a prompt on. For
+            models on one CUDA device with full attention in all layers. Other kinds of steps run without it.
+        threads: CPU threads for work that runs beside the model. None: one without a GPU; with one, all cores of the
+            process but one, at most 16, shared among the processes that a launcher started. Work that the model waits
+            for runs on torch's threads (`torch.set_num_threads`).
+        timeout: seconds to wait for a worker thread before a `WorkerError`.
+        progress: show a `tqdm.auto` bar on stderr for prompts and appended turns that take longer than five seconds,
+            by layer and tile. Each chunk of a chunked prompt has a bar of its own, and the five seconds count from the
+            first chunk. Decode steps show nothing.
         knobs: the policy's own, see its class.
 
     Raises:
-        ValueError: a knob or value that is not allowed, or a model that cannot work with this cache; with the remedy.
+        ValueError: a value that is not allowed, or a model that cannot work with this cache; with the remedy.
     """
 
     is_hybrid_offload = True
@@ -197,7 +196,7 @@ class HybridCache(Portable):
         return predictor.foresee(hidden, args, kwargs) if one else predictor(hidden, args, kwargs)
 
     def stats(self) -> Stats:
-        """What the cache has done since it was made or reset."""
+        """Count what the cache has done since it was made or reset: steps, recalls, times, memory."""
         layers = hybrid_layers(self)
         rows = [report(layer) for layer in layers]
         near = sum(
@@ -334,9 +333,10 @@ class HybridCache(Portable):
         return self.get_seq_length() > 0
 
     def activate_past_recording(self) -> None:
-        """Expect drafts, as assisted decoding does: a forward with `logits_to_keep=n + 1` then ends with n of them.
+        """Expect drafts: from now on a forward with `logits_to_keep=n + 1` ends with n drafts, until `reset()`.
 
-        They are attended one by one by the policy, and `crop` puts back what the policy knew before those that go.
+        Assisted decoding calls this. The policy attends each draft as a decode step of its own, and `crop` restores
+        what the policy knew before the rejected ones.
 
         Raises:
             ValueError: the model's forward does not tell how many tokens are drafts.

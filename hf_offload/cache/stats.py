@@ -239,11 +239,11 @@ def _mean(total: float, count: int) -> float | None:
 
 
 class Stats:
-    """The statistics of a cache: `str()` is a table, `as_dict()` for a log.
+    """The statistics of a cache: `str()` is a table, `as_dict()` is for a log.
 
     Args:
-        layers: one a layer.
-        device_bytes: bytes of KV and digests in device memory now, all layers.
+        layers: statistics of each layer.
+        device_bytes: bytes of keys, values and digests in the model's memory, all layers.
         stock: numbers of the layers that keep Transformers' own cache.
         seconds: between tokens, by percentile (`Pace.percentiles`).
     """
@@ -257,7 +257,7 @@ class Stats:
         self.seconds = seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Sums over the layers, means where a mean is meant (cpu_ratio, …), and `layers`, the same per layer."""
+        """Totals over the layers, means for ratios, and `layers` with the same keys for each layer."""
         rows = [layer.as_dict() for layer in self.layers]
         total: dict[str, Any] = {"steps": max((row["steps"] for row in rows), default=0)}
         for key in ("cpu_ratio", "query_cosine", "selection_overlap", "kept_share"):

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FixedHybrid(Policy):
-    """Attend sinks and newest tokens on the device; the CPU takes each head's best blocks and attends them.
+    """Attend sinks and newest tokens and, for each query head, a fixed share of the host's tokens.
 
-    Every query head takes the same share of the host's tokens, rounded up to blocks, by its own scores; the heads of a
-    KV head attend what any of them took. It is the baseline of Fluxion (section 8) and its pipeline without prediction.
+    Source: the baseline of Fluxion, section 8. The device attends sinks and newest tokens, the CPU the others. Each
+    query head takes its best blocks by its own scores; a KV head attends the union of what its query heads took.
 
     Args:
-        budget: share of the host's tokens that a query head takes, 0 … 1.
+        budget: share of the host's tokens that a query head takes, 0 to 1, rounded up to blocks.
         digest: `"quest"` (the paper's), `"submean"` or `"mean"`.
-        sinks: tokens at the start of a row that are always attended and resident.
+        sinks: first tokens of a row that are always attended and resident.
         local: newest tokens that are always attended and resident.
 
     Raises:

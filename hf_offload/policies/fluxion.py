@@ -52,27 +52,25 @@ def _constant(said: Mapping[str, Any]) -> ConstantPredictor:
 
 @dataclass(frozen=True)
 class Fluxion(Policy):
-    """Predict what each head needs of the host's tokens; the CPU chooses so many, as coarse as is cheapest, by digests.
+    """Attend sinks and newest tokens and, for each query head, as many host tokens as a small network predicts.
 
-    Sinks and newest tokens are attended on the device. From that attention and from statistics of the prompt 41
-    features of each query head are made, of which a small network predicts whether the head streams (needs nothing
-    else), and otherwise the share of the host's tokens that it needs at each granularity. The query heads of a KV head
-    choose at the granularity for which fewest bytes are estimated, each by its own scores, and attend the union.
-    Statistics are made when decoding starts, and anew when the host's tokens have doubled since. Source: Fluxion,
-    section 5 and appendix A.
+    Source: Fluxion, section 5 and appendix A. The device attends sinks and newest tokens. From that attention and from
+    statistics of the prompt, a network predicts for each query head whether it streams (needs nothing else), and
+    otherwise which share of the host's tokens it needs at each granularity. The CPU chooses runs of tokens by their
+    digests, at the granularity for which it expects to read the fewest bytes. A KV head attends the union of what its
+    query heads chose. The statistics are made when decoding starts, and again when the host's tokens have doubled.
 
     Args:
-        predictor: a file written by `hf-offload train-fluxion`; or an object such as `fluxion.ConstantPredictor`.
-        tau: the deviation that the predictor's budgets are for (Eq. 2), one of those that it was trained for.
-        granularities: tokens of a run, of which the cheapest is taken; one alone fixes it (for comparison).
-        skip_streaming: whether heads that are predicted to stream take nothing of the host; False: they take what
-            their budget says, too (for comparison).
-        schedule: how CPU and device share the tasks, a KV head of a row each. `"priority"`: dealt by the pace of both,
-            those first that read most (section 6); `"none"`: all are the CPU's; `"uniform"`, `"length"`: dealt out
-            beforehand, by number and by the rows' lengths (section 8.3). None: `"priority"` on a GPU, otherwise
-            `"none"`. All but `"none"` want two memories, and which side computes what then depends on time, and with it
-            the rounding.
-        digest: None, or the digest that the predictor's budgets are for: another one is refused.
+        predictor: a file written by `hf-offload train-fluxion`, or a predictor such as `ConstantPredictor`.
+        tau: deviation of the output that the budgets are for (Eq. 2), one of those that the file was trained for.
+        granularities: tokens of a run; each KV head takes the cheapest. A single one fixes it.
+        skip_streaming: whether heads that are predicted to stream take nothing of the host; False: what their budget
+            says.
+        schedule: how CPU and device share the tasks of a step, one for each row and KV head. `"none"`: the CPU takes
+            all. `"priority"`: by the pace of both, the largest first (section 6). `"uniform"`, `"length"`: beforehand,
+            by number and by the rows' lengths (section 8.3). None: `"priority"` on a GPU, otherwise `"none"`. All but
+            `"none"` need two memories, and their rounding depends on time.
+        digest: the digest that the predictor is expected to have; None: any.
 
     Raises:
         ValueError: no predictor, a damaged file, or one for another model, digest or deviation; with the remedy.

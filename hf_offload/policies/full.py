@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Full(Policy):
-    """Attend every block: on the device what is resident, on the CPU the rest, or that on the device, too.
+    """Attend every cached token: exact attention.
 
-    `host="fetch"` is how FlexGen (Sheng et al. 2023) serves a cache that lies in host memory: every step brings all of
-    it over the link. FlexGen fetches for the next layer while one computes; here a layer fetches what it needs itself,
-    in tiles of `prefill_tile`.
+    With two memories the device attends resident blocks and the CPU attends the others. `host="fetch"` is FlexGen's
+    way (Sheng et al. 2023): each step copies every block to the device. FlexGen fetches one layer ahead; here a layer
+    fetches for itself, in tiles of `prefill_tile`.
 
     Args:
-        host: who attends what is not resident: `"attend"`: the CPU; `"fetch"`: the device, to which it is brought in
-            every step. With one memory both are the same.
+        host: who attends blocks that are not resident: `"attend"`: the CPU; `"fetch"`: the device, which receives a
+            copy in every step. With one memory both are the same.
 
     Raises:
         ValueError: another value.

@@ -75,20 +75,20 @@ class H2OState:
 
 @dataclass(frozen=True)
 class H2O(Policy):
-    """Attend the newest tokens and the heavy hitters of the others; a token that was evicted is never attended again.
+    """Attend the newest tokens and the heavy hitters among the others; evicted tokens are not attended again.
 
-    Each KV head keeps, in a small cache of its own on the model's device, the newest tokens and those of the others
-    that have got most attention, summed over all queries so far and the query heads of the group. With each token
-    that comes one goes for good: the lightest that is not among the newest. All this is the paper's (algorithm 1).
+    Source: H2O, algorithm 1. Each KV head keeps its tokens in a cache of its own on the model's device: the newest
+    ones, and those with the largest attention weights, summed over all queries so far and the head's query heads. Each
+    new token evicts the lightest one that is not among the newest.
 
-    What is not: the engine attends prompts and appends exactly and keeps every token on the host, so that after an
-    append all tokens are there to choose from again; of a prompt the last `prompt_queries` queries count, the paper
-    has all. It stands for eviction, and saves no host memory here.
+    Unlike in H2O, prompts and appends are exact and every token stays on the host. After an append, heavy hitters are
+    chosen among all tokens again. Only the last `prompt_queries` queries of a prompt count. So the policy shows what
+    eviction loses, and saves no host memory.
 
     Args:
-        heavy: share of the tokens cached when decoding starts that are kept for their attention, 0 … 1.
-        recent: share of them that is kept for being newest, 0 … 1. The paper has 20 % in all, half and half.
-        prompt_queries: so many of a prompt's last queries say what is heavy when decoding starts.
+        heavy: share of the tokens cached when decoding starts that is kept for its weights, 0 to 1.
+        recent: share of them that is kept for being newest, 0 to 1. The paper has 20 % in all, half and half.
+        prompt_queries: how many of a prompt's last queries decide what is heavy when decoding starts.
 
     Raises:
         ValueError: a knob has a value that is not allowed.

@@ -15,42 +15,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HGCA(Policy):
-    """Attend the newest tokens densely and, of the older ones, those that were attended much, for each KV head.
+    """Attend a window of the newest tokens and, for each KV head, older tokens that received much attention.
 
-    The window lies on the device (with one memory it is a part of the pool). Each of its tokens has an average A of
-    attention weights for each query head; the weights of a step sum to one over the window.
-    When a block leaves the window the CPU keeps those of its tokens for which A > beta / (tokens in the window); the
-    others stay in host memory. What is kept stays so until the next append. An append attends everything, and the
-    weights that its queries give to the host's tokens, A_cpu, decide anew: kept is what exceeds beta / (tokens on the
-    host). What a prompt leaves on the host is decided by the prompt's own attention, with weights that sum to one over
-    all of it. Source: HGCA, section 3.2, algorithms 1 and 2.
+    Source: HGCA, section 3.2, algorithms 1 and 2. The device attends the window. Each token in it has an average A of
+    its attention weights, for each query head; the weights of a step sum to one over the window.
+
+    When a block leaves the window, the CPU keeps those of its tokens with A > beta / (tokens in the window). Kept
+    tokens are attended in every step until the next append. An append attends every token. The weights that its queries
+    give to host tokens, A_cpu, then decide anew: tokens with A_cpu > beta / (tokens on the host) are kept. After a
+    prompt the prompt's own queries decide.
 
     Args:
-        window: tokens of the window, a row; rounded up to blocks. With neither `window` nor `gpu_ratio` it is what
-            `resident` or `device_budget` of the cache say.
-        gpu_ratio: in place of `window`: share of the cached tokens, 0 … 1; reckoned when decoding starts after a prompt
-            or append, and constant until the next one.
-        beta: how strict the selection is; 0 keeps every token.
-        alpha: how fast A forgets, in (0, 1]; None: one over the tokens of the window.
-        steps: `"max"`: A ← max((1 − alpha)·A, weight/3), where weights of a token's first 64 steps (a quarter of the
-            window, if that is less) do not count, in prompts and appends either: it is attended then for being near.
-            What a token is wanted for later shows in single queries, which a mean over the window loses. `"mean"`, the
-            paper's form: A ← (1 − alpha)·A + alpha·weight, the mean as long as a token has met less than 1/alpha
-            queries.
-        group: how the query heads of a KV head decide: `"any"`: one is enough; `"mean"`: by the mean of their averages.
-        append: `"max"`: A_cpu is the largest weight that any of an append's queries gives, so that a short question in
-            a long turn is not diluted; `"mean"`: their mean.
-        append_queries: so many of an append's last queries are weighed for A_cpu; None: all of them. In chunks that are
-            shorter what earlier ones said fades.
-        append_run: a question points at where an answer begins, and not at what follows: A_cpu of a token is at least a
-            64th of that of each of the `append_run` tokens before it. 0: the paper's form.
-        prompt_queries: A of a prompt's tokens is the mean over so many of its last queries that are no padding; None:
-            1/alpha of them. In chunks that are shorter it is a moving mean.
-        reevaluate: False: an append changes nothing about the tokens that are on the host.
-        sinks: so many first tokens are kept whatever their weights; 0: they are tokens like others.
+        window: tokens of the window, rounded up to blocks. None, and no `gpu_ratio`: what the cache's `resident` or
+            `device_budget` says.
+        gpu_ratio: in place of `window`: its share of the cached tokens, 0 to 1. It is computed when decoding starts
+            after a prompt or append, and constant until the next one.
+        beta: threshold of the selection; 0 keeps every token.
+        alpha: how fast A forgets, for each step, in (0, 1]; None: 1 / (tokens of the window).
+        steps: how a decode step's weight enters A. `"max"`: A ← max((1 − alpha)·A, weight/3); a token's first 64 steps
+            (a quarter of the window, if that is less) do not count, because new tokens are attended for being new; nor
+            do they in prompts and appends.
+            `"mean"` (the paper's): A ← (1 − alpha)·A + alpha·weight; a plain mean over the first 1/alpha queries.
+        group: how the query heads of a KV head decide: `"any"`: one of them is enough; `"mean"`: their mean A.
+        append: what A_cpu is: `"max"`: the largest weight that one of the append's queries gives; `"mean"`: their mean.
+        append_queries: how many of an append's last queries count for A_cpu; None: all.
+        append_run: how many tokens behind a strongly attended one are kept with it: their A_cpu is at least a 64th of
+            its own. A question points at where an answer begins. 0 (the paper's): none.
+        prompt_queries: A of a prompt's tokens is the mean over so many of its last queries; None: 1/alpha.
+        reevaluate: False: an append changes nothing about the host's tokens (a control).
+        sinks: how many first tokens are kept whatever their weights.
 
     Raises:
-        ValueError: a knob is none of what it may be, or both `window` and `gpu_ratio` are given.
+        ValueError: a knob has a value that is not allowed, or both `window` and `gpu_ratio` are given.
     """
 
     name = "hgca"

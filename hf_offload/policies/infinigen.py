@@ -39,25 +39,24 @@ class InfiniGenState:
 
 @dataclass(frozen=True)
 class InfiniGen(Policy):
-    """Speculate, from the layer before, which tokens will be wanted, bring these to the device, and attend them.
+    """Fetch tokens that the next layer's predicted query scores high, one layer ahead, and attend them on the device.
 
-    All keys and values lie on the host. The device has a part of each key: its coordinates in the directions in which
-    the queries are largest. The query of the next layer is predicted from this layer's input; a token whose
-    speculated score is within `alpha` of the best one is recalled, for each KV head as many as it takes. They are
-    attended with the real query, with this step's own token. These choices are the paper's (sections 4.2 and 4.3).
+    Source: InfiniGen, sections 4.2 and 4.3. Keys and values lie on the host. The device keeps a part of each key: its
+    coordinates in the directions in which queries are largest. The next layer's query is predicted from this layer's
+    input. Tokens whose speculated score is within `alpha` of the best one are fetched and
+    attended with the real query.
 
-    What is not: the paper skews the weights once, offline, here the directions are those of the prompt's own queries,
-    after rotary positions, which a skewed weight would not commute with; it recalls equally many tokens for all heads
-    of a layer, the mean; the query heads of a KV head share what they recall, here; and its pool on the host is
-    bounded, which saves memory that is not saved here.
+    Unlike in InfiniGen, the directions come from the prompt's own queries and keys, after rotary positions, where the
+    paper skews the weights offline. Each KV head fetches as many tokens as it needs, where the paper takes the mean
+    over a layer's heads; its query heads share them. The host's memory is not bounded.
 
     Args:
-        alpha: a token is recalled if its score is above the best one less this (the paper: 4, or 5); infinity: `share`
+        alpha: a token is fetched if its score exceeds the best one less this (the paper: 4 or 5); infinity: `share`
             alone bounds how many.
-        partial: share of the channels that scores are speculated by (the paper: 0.3).
-        share: at most this share of the tokens is recalled (the paper: 0.2).
-        lookahead: False: choose by the real query, when it is there.
-        prompt_queries: so many of a prompt's last queries say which directions count.
+        partial: share of the channels that scores are speculated with (the paper: 0.3).
+        share: largest share of the tokens that is fetched (the paper: 0.2).
+        lookahead: False: choose with the real query, in the layer itself.
+        prompt_queries: how many of a prompt's last queries decide the directions.
 
     Raises:
         ValueError: a knob has a value that is not allowed.

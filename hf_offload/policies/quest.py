@@ -17,21 +17,21 @@ JOINS = ("max", "mean", "raw")
 
 @dataclass(frozen=True)
 class Quest(Policy):
-    """Attend the best blocks within a budget, all of them on the device; the CPU attends nothing.
+    """Attend the best blocks within a budget on the device; the CPU attends nothing.
 
-    It is how offloaders without a CPU part decode: digests lie on the device, a step chooses by them, and waits until
-    the blocks that it chose and that are not resident have come over the link. What it shares with Quest: minima and
-    maxima of each channel, blocks of 16, the best blocks of the real query. What it does not: Quest offloads nothing,
-    attends everything in the first two layers, and chooses for each query head; here the query heads of a KV head share
-    a choice, and sinks and newest tokens may be attended always. With one memory it is a choice of blocks and no more.
+    Digests lie on the device. A step chooses blocks by its real query and waits until those that are not resident have
+    been copied to the device. With one memory it chooses blocks and copies nothing.
+
+    As in Quest, a digest is the minimum and maximum of each channel, and blocks have 16 tokens. Unlike in Quest, keys
+    and values are offloaded, the first two layers are sparse too, and the query heads of a KV head share a choice.
 
     Args:
-        budget: tokens a row and KV head attends, sinks, recent tokens and the tail included.
+        budget: tokens that each row and KV head attends; sinks, recent tokens and the open block included.
         digest: `"quest"`, `"submean"` or `"mean"`.
-        join: how a group's query heads are joined: `"raw"`, the mean of their scores, or `"max"` or `"mean"` of their
-            softmax.
-        sinks: tokens at the start of a row that are always attended and resident.
-        recent: newest tokens in full blocks that are always attended and resident.
+        join: how the query heads of a KV head are joined: `"raw"`: the mean of their scores; `"max"`, `"mean"`: of the
+            softmax of each head's scores.
+        sinks: first tokens of a row that are always attended and resident.
+        recent: newest tokens in sealed blocks that are always attended and resident.
 
     Raises:
         ValueError: a knob has a value that is not allowed.

@@ -44,31 +44,32 @@ class ScoutState:
 
 @dataclass(frozen=True)
 class Scout(Policy):
-    """Attend the best blocks within a budget; resident ones on the device, the rest on the CPU, a layer ahead.
+    """Attend the best blocks within a budget: the device those that are resident, the CPU the others, one layer ahead.
 
-    The method is ScoutAttention (§3, Algorithm 1). Beyond the paper: digests of key pairs with a softmax per head
-    before a group is joined, a first-order correction of the part that was attended with a predicted query, and
-    recall by the running CPU ratio.
+    Source: ScoutAttention, section 3 and algorithm 1. Beyond the paper: digests of key pairs, a softmax for each head
+    before heads are joined, a first-order correction of what was attended with a predicted query, and recall by the
+    running CPU ratio.
 
     Args:
-        budget: tokens a row and KV head attends, sinks, recent tokens and the tail included.
+        budget: tokens that each row and KV head attends; sinks, recent tokens and the open block included.
         digest: `"submean"`, `"quest"` (the paper's) or `"mean"`.
-        join: how a group's query heads are joined: `"max"` or `"mean"` of their softmax, or `"raw"`, the mean of the
-            scores themselves (Quest's and the paper's).
-        sinks: tokens at the start of a row that are always attended and resident.
-        recent: newest tokens that are always attended and resident.
-        lookahead: `"attend"`: the CPU attends one layer early with the predicted query (the paper's); `"select"`:
-            blocks are chosen and read ahead one layer early, attended with the real query; `"off"`: neither;
-            `"auto"`: `attend` where a device runs beside the CPU, `off` on CPU tensors.
-        synchronous_layers: layers that use the real query for everything; by default those whose query is predicted
-            badly, the first three. Layer 0 always does.
+        join: how the query heads of a KV head are joined: `"max"`, `"mean"`: of the softmax of each head's scores;
+            `"raw"`: the mean of the scores (the paper's).
+        sinks: first tokens of a row that are always attended and resident.
+        recent: newest tokens in sealed blocks that are always attended and resident.
+        lookahead: `"attend"`: the CPU attends one layer early with the predicted query (the paper's). `"select"`:
+            blocks are chosen and read one layer early, and attended with the real query. `"off"`: neither. `"auto"`:
+            `"attend"` with a device beside the CPU, `"off"` on CPU tensors.
+        synchronous_layers: layers that use the real query for everything; None: the first three, whose queries are
+            predicted badly. Layer 0 always does.
         correction: correct the early CPU part to first order: `lse + scale·(q − q_predicted)·k̄`.
-        recall: `"adaptive"`, a number of steps, 0 for never, or a file written by `hf-offload profile`.
-        threshold: CPU ratio that adaptive recall tolerates (§3.4: 0.12).
-        smoothing: what is resident follows the scores of the real queries, averaged over the steps with this weight on
-            the past; 0 follows the last query alone (the paper's).
+        recall: when resident blocks are exchanged: `"adaptive"`: when the CPU ratio exceeds `threshold`; a number:
+            every so many steps; 0: never; a path: by a file of `hf-offload profile`.
+        threshold: CPU ratio that adaptive recall tolerates (section 3.4: 0.12).
+        smoothing: the resident set follows the scores of real queries, averaged over steps with this weight on the
+            past; 0: the last query alone (the paper's).
         attend_resident: whether the device attends the `"selected"` resident blocks or `"all"` of them.
-        place_queries: how many of the prompt's last queries decide what is resident when decoding starts.
+        place_queries: how many of the prompt's last queries decide the first resident set.
 
     Raises:
         ValueError: a knob has a value that is not allowed; the message names what is.
@@ -112,7 +113,12 @@ class Scout(Policy):
 
     @classmethod
     def paper(cls, budget: int = 2048, **knobs: object) -> Scout:
-        """The paper's own form: Quest's digest and scores, the CPU attends with the predicted query, uncorrected."""
+        """The paper's form: Quest's digest, raw scores, attention with the predicted query, no correction or smoothing.
+
+        Args:
+            budget: as for `Scout`.
+            knobs: other knobs of `Scout`.
+        """
         form: dict[str, object] = {
             "digest": "quest",
             "join": "raw",

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 class Window(Policy):
     """Attend the first `sinks` tokens and the newest ones, `budget` tokens in all.
 
+    Source: StreamingLLM, with every token at its own position.
+
     Args:
-        budget: tokens a row and KV head attends.
-        sinks: tokens at the start that are kept.
+        budget: tokens that each row and KV head attends.
+        sinks: first tokens of a row that are always attended.
 
     Raises:
-        ValueError: a number is not positive, or the sinks leave no room for recent tokens.
+        ValueError: a number is not positive, or the sinks leave no room for newest tokens.
     """
 
     name = "window"
