@@ -58,7 +58,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode in ("sampling", "beams") else ()) for mode in MODES]
+)
 def test_generate_uses_a_fresh_cache(model: PreTrainedModel, mode: str) -> None:
     before, caches, wanted = traces(model), [], []
     for _ in range(2):

@@ -59,7 +59,7 @@ def broken_call(*args: Any, **kwargs: Any) -> Any:
         ({**SPLIT}, tiered_step, "select_blocks"),
     ],
 )
-@pytest.mark.parametrize("after", [0, 9])
+@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.slow), 9])
 def test_a_kernel_that_raises_surfaces_and_the_step_can_be_repeated(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], module: Any, name: str, after: int
 ) -> None:

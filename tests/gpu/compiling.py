@@ -1,5 +1,4 @@
-"""Compile kernels for GPUs that need not be there: `python compiling.py 90` takes the cases of every `cases_*.py` here,
-`python compiling.py 90 first` one of each kernel.
+"""Compile kernels for GPUs that need not be there: `python compiling.py 90` takes the cases of every `cases_*.py` here.
 
 Runs in a process of its own without TRITON_INTERPRET, since the interpreter replaces what could be compiled. Prints one
 line of JSON for each case. The function `cases()` of a module returns tuples (name, kernel, signature: the type of each
@@ -63,11 +62,8 @@ def all_cases() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict
 
 
 if __name__ == "__main__":
-    target, seen = int(sys.argv[1]), set()
+    target = int(sys.argv[1])
     for case, *what in all_cases():
-        if "first" in sys.argv and what[0] in seen:
-            continue
-        seen.add(what[0])
         kernel = f"{what[0].fn.__module__.rpartition('.')[2]}.{what[0].fn.__name__}"
         told = {"case": case, "kernel": kernel, "limit": SHARED_MEMORY[target], **compile_case(target, *what)}
         print(json.dumps(told), flush=True)
