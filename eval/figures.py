@@ -338,7 +338,15 @@ def _() -> str:
         for one in rows("save_load")
     ]
     return table(
-        ["row", "prefill, s", "save, s", "load, s", "prefill / (save + load)", "bytes of one cache and three forks / one cache"], found
+        [
+            "row",
+            "prefill, s",
+            "save, s",
+            "load, s",
+            "prefill / (save + load)",
+            "bytes of one cache and three forks / one cache",
+        ],
+        found,
     )
 
 
