@@ -344,7 +344,7 @@ def _() -> str:
             "save, s",
             "load, s",
             "prefill / (save + load)",
-            "bytes of one cache and three forks / one cache",
+            "bytes with three forks",
         ],
         found,
     )
