@@ -141,7 +141,7 @@ def _() -> str:
     return (
         f"*SmolLM2-135M in bfloat16 on {peer_machine()}: same weights, prompt and threads, in turns (`eval/peers.py`). "
         f"At 32k tokens, `scout` decodes {ratios[DYNAMIC]} as fast as `DynamicCache`, {ratios[STATIC]} as fast as "
-        f"`StaticCache` and {ratios[LLAMA]} as fast as llama.cpp. It attends 1,024 of them.*"
+        f"`StaticCache` and {ratios[LLAMA]} as fast as llama.cpp. It attends 1,024 tokens in each step.*"
     )
 
 
@@ -456,7 +456,7 @@ def _() -> str:
             found.append(
                 [kind, said, f"{float(one['kl']):.3f}", percent(one["top1"]), f"{float(one['chosen_MiB']):.1f}"]
             )
-    titles = ["text", "setting", "KL to full attention", "same top token", "MiB of chosen blocks a token"]
+    titles = ["text", "setting", "KL to full attention", "same top token", "chosen blocks, MiB a token"]
     return table(titles, found, words=2)
 
 
@@ -474,18 +474,18 @@ def _() -> str:
 def _() -> str:
     quality = json.loads((RESULTS / "train_fluxion.json").read_text(encoding="utf-8"))["quality"].values()
     found = [
-        ["streaming heads", *(percent(one["streaming_share"]) for one in quality)],
+        ["share of streaming heads", *(percent(one["streaming_share"]) for one in quality)],
         [
-            "… precision, recall",
+            "precision, recall of their prediction",
             *(f"{one['streaming_precision']:.2f}, {one['streaming_recall']:.2f}" for one in quality),
         ],
     ]
     for tokens in ("16", "32", "128"):
         budgets = [one["budgets"][tokens] for one in quality]
         said = [f"{percent(one['needed'], 1)}, {percent(one['predicted'], 1)}" for one in budgets]
-        found.append([f"budget at {tokens} tokens: needed, predicted", *said])
+        found.append([f"mean budget for runs of {tokens} tokens: needed, predicted", *said])
     found.append(
-        ["heads that get what they need at 32 tokens", *(percent(one["budgets"]["32"]["enough"]) for one in quality)]
+        ["heads whose budget for runs of 32 tokens suffices", *(percent(one["budgets"]["32"]["enough"]) for one in quality)]
     )
     return table(["", "τ = 0.05", "τ = 0.1", "τ = 0.2"], found)
 
