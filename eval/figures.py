@@ -485,7 +485,10 @@ def _() -> str:
         said = [f"{percent(one['needed'], 1)}, {percent(one['predicted'], 1)}" for one in budgets]
         found.append([f"mean budget for runs of {tokens} tokens: needed, predicted", *said])
     found.append(
-        ["heads whose budget for runs of 32 tokens suffices", *(percent(one["budgets"]["32"]["enough"]) for one in quality)]
+        [
+            "heads whose budget for runs of 32 tokens suffices",
+            *(percent(one["budgets"]["32"]["enough"]) for one in quality),
+        ]
     )
     return table(["", "τ = 0.05", "τ = 0.1", "τ = 0.2"], found)
 
