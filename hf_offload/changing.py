@@ -1,4 +1,4 @@
-"""What changes all layers of a cache at once: tokens are dropped, rows kept, reordered or repeated."""
+"""Crops tokens, and selects, reorders or repeats rows, in all layers of a cache."""
 
 from __future__ import annotations
 
@@ -33,12 +33,18 @@ class Changing(Cache):
         raise NotImplementedError
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens, at most all of them; work in flight ends first.
+        """Drop the last `-tokens_to_remove` tokens, at most all of them, and wait for work in flight first.
+
+        It also undoes an interrupted forward; `crop(0)` does nothing else.
+
+        Args:
+            tokens_to_remove: 0 or less.
 
         Raises:
-            TypeError: no whole number.
-            ValueError: the number is positive.
-            RuntimeError: a sliding-window layer is past its window and does not record what it drops.
+            TypeError: not a whole number.
+            ValueError: a positive number.
+            RuntimeError: a sliding-window layer is past its window and does not record the tokens that left it; or
+                another thread uses the cache.
         """
         try:
             tokens = operator.index(tokens_to_remove)  # a tensor of one whole number, too
@@ -64,7 +70,10 @@ class Changing(Cache):
             self._undo_to = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows for beam search; host KV is shared by reference, not copied.
+        """Reorder the rows for beam search; rows share host blocks by reference.
+
+        Args:
+            beam_idx: int64 or int32 `[rows]`, the old row of each new one.
 
         Raises:
             IndexError, TypeError, ValueError: as `batch_select_indices`; a mask is a TypeError.
@@ -73,11 +82,11 @@ class Changing(Cache):
             super().reorder_cache(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times.
+        """Repeat each row `repeats` times; the copies share host blocks.
 
         Raises:
-            TypeError: no whole number.
-            ValueError: it is less than 1.
+            TypeError: not a whole number.
+            ValueError: less than 1.
         """
         what = f"batch_repeat_interleave({repeats!r})"
         try:
@@ -90,11 +99,15 @@ class Changing(Cache):
             super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows of an index: their numbers (negative ones count from the end), or a bool mask of all rows.
+        """Keep the rows that an index names, and drop the others.
+
+        Args:
+            indices: int64 or int32 row numbers `[n]`, negative ones from the end; or a bool mask `[rows]`. A list or
+                tuple will do.
 
         Raises:
             IndexError: a number beyond the rows.
-            TypeError: neither int32 or int64 numbers nor a mask.
+            TypeError: neither row numbers nor a mask.
             ValueError: a mask of another length, an index of another shape than `[rows]`, or one that keeps no row.
         """
         with self.alone(), self._rows("batch_select_indices()", indices) as rows:

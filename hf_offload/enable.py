@@ -1,4 +1,4 @@
-"""`enable`, `disable`, `enabled`: every `generate()` of a model makes itself a `HybridCache`."""
+"""`enable`, `disable`, `enabled`: `generate()` of a model makes a `HybridCache` by itself."""
 
 from __future__ import annotations
 
@@ -76,21 +76,20 @@ class _CacheMaker:
 
 
 def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any) -> None:
-    """Let every `generate()` of a model that is given no cache use a fresh `HybridCache`.
+    """Make every `generate()` of a model use a fresh `HybridCache`, unless the caller passes a cache.
 
-    The model runs with `attn_implementation="hybrid_sparse"` from then on. Whatever calls `generate()` works unchanged:
-    pipelines, lm-eval. A cache that the caller passes, `use_cache=False` and `cache_implementation=...` are respected.
-    A forward of the model without a cache is the stock one. Enabling an enabled model replaces policy and knobs. With
-    `assistant_early_exit` the first layers draft with a `DynamicCache` of their own, and a `HybridCache` verifies.
+    It sets `attn_implementation="hybrid_sparse"`. Code that calls `generate()`, such as pipelines and lm-eval, works
+    unchanged. `use_cache=False` and `cache_implementation=...` keep their effect. A forward without a cache is the
+    stock one. Enabling an enabled model replaces policy and knobs. With `assistant_early_exit` the first layers
+    draft with a `DynamicCache` of their own, and a `HybridCache` verifies.
 
     Args:
-        model: a model with `generate()`; a PEFT model stands for the model that it wraps.
+        model: a model with `generate()`, or a PEFT model around one.
         policy, knobs: as for `HybridCache`.
 
     Raises:
-        TypeError: no Transformers model with a `generate()`.
-        ValueError: a knob that is not allowed, or a model that cannot work with a `HybridCache`; the model is left as
-            it was.
+        TypeError: not a Transformers model with a `generate()`.
+        ValueError: a knob that is not allowed, or a model that `HybridCache` does not support; the model is unchanged.
     """
     inner = _generating(model)
     check_attention(inner)
@@ -118,13 +117,14 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any)
 
 
 def disable(model: torch.nn.Module) -> None:
-    """Undo `enable`: `generate()` and the attention implementation are what they were before.
+    """Undo `enable`: restore `generate()` and the attention implementation.
 
     Args:
         model: a model that was enabled, or a PEFT model around it.
 
     Raises:
-        ValueError: it is not enabled.
+        TypeError: not a Transformers model with a `generate()`.
+        ValueError: the model is not enabled.
     """
     inner = _generating(model)
     maker = _maker(inner)
@@ -136,7 +136,7 @@ def disable(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def enabled(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any) -> Iterator[None]:
-    """`enable` for the length of a `with` block; afterwards the model is what it was before the block.
+    """Enable a model within a `with` block, and restore it afterwards.
 
     Args:
         model, policy, knobs: as for `enable`.

@@ -39,37 +39,37 @@ class HybridCache(Portable):
     """A KV cache with a few blocks on the device and the rest in host memory.
 
     Pass it as `past_key_values` to `generate()` or to a forward of the model that it was made for. The model must run
-    with `attn_implementation="hybrid_sparse"`. Prompts and appended turns attend every token, decode steps attend what
-    the policy chooses. Layers that are not plain full attention (sliding windows, linear attention) keep Transformers'
+    with `attn_implementation="hybrid_sparse"`. Prompts and appends attend every token; decode steps attend what the
+    policy chooses. Layers that are not plain full attention (sliding windows, linear attention) keep Transformers'
     own cache.
 
     Args:
         model: the model that will use the cache.
         policy: a policy's name (`"scout"`, `"hgca"`, `"full"`, …) or a policy such as `Scout(budget=1024)`.
-        tier: None: two memories where the model runs on a device, one on the CPU. `"split"`: two on the CPU, to try
-            what a GPU would do. `"one"`: insist on one.
+        tier: None: two memories for a model on a GPU, one for a model on the CPU. `"split"`: two memories on the CPU,
+            to try a GPU's way. `"one"`: one memory, refused for a model on a GPU.
         block_size: tokens in a block: 8, 16, 32, 64 or 128; None: the policy's own, 32 or 16.
         resident: tokens that a row and KV head keeps on the device, with two memories; None: the budget or window.
         device_budget: in place of `resident`: device memory for the resident blocks of all layers, in bytes or as a
-            string such as `"2GiB"` or `"512MB"`. It is divided when the first tokens arrive; digests of these tokens
-            come out of it, those of later tokens on top. Or `"64 blocks"`: so many for each row and KV head of a layer.
+            string such as `"2GiB"` or `"512MB"`. The first tokens decide how the layers share it. It covers the digests
+            of these tokens; digests of later tokens come on top. Or `"64 blocks"`: for each row and KV head of a layer.
         host_dtype: `"int8"`: the host keeps all but the newest blocks in int8, with a scale for each channel of a
             block's keys and for each token of its values. None: the model's dtype.
         prefill_tile: cached tokens that a prompt chunk or append reads at a time. With two memories the device holds
             two tiles.
-        cuda_graph: capture a decode step as a CUDA graph and replay it, from the third step after a prompt on. For
-            models on one CUDA device with full attention in all layers. Other kinds of steps run without it.
+        cuda_graph: capture the third decode step after a prompt as a CUDA graph and replay it in later steps. Needs a
+            model on one CUDA device with full attention in all layers. Prompts and appends run without it.
         threads: CPU threads for work that runs beside the model. None: one without a GPU; with one, all cores of the
             process but one, at most 16, shared among the processes that a launcher started. Work that the model waits
             for runs on torch's threads (`torch.set_num_threads`).
-        timeout: seconds to wait for a worker thread before a `WorkerError`.
-        progress: show a `tqdm.auto` bar on stderr for prompts and appended turns that take longer than five seconds,
-            by layer and tile. Each chunk of a chunked prompt has a bar of its own, and the five seconds count from the
-            first chunk. Decode steps show nothing.
-        knobs: the policy's own, see its class.
+        timeout: seconds to wait for a worker thread; then a `WorkerError`.
+        progress: show a `tqdm.auto` bar on stderr for prompts and appends that take longer than five seconds, by layer
+            and tile. Each chunk of a chunked prompt has a bar of its own; the five seconds count from the first chunk.
+        knobs: the policy's knobs; see its class.
 
     Raises:
-        ValueError: a value that is not allowed, or a model that cannot work with this cache; with the remedy.
+        TypeError: `model` is not a Transformers model, or `policy` is neither a name nor a policy.
+        ValueError: a value that is not allowed, or a model that this cache does not support.
     """
 
     is_hybrid_offload = True
@@ -159,7 +159,13 @@ class HybridCache(Portable):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand new K and V to their layer; one that cannot hold them becomes Transformers' own."""
+        """Append keys and values `[B, Hkv, T, D]` to a layer; the model calls this.
+
+        A layer whose keys and values fit no block becomes one of Transformers' own, with a warning.
+
+        Raises:
+            ValueError: other rows, heads, dtype or device than those that the cache holds.
+        """
         layer = self.layers[layer_idx]
         if type(layer) is HybridLayer and layer.past:  # what `admit` and the base class do is for others
             return layer.update(key_states, value_states)
@@ -196,7 +202,7 @@ class HybridCache(Portable):
         return predictor.foresee(hidden, args, kwargs) if one else predictor(hidden, args, kwargs)
 
     def stats(self) -> Stats:
-        """Count what the cache has done since it was made or reset: steps, recalls, times, memory."""
+        """Return steps, recalls and times since the cache was made or reset, and the memory in use now."""
         layers = hybrid_layers(self)
         rows = [report(layer) for layer in layers]
         near = sum(
@@ -218,7 +224,7 @@ class HybridCache(Portable):
             quiet: whether failures are of no interest any more.
 
         Raises:
-            WorkerError: a copy failed in some layer, told once for all of them; nothing is lost.
+            WorkerError: a copy failed in some layer; raised once for all layers; nothing is lost.
         """
         failed: WorkerError | None = None
         if self.graph is not None and not quiet:
@@ -309,7 +315,11 @@ class HybridCache(Portable):
         self._undo_to = None
 
     def reset(self) -> None:
-        """Drop all tokens and statistics; another batch may follow."""
+        """Drop all tokens and statistics; the next batch may have other rows.
+
+        Raises:
+            RuntimeError: another thread uses the cache.
+        """
         self._turn.take(torn=True)
         with self._turn.changing("reset()"):
             self.drain(quiet=True)
@@ -329,17 +339,17 @@ class HybridCache(Portable):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether tokens have arrived; models ask that to tell a prompt from a decode step."""
+        """Whether the cache holds tokens; models distinguish a prompt from a decode step by it."""
         return self.get_seq_length() > 0
 
     def activate_past_recording(self) -> None:
-        """Expect drafts: from now on a forward with `logits_to_keep=n + 1` ends with n drafts, until `reset()`.
+        """Verify drafts from now on: until `reset()`, a forward with `logits_to_keep=n + 1` ends with n draft tokens.
 
-        Assisted decoding calls this. The policy attends each draft as a decode step of its own, and `crop` restores
-        what the policy knew before the rejected ones.
+        Assisted decoding calls this. The policy attends each draft in a decode step of its own. `crop` drops rejected
+        drafts and restores the policy's state from before them.
 
         Raises:
-            ValueError: the model's forward does not tell how many tokens are drafts.
+            ValueError: the model's forward takes no `logits_to_keep`, or no `position_ids` for a cache with tokens.
         """
         check_drafts(self._watch, self.policy, self.get_seq_length())
         for layer in self.layers:  # those that keep only what they need

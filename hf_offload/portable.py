@@ -1,4 +1,4 @@
-"""How a cache comes from elsewhere and goes there: taken over, given back, forked, saved and loaded."""
+"""Converts, forks, saves and loads a `HybridCache`."""
 
 from __future__ import annotations
 
@@ -55,16 +55,18 @@ class Portable(Changing):
         attention_mask: torch.Tensor | None = None,
         **knobs: Any,
     ) -> Self:
-        """A cache that goes on where a `DynamicCache` of the same model ends, such as one prefilled elsewhere.
+        """Make a cache that continues after the tokens of a `DynamicCache` of the same model.
+
+        Policies that learn from a prompt's queries (`hgca`, `h2o`, `infinigen`, `fluxion`) do not have these queries.
 
         Args:
-            cache: with any number of tokens, on any device; it is left as it is.
+            cache: keys and values `[B, Hkv, T, D]` of each layer, on any device; they are copied.
             model, policy, knobs: as for `HybridCache(...)`.
             attention_mask: `[B, T]`, 0 where a cached token is padding; None: there is none.
 
         Raises:
-            TypeError: not a `DynamicCache`.
-            ValueError: it is not a cache of this model, or the mask does not fit; and as `HybridCache(...)`.
+            TypeError: `cache` is not a `DynamicCache`.
+            ValueError: `cache` is not of this model, or the mask has another shape; and as `HybridCache(...)`.
         """
         made = cls._make(model, policy, **knobs)
         take_over(made.layers, cache, made._attachment.layers, attention_mask, made._config)
@@ -73,7 +75,7 @@ class Portable(Changing):
 
     @torch.inference_mode(False)
     def to_dynamic(self) -> DynamicCache:
-        """A `DynamicCache` with the tokens of this one, layer by layer, on the model's device; this one stays."""
+        """Copy all tokens into a `DynamicCache`: keys and values `[B, Hkv, T, D]` on each layer's device."""
         made, layers = DynamicCache(config=self._config), stock_layers(self._config)
         with self.alone():
             for index, layer in enumerate(self.layers):
@@ -86,14 +88,14 @@ class Portable(Changing):
 
     @torch.inference_mode(False)
     def fork(self) -> Self:
-        """Another cache of the same model that goes on from the same tokens; both may run, in threads too.
+        """Make another cache that continues from the same tokens; both may run, also in two threads.
 
-        Host blocks and their digests are shared and counted by reference: what only one cache holds is free when that
-        one is reset or gone. A block that one of them writes into is copied first. What is resident, the policy's state
-        and padding are copied, so that each gives the tokens that this one would have given. Statistics begin anew.
+        Caches share host blocks and digests, counted by reference, and copy a block before they write into it. Resident
+        blocks, the policy's state and padding are copied, so that the fork gives the tokens that this cache would have
+        given. Its statistics start at zero.
 
         Raises:
-            RuntimeError: the model is gone.
+            RuntimeError: the model was deleted, or another thread uses the cache.
         """
         model = self._model()
         if model is None:
@@ -114,17 +116,17 @@ class Portable(Changing):
         return made
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the cache into a folder of its own, from which `load` makes one that goes on as this one would have.
+        """Write the cache into a folder; `load` makes a cache of it that continues as this one would have.
 
-        A saved cache that is there is replaced as a whole; one that was interrupted leaves the old one as it was.
+        A saved cache of that name is replaced as a whole. An interrupted `save` leaves the old one as it was.
 
         Args:
-            folder: made where it is missing; a link stays, and the folder that it names is written.
+            folder: a folder for this cache alone; created if missing. A symbolic link is followed.
 
         Raises:
-            ValueError: something else is there, or the policy is not registered (`register_policy`).
+            ValueError: something else has that name, or the policy is not registered (`register_policy`).
             OSError: the disk is full, or the folder cannot be written; nothing is left behind.
-            RuntimeError: the model is gone.
+            RuntimeError: the model was deleted, or another thread uses the cache.
         """
         about = {
             "policy": describe_policy(self.policy),
@@ -138,22 +140,22 @@ class Portable(Changing):
     @classmethod
     @torch.inference_mode(False)
     def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel, **knobs: Any) -> Self:
-        """The cache that `save` wrote, for the same model.
+        """Make the cache that `save` wrote, for the same model.
 
-        With one memory its file is mapped: blocks are read, and compared with their checksums, when they are first
-        wanted, and the file is never written into; leave it where it is as long as the cache lives. With two memories
-        all blocks are read and compared at once. Everything else is compared at once, too.
+        With one memory the file is mapped: a step reads and checks a block when it first needs it. The file is not
+        written; do not change it while the cache lives. With two memories `load` reads and checks all blocks. It checks
+        everything else in both cases.
 
         Args:
-            folder: given to `save`.
-            model: the model, in the dtype that it had.
-            knobs: in place of the saved ones, those of `HybridCache` that say how it runs: tier, resident,
-                device_budget, prefill_tile, cuda_graph, threads, timeout, progress.
+            folder: the folder given to `save`.
+            model: a model with the same weights, in the same dtype.
+            knobs: these knobs of `HybridCache`, in place of the saved ones: `tier`, `resident`, `device_budget`,
+                `prefill_tile`, `cuda_graph`, `threads`, `timeout`, `progress`.
 
         Raises:
-            ValueError: no saved cache, a file that was cut short or altered, another model (in what it differs), or
-                another knob. A block that was altered raises when it is first wanted.
-            MemoryError: the host has no memory left for it.
+            ValueError: no saved cache, a file that was cut short or altered, another model, or another knob. With one
+                memory, a forward that first reads an altered block raises it.
+            MemoryError: the host has no memory left for the cache.
         """
         saved = SavedCache(Path(folder))
         config, stack = check_model(model), find_layers(model)[0]

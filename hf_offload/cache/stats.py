@@ -1,4 +1,4 @@
-"""What a cache has done: counters a layer, and their sum."""
+"""Statistics of a cache: counters of each layer, and their totals."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class LayerStats:
     Args:
         layer: its number in the model.
         steps: decode steps.
-        cpu_ratio_by_step: tokens attended by the CPU as a share of those attended within the budget, a number a step.
+        cpu_ratio_by_step: tokens attended by the CPU as a share of those attended within the budget, for each step.
         recalls: times that resident blocks were exchanged; recall_blocks: how many; recall_bytes: bytes moved.
-        placements: times that the resident set was decided anew, after a prompt or append; placement_bytes: bytes.
+        placements: times that the resident set was chosen after a prompt or append; placement_bytes: bytes copied.
         wait_seconds: time that the model's thread waited for the CPU part and for copies.
         query_cosine: sum over steps of the cosine between predicted and real query; queries: how many steps.
-        selection_overlap: sum of the share of wanted blocks that the prediction found; selections: how many.
+        selection_overlap: share of the real query's blocks that the predicted query selected, summed over steps;
+            selections: how many steps.
         resident_bytes, host_bytes, digest_bytes: memory in use when the report was made.
         shared_bytes: of host_bytes, what forks of the cache hold too.
-        context_bytes: copies of the tokens that are kept for the CPU; salience_bytes: what is known of all tokens.
+        context_bytes: copies of the tokens that are kept for the CPU; salience_bytes: attention averages of all tokens.
         kept_share_by_head: kept tokens as a share of those that have left the window, of all rows, for each KV head;
             empty as long as none has.
-        evictions: blocks that have left the window; eviction_seconds: until it was decided which tokens are kept.
-        reevaluations: prompts and appends after which it was decided which tokens are kept; reevaluation_seconds: how
-            long that took, beside the model.
+        evictions: blocks that have left the window; eviction_seconds: time to choose their kept tokens.
+        reevaluations: prompts and appends after which the kept tokens were chosen; reevaluation_seconds: the time of
+            that, beside the model.
         retrievals: where the CPU chooses its blocks itself (`Retrievals.as_dict`): shares of streaming KV heads' groups
             (`streaming_groups`) and of query heads that took nothing (`streaming_heads`), mean share of the host's
             blocks that a query head took (`head_budget`) and that its group attended (`retrieved_share`), bytes of
             them (`retrieved_bytes`), the same of the blocks whose digests were read (`scored_share`, and with the
             digests' bytes `scored_bytes`), share of groups by tokens of a run (`granularities`); empty otherwise.
-        transfer: by which way the last blocks came to the device: "uva" (a kernel read them where they lay) or "copy";
-            None: none has come.
+        transfer: how the last blocks were copied to the device: "uva" (by a kernel) or "copy"; None: none were.
     """
 
     layer: int
@@ -239,13 +239,13 @@ def _mean(total: float, count: int) -> float | None:
 
 
 class Stats:
-    """The statistics of a cache: `str()` is a table, `as_dict()` is for a log.
+    """The statistics of a cache, as `cache.stats()` returns them: `str()` is a table, `as_dict()` is for a log.
 
     Args:
         layers: statistics of each layer.
         device_bytes: bytes of keys, values and digests in the model's memory, all layers.
         stock: numbers of the layers that keep Transformers' own cache.
-        seconds: between tokens, by percentile (`Pace.percentiles`).
+        seconds: time between tokens, by percentile; None: not measured.
     """
 
     def __init__(
@@ -257,7 +257,10 @@ class Stats:
         self.seconds = seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Totals over the layers, means for ratios, and `layers` with the same keys for each layer."""
+        """Return totals over the layers, means for ratios, and in `layers` the same keys for each layer.
+
+        Times are in seconds, memory in bytes, ratios from 0 to 1; None: nothing was counted.
+        """
         rows = [layer.as_dict() for layer in self.layers]
         total: dict[str, Any] = {"steps": max((row["steps"] for row in rows), default=0)}
         for key in ("cpu_ratio", "query_cosine", "selection_overlap", "kept_share"):

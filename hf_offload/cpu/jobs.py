@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WorkerError(RuntimeError):
-    """A job of the worker failed, was lost with its thread, or did not end within its time."""
+    """A job of a worker thread failed, was lost with its thread, or did not end within `HybridCache(timeout=...)`."""
 
 
 class Job(ABC):

@@ -93,15 +93,15 @@ def check_predictor(predictor: Any) -> None:
 
 @dataclass(frozen=True)
 class ConstantPredictor:
-    """Predicts the same for every head: full attention as it stands, and what an ablation wants.
+    """A predictor for `Fluxion` with the same budget for every head; the defaults are full attention.
 
     Args:
         budget0, slope: shares of the host's tokens that a head needs: budget0 + slope · log₂(tokens of a run), clipped
             to 0 … 1.
-        streaming: whether heads need sinks and newest tokens alone.
-        tau: the deviation that it stands for; `Fluxion(tau=...)` must be the same.
+        streaming: True: all heads need only sinks and newest tokens.
+        tau: deviation of the output, equal to `Fluxion(tau=...)`.
         digest: `"submean"` or `"quest"`.
-        sinks, local: first and newest tokens that are attended anyway.
+        sinks, local: first and newest tokens that are always attended.
 
     Raises:
         ValueError: a value that is not allowed.

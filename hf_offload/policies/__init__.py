@@ -33,19 +33,19 @@ ALIASES = {"sparse_fetch": "quest"}
 
 
 def register_policy(cls: type[Policy]) -> type[Policy]:
-    """Make a policy of your own known by its `name`, to `HybridCache`, `enable` and `HybridCache.load`.
+    """Register a policy of your own under its `name`, for `HybridCache`, `enable` and `HybridCache.load`.
 
-    It may stand above the class as a decorator. Saved caches name their policy; `load` makes registered ones only.
+    It works as a class decorator. A saved cache holds the name of its policy, so `load` needs the policy registered.
 
     Args:
-        cls: a frozen dataclass that derives from `Policy` and has a `name` in lower case.
+        cls: a frozen dataclass that derives from `Policy`, with a lower-case `name`.
 
     Returns:
         The class.
 
     Raises:
-        TypeError: no frozen dataclass that derives from `Policy`.
-        ValueError: the name is no lower-case identifier, or another policy has it.
+        TypeError: not a frozen dataclass that derives from `Policy`.
+        ValueError: `name` is not a lower-case identifier, or belongs to another policy.
     """
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
         raise TypeError(f"{cls!r} is no class that derives from hf_offload.Policy")

@@ -1,4 +1,4 @@
-"""What a policy is: it says which blocks a step attends, which of them are resident, and when blocks move."""
+"""The contract of a policy: which blocks a step attends, which are resident, and when blocks are copied."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan:
     Args:
         device: resident blocks, attended by the device.
         host: blocks attended by the CPU with the query of this step.
-        fetched: blocks of the host that the device attends, too, once they have been brought there.
+        fetched: host blocks that the device attends once they have been copied to it.
         ahead: a CPU part that was started one layer early, with a predicted query.
         kept: single tokens that the CPU attends, a list for each row and KV head (`cache.context.Context`); the blocks
             beside them are the window, whose tokens' weights are averaged.
@@ -68,11 +68,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """The contract; a policy is a frozen dataclass of its own knobs, checked in `__post_init__`."""
+    """Base class of policies: which blocks a decode step attends, which are resident, and when blocks are copied.
+
+    A policy is a frozen dataclass of its knobs, which `__post_init__` checks. It has a `name` and implements `plan`.
+    `register_policy` makes it known.
+    """
 
     name: ClassVar[str]
     block_size: ClassVar[int] = 32
-    """Tokens a block, where the user says nothing."""
+    """Tokens of a block by default."""
 
     @property
     def digest_name(self) -> str | None:

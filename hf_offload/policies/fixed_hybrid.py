@@ -1,4 +1,4 @@
-"""The hybrid pipeline with fixed numbers: sinks and newest tokens on the device, a share of the others on the CPU."""
+"""Fluxion's baseline: sinks and newest tokens on the device, a fixed share of the others on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fluxion (Yao et al. 2026): for every head and step, whether it needs the host's tokens, how many, and how coarse."""
+"""Fluxion (Yao et al. 2026): a network predicts budget and granularity of host tokens for each head and step."""
 
 from __future__ import annotations
 
@@ -62,18 +62,17 @@ class Fluxion(Policy):
 
     Args:
         predictor: a file written by `hf-offload train-fluxion`, or a predictor such as `ConstantPredictor`.
-        tau: deviation of the output that the budgets are for (Eq. 2), one of those that the file was trained for.
-        granularities: tokens of a run; each KV head takes the cheapest. A single one fixes it.
-        skip_streaming: whether heads that are predicted to stream take nothing of the host; False: what their budget
-            says.
-        schedule: how CPU and device share the tasks of a step, one for each row and KV head. `"none"`: the CPU takes
-            all. `"priority"`: by the pace of both, the largest first (section 6). `"uniform"`, `"length"`: beforehand,
-            by number and by the rows' lengths (section 8.3). None: `"priority"` on a GPU, otherwise `"none"`. All but
-            `"none"` need two memories, and their rounding depends on time.
+        tau: deviation of the output that the budgets allow (Eq. 2), 0 to 1; the file must be trained for it.
+        granularities: tokens of a run; each KV head takes the cheapest of them.
+        skip_streaming: True: heads that are predicted to stream attend no host token; False: they follow their budget.
+        schedule: how CPU and device share the tasks of a step, one for each row and KV head. `"none"`: the CPU runs
+            all. `"priority"`: by the speed of both, the largest first (section 6). `"uniform"`, `"length"`: fixed
+            before the step, by the number of tasks or by the rows' lengths (section 8.3). None: `"priority"` on a
+            GPU, otherwise `"none"`. All but `"none"` need two memories, and their rounding depends on timing.
         digest: the digest that the predictor is expected to have; None: any.
 
     Raises:
-        ValueError: no predictor, a damaged file, or one for another model, digest or deviation; with the remedy.
+        ValueError: no predictor, a damaged file, or one for another model, digest or deviation.
         FileNotFoundError: there is no such file.
     """
 

@@ -18,15 +18,15 @@ class Full(Policy):
     """Attend every cached token: exact attention.
 
     With two memories the device attends resident blocks and the CPU attends the others. `host="fetch"` is FlexGen's
-    way (Sheng et al. 2023): each step copies every block to the device. FlexGen fetches one layer ahead; here a layer
-    fetches for itself, in tiles of `prefill_tile`.
+    method (Sheng et al. 2023): each step copies every block to the device. FlexGen fetches one layer ahead; here each
+    layer fetches its own blocks, in tiles of `prefill_tile`.
 
     Args:
-        host: who attends blocks that are not resident: `"attend"`: the CPU; `"fetch"`: the device, which receives a
-            copy in every step. With one memory both are the same.
+        host: `"attend"`: the CPU attends blocks that are not resident; `"fetch"`: each step copies them to the device.
+            With one memory both are the same.
 
     Raises:
-        ValueError: another value.
+        ValueError: `host` has another value.
     """
 
     name = "full"

@@ -82,13 +82,13 @@ class H2O(Policy):
     new token evicts the lightest one that is not among the newest.
 
     Unlike in H2O, prompts and appends are exact and every token stays on the host. After an append, heavy hitters are
-    chosen among all tokens again. Only the last `prompt_queries` queries of a prompt count. So the policy shows what
-    eviction loses, and saves no host memory.
+    chosen among all tokens again. Only the last `prompt_queries` queries of a prompt count. The policy shows what
+    eviction loses; it saves no host memory.
 
     Args:
         heavy: share of the tokens cached when decoding starts that is kept for its weights, 0 to 1.
         recent: share of them that is kept for being newest, 0 to 1. The paper has 20 % in all, half and half.
-        prompt_queries: how many of a prompt's last queries decide what is heavy when decoding starts.
+        prompt_queries: how many of a prompt's last queries choose the heavy hitters when decoding starts.
 
     Raises:
         ValueError: a knob has a value that is not allowed.

@@ -22,28 +22,28 @@ class HGCA(Policy):
 
     When a block leaves the window, the CPU keeps those of its tokens with A > beta / (tokens in the window). Kept
     tokens are attended in every step until the next append. An append attends every token. The weights that its queries
-    give to host tokens, A_cpu, then decide anew: tokens with A_cpu > beta / (tokens on the host) are kept. After a
-    prompt the prompt's own queries decide.
+    give to host tokens, A_cpu, then choose again: tokens with A_cpu > beta / (tokens on the host) are kept. After a
+    prompt, the prompt's own queries choose.
 
     Args:
-        window: tokens of the window, rounded up to blocks. None, and no `gpu_ratio`: what the cache's `resident` or
-            `device_budget` says.
+        window: tokens of the window, rounded up to blocks. None, and no `gpu_ratio`: the cache's `resident` or
+            `device_budget`.
         gpu_ratio: in place of `window`: its share of the cached tokens, 0 to 1. It is computed when decoding starts
             after a prompt or append, and constant until the next one.
-        beta: threshold of the selection; 0 keeps every token.
+        beta: threshold of the selection, at least 0; 0 keeps every token.
         alpha: how fast A forgets, for each step, in (0, 1]; None: 1 / (tokens of the window).
-        steps: how a decode step's weight enters A. `"max"`: A ← max((1 − alpha)·A, weight/3); a token's first 64 steps
-            (a quarter of the window, if that is less) do not count, because new tokens are attended for being new; nor
-            do they in prompts and appends.
+        steps: how a decode step's weight enters A. `"max"`: A ← max((1 − alpha)·A, weight/3). A token's first 64
+            queries (at most a quarter of the window) do not count, in prompts and appends neither: new tokens get much
+            weight for being new.
             `"mean"` (the paper's): A ← (1 − alpha)·A + alpha·weight; a plain mean over the first 1/alpha queries.
         group: how the query heads of a KV head decide: `"any"`: one of them is enough; `"mean"`: their mean A.
         append: what A_cpu is: `"max"`: the largest weight that one of the append's queries gives; `"mean"`: their mean.
         append_queries: how many of an append's last queries count for A_cpu; None: all.
-        append_run: how many tokens behind a strongly attended one are kept with it: their A_cpu is at least a 64th of
-            its own. A question points at where an answer begins. 0 (the paper's): none.
+        append_run: how many tokens after a strongly attended one are kept with it: their A_cpu is at least 1/64 of its
+            A_cpu. The reason: a question attends the place where its answer begins. 0 (the paper's): none.
         prompt_queries: A of a prompt's tokens is the mean over so many of its last queries; None: 1/alpha.
         reevaluate: False: an append changes nothing about the host's tokens (a control).
-        sinks: how many first tokens are kept whatever their weights.
+        sinks: first tokens of a row that are always kept.
 
     Raises:
         ValueError: a knob has a value that is not allowed, or both `window` and `gpu_ratio` are given.

@@ -39,24 +39,23 @@ class InfiniGenState:
 
 @dataclass(frozen=True)
 class InfiniGen(Policy):
-    """Fetch tokens that the next layer's predicted query scores high, one layer ahead, and attend them on the device.
+    """Fetch, one layer ahead, the tokens that a predicted query scores high, and attend them on the device.
 
     Source: InfiniGen, sections 4.2 and 4.3. Keys and values lie on the host. The device keeps a part of each key: its
     coordinates in the directions in which queries are largest. The next layer's query is predicted from this layer's
-    input. Tokens whose speculated score is within `alpha` of the best one are fetched and
-    attended with the real query.
+    input. Tokens whose speculated score is within `alpha` of the best one are fetched. The real query attends them.
 
     Unlike in InfiniGen, the directions come from the prompt's own queries and keys, after rotary positions, where the
     paper skews the weights offline. Each KV head fetches as many tokens as it needs, where the paper takes the mean
     over a layer's heads; its query heads share them. The host's memory is not bounded.
 
     Args:
-        alpha: a token is fetched if its score exceeds the best one less this (the paper: 4 or 5); infinity: `share`
-            alone bounds how many.
+        alpha: a token is fetched if its score is above the best one minus `alpha` (the paper: 4 or 5); infinity: only
+            `share` bounds their number.
         partial: share of the channels that scores are speculated with (the paper: 0.3).
         share: largest share of the tokens that is fetched (the paper: 0.2).
         lookahead: False: choose with the real query, in the layer itself.
-        prompt_queries: how many of a prompt's last queries decide the directions.
+        prompt_queries: how many of a prompt's last queries give the directions.
 
     Raises:
         ValueError: a knob has a value that is not allowed.

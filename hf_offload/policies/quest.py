@@ -19,11 +19,11 @@ JOINS = ("max", "mean", "raw")
 class Quest(Policy):
     """Attend the best blocks within a budget on the device; the CPU attends nothing.
 
-    Digests lie on the device. A step chooses blocks by its real query and waits until those that are not resident have
-    been copied to the device. With one memory it chooses blocks and copies nothing.
+    Source: Quest (Tang et al. 2024). The device holds the digests. A step chooses blocks by its real query, copies
+    those that are not resident to the device, and waits for them. With one memory nothing is copied.
 
     As in Quest, a digest is the minimum and maximum of each channel, and blocks have 16 tokens. Unlike in Quest, keys
-    and values are offloaded, the first two layers are sparse too, and the query heads of a KV head share a choice.
+    and values are offloaded, the first two layers are sparse, too, and the query heads of a KV head share a choice.
 
     Args:
         budget: tokens that each row and KV head attends; sinks, recent tokens and the open block included.

@@ -44,10 +44,10 @@ class ScoutState:
 
 @dataclass(frozen=True)
 class Scout(Policy):
-    """Attend the best blocks within a budget: the device those that are resident, the CPU the others, one layer ahead.
+    """Attend the best blocks within a budget: resident ones on the device, the others on the CPU, one layer ahead.
 
-    Source: ScoutAttention, section 3 and algorithm 1. Beyond the paper: digests of key pairs, a softmax for each head
-    before heads are joined, a first-order correction of what was attended with a predicted query, and recall by the
+    Source: ScoutAttention, section 3 and algorithm 1. Differences from the paper: digests of key pairs, a softmax for
+    each head before heads are joined, a first-order correction of attention with a predicted query, and recall by the
     running CPU ratio.
 
     Args:
@@ -59,20 +59,20 @@ class Scout(Policy):
         recent: newest tokens in sealed blocks that are always attended and resident.
         lookahead: `"attend"`: the CPU attends one layer early with the predicted query (the paper's). `"select"`:
             blocks are chosen and read one layer early, and attended with the real query. `"off"`: neither. `"auto"`:
-            `"attend"` with a device beside the CPU, `"off"` on CPU tensors.
-        synchronous_layers: layers that use the real query for everything; None: the first three, whose queries are
-            predicted badly. Layer 0 always does.
+            `"attend"` for a model on a GPU, `"off"` on the CPU.
+        synchronous_layers: numbers of layers that use no predicted query; None: 0, 1 and 2, whose predictions are poor.
+            Layer 0 never uses one.
         correction: correct the early CPU part to first order: `lse + scale·(q − q_predicted)·k̄`.
         recall: when resident blocks are exchanged: `"adaptive"`: when the CPU ratio exceeds `threshold`; a number:
-            every so many steps; 0: never; a path: by a file of `hf-offload profile`.
+            every so many steps; 0: never; a path: as the file of `hf-offload profile` says.
         threshold: CPU ratio that adaptive recall tolerates (section 3.4: 0.12).
-        smoothing: the resident set follows the scores of real queries, averaged over steps with this weight on the
-            past; 0: the last query alone (the paper's).
+        smoothing: recall ranks blocks by scores averaged over steps, with this weight on past steps, in [0, 1); 0: the
+            last query alone (the paper's).
         attend_resident: whether the device attends the `"selected"` resident blocks or `"all"` of them.
-        place_queries: how many of the prompt's last queries decide the first resident set.
+        place_queries: how many of the prompt's last queries choose the first resident set.
 
     Raises:
-        ValueError: a knob has a value that is not allowed; the message names what is.
+        ValueError: a knob has a value that is not allowed.
     """
 
     name = "scout"
