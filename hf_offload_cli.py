@@ -68,7 +68,7 @@ def profile(
     model: Model = None,
     text: Text = None,
     tokens: Annotated[int, typer.Option(help="Prompt tokens of a window.")] = 4096,
-    steps: Annotated[int, typer.Option(help="Decoded tokens of a window: the longest interval.")] = 64,
+    steps: Annotated[int, typer.Option(help="Decoded tokens of a window; bounds intervals.")] = 64,
     windows: Annotated[int, typer.Option(help="Windows of the text.")] = 3,
     budget: Annotated[int, typer.Option(help="Tokens that a step attends.")] = 2048,
     resident: Annotated[int | None, typer.Option(help="Tokens on the device.", show_default="budget")] = None,
@@ -77,7 +77,7 @@ def profile(
     dtype: Dtype = "auto",
     out: Annotated[Path, typer.Option(dir_okay=False, help="Profile to write.")] = Path("profile.json"),
 ) -> None:
-    """Measure for each layer how many decode steps it can go between two recalls.
+    """Measure how many decode steps each layer can run between two recalls.
 
     The file goes into HybridCache(model, "scout", recall=FILE).
     """
@@ -115,9 +115,9 @@ def plan(
     context: Annotated[str, typer.Option(help="Tokens of a row; 1k is 1,024.")] = "32k",
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     policy: Annotated[
-        list[str] | None, typer.Option(help="A policy, as scout:budget=1024; repeatable.", show_default="all")
+        list[str] | None, typer.Option(help="Such as scout:budget=1024; repeatable.", show_default="all")
     ] = None,
-    device_memory: Annotated[str | None, typer.Option(help="Show what fits into it, as 24GiB.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Memory to fit into, such as 24GiB.")] = None,
     dtype: Dtype = "auto",
 ) -> None:
     """Compute the device and host memory that caches take, from the model's config alone."""
@@ -192,13 +192,13 @@ def train_fluxion(
     ] = None,
     tau: Annotated[list[float] | None, typer.Option(help="Deviation; repeatable.", show_default="0.1")] = None,
     context: Annotated[int, typer.Option(help="Tokens of a window.")] = 8192,
-    windows: Annotated[int, typer.Option(help="Most windows of a text.")] = 4,
-    asked: Annotated[int, typer.Option(min=0, help="Windows read again with facts hidden and asked for.")] = 4,
+    windows: Annotated[int, typer.Option(help="Windows of a text, at most.")] = 4,
+    asked: Annotated[int, typer.Option(min=0, help="Windows repeated with hidden facts and questions.")] = 4,
     interval: Annotated[int, typer.Option(help="Tokens between two sampled prompt lengths.")] = 1024,
     steps: Annotated[int, typer.Option(help="Decode steps sampled in each interval.")] = 8,
     digest: Annotated[str, typer.Option(help="Block digest: submean or quest.")] = "submean",
-    epochs: Annotated[int, typer.Option(help="Most passes over the samples.")] = 30,
-    under: Annotated[float, typer.Option(help="Weight of budgets predicted too low, against too high.")] = 1.0,
+    epochs: Annotated[int, typer.Option(help="Passes over the samples, at most.")] = 30,
+    under: Annotated[float, typer.Option(help="Loss weight of budgets that are too low.")] = 1.0,
     streaming_at: Annotated[float, typer.Option(help="Probability from which a head is a streaming head.")] = 0.9,
     fit: Annotated[str, typer.Option(help="Block sizes the budget line is fitted to: online or paper.")] = "online",
     dtype: Dtype = "auto",

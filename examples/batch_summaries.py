@@ -3,7 +3,7 @@
     python examples/batch_summaries.py
     python examples/batch_summaries.py --model Qwen/Qwen3-0.6B first.txt second.txt third.txt
 
-Texts may differ in length: the cache knows from the attention mask which tokens are padding and attends none of them.
+Texts may differ in length: the attention mask marks the padding, which no query attends.
 Without files the texts are three parts of Python's manual.
 """
 

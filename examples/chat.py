@@ -3,7 +3,7 @@
     python examples/chat.py
     python examples/chat.py --model Qwen/Qwen3-0.6B --file novel.txt
 
-The document is read once. Every turn is appended to the same cache, so a question costs its own tokens only.
+The document is read once. Each turn is appended to the same cache, so a question prefills its own tokens only.
 Without --file the document is a part of Python's manual in which a number is hidden. An empty line ends the chat.
 """
 

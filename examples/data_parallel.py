@@ -1,9 +1,9 @@
-"""Several processes, each with the whole model, a cache of its own and its share of the questions.
+"""Answer questions in several processes, each with the whole model, its own cache and its share of the questions.
 
     torchrun --nproc-per-node 2 examples/data_parallel.py
     accelerate launch --num_processes 4 examples/data_parallel.py --model Qwen/Qwen3-8B --dtype bfloat16
 
-The processes exchange nothing while they generate. `cache.reset()` lets one cache serve one question after the other.
+The processes exchange nothing while they generate. `cache.reset()` empties the cache before each question.
 """
 
 from typing import Annotated

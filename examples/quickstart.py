@@ -1,10 +1,10 @@
-"""A number hidden in a long text, found with `DynamicCache` and with a cache that reads a few blocks of it a step.
+"""Find a number hidden in a long text with `DynamicCache` and with a cache that reads a few blocks in each step.
 
     python examples/quickstart.py
     python examples/quickstart.py --model Qwen/Qwen3-0.6B --file novel.txt --question "Who marries whom?"
 
 The default prompt hides a 7-digit number in about 6,500 tokens of Python's manual. SmolLM2-135M-Instruct reads it once
-into a `HybridCache`; `to_dynamic()` makes the `DynamicCache` of it, so that both answer from the same keys and values.
+into a `HybridCache`. `to_dynamic()` copies it into a `DynamicCache`, so both answer from the same keys and values.
 """
 
 from __future__ import annotations
@@ -288,8 +288,7 @@ def main(
         console.print(f"[dim]{source}[/dim]")
     if split:
         console.print(
-            "[dim]split keeps a few blocks apart as a GPU would, to try a policy's choices without one; on a CPU it is "
-            "no faster.[/dim]"
+            "[dim]split imitates a GPU's memory on the CPU, to try a policy without a GPU. It saves no time.[/dim]"
         )
     if results:
         write_csv(results, ways, found, length, prefill)

@@ -1,10 +1,10 @@
-"""One model on several ranks: each computes some of the heads and keeps their keys and values in a cache of its own.
+"""Run one model on several ranks: each computes some heads and caches their keys and values.
 
     torchrun --nproc-per-node 3 examples/tensor_parallel.py
     torchrun --nproc-per-node 2 examples/tensor_parallel.py --model Qwen/Qwen3-8B --dtype bfloat16 --file novel.txt
 
 The number of ranks divides query heads and KV heads. SmolLM2, the default, has three KV heads, hence three ranks.
-Every rank runs the same calls on the same inputs: on a CPU over gloo, with GPUs on one GPU a rank.
+Every rank runs the same calls on the same inputs, on a GPU of its own or, without GPUs, on the CPU over gloo.
 """
 
 import os
@@ -22,7 +22,7 @@ import hf_offload
 
 def main(
     model: Annotated[str | None, typer.Option(help="Hub name or folder (SmolLM2 if none).")] = None,
-    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text to go on from.")] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text to continue.")] = None,
     tokens: Annotated[int, typer.Option(help="Most tokens of the prompt.")] = 2000,
     answer: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
     dtype: Annotated[str, typer.Option(help="Weights and activations.")] = "float32",

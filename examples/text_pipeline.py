@@ -3,7 +3,7 @@
     python examples/text_pipeline.py
     python examples/text_pipeline.py --model Qwen/Qwen3-0.6B
 
-Whatever calls `generate()` works in this way: the code that calls it need not know of the cache.
+All code that calls `generate()` works in this way, without changes.
 """
 
 from typing import Annotated
