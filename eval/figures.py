@@ -215,7 +215,7 @@ def _() -> str:
             share = float(one["pairs"]) / 100
             cells.append(f"{float(one['score']) * share:.0f} ({float(one['full']) * share:.0f})")
         found.append([name, *cells])
-    return table(["row (full attention's in brackets)", "prose", "documentation", "code", "all"], found)
+    return table(["found (by full attention)", "prose", "documentation", "code", "all"], found)
 
 
 @figure("results-second-turn")
@@ -273,7 +273,7 @@ def _() -> str:
         mine = [row("perplexity", row=f"hgca-{ratio}-1", kind=kind) for kind in ("code", "prose")]
         cells = [f"{signed(100 * float(one['nll_more']), 2)} ± {100 * float(one['nll_more_se']):.2f} %" for one in mine]
         found.append([ratio, *cells, percent(mine[0]["kept_share"])])
-    return table(["window, share of the text", "code", "prose", "kept of the host's tokens"], found)
+    return table(["window, share of the text", "code", "prose", "host tokens kept"], found)
 
 
 @figure("results-ruler")
@@ -283,7 +283,7 @@ def _() -> str:
         name = one["row"].replace("predictor=predictor.safetensors,", "").replace("sparse_fetch", "quest")
         more = "–" if one["row"] == "full" else f"{signed(one['more'])} ({signed(one['low'])} to {signed(one['high'])})"
         found.append([name, f"{float(one['score']):.1f}", more])
-    return table(["row", "score", "more than full attention"], found)
+    return table(["row", "score", "difference to full attention"], found)
 
 
 @figure("results-fluxion")
@@ -323,7 +323,7 @@ def _() -> str:
         ratio = statistics.fmean(float(one["cpu_ratio"]) for one in mine)
         between = recall_interval(name)
         found.append([name, percent(ratio, 1), number(between, 2) if between else "–"])
-    return table(["recall and resident set in budgets", "CPU ratio", "steps between recalls"], found)
+    return table(["recall, resident set in budgets", "CPU ratio", "steps between recalls"], found)
 
 
 @figure("results-save")
@@ -344,7 +344,7 @@ def _() -> str:
             "save, s",
             "load, s",
             "prefill / (save + load)",
-            "bytes with three forks",
+            "host memory with three forks / without",
         ],
         found,
     )
@@ -365,7 +365,7 @@ def _() -> str:
         )
         growth.append(f"{name}: {grown:.0f}")
     steady = table(["row", "p50, ms", "p99, ms", "p99 / p50"], found)
-    return f"{steady}\n\nBytes that the process grows by in a step: {', '.join(growth)}."
+    return f"{steady}\n\nGrowth of the process, bytes a step: {', '.join(growth)}."
 
 
 @figure("results-kernels")
