@@ -68,7 +68,7 @@ def profile(
     model: Model = None,
     text: Text = None,
     tokens: Annotated[int, typer.Option(help="Prompt tokens of a window.")] = 4096,
-    steps: Annotated[int, typer.Option(help="Decoded tokens of a window; bounds intervals.")] = 64,
+    steps: Annotated[int, typer.Option(help="Decoded tokens of a window; the longest interval.")] = 64,
     windows: Annotated[int, typer.Option(help="Windows of the text.")] = 3,
     budget: Annotated[int, typer.Option(help="Tokens that a step attends.")] = 2048,
     resident: Annotated[int | None, typer.Option(help="Tokens on the device.", show_default="budget")] = None,
@@ -115,9 +115,9 @@ def plan(
     context: Annotated[str, typer.Option(help="Tokens of a row; 1k is 1,024.")] = "32k",
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Such as scout:budget=1024; repeatable.", show_default="all")
+        list[str] | None, typer.Option(help="A policy, such as scout:budget=1024; repeatable.", show_default="all")
     ] = None,
-    device_memory: Annotated[str | None, typer.Option(help="Memory to fit into, such as 24GiB.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Show what fits, such as into 24GiB.")] = None,
     dtype: Dtype = "auto",
 ) -> None:
     """Compute the device and host memory that caches take, from the model's config alone."""
