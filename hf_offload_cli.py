@@ -117,7 +117,7 @@ def plan(
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy, such as scout:budget=1024; repeatable.", show_default="all")
     ] = None,
-    device_memory: Annotated[str | None, typer.Option(help="Show what fits, such as into 24GiB.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Show what fits into it, such as 24GiB.")] = None,
     dtype: Dtype = "auto",
 ) -> None:
     """Compute the device and host memory that caches take, from the model's config alone."""
