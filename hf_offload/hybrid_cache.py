@@ -51,8 +51,8 @@ class HybridCache(Portable):
         block_size: tokens in a block: 8, 16, 32, 64 or 128; None: the policy's own, 32 or 16.
         resident: tokens that a row and KV head keeps on the device, with two memories; None: the budget or window.
         device_budget: in place of `resident`: device memory for the resident blocks of all layers, in bytes or as a
-            string such as `"2GiB"` or `"512MB"`. All layers get an equal share, which covers the digests
-            of the first tokens; digests of later ones come on top. Or `"64 blocks"`: for each row and KV head of a layer.
+            string such as `"2GiB"` or `"512MB"`. All layers get an equal share. It covers the digests of the first
+            tokens; digests of later ones come on top. Or `"64 blocks"`: for each row and KV head of a layer.
         host_dtype: `"int8"`: the host keeps all but the newest blocks in int8, with a scale for each channel of a
             block's keys and for each token of its values. None: the model's dtype.
         prefill_tile: cached tokens that a prompt chunk or append reads at a time. With two memories the device holds
