@@ -288,7 +288,7 @@ def main(
         console.print(f"[dim]{source}[/dim]")
     if split:
         console.print(
-            "[dim]split uses two memories, as a GPU would, to try a policy without one. On a CPU it saves no time.[/dim]"
+            "[dim]split uses two memories as a GPU would, to try a policy without one. On a CPU it saves no time.[/dim]"
         )
     if results:
         write_csv(results, ways, found, length, prefill)
