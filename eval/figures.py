@@ -138,10 +138,17 @@ def zen(cpu: str) -> str:
 @figure("peers-caption")
 def _() -> str:
     ratios = {way: times(peer_ratio(way, 32768, "decoding")) for way in (DYNAMIC, STATIC, LLAMA)}
+    contexts = sorted({int(one["context"]) for one in rows("peers")})
+    faster = [context for context in contexts if peer_ratio(LLAMA, context, "decoding") < 1]
+    shorter = (
+        f" Up to {faster[-1] // 1024}k, llama.cpp decodes faster, because its bare step costs less than that of Transformers."
+        if faster
+        else ""
+    )
     return (
         f"*SmolLM2-135M in bfloat16 on {peer_machine()}: same weights, prompt and threads, in turns (`eval/peers.py`). "
         f"At 32k tokens, `scout` decodes {ratios[DYNAMIC]} as fast as `DynamicCache`, {ratios[STATIC]} as fast as "
-        f"`StaticCache` and {ratios[LLAMA]} as fast as llama.cpp. It attends 1,024 tokens in each step.*"
+        f"`StaticCache` and {ratios[LLAMA]} as fast as llama.cpp. It attends 1,024 tokens in each step.{shorter}*"
     )
 
 
