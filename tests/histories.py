@@ -130,10 +130,11 @@ class History:
         self.ids, self.mask = self.ids[rows], self.mask[rows]
 
     def crop(self, tokens: int) -> None:
-        """Drop the last tokens."""
+        """Drop the last tokens, all where there are fewer."""
         for cache in self.caches:
             cache.crop(-tokens)
-        self.ids, self.mask = self.ids[:, : self.length - tokens], self.mask[:, : self.length - tokens]
+        left = max(self.length - tokens, 0)
+        self.ids, self.mask = self.ids[:, :left], self.mask[:, :left]
 
 
 def empty(setting: Setting, rows: int) -> History:

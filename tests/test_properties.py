@@ -190,15 +190,14 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def crop(self, data: st.DataObject) -> None:
         history = self._one(data)
-        history.crop(data.draw(st.integers(0, history.length), label="tokens"))
+        history.crop(data.draw(st.integers(0, history.length + 1), label="tokens"))
 
     @rule(data=st.data())
-    def crop_too_much(self, data: st.DataObject) -> None:
+    def crop_to_a_length(self, data: st.DataObject) -> None:
         history = self._one(data)
         for cache in history.caches:
-            for tokens, told in ((1, "positive"), (-history.length - 1, "only")):
-                with pytest.raises(ValueError, match=told):
-                    cache.crop(tokens)
+            with pytest.raises(ValueError, match="positive"):
+                cache.crop(1)
 
     @rule(data=st.data())
     def reorder(self, data: st.DataObject) -> None:
