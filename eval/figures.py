@@ -390,20 +390,14 @@ def _() -> str:
 
 @figure("results-sources")
 def _() -> str:
-    found = []
+    groups: dict[tuple[str, ...], list[str]] = {}
     for path in sorted(RESULTS.glob("*.csv")):
         first = rows(path.stem)[0]
-        made = f"`{first['command']}`" if len(first["command"]) < 120 else f"`{first['command'][:117]}…`"
-        found.append(
-            [
-                f"`{path.name}`",
-                made,
-                first["commit"],
-                first["cpu"].partition(" @")[0].partition(" (")[0] + zen(first["cpu"]),
-                first["omp_wait_policy"],
-            ]
-        )
-    return table(["file", "command", "commit", "processor", "`OMP_WAIT_POLICY`"], found, words=5)
+        cpu = first["cpu"].partition(" (")[0].replace("(R)", "").replace(" Processor", "") + zen(first["cpu"])
+        key = (f"`{first['command'].split()[1]}`", first["commit"], cpu, first["omp_wait_policy"])
+        groups.setdefault(key, []).append(f"`{path.stem}`")
+    found = [[", ".join(names), *key] for key, names in groups.items()]
+    return table(["files", "script", "commit", "processor", "`OMP_WAIT_POLICY`"], found, words=5)
 
 
 # --- docs/policies, docs/choosing.md and docs/long-documents.md ------------------------------------------------------

@@ -212,6 +212,7 @@ def write_csv(path: Path, ways: list[Way], found: dict[str, bool | None], prompt
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "command": " ".join(["python examples/quickstart.py", *(Path(word).name for word in sys.argv[1:])]),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
