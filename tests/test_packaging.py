@@ -1,0 +1,87 @@
+"""The wheel and the sdist: what they hold, and what stays out."""
+
+from __future__ import annotations
+
+import email
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hf_offload
+
+ROOT = Path(__file__).parent.parent
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "hf_offload_cli.py")
+FOLDERS = ("hf_offload", "tests", "eval", "examples", "docs")
+BUILD = "from setuptools import build_meta as build; build.build_sdist('out'); build.build_wheel('out')"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both, made of a copy: a build leaves files behind, which the next one would take in."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in FILES:
+        shutil.copy(ROOT / name, folder)
+    for name in FOLDERS:  # of the others some files are enough to see that they stay out
+        chosen = "*.py" if name == "hf_offload" else "[!.]*.py"
+        for file in (ROOT / name).rglob(chosen) if name == "hf_offload" else list((ROOT / name).glob(chosen))[:3]:
+            target = folder / file.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+    shutil.copy(ROOT / "hf_offload" / "py.typed", folder / "hf_offload")
+    (folder / "out").mkdir()
+    subprocess.run([sys.executable, "-c", BUILD], cwd=folder, check=True, capture_output=True)
+    return folder / "out"
+
+
+MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hf_offload").rglob("*.py")}
+SHIPPED = MODULES | {"hf_offload/py.typed", "hf_offload_cli.py"}
+
+
+def test_the_wheel_holds_the_package_alone(built: Path) -> None:
+    (file,) = built.glob("*.whl")
+    with zipfile.ZipFile(file) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        info = f"hf_offload-{hf_offload.__version__}.dist-info"
+        about = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+        scripts = wheel.read(f"{info}/entry_points.txt").decode()
+        assert f"{info}/licenses/LICENSE" in wheel.namelist()
+    assert names == SHIPPED
+    assert about["Name"] == "hf-offload"
+    assert about["Version"] == hf_offload.__version__
+    assert "hf-offload = hf_offload_cli:app" in scripts
+
+
+def test_the_sdist_holds_what_a_build_needs(built: Path) -> None:
+    (file,) = built.glob("*.tar.gz")
+    with tarfile.open(file) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert names >= SHIPPED | set(FILES)
+    assert not [name for name in names if name.split("/")[0] in {"tests", "eval", "examples", "docs"}]
+
+
+def test_versions_of_the_tests_are_pinned_within_the_ranges() -> None:
+    """Each package that pyproject.toml names has one version in constraints.txt, not below the least that is named."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    pins = dict(re.findall(r"^([\w.-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
+    pinned = {re.sub(r"[._-]+", "-", name).lower(): version for name, version in pins.items()}
+    for needed in (one for group in groups for one in group):
+        found = re.match(r"([\w.-]+)(?:\[[\w,]+\])?(?:>=([\d.]+))?", needed)
+        assert found, needed
+        name, least = re.sub(r"[._-]+", "-", found[1]).lower(), found[2]
+        if name in ("hf-offload", "triton"):  # itself; torch's builds for CUDA bring triton
+            continue
+        assert name in pinned, needed
+        assert not least or numbers(pinned[name]) >= numbers(least), needed
+
+
+def numbers(version: str) -> list[int]:
+    """A version such as 2.10 as numbers, for comparison."""
+    return [int(part) for part in version.split(".") if part]
