@@ -87,6 +87,25 @@ def pair(model: PreTrainedModel, stock: PreTrainedModel, kind: str, rows: int = 
     return mine, other
 
 
+# --- when two memories are full attention -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"lookahead": "select", "resident": 40}, {"lookahead": "attend", "resident": 512}],
+    ids=["select", "attend, all resident"],
+)
+def test_layer_ahead_with_a_covering_budget_is_exact(
+    model: PreTrainedModel, stock: PreTrainedModel, knobs: dict[str, Any]
+) -> None:
+    """`attend` is so only where the resident set covers the context: the host's part sees a predicted query."""
+    mine = HybridCache(model, budget=512, sinks=8, recent=8, block_size=8, tier="split", **knobs)
+    other, ids = DynamicCache(config=stock.config), prompt(2, 90)[0].clamp(min=3)
+    feed(model, mine, ids)
+    feed(stock, other, ids)
+    same(model, mine, stock, other, count=6)
+
+
 # --- rows and lengths -------------------------------------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[Any], None]] = {
