@@ -8,19 +8,24 @@ from typing import Any
 
 HEAD = """# Models
 
-What `HybridCache` does with every causal language model type of Transformers {transformers}. This page is made by
+What `HybridCache` does with each causal language model type of Transformers {transformers}. This page is made by
 
 ```
 {command}
 ```
 
-at commit {commit} (torch {torch}, Python {python}): a random model of each type, with four small layers of all the
-kinds that the type mixes, in float32 on the CPU. Logits of a left-padded prompt of 41 tokens in three rows, of a
-further chunk of 13 and of 6 single tokens must be those of the same weights under `eager` attention with
-Transformers' `DynamicCache`, up to 1e-4 of the largest logit (most differ by 1e-6), and so must the tokens of greedy
-and beam search. That holds for the policy `full` and for `scout` with a budget that covers the context, each in one
+at commit {commit} (torch {torch}, Python {python}).
+
+A random model of each type, with four small layers of all the kinds that the type mixes, runs in float32 on the CPU. It
+is compared with the same weights under `eager` attention and Transformers' `DynamicCache`:
+
+- the logits of a left-padded prompt of 41 tokens in three rows, of a chunk of 13 and of 6 single tokens, up to 1e-4 of
+    the largest logit (most differ by 1e-6);
+- the tokens of greedy and beam search.
+
+A type is exact if that holds for the policy `full` and for `scout` with a budget that covers the context, each with one
 memory and with `tier="split"` and four resident blocks of 8 tokens. A policy that leaves tokens out must give other
-logits, or the type counts as not run. Weights are random, so this says nothing about the quality of a small budget.
+logits, or the type counts as not run. Weights are random, so the table says nothing about the quality of a small budget.
 
 | result | causal language models | multimodal models |
 |---|---|---|
@@ -78,7 +83,7 @@ def _commits(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _table(status: str, rows: Sequence[Mapping[str, Any]]) -> str:
     if status == "exact":
-        head = "| type | model | held | largest difference | told |\n|---|---|---|---|---|"
+        head = "| type | model | held | largest difference | warning |\n|---|---|---|---|---|"
         lines = [
             f"| `{r['model_type']}` | {r['model']} | {r['held']} of {r['layers']} | {float(r['error']):.0e} | "
             f"{_cell(r['message'])} |"
