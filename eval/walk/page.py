@@ -25,7 +25,7 @@ is compared with the same weights under `eager` attention and Transformers' `Dyn
 
 A type is exact if that holds for the policy `full` and for `scout` with a budget that covers the context, each with one
 memory and with `tier="split"` and four resident blocks of 8 tokens. A policy that leaves tokens out must give other
-logits, or the type counts as not run. Weights are random, so the table says nothing about the quality of a small budget.
+logits, or the type counts as not run. Weights are random, so the table does not show what a small budget loses.
 
 | result | causal language models | multimodal models |
 |---|---|---|
