@@ -28,7 +28,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # On an otherwise idle machine; about an hour. llama.cpp takes part where its package is installed (see eval/peers.py).
 results: $(VENV)/.test

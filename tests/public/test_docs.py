@@ -36,6 +36,7 @@ POLICIES = {
 LONG = {"models.md", "api.md"}
 """Pages that may be longer than 12 KB: a table of all models, and the reference."""
 
+
 def name_of(page: Path) -> str:
     """A page as tests are named by it."""
     return str(page.relative_to(ROOT))
