@@ -183,7 +183,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         if file.startswith("https:"):
             continue
         target = (page.parent / file).resolve() if file else page
-        assert target.exists() or target.name == "peers.svg", link
+        assert target.exists(), link
         assert page not in GUIDE or (ROOT / "docs" in target.parents and target.name != "architecture.md"), link
         assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
