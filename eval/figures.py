@@ -18,6 +18,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from os.path import commonprefix
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,7 +104,8 @@ def signed(value: float | str, places: int = 1) -> str:
 def table(titles: Sequence[str], lines: Sequence[Sequence[str]], words: int = 1) -> str:
     """A Markdown table whose first columns hold words; the numbers in the others stand on the right."""
     ruler = ["---" if column < words else "---:" for column in range(len(titles))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, ruler, *lines))
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (titles, *lines))
+    return "\n".join([first, f"|{'|'.join(ruler)}|", *others])
 
 
 # --- README.md and docs/results.md -----------------------------------------------------------------------------------
@@ -141,7 +143,8 @@ def _() -> str:
     contexts = sorted({int(one["context"]) for one in rows("peers")})
     faster = [context for context in contexts if peer_ratio(LLAMA, context, "decoding") < 1]
     shorter = (
-        f" Up to {faster[-1] // 1024}k, llama.cpp decodes faster, because its bare step costs less than that of Transformers."
+        f" Up to {faster[-1] // 1024}k, llama.cpp decodes faster, because its bare step costs less "
+        "than that of Transformers."
         if faster
         else ""
     )
@@ -175,17 +178,16 @@ def _() -> str:
 
 @figure("results-peers")
 def _() -> str:
-    columns = {"prefill_s": 3, "p50": 3, "p20": 3, "p80": 3, "peak_mib": 3}
     found = [
         [
             one["way"],
             f"{int(one['context']):,}",
-            *(number(float(one[c]), digits) for c, digits in columns.items()),
-            number(float(one["kl"]), 2) if one["way"] != DYNAMIC else "–",
+            *(number(one[column], 3) for column in ("prefill_s", "p50", "peak_mib")),
+            number(one["kl"], 2) if one["way"] != DYNAMIC else "–",
         ]
         for one in rows("peers")
     ]
-    return table(["way", "context", "prompt, s", "ms a token", "p20", "p80", "peak, MiB", "KL"], found)
+    return table(["way", "context", "prompt, s", "ms a token", "peak, MiB", "KL"], found)
 
 
 @figure("results-peers-ratios")
@@ -394,10 +396,15 @@ def _() -> str:
     for path in sorted(RESULTS.glob("*.csv")):
         first = rows(path.stem)[0]
         cpu = first["cpu"].partition(" (")[0].replace("(R)", "").replace(" Processor", "") + zen(first["cpu"])
-        key = (f"`{first['command'].split()[1]}`", first["commit"], cpu, first["omp_wait_policy"])
-        groups.setdefault(key, []).append(f"`{path.stem}`")
-    found = [[", ".join(names), *key] for key, names in groups.items()]
-    return table(["files", "script", "commit", "processor", "`OMP_WAIT_POLICY`"], found, words=5)
+        script = first["command"].split()[1].removeprefix("eval/").removesuffix(".py")
+        changes = "+" if first["commit"].endswith("+changes") else ""
+        key = (script, first["commit"][:7] + changes, cpu, first["omp_wait_policy"])
+        groups.setdefault(key, []).append(path.stem)
+    found = []
+    for key, names in groups.items():
+        shared = commonprefix(names)  # noqa: RUF071 (of names, not of paths)
+        found.append([f"`{shared}{'*' if names[1:] else ''}`", *key])
+    return table(["files", "script in `eval/`", "commit", "processor", "`OMP_WAIT_POLICY`"], found, words=5)
 
 
 # --- docs/policies, docs/choosing.md and docs/long-documents.md ------------------------------------------------------
