@@ -22,6 +22,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 import hf_offload
@@ -211,7 +212,7 @@ def window(text: str, tokenizer: PreTrainedTokenizerBase, start: int, tokens: in
 
 def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
     """Run a prompt `[1, N]` through a model into a cache, in chunks if asked; returns the last logits `[1, V]`."""
-    for part in ids.split(chunk or ids.shape[1], dim=1):
+    for part in tqdm(ids.split(chunk or ids.shape[1], dim=1), desc="prompt", unit="chunk", delay=5, leave=False):
         logits = model(part, past_key_values=cache, logits_to_keep=1).logits
     return logits[:, -1]
 

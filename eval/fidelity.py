@@ -90,7 +90,7 @@ def decode(model: PreTrainedModel, row: Row, ids: torch.Tensor, full: torch.Tens
     prefill(model, cache, ids[:, :start], chunk)
     kl, agree, nll, nll_full = torch.zeros(4, windows, dtype=torch.float64)
     began = time.perf_counter()
-    for step in range(steps):
+    for step in tqdm(range(steps), desc=row.name, unit="step", delay=5, leave=False):
         token, following = ids[:, start + step], ids[:, start + step + 1, None]
         mine = model(token[:, None], past_key_values=cache).logits[:, -1].float().log_softmax(-1).cpu()
         theirs = full[:, step]

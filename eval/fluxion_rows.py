@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 import hf_offload
@@ -209,7 +210,7 @@ class Batch:
         apart: dict[str, list[tuple[float, float]]] = {row.name: [] for row in rows}
         counts: dict[str, dict[str, float]] = {row.name: {} for row in rows}
         each = WARM_UP + steps
-        for number in range(rounds):
+        for number in tqdm(range(rounds), desc="rounds", delay=5, leave=False):
             seen = {}
             for row in rows:
                 found, seen[row.name], gone = self.decode(row, caches[row.name], number * each, each)

@@ -125,7 +125,7 @@ def loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 def reference(model: PreTrainedModel, ids: torch.Tensor, chunk: int) -> Losses:
     """Losses of full attention for tokens 1… of each sequence `[B, T + 1]`, one sequence after the other."""
     started, rows = time.perf_counter(), []
-    for row in ids:
+    for row in tqdm(ids, desc="full attention", unit="text", delay=5, leave=False):
         cache, parts = FULL.make_cache(model), []
         for part, following in zip(row[None, :-1].split(chunk, 1), row[None, 1:].split(chunk, 1), strict=True):
             parts.append(loss(model(part, past_key_values=cache).logits, following))

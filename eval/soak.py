@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import torch
 import typer
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hf_offload
@@ -80,7 +81,7 @@ def soak(row: Row, model_name: str, steps: int, context: int, every: int, thread
         return model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
 
     token = turn(context // 4)
-    for step in range(1, steps + 1):
+    for step in tqdm(range(1, steps + 1), desc=row.name, unit="step"):
         if cache.get_seq_length() >= context:
             cache.crop(context // 4 - cache.get_seq_length())
         if step % TURN_EVERY == 0:

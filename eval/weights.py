@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -89,6 +90,6 @@ def record(
     """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query."""
     recorder, cache = Recorder(positions, layers), DynamicCache(config=model.config)
     with recorder.recording(model):
-        for part in ids.split(chunk, 1):
+        for part in tqdm(ids.split(chunk, 1), desc="attention weights", unit="chunk", delay=5, leave=False):
             model(part, past_key_values=cache, logits_to_keep=1)
     return recorder.weights

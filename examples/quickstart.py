@@ -55,8 +55,9 @@ class Way:
     tokens: list[int]
     seconds: list[float] = field(default_factory=list)
     held: dict[str, float] = field(default_factory=dict)
-    """MiB of keys, values and digests after the prompt: device, host, and what a step reads (NaN: not known)."""
+    """MiB of keys, values and digests: device, host, and what a step reads (NaN: not known)."""
 
+    @torch.no_grad()
     def decode(self, model: PreTrainedModel, count: int) -> None:
         """Decode tokens greedily and note how long each took."""
         model.set_attn_implementation("sdpa" if self.name == DYNAMIC else "hybrid_sparse")
@@ -107,7 +108,7 @@ def make_ways(
 ) -> tuple[list[Way], float]:
     """The caches to compare, filled by one prefill; returns them and its seconds."""
     start = time.perf_counter()
-    cache, first = read_prompt(model, prompt, policy, **options, progress=True)
+    cache, first = read_prompt(model, prompt, policy, **options)
     seconds = time.perf_counter() - start
     dynamic = cache.to_dynamic()
     ways = [Way(DYNAMIC, dynamic, [first]), Way(policy, cache, [first])]
@@ -117,15 +118,12 @@ def make_ways(
             options["lookahead"] = "attend"
         two = hf_offload.HybridCache.from_cache(dynamic, model, policy, **options)
         ways.append(Way(f"{policy}, split", two, [first]))
-    for way in ways:
-        way.held = measure_memory(way.cache, policy, options.get("budget", 0))
     return ways, seconds
 
 
-@torch.no_grad()
 def decode_in_turns(model: PreTrainedModel, ways: list[Way], count: int) -> None:
     """Let each way decode so many tokens, a few at a time."""
-    with tqdm(total=count * len(ways), desc="decoding", unit="token", delay=1, leave=False) as bar:
+    with tqdm(total=count * len(ways), desc="decoding", unit="token", delay=5, leave=False) as bar:
         for _ in range(0, count, TURN):
             for way in ways:
                 way.decode(model, TURN)
@@ -137,7 +135,8 @@ def warm_up(model: PreTrainedModel, prompt: torch.Tensor, policy: str, split: bo
     start = time.perf_counter()
     with numba.core.event.install_recorder("numba:compile") as recorder:
         ways, _ = make_ways(model, prompt, policy, split, **options)
-        decode_in_turns(model, ways, TURN)
+        for way in ways:
+            way.decode(model, TURN)
     compiled = sum(event.is_start for _, event in recorder.buffer)
     seconds = time.perf_counter() - start
     if compiled:
@@ -249,6 +248,7 @@ def main(
     """Answer a question about a long text with DynamicCache and with a sparse cache, side by side."""
     if question is not None and file is None:
         raise typer.BadParameter("a --question of your own needs the text it is about: add --file")
+    transformers.utils.logging.disable_progress_bar()  # the line below takes its place
     start = time.perf_counter()
     with console.status("loading the model"):
         language_model, tokenizer = hf_offload.load_demo_model(model, dtype=dtype)
@@ -262,9 +262,11 @@ def main(
     with console.status("warming up: kernels compile when they first run"):
         sentence = warm_up(language_model, prompt[:, : budget + 128], policy, split, **options)
     console.print(sentence)
-    ways, prefill = make_ways(language_model, prompt, policy, split, **options)
+    ways, prefill = make_ways(language_model, prompt, policy, split, **options, progress=True)
     console.print(f"read {length:,} tokens in {prefill:.1f} s: one prefill, by HybridCache, serves all columns\n")
     decode_in_turns(language_model, ways, 64 if needle else 128)
+    for way in ways:
+        way.held = measure_memory(way.cache, policy, budget)
 
     eos = language_model.generation_config.eos_token_id
     ends = {eos} if isinstance(eos, int) else set(eos or ())
@@ -276,7 +278,7 @@ def main(
     spread = [way.milliseconds() for way in ways]
     rows.append(("ms a token", [f"[bold]{p50:.0f}[/bold]" for _, p50, _ in spread]))
     rows.append(("p20 to p80", [f"{p20:.0f} to {p80:.0f}" for p20, _, p80 in spread]))
-    rows.append(("keys and values", [_memory(way.held) for way in ways]))
+    rows.append(("KV memory", [_memory(way.held) for way in ways]))
     rows.append(("read by a step", [_mib(way.held["read"]) for way in ways]))
     published, source = first_token_seconds(length) if model is None else ({}, "")
     if published:

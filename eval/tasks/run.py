@@ -121,14 +121,16 @@ def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> list[
         records.check(row.name, row.files)
     model, tokenizer = load(plan.model, plan.dtype, plan.threads, state.device)
     check_rows(rows, model)
-    by_task = {task: questions(plan, fetched(read, task, tokenizer), model, tokenizer) for task in plan.tasks}
+    quiet = not state.is_main_process
+    tasks = tqdm(plan.tasks, desc="samples", unit="task", delay=5, leave=False, disable=quiet)
+    by_task = {task: questions(plan, fetched(read, task, tokenizer), model, tokenizer) for task in tasks}
     missing = [task for task, found in by_task.items() if not found]
     everything = [question for found in by_task.values() for question in found]
     if not everything:
         raise typer.BadParameter(f"no sample of {', '.join(missing)}: no rows are there, or none is long enough")
     mine = everything[state.process_index :: state.num_processes]
     jobs = [(question, row, setup) for question in mine for setup in plan.setups for row in rows]
-    with tqdm(total=len(jobs), disable=not state.is_main_process, unit="answers") as bar:
+    with tqdm(total=len(jobs), disable=quiet, unit="answers") as bar:
         for question in mine:
             ask(plan, rows, question, model, tokenizer, records, bar)
     state.wait_for_everyone()
