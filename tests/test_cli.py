@@ -178,6 +178,22 @@ print("nothing imported")
     assert done.stdout.endswith("nothing imported\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--context", "1k", "--policy", "scout"], 0, "come on top."),
+        (["--policy", "sprase"], 2, "Error: policy='sprase' is unknown"),
+    ],
+)
+def test_plan_from_a_shell(words: list[str], code: int, said: str) -> None:
+    """The console script ends the process itself: nothing that was printed is lost, and the exit code is kept."""
+    line = [sys.executable, "-c", "from hf_offload_cli import script; script()", "plan", *words]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == code
+    assert said in (done.stderr if code else done.stdout)
+    assert "Traceback" not in done.stderr
+
+
 def test_version() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0

@@ -55,7 +55,7 @@ def test_the_wheel_holds_the_package_alone(built: Path) -> None:
     assert names == SHIPPED
     assert about["Name"] == "hf-offload"
     assert about["Version"] == hf_offload.__version__
-    assert "hf-offload = hf_offload_cli:app" in scripts
+    assert "hf-offload = hf_offload_cli:script" in scripts
 
 
 def test_the_sdist_holds_what_a_build_needs(built: Path) -> None:
