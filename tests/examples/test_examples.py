@@ -138,7 +138,11 @@ def test_the_notebook_on_a_short_prompt(monkeypatch: pytest.MonkeyPatch, capsys:
     plt.switch_backend("Agg")
     shown: list[str] = []
     monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gca().get_title()) or plt.close("all"))
-    small = {"TOKENS, STEPS = 1_900, 64": "TOKENS, STEPS = 300, 4", "BUDGETS = (256, 512, 1024)": "BUDGETS = (256,)"}
+    small = {
+        "TOKENS, STEPS = 1_900, 64": "TOKENS, STEPS = 300, 4",
+        "BUDGETS = (256, 512, 1024)": "BUDGETS = (256,)",
+        "BETAS = (16, 4, 1)": "BETAS = (1,)",
+    }
     code = "\n".join("".join(cell["source"]) for cell in cells())
     for default, quick in small.items():
         assert default in code
