@@ -109,6 +109,7 @@ def test_a_pipeline_finds_the_number(run: Run) -> None:
     assert run("text_pipeline", "--tokens", "500").endswith("\nfound\n")
 
 
+@pytest.mark.slow  # lm-eval takes long to import
 def test_lm_eval_scores_the_capitals(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval: pip install hf-offload[eval]")
     monkeypatch.chdir(EXAMPLES.parent)

@@ -13,7 +13,7 @@ from hf_offload import HybridCache, demo_text
 
 EXAMPLES = TESTS.parent / "examples"
 TEXT = (
-    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. " * 8
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolish men. " * 8
 )
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the ranks here are processes on the CPU")
@@ -33,6 +33,7 @@ def kept(output: str) -> list[float]:
     return [float(share) for share in re.findall(r"^rank \d keeps ([\d.]+) MiB", output, re.M)]
 
 
+@pytest.mark.slow
 def test_two_ranks_write_what_one_writes_and_keep_half_each(tmp_path: Path) -> None:
     model, tokenizer = tiny_model("llama"), letters()
     model.save_pretrained(tmp_path)
