@@ -39,6 +39,8 @@ PEERS = ROOT / "eval" / "results" / "peers.csv"
 DYNAMIC = "DynamicCache"
 TURN = 8
 """Tokens that one way decodes before the next has its turn: what disturbs the machine disturbs all."""
+NEW_TOKENS = 64
+"""Decoded by each way to find the number; the answer ends before."""
 MIB = 2**20
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -264,7 +266,7 @@ def main(
     console.print(sentence)
     ways, prefill = make_ways(language_model, prompt, policy, split, **options, progress=True)
     console.print(f"read {length:,} tokens in {prefill:.1f} s: one prefill, by HybridCache, serves all columns\n")
-    decode_in_turns(language_model, ways, 64 if needle else 128)
+    decode_in_turns(language_model, ways, NEW_TOKENS if needle else 128)
     for way in ways:
         way.held = measure_memory(way.cache, policy, budget)
 
