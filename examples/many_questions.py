@@ -16,8 +16,8 @@ import typer
 
 import hf_offload
 
-FACTS = ["The baker's number is 7482915.", "The captain's colour is purple.", "The pilot's cat is called Mathilda."]
-QUESTIONS = ["What is the baker's number?", "What is the captain's colour?", "What is the pilot's cat called?"]
+FACTS = ["The baker's number is 7482915.", "The captain's ship is called Aurora.", "The pilot's cat is called Mathilda."]
+QUESTIONS = ["What is the baker's number?", "What is the captain's ship called?", "What is the pilot's cat called?"]
 
 
 def main(
