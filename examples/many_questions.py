@@ -16,7 +16,7 @@ import typer
 
 import hf_offload
 
-FACTS = ["The baker's number is 7482915.", "The captain's ship is called Aurora.", "The pilot's cat is called Mathilda."]
+FACTS = ["The baker's number is 7482915.", "The captain's ship is called Argo.", "The pilot's cat is called Mathilda."]
 QUESTIONS = ["What is the baker's number?", "What is the captain's ship called?", "What is the pilot's cat called?"]
 
 
