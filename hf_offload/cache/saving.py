@@ -66,8 +66,7 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
         raise ValueError(f"{folder} is a link that leads back to itself ({error}); name another folder") from error
     if folder.is_symlink():
         raise ValueError(f"{folder} is a link that leads back to itself; name another folder")
-    there = folder.exists()
-    if there and not (folder / SUMS).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not _replaceable(folder):
         raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
     partial = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.partial"
     try:
@@ -151,6 +150,14 @@ def _write(folder: Path, layers: list[Any], padding: Padding, about: dict[str, A
         sums[name] = hashlib.sha256(data).hexdigest()
         _write_file(folder / name, data)
     _write_file(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode())
+
+
+def _replaceable(folder: Path) -> bool:
+    """Whether a folder is empty or holds a saved cache and nothing else, and is not the current one."""
+    if not folder.is_dir() or folder.samefile(os.curdir):
+        return False
+    found = {file.name for file in folder.iterdir()}
+    return not found or (SUMS in found and found <= {BLOCKS, DIGESTS, CACHE, SUMS})
 
 
 def _write_file(path: Path, data: bytes) -> None:

@@ -219,6 +219,28 @@ def test_a_link_is_followed(llama: PreTrainedModel, filled: HybridCache, tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["disk", "link to disk", "link to other", "other"]
 
 
+def test_a_folder_with_other_files_is_never_replaced(
+    filled: HybridCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where one of them has the name of a saved cache's checksums; nor is the current folder."""
+    (tmp_path / "SHA256SUMS").write_text("sums of a download")
+    letter = tmp_path / "letter"
+    letter.write_text("kept")
+    with pytest.raises(ValueError, match="no saved cache"):
+        filled.save(tmp_path)
+    assert letter.read_text() == "kept"
+    folder = tmp_path / "cache"
+    filled.save(folder)
+    filled.save(folder)  # a saved cache is replaced
+    (folder / "notes").write_text("kept")
+    with pytest.raises(ValueError, match="no saved cache"):
+        filled.save(folder)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ValueError, match="no saved cache"):
+        filled.save(".")
+
+
 def test_links_that_lead_nowhere_or_to_something_else(filled: HybridCache, tmp_path: Path) -> None:
     (tmp_path / "letter").write_text("dear")
     (tmp_path / "link").symlink_to(tmp_path / "letter")
