@@ -155,7 +155,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         ("full:block_size=0", "block_size=0 is not supported"),
         ("full:block_size=24", "block_size=24 is not supported"),
         ("full:host_dtype=int4", "host_dtype='int4' is not supported"),
-        ("full:prefill_tile=many", "prefill_tile='many' is less than a block"),
+        ("full:prefill_tile=many", "prefill_tile='many' is not a number of tokens"),
         ("scout:tier=one,threads=2", "threads, tier: not part of a plan; leave it out"),
         ("scout:tiers=one", "tiers: not a knob of policy 'scout'"),
     ],

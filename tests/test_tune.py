@@ -148,7 +148,7 @@ def test_two_standard_errors_and_every_window_count() -> None:
         ({"steps": 0}, "steps=0 is not a count"),
         ({"tokens": 400}, "the text has 500 tokens, but 2 windows"),
         ({"held_out": torch.ones(1, 300, dtype=torch.long)}, "the text has 300 tokens"),
-        ({"tier": "wrong"}, "tier='wrong' is not a tier"),
+        ({"tier": "wrong"}, "tier='wrong' is not known"),
         ({"target": 1e-12}, "is below the .* that rounding alone makes"),
     ],
 )
@@ -175,4 +175,4 @@ def test_the_command(tmp_path: Path, ladders: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(assets, "load_demo_model", None)  # what is wrong is said before anything is loaded
     wrong = CliRunner().invoke(app, [*words, "--tier", "wrong"], env={"COLUMNS": "200"})
     assert wrong.exit_code == 2
-    assert "tier='wrong' is not a tier" in wrong.output
+    assert "tier='wrong' is not known" in wrong.output
