@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TESTS ?=
 CHECK ?=
 
-.PHONY: demo test docs results gpu-check clean
+.PHONY: demo test lint unit docs results gpu-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/quickstart.py
@@ -22,9 +22,14 @@ demo: $(VENV)/.demo
 # OpenMP's threads spin while they wait, which stalls processes that share the cores: pytest starts one for each.
 test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.test
+	$(MAKE) --jobs=2 lint unit
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+unit:
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
 
 docs: $(VENV)/.docs

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SHOWN_STEPS = (1, 8, 32)
+MOST_ROWS = 65536
 UNREAD = 400_000
 """Characters at the beginning of each text of Python's that are not trained on: evaluation scripts read there."""
 
@@ -114,7 +115,7 @@ def profile(
 def plan(
     model: Model = None,
     context: Annotated[str, typer.Option(help="Tokens of a row; 1k is 1,024.")] = "32k",
-    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="Rows.")] = 1,
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy, such as scout:budget=1024; repeatable.", show_default="all")
     ] = None,
@@ -253,13 +254,15 @@ def _loading(model: str | None) -> Iterator[None]:
     Raises:
         ValueError: the model cannot be loaded.
     """
+    if model == "":
+        raise ValueError("model='' names nothing; use a hub name or a folder, or leave it out")
     try:
         yield
     except FileNotFoundError as error:
         if model is None:  # the wheel is not installed; the message has the command
             raise
         raise ValueError(f"model={model!r} cannot be loaded: {_line(error)}") from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except Exception as error:  # Transformers has no type for a config that it cannot read
         raise ValueError(f"model={model or 'SmolLM2-135M-Instruct'!r} cannot be loaded: {_line(error)}") from error
 
 

@@ -39,8 +39,13 @@ SMOLLM2: dict[str, Any] = {
     "num_key_value_heads": 3,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
+    "rms_norm_eps": 9.999999747378752e-06,
+    "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
 }
-"""Sizes of SmolLM2-135M-Instruct. Reading them from its GGUF file takes seconds: the vocabulary is unpacked first."""
+"""The config of SmolLM2-135M-Instruct. Reading it from its GGUF file takes seconds: its vocabulary comes first."""
 
 _NEEDLE = "The secret number of the lighthouse keeper is {number}. Remember it: the secret number is {number}."
 _FRAME_TOKENS = 90  # room for the needle, the question and the chat template
@@ -93,7 +98,7 @@ def load_demo_model(
         file = find_smollm2()
         name = str(file.parent)
         tokenizer = AutoTokenizer.from_pretrained(name, gguf_file=file.name)
-        options["gguf_file"] = file.name
+        options |= {"gguf_file": file.name, "config": LlamaConfig(**SMOLLM2)}
         # Newer Transformers keep GGUF weights packed unless told otherwise, which makes a decode step slower.
         if hasattr(transformers, "GgufConfig"):
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)

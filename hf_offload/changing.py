@@ -14,6 +14,7 @@ from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.turn import Turn
+from hf_offload.knobs import MOST, shown
 
 
 class Changing(Cache):
@@ -88,13 +89,17 @@ class Changing(Cache):
             TypeError: not a whole number.
             ValueError: less than 1.
         """
-        what = f"batch_repeat_interleave({repeats!r})"
+        what = f"batch_repeat_interleave({shown(repeats)})"
+        rows = len(self.settings.padding.first)
+        most = MOST // max(rows, 1)
+        if isinstance(repeats, int) and not 1 <= repeats <= most:
+            raise ValueError(f"{what}: use a whole number from 1 to {most}")
         try:
-            index = torch.arange(len(self.settings.padding.first)).repeat_interleave(repeats)
+            index = torch.arange(rows).repeat_interleave(repeats)
         except TypeError:
             raise TypeError(f"{what}: use a whole number") from None
         except RuntimeError:
-            raise ValueError(f"{what}: use a whole number of at least 1") from None
+            raise ValueError(f"{what}: use a whole number from 1 to {most}") from None
         with self.alone(), self._rows(what, index):
             super().batch_repeat_interleave(repeats)
 
@@ -145,7 +150,9 @@ def _row_numbers(what: str, index: Any, count: int, dtypes: tuple[torch.dtype, .
     try:
         rows = torch.as_tensor(range(count)[index] if isinstance(index, slice) else index).detach().cpu()
     except (TypeError, ValueError, RuntimeError):  # text, None, lists of unequal lengths
-        raise TypeError(f"{what}: use row numbers or a bool mask, not {index!r}") from None
+        raise TypeError(f"{what}: use row numbers or a bool mask, not {shown(index)}") from None
+    if rows.layout is not torch.strided:
+        raise TypeError(f"{what}: an index of layout {rows.layout}; use to_dense()")
     if rows.ndim != 1:
         raise ValueError(f"{what}: use an index of shape [rows], not {list(rows.shape)}")
     if len(rows) and rows.dtype not in dtypes:

@@ -106,5 +106,6 @@ def check_choice(name: str, value: Any, allowed: Sequence[str | None]) -> None:
         ValueError: none of them.
     """
     if not any(value is None if one is None else isinstance(value, str) and value == one for one in allowed):
-        words = ", ".join(map(str, allowed))
-        raise ValueError(f"{name}={shown(value)} is not known; use one of {words}")
+        words = ", ".join(one for one in allowed if one is not None)
+        none = ", or None" if None in allowed else ""
+        raise ValueError(f"{name}={shown(value)} is not known; use one of {words}{none}")

@@ -22,6 +22,7 @@ from hf_offload.cache.settings import check_sizes
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.weighing import averages_for
 from hf_offload.hybrid_cache import HybridCache
+from hf_offload.knobs import MOST, check_count, shown
 from hf_offload.policies import Policy, make_policy
 
 DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "quest", "h2o", "infinigen")
@@ -110,6 +111,9 @@ def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> Shape:
         ValueError: the config does not tell, or the model's keys and values do not fit into blocks.
     """
     text: Any = config.get_text_config(decoder=True)
+    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"):
+        if getattr(text, name, None) is not None:
+            check_count(name, getattr(text, name), what="a count in the model's config")
     if getattr(config, "is_encoder_decoder", False) or not hasattr(text, "num_hidden_layers"):
         raise ValueError(f"{config.model_type}: HybridCache serves single stacks of decoder layers; use DynamicCache")
     stock = stock_layers(text)
@@ -124,8 +128,11 @@ def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> Shape:
     reason = "its keys and values are compressed" if hasattr(text, "kv_lora_rank") else unsuitable(key, key)
     if reason:
         raise ValueError(f"{config.model_type}: {reason}; nothing is offloaded")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of whatever its code does with a number that makes no sense
+        raise ValueError(f"{config.model_type}: the config describes no model that can be built ({error})") from error
     weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     return Shape(sum(held), windows, kv_heads, query_heads, dim, dtype, weights)
 
@@ -137,9 +144,12 @@ def parse_tokens(text: str) -> int:
         ValueError: it is written otherwise, or is not positive.
     """
     number, thousands = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-    if not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"context={text!r} is not a number of tokens; use one of at least 1, such as 4096 or 32k")
-    return int(number) * thousands
+    tokens = int(number) * thousands if number.isdecimal() and len(number) <= len(str(MOST)) else 0
+    if not 1 <= tokens <= MOST:
+        raise ValueError(
+            f"context={shown(text)} is not a number of tokens; use one from 1 to {MOST}, such as 4096 or 32k"
+        )
+    return tokens
 
 
 def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
@@ -154,6 +164,8 @@ def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
         knob, equals, value = part.partition("=")
         if not equals or not knob.strip().isidentifier():
             raise ValueError(f"{text!r} is not a policy with options; write it like scout:budget=1024,recall=8")
+        if knob.strip() in options:
+            raise ValueError(f"{text!r} sets {knob.strip()} twice; leave one of them out")
         try:
             options[knob.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):

@@ -17,6 +17,7 @@ from transformers import Cache, PreTrainedModel
 from hf_offload.attention.spread import on_device
 from hf_offload.cache.settings import check_tier
 from hf_offload.fluxion.predictor import read_about
+from hf_offload.knobs import check_count, check_number
 from hf_offload.measuring import Reading, cost, follow, hold, read
 from hf_offload.policies import POLICIES
 
@@ -169,10 +170,8 @@ def check_tuning(target: float, *, tokens: int, steps: int, windows: int, tier: 
         ValueError: a value that is not allowed.
     """
     for name, value in {"tokens": tokens, "steps": steps, "windows": windows}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is not a count; use a whole number of at least 1")
-    if not 0 < target < math.inf:
-        raise ValueError(f"target_kl={target!r} is not a divergence; use a positive number such as 0.02")
+        check_count(name, value, what="a count")
+    check_number("target_kl", target, "a divergence such as 0.02", above=0)
     check_tier(tier)
 
 

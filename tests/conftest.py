@@ -1,6 +1,7 @@
 """Set up the test run: no network, one thread, and SmolLM2 loaded once."""
 
 import os
+from collections import Counter
 
 import pretended
 import torch
@@ -19,12 +20,23 @@ from hf_offload import assets
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where no CUDA device is present, and those of one memory with models on one."""
+    """Mark cases as slow; skip tests marked `gpu` without a CUDA device, and those of one memory with models on one.
+
+    Of a test that is marked `one_in(n)` every n-th case is quick. On a device, real or imitated, all of them are.
+    """
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     one_memory = pytest.mark.skip(reason="one memory is for models on the CPU")
     on_cpu = os.environ.get("HF_OFFLOAD_TEST_DEVICE", "cpu") == "cpu"
+    cases: Counter[str] = Counter()
     for item in items:
+        thinned = item.get_closest_marker("one_in")
+        if thinned and on_cpu:
+            name = item.nodeid.partition("[")[0]
+            if cases[name] % thinned.args[0]:
+                item.add_marker(pytest.mark.slow)
+            cases[name] += 1
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

@@ -184,6 +184,7 @@ def feed(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, mask: to
     return torch.cat(logits, 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("change", "kind", "tier"), combinations())
 def test_rows_go_on_as_they_would_have(
     models: dict[tuple[str, str], PreTrainedModel], change: str, kind: str, tier: str

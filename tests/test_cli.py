@@ -178,6 +178,7 @@ print("nothing imported")
     assert done.stdout.endswith("nothing imported\n")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -249,16 +250,38 @@ def test_the_hub_is_not_reached(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"num_hidden_layers": "x"}, "num_hidden_layers"),
+        ({"num_attention_heads": 0}, "cannot be loaded: "),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not a count in the model's config"),
+        ({"hidden_size": -64}, "hidden_size=-64 is not a count in the model's config"),
+        ({"vocab_size": -5}, "llama: the config describes no model that can be built"),
+    ],
+)
+def test_a_config_that_describes_no_model(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+    assert said in mistake("plan", "--model", str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (("plan", "--policy", "sprase"), "policy='sprase' is unknown; use one of "),
         (("plan", "--policy", "scout:bugdet=5"), "bugdet: not a knob of policy 'scout'"),
         (("plan", "--policy", "scout:budget=much"), "budget='much'"),
+        (("plan", "--policy", "scout:budget=64,budget=96"), "sets budget twice"),
         (("plan", "--context", "32m"), "context='32m' is not a number of tokens"),
+        (("plan", "--context", "9" * 5000), "is not a number of tokens; use one from 1 to 2147483647"),
+        (("plan", "--batch", str(10**20)), "Invalid value for '--batch'"),
+        (("plan", "--model", ""), "model='' names nothing"),
         (("plan", "--device-memory", "much"), "device-memory='much' is not an amount"),
         (("plan", "--dtype", "int3"), "dtype='int3' is not known; use one of auto, "),
         (("tune", "--target-kl", "0"), "target_kl=0.0 is not a divergence"),
-        (("tune", "--tier", "three"), "tier='three'"),
+        (("tune", "--tokens", str(10**20)), "tokens=100000000000000000000 is too large for a count"),
+        (("tune", "--tier", "three"), "tier='three' is not known; use one of one, split, or None"),
         (("train-fluxion", "--out", ".", "--tau", "3"), "tau=[3.0] are no deviations"),
         (("train-fluxion", "--out", ".", "--epochs", "0"), "epochs=0 leaves nothing to fit with"),
         (("plan", "--polcy", "full"), "No such option: --polcy"),

@@ -58,6 +58,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=pytest.mark.slow if mode in ("sampling", "beams") else ()) for mode in MODES]
 )

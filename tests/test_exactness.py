@@ -114,6 +114,7 @@ def combinations() -> list[Any]:
     return rows
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "policy", "batch", "chunk", "tier"), combinations())
 def test_covering_budget_is_full_attention(
     oracle: dict[Any, Any], family: str, policy: str, batch: int, chunk: int | None, tier: str
@@ -133,6 +134,7 @@ def test_covering_budget_is_full_attention(
         assert name != "scout" or total["recalls"] > 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "batch", "tier"),
     [

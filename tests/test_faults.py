@@ -143,6 +143,7 @@ def test_a_worker_that_hangs_is_given_up_in_time(model: PreTrainedModel) -> None
             wait()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", ["full", pytest.param("window", marks=pytest.mark.slow), "scout"])
 @pytest.mark.parametrize("host_dtype", [None, "int8"])
 @pytest.mark.parametrize("tier", ["one", "split"])

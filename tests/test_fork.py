@@ -62,6 +62,7 @@ def models() -> dict[str, PreTrainedModel]:
     return {family: tiny_model(family) for family in ("llama", "gemma3")}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("case", "tier", "when"),
     [

@@ -40,6 +40,7 @@ def llama() -> PreTrainedModel:
     return tiny_model("llama")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("policy", "knobs", "chunk"),
     [

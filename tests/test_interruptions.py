@@ -131,6 +131,7 @@ def chosen(count: int, most: int) -> list[int]:
     return sorted(random.Random(0).sample(range(1, count + 1), min(count, most)))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow), 30])
 @pytest.mark.parametrize("memory", SETTINGS)
 @pytest.mark.parametrize("most", [2, pytest.param(10**6, marks=pytest.mark.slow)])
@@ -160,6 +161,7 @@ def test_a_first_prompt_is_interrupted_anywhere(memory: str, most: int) -> None:
         check_books([history], leaks=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("memory", SETTINGS)
 @pytest.mark.parametrize("most", [3, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_a_crop_is_interrupted_anywhere(memory: str, most: int) -> None:
@@ -198,6 +200,7 @@ def changes() -> list[Any]:
     return rows
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("most", "memory", "name"), changes())
 def test_a_change_of_the_rows_is_interrupted_anywhere(memory: str, name: str, most: int) -> None:
     """Whole before or whole after, or an error that says to reset."""

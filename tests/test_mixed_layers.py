@@ -28,6 +28,7 @@ def mixed_cache(model: PreTrainedModel, kind: str, **knobs: Any) -> HybridCache:
     return cache
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("lookahead", ["select", "attend"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layer_decodes_where_it_lies(kind: str, lookahead: str) -> None:

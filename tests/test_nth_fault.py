@@ -235,6 +235,7 @@ def combinations() -> list[Any]:
     return rows
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("most", "fault", "memory"), combinations())
 def test_the_nth_fault(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch, Nth], Any], memory: str, most: int

@@ -86,6 +86,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "way", "mode"), CASES)
 def test_offloaded_weights_change_nothing(wanted: Any, tmp_path: Path, family: str, way: str, mode: int) -> None:
     _skip_one_memory(MODES[mode])
@@ -198,6 +199,13 @@ def test_cores_are_divided_among_local_ranks(
     if ranks is not None:
         monkeypatch.setenv(cores.LOCAL_RANKS, ranks)
     assert cores.cores() == want
+
+
+@pytest.mark.parametrize("told", ["abc", "0", "-1", "9" * 5000])
+def test_a_number_of_ranks_that_is_none(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    monkeypatch.setenv(cores.LOCAL_RANKS, told)
+    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE=.* is not a number of processes; .* unset it"):
+        cores.cores()
 
 
 def test_threads_beside_a_model_on_a_device_are_those_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("family", "setting", "rows", "length"),
     [
@@ -174,11 +175,13 @@ def test_a_schedule_needs_a_device() -> None:
         memory_of(shape, "fluxion", options, context=64, batch=1, two=False)
 
 
-def test_smollm2s_sizes_are_those_of_its_file() -> None:
+def test_smollm2s_config_is_that_of_its_file() -> None:
     try:
         file = assets.find_smollm2()
     except FileNotFoundError as missing:
         pytest.skip(str(missing))
     read = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name).to_dict()
-    assert {name: read[name] for name in assets.SMOLLM2} == assets.SMOLLM2
-    assert shape_of(assets.load_config(), torch.float32).head_dim == read["head_dim"]
+    mine = assets.load_config().to_dict()
+    assert {name for name in read if read[name] != mine.get(name)} <= {
+        "_name_or_path", "_model_name_or_path", "unk_token_id",
+    }  # fmt: skip

@@ -49,9 +49,8 @@ def passes(when: str, arguments: list[str], least: int) -> None:
     assert int(re.search(r"(\d+) passed", ended.stdout)[1]) >= least, told
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "graphs" else pytest.mark.slow) for name in QUICK]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
 def test_a_gpu_that_lags_behind(name: str) -> None:
     passes("late", *QUICK[name])
 

@@ -97,6 +97,7 @@ def test_a_forked_child_goes_on_and_its_parent_too(tier: str, lookahead: str) ->
     assert out == "done\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tier", "lookahead"),
     [

@@ -176,6 +176,7 @@ QUICK = [("split, attends ahead", act) for act in ACTS]
 QUICK += [(name, act) for name in ("one", "hgca") for act in (decode, change, interrupt)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "act"),
     [

@@ -34,6 +34,7 @@ def ladders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "LADDERS", LADDERS)
 
 
+@pytest.mark.slow
 def test_the_chosen_line_keeps_the_target_on_another_text(ladders: None) -> None:
     model, ids = tiny_model("llama"), prompt(1, 900)[0]
     found = tune(model, ids[:, :500], 0.5, held_out=ids[:, 476:], **SMALL)

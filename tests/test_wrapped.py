@@ -149,6 +149,7 @@ def test_prompt_tuning_works() -> None:
     assert torch.equal(got.sequences, want)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["llama", "gemma3", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dtype", "most"), [(torch.float16, 0.015), pytest.param(torch.bfloat16, 0.1, marks=pytest.mark.slow)]
@@ -183,6 +184,7 @@ def test_autocast_is_what_it_is_without(family: str, dtype: torch.dtype, most: f
                         ours(ids[:, :1], past_key_values=cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 def test_autocast_under_layer_ahead(tier: str) -> None:
     """Predicted queries come in the model's dtype and are compared and attended in the cache's."""

@@ -54,22 +54,30 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
         about: what is to be known of it beside them, for `json`.
 
     Raises:
-        ValueError: something else than a saved cache is there, or links that lead nowhere else.
+        ValueError: the name is none, something else than a saved cache is there, or links that lead nowhere else.
         OSError: the disk is full, or the folder cannot be written; nothing is left behind.
         TypeError: a stock layer holds what cannot be saved.
     """
     if sys.byteorder != "little":
         raise ValueError("caches are saved on machines with the least significant byte first only")
+    name = str(folder)
+    if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise ValueError(f"{name!r} is not a name in Unicode without NUL; name another folder")
     try:
         folder = folder.resolve()  # a link stays: what it names is written, there or not
-    except (RuntimeError, OSError) as error:  # Python before 3.13 raises the former
-        raise ValueError(f"{folder} is a link that leads back to itself ({error}); name another folder") from error
-    if folder.is_symlink():
+        circular = folder.is_symlink()
+    except RuntimeError:  # Python before 3.13
+        circular = True
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise _named(error, folder) from error
+        circular = True
+    if circular:
         raise ValueError(f"{folder} is a link that leads back to itself; name another folder")
-    if folder.exists() and not _replaceable(folder):
-        raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
-    partial = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.partial"
+    partial = folder.parent / f".{secrets.token_hex(8)}.partial"
     try:
+        if folder.exists() and not _replaceable(folder):
+            raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         _write(partial, layers, padding, about)

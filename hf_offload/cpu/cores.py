@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from hf_offload.knobs import shown
+
 LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 """Environment variable in which torchrun (and accelerate with it) tells how many processes it runs on this machine."""
 
@@ -13,9 +15,15 @@ def cores() -> int:
 
     A launcher may have bound each process to cores of its own. So it is what the launcher itself may use that is
     divided, and a process never counts more than it is bound to.
+
+    Raises:
+        ValueError: the launcher's variable holds no number of processes.
     """
     own = _allowed(0)
-    ranks = int(os.environ.get(LOCAL_RANKS) or 1)
+    told = os.environ.get(LOCAL_RANKS) or "1"
+    if not told.isdecimal() or not 1 <= len(told) <= 6 or int(told) < 1:
+        raise ValueError(f"{LOCAL_RANKS}={shown(told)} is not a number of processes; a launcher sets it, else unset it")
+    ranks = int(told)
     if ranks == 1:
         return own
     return max(min(own, max(own, _allowed(os.getppid())) // ranks), 1)

@@ -109,6 +109,7 @@ def history(model: PreTrainedModel, policy: str, knobs: dict[str, Any]) -> list[
     return logits
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_that_is_made_again_has_the_bits_of_any_other(
     monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, policy: str
@@ -154,6 +155,7 @@ def test_other_queries_and_scales_are_steps_of_their_own(model: PreTrainedModel)
     assert again.step(layer, query, key, value) is None
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("block_size", [8, 128])
 @pytest.mark.parametrize("digest", ["submean", "quest"])
 @pytest.mark.parametrize("lookahead", ["select", "attend"])
@@ -172,6 +174,7 @@ def test_short_contexts_begin_early_without_a_choice(
         assert torch.equal(*told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", ["select", "attend"])
 def test_masks_and_inputs_that_change_meanwhile_do_not_depend_on_the_worker(lookahead: str) -> None:
     """What is begun early goes on with what was there when it began."""

@@ -118,6 +118,7 @@ def peak_beyond_host(make_cache: Callable[[PreTrainedModel], Any], model: PreTra
     return memory.peak - sum(s.digest_bytes + sum(slab.nbytes for slab in s.pool.slabs) for s in stores)
 
 
+@pytest.mark.slow
 def test_device_memory_of_a_chunked_prefill_does_not_grow_with_the_prompt() -> None:
     """It is bounded by chunk + two tiles + resident set; the same look at DynamicCache sees every token."""
 

@@ -24,6 +24,7 @@ from hf_offload.cpu.worker import WorkerError
 from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("policy", "knobs"),

@@ -104,6 +104,7 @@ class Asking(TorchDispatchMode):
 QUICK = ("full-fetch", "scout-attend", "quest", "fluxion", "hgca")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES])
 def test_a_step_asks_for_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks close meanwhile, and padded rows are among them. Recalls come as kernels bring them."""

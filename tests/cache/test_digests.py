@@ -34,6 +34,7 @@ def log_masses(store: DigestStore, query: torch.Tensor, table: np.ndarray, scale
     return store.score(query, torch.from_numpy(table), limits, scale)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("block", [8, 32, 64, 128])
 @pytest.mark.parametrize("name", DIGESTS)
 def test_launch_equals_torch(name: str, block: int) -> None:

@@ -62,6 +62,7 @@ def broken(*args: Any, **kwargs: Any) -> Launch:
     return Launch(kernel, 1, (), new_ticket(), 0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     ("module", "name", "calls"),
@@ -122,6 +123,7 @@ def test_what_nobody_could_decide_is_kept_until_the_next_append(
     assert max(max(row) for row in shares[1]) < 1.0, shares
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tier", TIERS)
 def test_tokens_are_the_same_however_late_and_by_however_many_threads(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str

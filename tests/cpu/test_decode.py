@@ -65,6 +65,7 @@ def _check(
 
 
 # Head tiles compile separately: the sizes are spread over dtypes so that every one is met, few of them twice.
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("group", "dim", "block_size", "dtype"),
     [

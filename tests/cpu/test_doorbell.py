@@ -70,6 +70,7 @@ class Crowd:
         return int(ring(ready, done, self.questions, self.answers, first, epochs, in_turn))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("spin", [0.0, 2e-5])
 @pytest.mark.parametrize("in_turn", [False, True])

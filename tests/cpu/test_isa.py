@@ -12,30 +12,25 @@ import pytest
 
 from hf_offload.cpu import isa
 
-SOME = (
+NAMES = (
     "test_scoring.py::test_submeans[8-80-3-5-max]",
     "test_average.py::test_averages_move[5-37-64-32-True-1-peak]",  # vectors that end with their row, and bytes
-)
-OTHERS = (
     "test_packed.py::test_decode_over_packed_and_plain_blocks[True-4-128-32-dtype4-20.0]",  # float16 and int8
     "test_keep.py::test_what_is_kept[100-17-300-1-3-any]",
 )
 
 
-@pytest.mark.parametrize(
-    ("level", "names"),
-    [("plain", SOME[:1]), *(pytest.param(level, SOME + OTHERS, marks=pytest.mark.slow) for level in ("plain", "avx2"))],
-    ids=["plain", "plain, all", "avx2, all"],
-)
-def test_kernels(level: str, names: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["plain", "avx2"])
+def test_kernels(level: str) -> None:
     if level == "avx2" and platform.machine() != "x86_64":
         pytest.skip("AVX2 is for x86-64")
-    tests = [str(Path(__file__).parent / name) for name in names]
+    tests = [str(Path(__file__).parent / name) for name in NAMES]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", *tests]
     result = subprocess.run(
         command, env={**os.environ, isa.VARIABLE: level}, capture_output=True, text=True, timeout=600, check=False
     )
-    assert f"{len(names)} passed" in result.stdout, result.stdout + result.stderr
+    assert f"{len(NAMES)} passed" in result.stdout, result.stdout + result.stderr
 
 
 def test_an_unknown_level_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

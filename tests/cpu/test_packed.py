@@ -97,6 +97,7 @@ def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
     assert out[1, 5, 2] == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("group", "dim", "block_size", "dtype", "softcap"),
     [
@@ -162,6 +163,7 @@ def test_codes_lie_as_described(dim: int, block_size: int) -> None:
     assert torch.equal(v.transpose(1, 2).reshape(block_size, dim) * scales[dim:, None], want_v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outlier", [1, 30])
 def test_rounding_to_int16_is_within_its_bounds(outlier: int) -> None:
     """Half a unit for every score and every weight, and far below what the codes themselves lost."""

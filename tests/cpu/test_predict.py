@@ -83,6 +83,7 @@ def check(case: Case, predictor: Predictor, network: Network) -> None:
     assert all(np.array_equal(one, two) for one, two in zip(got, alone, strict=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("batch", "heads", "dim"), [(1, 9, 64), (3, 4, 16), (3, 32, 128), (2, 14, 48), (1, 1, 256)])
 def test_needs_are_those_of_the_torch_form(batch: int, heads: int, dim: int) -> None:
     case = Case(batch, heads, dim)

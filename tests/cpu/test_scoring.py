@@ -51,6 +51,7 @@ def _check(score: torch.Tensor, logmass: torch.Tensor, tail: torch.Tensor, join:
     torch.testing.assert_close(score.double(), want, rtol=max(1e-4, 20 * atol), atol=20 * atol)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize(
     ("group", "width", "dtype", "blocks"),
@@ -75,6 +76,7 @@ def test_vectors(group: int, width: int, dtype: torch.dtype, blocks: int, join: 
     _check(score, reference.score_vectors(query, digests, bias, table, blocks), tail, join)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize(
     ("count", "dim", "group", "blocks"),
@@ -110,6 +112,7 @@ def test_submeans(count: int, dim: int, group: int, blocks: int, join: str) -> N
     _check(score, logmass, tail, join, atol=1e-3)  # log cosh is a polynomial
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize(
     ("group", "blocks"),

@@ -39,6 +39,7 @@ def test_help(main):
     assert "--threads" in result.output
 
 
+@pytest.mark.slow
 def test_the_kernel_benchmark_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_cpu, "POOL_BYTES", 1 << 26)
     out = tmp_path / "bench.csv"

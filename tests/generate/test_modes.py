@@ -57,6 +57,7 @@ def marked(rows: list[Any], each: int) -> list[Any]:
     return [row if row in quick else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("mode", "policy", "tier", "batch"), marked(MATRIX, 1))
 def test_a_covering_budget_gives_the_tokens_of_dynamic_cache(
     ours: PreTrainedModel, stock: PreTrainedModel, wanted: dict[Any, torch.Tensor],
@@ -82,6 +83,7 @@ SAME = {
 """Modes that differ in how tokens are asked for, not in which come."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("mode", "policy", "batch"), marked(SMALL_MATRIX, 1))
 def test_a_small_budget_gives_what_the_policy_defines(
     ours: PreTrainedModel, mode: str, policy: str, batch: int

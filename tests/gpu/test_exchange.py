@@ -105,6 +105,7 @@ def check_exchange(at: SimpleNamespace, recent: int, device: str, due: int | Non
     return len(found)
 
 
+@pytest.mark.one_in(3)
 @every_form
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 20))])
 def test_exchange(form: str, seed: int, request: pytest.FixtureRequest) -> None:
@@ -118,6 +119,7 @@ def test_exchange(form: str, seed: int, request: pytest.FixtureRequest) -> None:
     check_exchange(at, int(rng.integers(0, 5)), device)
 
 
+@pytest.mark.slow
 @every_form
 def test_many_slots(form: str, request: pytest.FixtureRequest) -> None:
     device = device_of(form, request)

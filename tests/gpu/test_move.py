@@ -82,6 +82,7 @@ def tables(batch: int, blocks: int) -> torch.Tensor:
     return torch.randperm(batch * blocks).view(batch, blocks).int()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("how", "dtype"), KINDS)
 @pytest.mark.parametrize(("batch", "heads", "size", "dim"), SIZES)
 @pytest.mark.parametrize("packed", [False, True])

@@ -83,6 +83,7 @@ def truth(
     return torch.where(bias[ids][:, None, None] > -math.inf, score, -math.inf).logsumexp(-1).flatten(1, 2)
 
 
+@pytest.mark.one_in(3)
 @every_form
 @pytest.mark.parametrize(
     ("pairs", "dim", "group", "blocks", "sealed"),

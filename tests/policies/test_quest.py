@@ -26,6 +26,7 @@ def decode(model: PreTrainedModel, cache: HybridCache, rows: int = 1) -> torch.T
     return out[:, LENGTH:]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("knobs", [{}, {"sinks": 16, "recent": 32, "join": "max"}, {"host_dtype": "int8"}])
 @pytest.mark.parametrize("resident", [96, pytest.param(160, marks=pytest.mark.slow), 64])  # the budget, more, and less
 def test_two_memories_attend_what_one_does(model: PreTrainedModel, knobs: dict[str, Any], resident: int) -> None:

@@ -163,6 +163,12 @@ REFUSED: dict[str, tuple[Callable[[Any], None], type[Exception], str]] = {
     "mask, short": (lambda cache: cache.batch_select_indices([True, False]), ValueError, "2 rows.* holds 3"),
     "mask, long": (lambda cache: cache.batch_select_indices(torch.tensor([True] * 4)), ValueError, "4 rows.* holds 3"),
     "mask, none": (lambda cache: cache.batch_select_indices([False] * 3), ValueError, "reset"),
+    "mask, sparse": (
+        lambda cache: cache.batch_select_indices(torch.tensor([True, False, True]).to_sparse()),
+        TypeError,
+        "to_dense",
+    ),
+    "repeat, often": (lambda cache: cache.batch_repeat_interleave(10**12), ValueError, "from 1 to 715827882"),
     "repeat, half": (lambda cache: cache.batch_repeat_interleave(1.5), TypeError, r"1\.5"),
     "repeat, text": (lambda cache: cache.batch_repeat_interleave("2"), TypeError, "'2'"),
     "repeat, never": (lambda cache: cache.batch_repeat_interleave(0), ValueError, r"\(0\)"),

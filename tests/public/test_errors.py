@@ -94,6 +94,7 @@ def test_the_message_says_what_is_allowed(llama: PreTrainedModel) -> None:
             make(llama, policy, **knobs)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("tier", ["one", "split"])
 @pytest.mark.parametrize(
     ("policy", "knobs"),
@@ -239,6 +240,25 @@ def test_a_folder_with_other_files_is_never_replaced(
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ValueError, match="no saved cache"):
         filled.save(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a\0b", "is not a name in Unicode without NUL; name another folder"),
+        ("\udcff", "is not a name in Unicode without NUL; name another folder"),
+        ("x" * 300, "name a folder that can be written"),
+    ],
+)
+def test_a_name_that_no_folder_can_have(filled: HybridCache, tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises((ValueError, OSError), match=message):
+        filled.save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_longest_name_serves(llama: PreTrainedModel, filled: HybridCache, tmp_path: Path) -> None:
+    filled.save(tmp_path / ("x" * 255))
+    assert HybridCache.load(tmp_path / ("x" * 255), llama).get_seq_length() == filled.get_seq_length()
 
 
 def test_links_that_lead_nowhere_or_to_something_else(filled: HybridCache, tmp_path: Path) -> None:
