@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: Counter[str] = Counter()
     for item in items:
         thinned = item.get_closest_marker("one_in")
-        if thinned and on_cpu:
+        if thinned and on_cpu and not item.get_closest_marker("slow"):
             name = item.nodeid.partition("[")[0]
             if cases[name] % thinned.args[0]:
                 item.add_marker(pytest.mark.slow)

@@ -457,7 +457,7 @@ def test_sink_and_softcap_follow_the_model(llama: PreTrainedModel) -> None:
     assert torch.allclose(torch.cat(got, 1), want, atol=1e-5)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", ["off", "select", "attend"])
 @pytest.mark.parametrize("length", [1000, 1024])
 def test_growth_past_the_first_reservation(llama: PreTrainedModel, length: int, lookahead: str) -> None:

@@ -131,7 +131,7 @@ def chosen(count: int, most: int) -> list[int]:
     return sorted(random.Random(0).sample(range(1, count + 1), min(count, most)))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow), 30])
 @pytest.mark.parametrize("memory", SETTINGS)
 @pytest.mark.parametrize("most", [2, pytest.param(10**6, marks=pytest.mark.slow)])
@@ -145,6 +145,7 @@ def test_a_forward_is_interrupted_anywhere(memory: str, count: int, most: int) -
         check_after(history, count, point)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("memory", SETTINGS)
 @pytest.mark.parametrize("most", [2, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_first_prompt_is_interrupted_anywhere(memory: str, most: int) -> None:

@@ -44,7 +44,7 @@ def build(attn_implementation: str, **config: Any) -> PreTrainedModel:
     return spread_weights(AutoModelForCausalLM.from_config(made, attn_implementation=attn_implementation))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("policy", ["full", "scout"])
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "way", "mode"), CASES)
 def test_offloaded_weights_change_nothing(wanted: Any, tmp_path: Path, family: str, way: str, mode: int) -> None:
     _skip_one_memory(MODES[mode])

@@ -43,6 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     return result, [json.loads(file.read_text()) for file in files]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "case"), [(family, case) for family, cases in _ranks.FAMILIES.items() for case in cases]
 )

@@ -198,6 +198,7 @@ def test_a_cache_goes_with_its_last_name(
     assert hooks_on(model) == 0
 
 
+@pytest.mark.slow
 def test_a_thread_at_work_lets_go_when_it_is_done(model: PreTrainedModel) -> None:
     """A recall in flight holds the memory that it reads and writes, and no longer."""
 

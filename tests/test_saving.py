@@ -42,7 +42,7 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
     return folder, token, mask
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("case", "tier", "steps"),
     [

@@ -82,6 +82,7 @@ def test_two_memories_try_fetching_and_recalls(ladders: None, monkeypatch: pytes
     assert "next comes" in found.why
 
 
+@pytest.mark.slow
 def test_a_predictor_brings_its_deviations(ladders: None, tmp_path: Path) -> None:
     model, path = tiny_model("llama"), tmp_path / "predictor.safetensors"
     predictors = {tau: HeadPredictor(tau=tau, digest="quest", sinks=16, local=32) for tau in (0.05, 0.2)}

@@ -149,7 +149,7 @@ def test_prompt_tuning_works() -> None:
     assert torch.equal(got.sequences, want)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dtype", "most"), [(torch.float16, 0.015), pytest.param(torch.bfloat16, 0.1, marks=pytest.mark.slow)]

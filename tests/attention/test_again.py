@@ -109,7 +109,7 @@ def history(model: PreTrainedModel, policy: str, knobs: dict[str, Any]) -> list[
     return logits
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_that_is_made_again_has_the_bits_of_any_other(
     monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, policy: str
@@ -155,7 +155,7 @@ def test_other_queries_and_scales_are_steps_of_their_own(model: PreTrainedModel)
     assert again.step(layer, query, key, value) is None
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [8, 128])
 @pytest.mark.parametrize("digest", ["submean", "quest"])
 @pytest.mark.parametrize("lookahead", ["select", "attend"])

@@ -143,6 +143,7 @@ def test_a_layer_that_never_attends_is_an_error() -> None:
     assert not capturing()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_that_may_look_ahead_does(family: str) -> None:
     """With true inputs out of reach, the prediction is at least a query of the right layer, position and norm."""

@@ -95,6 +95,7 @@ def test_every_way_brings_the_same_bytes(
         assert torch.equal(pool.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("knobs", "way"),
     [

@@ -101,6 +101,7 @@ def test_rows_that_cannot_be_fetched_are_asked_for_as_files(run, monkeypatch):
     assert "(nobody answers): give it as files, with --data-dir" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on(run, tmp_path, monkeypatch):
     answered = []
     real = tasks.run.answer

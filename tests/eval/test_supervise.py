@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from gpu.supervise import Listener, here, supervise
 
 from ._troubled import lost, no, troubled, yes
@@ -39,6 +40,7 @@ def test_cases_survive_the_end_of_their_process() -> None:
     assert ended["hangs"][1] == "took too long"
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_stays() -> None:
     listener, ended, _ = watch(troubled, ["goes on", "never"], 8)
     assert ended == {"goes on": ("cut off", "time was up")}

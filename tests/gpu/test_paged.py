@@ -24,7 +24,7 @@ SHAPES = [  # chosen so that tiles join blocks, are blocks, or cut them, and tha
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "extra",
     [

@@ -94,7 +94,7 @@ def test_the_message_says_what_is_allowed(llama: PreTrainedModel) -> None:
             make(llama, policy, **knobs)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["one", "split"])
 @pytest.mark.parametrize(
     ("policy", "knobs"),
