@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from gpu.supervise import Listener, here, supervise
 
 from ._troubled import lost, no, troubled, yes
