@@ -321,6 +321,7 @@ def test_a_second_turn(llama: PreTrainedModel, stock: PreTrainedModel, batch: in
     assert torch.equal(*turns)
 
 
+@pytest.mark.slow
 def test_two_caches_of_one_model_do_not_meet(llama: PreTrainedModel) -> None:
     ids = prompt(1, 50)[0], prompt(1, 44, seed=9)[0]
     knobs: dict[str, Any] = {

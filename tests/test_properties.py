@@ -342,7 +342,7 @@ def run(examples: int, fixed: bool, histories: type[Histories] = Histories) -> N
 
 
 def test_any_history_leaves_the_cache_right() -> None:
-    run(40, fixed=True, histories=Usual)
+    run(25, fixed=True, histories=Usual)
 
 
 @pytest.mark.slow

@@ -18,7 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config
 
 from hf_offload import HybridCache
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the ranks here are processes on the CPU")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(DEVICE != "cpu", reason="the ranks here are processes on the CPU"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     return result, [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "case"), [(family, case) for family, cases in _ranks.FAMILIES.items() for case in cases]
 )

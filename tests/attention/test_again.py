@@ -18,6 +18,8 @@ from hf_offload.attention.again import AGAIN, Again, EarlyAgain
 from hf_offload.policies.base import Policy
 from hf_offload.policies.full import Full
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 8
 SMALL: dict[str, Any] = {"budget": 48, "sinks": 8, "recent": 8}
 AHEAD: dict[str, Any] = SMALL | {"synchronous_layers": (0,)}
@@ -34,7 +36,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_model("llama").to(getattr(torch, request.param))
 
@@ -109,7 +111,6 @@ def history(model: PreTrainedModel, policy: str, knobs: dict[str, Any]) -> list[
     return logits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_that_is_made_again_has_the_bits_of_any_other(
     monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, policy: str
@@ -155,7 +156,6 @@ def test_other_queries_and_scales_are_steps_of_their_own(model: PreTrainedModel)
     assert again.step(layer, query, key, value) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [8, 128])
 @pytest.mark.parametrize("digest", ["submean", "quest"])
 @pytest.mark.parametrize("lookahead", ["select", "attend"])
@@ -174,7 +174,6 @@ def test_short_contexts_begin_early_without_a_choice(
         assert torch.equal(*told)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", ["select", "attend"])
 def test_masks_and_inputs_that_change_meanwhile_do_not_depend_on_the_worker(lookahead: str) -> None:
     """What is begun early goes on with what was there when it began."""

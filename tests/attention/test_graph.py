@@ -81,6 +81,7 @@ def test_blocks_that_fill_up_behind_a_long_prompt_capture_nothing_anew(monkeypat
     assert len(records) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 16))])
 def test_a_prompt_shorter_than_a_block(length: int) -> None:
     """What is captured before any block has a digest must not serve the steps after."""
@@ -96,6 +97,7 @@ def test_a_prompt_shorter_than_a_block(length: int) -> None:
     assert torch.equal(*rows)
 
 
+@pytest.mark.slow
 def test_steps_in_python_between_replays() -> None:
     """Steps from embeddings are not replayed; what they recall is waited for all the same."""
     model = tiny_model("llama")
@@ -186,6 +188,7 @@ def run_ahead(monkeypatch: pytest.MonkeyPatch, steps: int) -> tuple[PreTrainedMo
     return model, cache, ids
 
 
+@pytest.mark.slow
 def test_all_steps_that_a_late_part_has_spoilt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that looks at no result runs ahead of the device."""
     model, cache, ids = run_ahead(monkeypatch, 3)
@@ -197,6 +200,7 @@ def test_all_steps_that_a_late_part_has_spoilt_are_counted(monkeypatch: pytest.M
     assert cache.get_seq_length() == 155
 
 
+@pytest.mark.slow
 def test_the_first_of_several_faults_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that was late, and a later one that failed; a step in Python behind both, which looks for itself."""
     model, cache, ids = run_ahead(monkeypatch, 2)

@@ -133,6 +133,7 @@ def test_the_notebook_is_committed_with_its_plots() -> None:
     assert not [output for output in outputs if output.get("name") == "stderr"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("run")  # the model that is loaded already
 def test_the_notebook_on_a_short_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     plt = pytest.importorskip("matplotlib.pyplot", reason="needs matplotlib: pip install hf-offload[demo]")

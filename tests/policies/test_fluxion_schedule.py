@@ -59,7 +59,7 @@ def test_with_a_budget_of_one_every_schedule_is_full_attention(llama: PreTrained
     torch.testing.assert_close(got, full, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("digest", "host_dtype", "side"),
     [
@@ -124,6 +124,7 @@ class Late:
         self.query.copy_(self.coming)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("digest", ["quest", "submean"])
 def test_a_query_that_arrives_late_is_the_one_that_chooses(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, digest: str
