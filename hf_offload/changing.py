@@ -90,7 +90,7 @@ class Changing(Cache):
             ValueError: less than 1.
         """
         what = f"batch_repeat_interleave({shown(repeats)})"
-        rows = len(self.settings.padding.first)
+        rows = self._row_count()
         most = MOST // max(rows, 1)
         if isinstance(repeats, int) and not 1 <= repeats <= most:
             raise ValueError(f"{what}: use a whole number from 1 to {most}")
@@ -138,11 +138,15 @@ class Changing(Cache):
         Raises:
             IndexError, TypeError, ValueError: as `batch_select_indices`; nothing has happened.
         """
-        padding = self.settings.padding
-        rows = _row_numbers(what, index, len(padding.first), dtypes)
+        rows = _row_numbers(what, index, self._row_count(), dtypes)
         with self._turn.changing(what):
             yield rows
-            padding.select_rows(rows.numpy())
+            self.settings.padding.select_rows(rows.numpy())
+
+    def _row_count(self) -> int:
+        """Rows of the cache; 0 if it is empty."""
+        stock = [getattr(layer, "keys", None) for layer in self.layers]  # where no layer of ours is left
+        return len(self.settings.padding.first) or next((len(keys) for keys in stock if keys is not None), 0)
 
 
 def _row_numbers(what: str, index: Any, count: int, dtypes: tuple[torch.dtype, ...]) -> Any:

@@ -233,3 +233,19 @@ def wide_layer(model: PreTrainedModel, index: int) -> None:
         new.weight.data = torch.cat([old.weight.data, old.weight.data.flip(0)])
         setattr(attention, name, new)
     attention.num_key_value_groups //= 2
+
+
+def test_a_row_that_is_not_there_is_refused_where_no_layer_is_left() -> None:
+    model = build("llama", "hybrid_sparse")
+    cache = HybridCache(model, "full")
+    ids = prompt(2, 20)[0]
+    with torch.no_grad(), pytest.warns(UserWarning, match="head_dim 24"):
+        model(ids, past_key_values=cache)
+    assert not [layer for layer in cache.layers if isinstance(layer, HybridLayer)]
+    for change in (cache.batch_select_indices, cache.reorder_cache):
+        with pytest.raises(IndexError, match="rows 0 to 1, not"):
+            change(torch.tensor([0, 2]))
+    cache.batch_select_indices((1,))
+    with torch.no_grad():
+        model(ids[1:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 21
