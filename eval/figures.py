@@ -397,8 +397,9 @@ def _() -> str:
         first = rows(path.stem)[0]
         cpu = first["cpu"].partition(" (")[0].replace("(R)", "").replace(" Processor", "") + zen(first["cpu"])
         script = first["command"].split()[1].removeprefix("eval/").removesuffix(".py")
-        changes = "+" if first["commit"].endswith("+changes") else ""
-        key = (script, first["commit"][:7] + changes, cpu, first["omp_wait_policy"])
+        commits = dict.fromkeys(row["commit"] for row in rows(path.stem))
+        commit = ", ".join(one[:7] + "+" * one.endswith("+changes") for one in commits)
+        key = (script, commit, cpu, first["omp_wait_policy"])
         groups.setdefault(key, []).append(path.stem)
     found = []
     for key, names in groups.items():
