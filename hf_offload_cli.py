@@ -398,6 +398,10 @@ def script() -> None:
     """The console script `hf-offload`. `plan` ends without freeing what it imported, which takes up to a second."""
     try:
         app()
+    except OSError as error:  # what was found cannot be printed
+        with contextlib.suppress(OSError):
+            print(f"Error: {_line(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
     except SystemExit as ended:
         if sys.argv[1:2] != ["plan"]:
             raise

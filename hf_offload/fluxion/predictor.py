@@ -306,12 +306,17 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What a file says and holds; nobody writes into it."""
+    name = os.fspath(path)
     try:
-        stamp = Path(path).stat()
+        stamp = os.stat(path)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"predictor={os.fspath(path)!r}: there is no such file; write one with `hf-offload train-fluxion`"
+            f"predictor={name!r}: there is no such file; write one with `hf-offload train-fluxion`"
         ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"predictor={shown(name)} is no name of a file ({error}); name a predictor's file") from error
+    if not os.path.isfile(path) and not os.path.isdir(path):
+        raise ValueError(f"predictor={name!r} is a device or a pipe; name a predictor's file")
     if Path(path).is_dir():
         raise ValueError(
             f"predictor={os.fspath(path)!r} is a folder; name the file in it, such as "
@@ -329,7 +334,7 @@ def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, 
             metadata = file.metadata() or {}
         about = json.loads(metadata.get("about", "{}"))
         known = about.get("format")
-    except (SafetensorError, ValueError, AttributeError, RecursionError) as error:
+    except (SafetensorError, ValueError, AttributeError, RecursionError, OSError) as error:
         raise ValueError(f"{path} is no predictor, or a damaged one ({error}); {_TRAIN}") from error
     if known is None:
         raise ValueError(f"{path} is no predictor; use a file that `hf-offload train-fluxion` wrote for this model")

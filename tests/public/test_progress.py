@@ -217,3 +217,42 @@ def test_tokens_do_not_depend_on_it(model):
         for shown in (False, True)
     ]
     assert torch.equal(*made)
+
+
+class Gone(io.StringIO):
+    """A file that takes no more than a few characters."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_bar_that_cannot_be_written_is_no_error_of_the_prompt(model, monkeypatch):
+    kind, gone = tqdm.auto.tqdm, Gone()
+    init = kind.__init__
+    made = []
+
+    def make(bar, *args, **kwargs):
+        made.append(bar)
+        init(bar, *args, **kwargs | {"file": gone, "delay": 0, "mininterval": 0})
+
+    monkeypatch.setattr(kind, "__init__", make)
+    want = run(model, hf_offload.HybridCache(model, "full")).logits
+    cache = hf_offload.HybridCache(model, "full", progress=True)
+    for _ in range(2):
+        assert torch.equal(run(model, cache).logits, want)
+        assert cache.get_seq_length() == TOKENS
+        cache.reset()
+    assert len(made) == 1
+
+
+def test_another_prompt_has_its_own_five_seconds(model, bars, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(hf_offload.cache.progress.time, "perf_counter", lambda: now[0])
+    cache = hf_offload.HybridCache(model, "full", progress=True)
+    hook = model.model.layers[1].register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 3.0))
+    run(model, cache)
+    run(model, cache, 20)  # a chunk
+    cache.reset()
+    run(model, cache)
+    hook.remove()
+    assert [bar.asked["delay"] for bar in bars] == [5.0, 2.0, 5.0]
