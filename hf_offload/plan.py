@@ -27,8 +27,8 @@ from hf_offload.policies import Policy, make_policy
 
 DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "quest", "h2o", "infinigen")
 """Policies that need nothing but a model."""
-MOST_ROWS = 4096
-"""More rows than this are not looked for."""
+MOST_ROWS = 65536
+"""More rows than this are neither planned nor looked for."""
 CACHE_KNOBS = {
     name
     for name, parameter in inspect.signature(HybridCache.__init__).parameters.items()
@@ -286,8 +286,9 @@ def plan_table(
         device: bytes of device memory, or None.
 
     Raises:
-        ValueError: an option that is not allowed.
+        ValueError: an option or a number of rows that is not allowed.
     """
+    check_count("batch", batch, what="a number of rows", most=MOST_ROWS)
     titles = ["cache", "resident tokens", "device: KV", "digests", "tiles", "with weights", "host"]
     everything = batch * context * shape.layers * shape.token_bytes + shape.stock_bytes(batch, context)
     most = 0 if device is None else max(device - shape.weights, 0) * batch // everything

@@ -201,6 +201,15 @@ def test_version() -> None:
     assert result.output.strip() == importlib.metadata.version("hf-offload")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_what_cannot_be_printed_is_told_in_a_line() -> None:
+    code = "import hf_offload_cli; hf_offload_cli.script()"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code, "--help"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"Error: .*No space left on device\n", done.stderr)
+
+
 def mistake(*words: str) -> str:
     """What a command says on stderr of a mistake: one line, exit code 2, nothing on stdout."""
     result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
@@ -275,7 +284,8 @@ def test_a_config_that_describes_no_model(tmp_path: Path, wrong: dict[str, Any],
         (("plan", "--policy", "scout:budget=64,budget=96"), "sets budget twice"),
         (("plan", "--context", "32m"), "context='32m' is not a number of tokens"),
         (("plan", "--context", "9" * 5000), "is not a number of tokens; use one from 1 to 2147483647"),
-        (("plan", "--batch", str(10**20)), "Invalid value for '--batch'"),
+        (("plan", "--batch", str(10**20)), "batch=100000000000000000000 is too large for a number of rows"),
+        (("plan", "--batch", "0"), "batch=0 is not a number of rows"),
         (("plan", "--model", ""), "model='' names nothing"),
         (("plan", "--device-memory", "much"), "device-memory='much' is not an amount"),
         (("plan", "--dtype", "int3"), "dtype='int3' is not known; use one of auto, "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class PromptProgress:
         """
         if not past:
             self._spent = 0.0  # another prompt
-        if self._bar is None and not self._broken:
+        if self._bar is None and not self._broken and sys.stderr is not None:
             self._tokens = tokens
             with self._writing():
                 self._bar = tqdm(
@@ -90,7 +91,7 @@ class PromptProgress:
         """An error of the file is no error of the prompt: there is no bar from then on."""
         try:
             yield
-        except (OSError, ValueError, AttributeError):  # a full disk, a reader that is gone, a closed file, none
+        except (OSError, ValueError):  # a full disk, a reader that is gone; a closed file
             bar, self._bar, self._broken = self._bar, None, True
             if bar is not None:
                 bar.disable = True  # it would write once more when it goes

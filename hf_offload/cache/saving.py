@@ -54,7 +54,8 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
         about: what is to be known of it beside them, for `json`.
 
     Raises:
-        ValueError: the name is none, something else than a saved cache is there, or links that lead nowhere else.
+        ValueError: the name has a NUL or bytes that are no UTF-8; something else than a saved cache is there; or a link
+            leads back to itself.
         OSError: the disk is full, or the folder cannot be written; nothing is left behind.
         TypeError: a stock layer holds what cannot be saved.
     """
@@ -62,7 +63,7 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
         raise ValueError("caches are saved on machines with the least significant byte first only")
     name = str(folder)
     if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
-        raise ValueError(f"{name!r} is not a name in Unicode without NUL; name another folder")
+        raise ValueError(f"{name!r} has a NUL or bytes that are no UTF-8; name another folder")
     try:
         folder = folder.resolve()  # a link stays: what it names is written, there or not
         circular = folder.is_symlink()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from hf_offload.knobs import shown
+from ..knobs import check_count
 
 LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 """Environment variable in which torchrun (and accelerate with it) tells how many processes it runs on this machine."""
@@ -21,12 +22,11 @@ def cores() -> int:
     """
     own = _allowed(0)
     told = os.environ.get(LOCAL_RANKS) or "1"
-    if not told.isdecimal() or not 1 <= len(told) <= 6 or int(told) < 1:
-        raise ValueError(f"{LOCAL_RANKS}={shown(told)} is not a number of processes; a launcher sets it, else unset it")
-    ranks = int(told)
+    ranks: Any = int(told) if told.isdecimal() and len(told) < 10 else told
+    check_count(LOCAL_RANKS, ranks, what="a number of processes", hint=", or unset it where no launcher is")
     if ranks == 1:
         return own
-    return max(min(own, max(own, _allowed(os.getppid())) // ranks), 1)
+    return max(min(own, max(own, _allowed(os.getppid())) // int(ranks)), 1)
 
 
 def _allowed(process: int) -> int:

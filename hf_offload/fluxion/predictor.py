@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -308,21 +309,19 @@ def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch
     """What a file says and holds; nobody writes into it."""
     name = os.fspath(path)
     try:
-        stamp = os.stat(path)
+        found = os.stat(path)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"predictor={name!r}: there is no such file; write one with `hf-offload train-fluxion`"
         ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"predictor={shown(name)} is no name of a file ({error}); name a predictor's file") from error
-    if not os.path.isfile(path) and not os.path.isdir(path):
+    if stat.S_ISDIR(found.st_mode):
+        inside = os.path.join(name, "predictor.safetensors")
+        raise ValueError(f"predictor={name!r} is a folder; name the file in it, such as {inside!r}")
+    if not stat.S_ISREG(found.st_mode):
         raise ValueError(f"predictor={name!r} is a device or a pipe; name a predictor's file")
-    if Path(path).is_dir():
-        raise ValueError(
-            f"predictor={os.fspath(path)!r} is a folder; name the file in it, such as "
-            f"{os.fspath(Path(path) / 'predictor.safetensors')!r}"
-        )
-    return _read(str(path), (stamp.st_ino, stamp.st_mtime_ns, stamp.st_size))
+    return _read(name, (found.st_ino, found.st_mtime_ns, found.st_size))
 
 
 @functools.lru_cache(maxsize=4)

@@ -170,6 +170,20 @@ def test_a_predictor_that_is_none(llama: PreTrainedModel, tmp_path: Path) -> Non
             HybridCache(llama, "fluxion", predictor=wrong)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
+def test_a_predictor_that_is_no_file(llama: PreTrainedModel, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # to open it would wait for a writer
+    (tmp_path / "file").touch()
+    for name, message in (
+        ("pipe", "is a device or a pipe; name a predictor's file"),
+        ("file/x", "is no name of a file .*; name a predictor's file"),
+        ("x" * 300, "is no name of a file .*; name a predictor's file"),
+        ("x\0", "is no name of a file .*; name a predictor's file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(llama, "fluxion", predictor=tmp_path / name)
+
+
 @pytest.mark.parametrize("knob", [field.name for field in dataclasses.fields(ConstantPredictor)])
 def test_a_constant_predictor_checks_its_values(knob: str) -> None:
     for name in ("nan", "text", "object", "10**30", "-inf"):
@@ -245,8 +259,8 @@ def test_a_folder_with_other_files_is_never_replaced(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a\0b", "is not a name in Unicode without NUL; name another folder"),
-        ("\udcff", "is not a name in Unicode without NUL; name another folder"),
+        ("a\0b", "has a NUL or bytes that are no UTF-8; name another folder"),
+        ("\udcff", "has a NUL or bytes that are no UTF-8; name another folder"),
         ("x" * 300, "name a folder that can be written"),
     ],
 )

@@ -220,7 +220,7 @@ def test_tokens_do_not_depend_on_it(model):
 
 
 class Gone(io.StringIO):
-    """A file that takes no more than a few characters."""
+    """A pipe whose reader has gone."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
