@@ -15,8 +15,7 @@ from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, find_layers, hybrid_layers
-from hf_offload.attention.plain_query import Foreseen
-from hf_offload.attention.spread import on_device
+from hf_offload.attention.spread import on_device, two_memories
 from hf_offload.cache.budget import least_blocks, make_budget, resident_tokens
 from hf_offload.cache.fingerprint import likeness
 from hf_offload.cache.layer import HybridLayer
@@ -100,7 +99,7 @@ class HybridCache(Portable):
             check_graph(model, self.policy, config)
         self.policy.check_blocks(block_size)
         stock = stock_layers(config)
-        two = tier == "split" or (tier is None and on_device(model))
+        two = two_memories(model, tier)
         self.policy.check_memories(two=two)
         held = held_layers(config, stock)
         least = least_blocks(self.policy, block_size)
@@ -187,19 +186,15 @@ class HybridCache(Portable):
 
     def predict_query(
         self, target: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor | Foreseen:
+    ) -> torch.Tensor:
         """The query `[B, Hq, Q, D]` that decoder layer `target` would compute from an earlier layer's input.
-
-        That of one token may still be to be computed, if a layer's blocks all lie in one memory.
 
         Args:
             target: number of the decoder layer.
             hidden: `[B, Q, hidden]`, the input of the layer before.
             args, kwargs: the other arguments of its forward.
         """
-        predictor, layer = self._attachment.predictors[target], self.layers[target]
-        one = isinstance(layer, HybridLayer) and not layer.has_slots
-        return predictor.foresee(hidden, args, kwargs) if one else predictor(hidden, args, kwargs)
+        return self._attachment.predictors[target](hidden, args, kwargs)
 
     def stats(self) -> Stats:
         """Return steps, recalls and times since the cache was made or reset, and the memory in use now."""

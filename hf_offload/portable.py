@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from hf_offload.attention.checks import check_model, stock_layers
 from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.hooks import Attachment, find_layers
+from hf_offload.attention.spread import two_memories
 from hf_offload.cache.fingerprint import difference, fingerprint
 from hf_offload.cache.forking import fork_layers
 from hf_offload.cache.layer import HybridLayer
@@ -162,7 +163,9 @@ class Portable(Changing):
         odd = difference(saved.about["model"], fingerprint(config, stack))
         if odd is not None:
             raise ValueError(f"{folder} was saved with another model than this {type(model).__name__}: {odd}")
-        made = cls._make(model, saved_policy(saved.about["policy"]), **merge_knobs(saved.about["knobs"], knobs))
+        merged = merge_knobs(saved.about["knobs"], knobs)
+        policy = saved_policy(saved.about["policy"]).for_memories(two=two_memories(model, merged["tier"]))
+        made = cls._make(model, policy, **merged)
         place = not knobs.keys() & {"resident", "device_budget"}
         saved.restore(made.layers, stock_layers(config), made._attachment.layers, place=place)
         made.fallback.taken_over()

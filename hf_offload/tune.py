@@ -14,7 +14,7 @@ from rich.table import Table
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import Cache, PreTrainedModel
 
-from hf_offload.attention.spread import on_device
+from hf_offload.attention.spread import two_memories
 from hf_offload.cache.settings import check_tier
 from hf_offload.fluxion.predictor import read_about
 from hf_offload.knobs import check_count, check_number
@@ -214,7 +214,7 @@ def tune(
     ladders = LADDERS if predictor is None else LADDERS | {"fluxion": _by_deviation(predictor)}
     stretches = cut(ids, tokens + steps, windows)
     others = [] if held_out is None else cut(held_out, tokens + steps, windows)
-    two = tier == "split" or (tier is None and on_device(model))
+    two = two_memories(model, tier)
     with tqdm(total=_most_work(ladders, windows, len(others)), disable=not progress) as bar:
 
         def read_all(parts: list[torch.Tensor], name: str) -> list[Reading]:

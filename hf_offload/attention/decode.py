@@ -7,12 +7,9 @@ from collections.abc import Callable
 import torch
 
 from hf_offload.attention import tiered
-from hf_offload.attention.again import AGAIN, EARLY, Again, EarlyAgain
-from hf_offload.attention.ahead import Early
 from hf_offload.attention.dense import append_attention
 from hf_offload.attention.host_step import HostStep
 from hf_offload.attention.partial import merge_partials
-from hf_offload.attention.plain_query import Foreseen
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cache.around import uncast
 from hf_offload.cache.layer import HybridLayer
@@ -103,26 +100,16 @@ def _attend_past(
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
-def look_ahead(layer: HybridLayer, query: torch.Tensor | Foreseen) -> None:
-    """Let the policy begin with the token that comes next, whose query `[B, Hq, 1, D]` is predicted.
-
-    Only with one memory may it be a query that is still to be computed.
-    """
+def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
+    """Let the policy begin with the token that comes next, whose query `[B, Hq, 1, D]` is predicted."""
     store = layer.store
     assert layer.scale is not None
     assert store is not None
     if layer.ahead is not None or layer.host_part is not None:
         layer.drain_ahead()
     if not layer.has_slots:  # nothing that autocast would change
-        again: EarlyAgain | None = layer.kernels.get(EARLY)
-        if again is not None and isinstance(query, Foreseen) and again.begin(layer, query):
-            return
         layer.policy.before_layer(HostStep(layer, query, store.length + 1, layer.scale, layer.softcap))
-        begun: EarlyAgain | None = layer.kernels.get(EARLY)
-        if begun is not None and begun is not again:
-            begun.remember(layer)
         return
-    assert isinstance(query, torch.Tensor)
     if query.dtype is not layer.dtype:  # under autocast
         query = query.to(layer.dtype)
     with uncast(layer.device_type), layer.mirror.current():
@@ -158,14 +145,6 @@ def decode(
     store = layer.store
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
-    early = layer.ahead
-    if isinstance(early, Early):
-        early.wait_chosen(layer.stats)
-    again: Again | None = layer.kernels.get(AGAIN)
-    if again is not None and fresh and sinks is None:
-        given = again.step(layer, query, key, value)
-        if given is not None:
-            return given
     salience = layer.salience
     if salience is not None:
         salience.catch_up()
@@ -173,7 +152,7 @@ def decode(
     step = HostStep(layer, query, store.length, scale, softcap, token)
     plan = layer.policy.plan(step)
     if sinks is None and plan.host is not None and plan.kept is None:
-        given = step.answer(plan.host, plan.ahead, query)
+        given = step.answer(plan.host, query)
     else:
         given = _joined(step, plan, query, sinks, learn=fresh)
     layer.ahead = None
@@ -200,8 +179,6 @@ def _joined(
         out, lse = step.attend_kept(plan, learn=learn)
     else:
         out, lse = step.nothing() if plan.host is None else step.attend_host(plan.host)
-    if plan.ahead is not None:
-        plan.ahead.take_part(step.kernels, step.layer.stats)
     if sinks is not None:
         out.copy_(merge_partials([(out, lse)], sinks.float().view(1, -1))[0])
     return step.give(query)

@@ -14,15 +14,13 @@ from hf_offload.cpu.narrow import SHORT, narrow
 from hf_offload.cpu.standing import ANYWHERE, Kept, Standing
 from hf_offload.cpu.together import Row
 from hf_offload.cpu.widen import widen
-from hf_offload.cpu.worker import Job
 from hf_offload.policies.base import Selection
 
 
 class HostKernels:
     """The buffers and the standing launches of one layer for queries of one shape.
 
-    What a step returns lies in these buffers and is good until the next step that uses them. The real and the predicted
-    query have their own.
+    What a step returns lies in these buffers and is good until the next step that uses them.
 
     Args:
         layer: its number in the model.
@@ -34,38 +32,21 @@ class HostKernels:
             self.out_tensor, self.lse_tensor = torch.empty(shape), torch.empty(shape[:2])
         self.query = np.empty(shape, np.float32)
         self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
-        self.kbar = np.empty(shape, np.float32)
         self.masses = np.empty((*shape[:2], 0), np.float32)
         self.score = np.empty((shape[0], 0, 0), np.float32)
         """`[B, Hkv, N]`, of the last choice."""
         self.chosen: Selection | None = None
         """The last choice."""
-        self.first, self.others, self.fewer = Row(6), Row(4), Row(6)
-        """What a step launches first, beginning with its token and query; what it launches then; what it posts first,
-        where nothing is read ahead."""
+        self.first, self.others = Row(6), Row(4)
+        """What a step launches first, beginning with its token and query; what it launches then."""
         self.taking = Kept(f"the query of layer {layer}")
-        self.foreseeing = Kept(f"the predicted query of layer {layer}")
         self.choosing = Kept(f"the choice of blocks of layer {layer}")
         self.attending = Kept(f"CPU attention of layer {layer}")
-        self.starting = Kept(f"early CPU attention of layer {layer}")
-        self.parting = Kept(f"what layer {layer} always attends")
-        self.reading = Kept(f"read-ahead of layer {layer}")
         self.giving = Kept(f"what layer {layer} has attended")
-        self.lent = False
-        """Whether a job is being started that works in these buffers."""
-        self.job: Job | None = None
-        """The last job that worked in them."""
         self.near: Any = None
         """What the layer has for policies whose CPU part chooses for itself (`attention.host_near.HostNear`)."""
         self.windowed: WindowKernels | None = None
         """For policies that keep tokens by their attention weights."""
-        self._whole: np.ndarray | None = None
-        self._parts: tuple[Selection, Selection] | None = None
-
-    @property
-    def free(self) -> bool:
-        """Whether nobody works in the buffers any more: a job that was given up may still run."""
-        return not self.lent and (self.job is None or self.job.done())
 
     def take(self, query: torch.Tensor) -> tuple[Standing, tuple[int, ...], Any]:
         """The launch that brings a query `[B, Hq, D]` or `[B, Hq, 1, D]` as float32, its numbers, and what it reads."""
@@ -103,18 +84,10 @@ class HostKernels:
             self.masses = np.empty((*self.masses.shape[:2], width), np.float32)
             self.score = np.empty((self.score.shape[0], kv_heads, width), np.float32)
 
-    def parts(self, whole: Selection) -> tuple[Selection, Selection]:
-        """Room for a selection in two parts: the same arrays for the same selection."""
-        if self._parts is None or whole.blocks is not self._whole:
-            self._whole = whole.blocks
-            empty = [Selection(np.empty_like(whole.blocks), np.empty_like(whole.counts)) for _ in range(2)]
-            self._parts = empty[0], empty[1]
-        return self._parts
 
-
-def kernels_of(layer: HybridLayer, shape: torch.Size, *, ahead: bool) -> HostKernels:
-    """What a layer has prepared for queries `[B, Hq, …, D]`: the real one's or, `ahead`, the predicted one's."""
-    found: HostKernels | None = layer.kernels.get((ahead, shape))
-    if found is None or ((found.lent or found.job is not None) and not found.free):
-        found = layer.kernels[ahead, shape] = HostKernels(layer.index, (*shape[:2], shape[-1]))
+def kernels_of(layer: HybridLayer, shape: torch.Size) -> HostKernels:
+    """What a layer has prepared for queries `[B, Hq, …, D]`."""
+    found: HostKernels | None = layer.kernels.get(shape)
+    if found is None:
+        found = layer.kernels[shape] = HostKernels(layer.index, (*shape[:2], shape[-1]))
     return found

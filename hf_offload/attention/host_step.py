@@ -7,11 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload.attention.again import AGAIN, EARLY, Again, EarlyAgain, begin_attending, begin_reading, may_repeat
-from hf_offload.attention.ahead import Ahead
 from hf_offload.attention.host_kernels import kernels_of
 from hf_offload.attention.host_near import HostNear
-from hf_offload.attention.plain_query import Foreseen
 from hf_offload.attention.retrieval import Foresight, Properties, Retrieval
 from hf_offload.attention.step import Near, Step
 from hf_offload.attention.windowed import WindowKernels, attend_kept
@@ -20,13 +17,10 @@ from hf_offload.cache.token_writer import Writing
 from hf_offload.cache.unchecked import check_selected
 from hf_offload.cpu import choose as choosing
 from hf_offload.cpu import decode as cpu_decode
-from hf_offload.cpu import pool as movers
 from hf_offload.cpu import select as selecting
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.scoring import Digest
-from hf_offload.cpu.selections import common_blocks, part_always
 from hf_offload.cpu.standing import Kept, Standing
-from hf_offload.cpu.together import Row
 from hf_offload.policies.base import Plan, Selection
 
 
@@ -35,18 +29,18 @@ class HostStep(Step):
 
     Args:
         layer: the layer.
-        query: `[B, Hq, D]` or `[B, Hq, 1, D]`, the real or the predicted query, or what computes it.
+        query: `[B, Hq, D]` or `[B, Hq, 1, D]`, the real or the predicted query.
         length, scale, softcap: as in `Step`.
         token: this step's token, if it is still to be written.
     """
 
     def __init__(
-        self, layer: HybridLayer, query: torch.Tensor | Foreseen, length: int, scale: float,
+        self, layer: HybridLayer, query: torch.Tensor, length: int, scale: float,
         softcap: float | None = None, token: Writing | None = None,
     ) -> None:  # fmt: skip
         super().__init__(layer, length, scale, softcap)
-        self.kernels = kernels = kernels_of(layer, query.shape, ahead=length > self.store.length)
-        taking, places, read = query.bring(kernels) if isinstance(query, Foreseen) else kernels.take(query)
+        self.kernels = kernels = kernels_of(layer, query.shape)
+        taking, places, read = kernels.take(query)
         self._launches: tuple[Standing, ...] = (taking,)
         """What is still to be made, beginning with what brings this step's token and query."""
         self._numbers: tuple[int, ...] = places
@@ -175,16 +169,6 @@ class HostStep(Step):
     def split(self, selection: Selection) -> tuple[None, Selection]:
         return None, selection
 
-    def split_early(self, selection: Selection) -> tuple[Selection, Selection]:
-        here, there = self.kernels.parts(selection)
-        arrays, numbers = (selection.blocks, selection.counts, *self.sinks), (self.store.sealed - self.recent_blocks,)
-        standing = self.kernels.parting.find(arrays, numbers)
-        if standing is None:
-            launch = part_always(*arrays, *numbers, (here.blocks, here.counts), (there.blocks, there.counts))
-            standing = self.kernels.parting.keep(launch, arrays, numbers)
-        self._add(standing)
-        return here, there
-
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def attention(
@@ -217,27 +201,10 @@ class HostStep(Step):
         self.begin()
         return kernels.out_tensor, kernels.lse_tensor
 
-    def answer(self, host: Selection, ahead: Ahead | None, query: torch.Tensor) -> torch.Tensor:
-        """`attend_host` and `give` in one, with what was attended early between them."""
-        kernels, layer = self.kernels, self.layer
-        given = kernels.give(query)
-        self._add(self.attention(kernels.attending, host, None), self.length)
-        if given is not None and ahead is None:
-            self._add(*given[:2])
-        launches, numbers, whole = self._launches, self._numbers, self._row is kernels.first
-        self.begin()
-        if ahead is not None:
-            ahead.take_part(kernels, layer.stats)
-        if given is None:
-            return self.give(query)
-        if ahead is not None:
-            self._add(*given[:2])
-            self.begin()
-        token, read = self._keep
-        if whole and token is not None and self.store.pool.unchecked is None and may_repeat(type(layer.policy)):
-            giving = None if ahead is None else given[0]
-            layer.kernels[AGAIN] = Again(layer, kernels, launches, giving, host, numbers[4] != 0, read, *token.keep)
-        return given[2]
+    def answer(self, host: Selection, query: torch.Tensor) -> torch.Tensor:
+        """`attend_host` and `give` in one."""
+        self._add(self.attention(self.kernels.attending, host, None), self.length)
+        return self.give(query)
 
     def give(self, query: torch.Tensor) -> torch.Tensor:
         """What was attended, `[B, 1, Hq, D]`: a copy in the dtype of the query `[B, Hq, 1, D]`."""
@@ -299,35 +266,6 @@ class HostStep(Step):
         self.begin()
         return self.kernels.out_tensor.fill_(0.0), self.kernels.lse_tensor.fill_(float("-inf"))
 
-    def attend_early(self, host: Selection, *, correct: bool) -> Ahead:
-        # Blocks are read off the critical path: the arguments are checked here, where an error is the caller's.
-        self._add(self.attention(self.kernels.starting, host, self.kernels.kbar if correct else None), self.length)
-        row, launches, numbers = self._taken((host, correct))
-        return begin_attending(self.layer, self.kernels, row, launches, numbers, self._keep, host, correct)
-
-    def read_ahead(self, host: Selection) -> None:
-        store, kernels = self.store, self.kernels
-        arrays = host.blocks, host.counts, store.table, store.pool.block_ptr
-        standing = kernels.reading.find(arrays, ())
-        if standing is None:
-            pool = store.pool
-            packed = pool.packed_record_bytes if store.packs else 0
-            launch = movers.touch_blocks(*arrays, store.sealed, pool.record_bytes, packed)
-            standing = kernels.reading.keep(launch, arrays, (), sealed=store.table.shape[1])
-        # The tail is being written, and may not even exist before this step's token arrives.
-        self._add(standing)
-        begin_reading(self.layer, kernels, *self._taken(None), self._keep)
-
-    def _taken(self, attended: tuple[Selection, bool] | None) -> tuple[Row, tuple[Standing, ...], tuple[int, ...]]:
-        """What the worker is to launch and the numbers of it; known from now on as what the next step begins with."""
-        kernels, row, launches, numbers = self.kernels, self._row, self._launches, self._numbers
-        self._row, self._launches, self._numbers = kernels.others, (), ()
-        within = self.store.length % self.block_size != 0  # the first token of a block has no tail before it
-        chooses, query = kernels.choosing.standing in launches, self._keep[1]
-        if row is kernels.first and within and chooses and isinstance(query, Foreseen):
-            self.layer.kernels[EARLY] = EarlyAgain(self.layer, kernels, launches, numbers[3] != 0, query, attended)
-        return row, launches, numbers
-
     # --- moving and counting -----------------------------------------------------------------------------------------
 
     def learn(self, score: np.ndarray, smoothing: float) -> None:
@@ -335,9 +273,3 @@ class HostStep(Step):
 
     def recall(self, plan: Plan, clock: Any) -> None:
         """There is nothing to exchange."""
-
-    def compare(self, predicted: Selection, wanted: Selection) -> None:
-        self.begin()
-        common = common_blocks(predicted.blocks, predicted.counts, wanted.blocks, wanted.counts)
-        self.layer.stats.selection_overlap += common / max(wanted.total, 1)
-        self.layer.stats.selections += 1

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_offload.attention.plain_query import Adapter, Foreseen, PlainQuery, plain_query
 from hf_offload.attention.spread import brings_weights, check_whole, hook_of, leave_hooks
 from hf_offload.cache.around import uncompiled
 
 CAPTURING: set[int] = set()
 """The threads that run a forward that is to be cut short."""
+
+
+Adapter = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
 
 
 class _Captured(BaseException):
@@ -158,23 +161,7 @@ class QueryPredictor:
     def __init__(self, layer: nn.Module, *, short_cut: bool = True) -> None:
         self.layer, self.short_cut = layer, short_cut
         self.adapter: Adapter | None = None
-        self.plain: PlainQuery | None = None
-        """The same in one launch, for steps with one memory."""
         self._known: tuple[Any, ...] | None = None
-
-    def foresee(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Foreseen:
-        """As `__call__`, or what a launch is to compute, where there is one for such an input."""
-        foreseen = self._launched(hidden, kwargs)
-        if foreseen is not None:
-            return foreseen
-        query = self(hidden, args, kwargs)
-        # What that may have proved counts at once: the first step of a process has the bits of any other.
-        foreseen = self._launched(hidden, kwargs)
-        return query if foreseen is None else foreseen
-
-    def _launched(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Foreseen | None:
-        plain = self.plain
-        return None if plain is None or self._now() != self._known else plain.foresee(hidden, kwargs)
 
     def _now(self) -> tuple[Any, ...]:
         """The parts of the layer and all that makes them compute what they do, but for their parameters."""
@@ -198,17 +185,12 @@ class QueryPredictor:
         check_whole(self.layer)
         # The first time, or the layer has other parts now (an adapter of another kind, LoRA's; hooks): prove it again.
         query = capture_query(self.layer, hidden, args, kwargs)
-        adapter, plain = None, None
+        adapter = None
         if self.short_cut and all(brings_weights(part) for part in known[:3] if part is not None):
             adapter = make_adapter(self.layer)
             if adapter is not None and not _agrees(adapter, hidden, kwargs, query):
                 adapter = None
-            if adapter is not None:
-                plain = plain_query(self.layer)
-                with torch.no_grad():
-                    if plain is not None and not plain.agrees(adapter, hidden, kwargs):
-                        plain = None
-        self.adapter, self.plain = adapter, plain
+        self.adapter = adapter
         self._known = known  # last: until then another thread proves it for itself
         return query
 

@@ -32,6 +32,11 @@ def on_device(model: nn.Module) -> bool:
     return any(device.type != "cpu" for device in compute_devices(model))
 
 
+def two_memories(model: nn.Module, tier: str | None) -> bool:
+    """Whether any layer's blocks lie in two memories, the model's device and the host."""
+    return tier == "split" or (tier is None and on_device(model))
+
+
 def ranks_of(model: nn.Module) -> int:
     """Over how many processes tensor parallelism has spread the heads of a model."""
     return getattr(model, "tp_size", None) or 1

@@ -132,20 +132,18 @@ class Step(ABC):
         """
         return Plan(host=chosen)
 
-    @abstractmethod
-    def split_early(self, selection: Selection) -> tuple[Selection, Selection]:
-        """Part a selection into what waits for the real query and what may be attended one layer early.
-
-        With two memories the resident blocks wait; with one those do that are always attended.
-        """
-
-    @abstractmethod
     def attend_early(self, host: Selection, *, correct: bool) -> Any:
-        """Start the CPU part now, with this step's (predicted) query; None if there is nothing to attend."""
+        """Start the CPU part now, with this step's (predicted) query; with two memories alone.
 
-    @abstractmethod
+        Args:
+            host: the blocks.
+            correct: whether the result is corrected to the real query, to first order.
+        """
+        raise RuntimeError("with one memory nothing is attended early; ask step.layer.has_slots")
+
     def read_ahead(self, host: Selection) -> None:
-        """Bring host blocks nearer, off the critical path: their memory is read once, into the caches."""
+        """Read host blocks into the CPU's caches, off the critical path; with two memories alone."""
+        raise RuntimeError("with one memory nothing is read ahead; ask step.layer.has_slots")
 
     @abstractmethod
     def attend_near(self) -> Near:
@@ -227,9 +225,9 @@ class Step(ABC):
         part.reserve(self.layer.retrievals.of(granularities, self.block_size), first, self.host_end)
         return digests.frozen and self.has_far
 
-    @abstractmethod
     def compare(self, predicted: Selection, wanted: Selection) -> None:
-        """Count how much of what was wanted had been predicted."""
+        """Count how much of what was wanted had been predicted; with two memories alone."""
+        raise RuntimeError("with one memory nothing is predicted; ask step.layer.has_slots")
 
     @abstractmethod
     def learn(self, score: Any, smoothing: float) -> None:

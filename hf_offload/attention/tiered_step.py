@@ -147,9 +147,6 @@ class TieredStep(Step):
             Selection(parts.far, parts.far_counts),
         )
 
-    def split_early(self, selection: Selection) -> tuple[Selection, Selection]:
-        return self.split(selection)
-
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def attend_device(self, device: Selection) -> tuple[torch.Tensor, torch.Tensor]:

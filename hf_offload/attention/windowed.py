@@ -9,7 +9,7 @@ import numpy as np
 from hf_offload.cache.context import Context
 from hf_offload.cpu import average as averaging
 from hf_offload.cpu import decode as cpu_decode
-from hf_offload.cpu.early import take_in
+from hf_offload.cpu.join import join_parts
 from hf_offload.cpu.standing import Kept, Standing
 from hf_offload.cpu.together import run_together
 from hf_offload.policies.base import Plan, Selection
@@ -31,8 +31,10 @@ class WindowKernels:
         """`[B, Hq, W]`, scores of the window's tokens."""
         self.out, self.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
         """Of the kept tokens."""
+        self.nothing = np.empty(shape, np.float32), np.full(shape[:2], -np.inf, np.float32)
         self.keeping = Kept(f"attention to kept tokens of layer {layer}")
         self.averaging = Kept(f"averages of layer {layer}")
+        self.joining = Kept(f"the join of window and kept tokens of layer {layer}")
         self._first, self._blocks = -1, Selection(np.empty((0, 0, 0), np.int32), np.empty((0, 0), np.int32))
 
     def blocks(self, shape: tuple[int, int], first: int, stop: int) -> Selection:
@@ -71,7 +73,11 @@ def attend_kept(step: HostStep, plan: Plan, *, learn: bool) -> None:
     if silent is not None:
         salience.average[silent] = before
     if far is not None:
-        take_in(step.query, kernels.out, kernels.lse, step.query, mine.out, mine.lse, kernels.kbar, False, step.scale)
+        joining = mine.joining.find((), ())
+        if joining is None:
+            launch = join_parts(kernels.out, kernels.lse, (mine.out, mine.lse), mine.nothing)
+            joining = mine.joining.keep(launch, (), ())
+        joining.run()
 
 
 def _moving(step: HostStep, mine: WindowKernels, window: Selection) -> Standing:

@@ -166,19 +166,6 @@ class Helpers:
         """Have the threads there; how many."""
         return self.count if len(self._threads) == self.count else self._start()
 
-    def lend(self) -> int:
-        """A row of `calls` for somebody who calls by it for good, from compiled code (`lead`)."""
-        return self._free.pop()
-
-    def dismiss(self, call: int) -> None:
-        """See that nobody is inside a lent call any more, after an error there."""
-        dismiss(self.calls, call)
-        self._errors.pop(call, None)
-
-    def error_of(self, call: int) -> BaseException | None:
-        """What a helper raised in a lent call, once."""
-        return self._errors.pop(call, None)
-
     def divide(self, work: Launch | Standing) -> float:
         """Do all tasks of a launch now, or of a standing one that is open, which nobody else makes meanwhile.
 

@@ -88,28 +88,6 @@ def touch_kernel(ticket: Array, tasks: int, addresses: Array, nbytes: int, chunk
         count_up(ticket, 1)
 
 
-@kernel
-def touch_blocks_kernel(
-    ticket: Array, tasks: int, blocks: Array, counts: Array, table: Array, block_ptr: Array, sealed: int, record: int,
-    packed_record: int, nbytes: int,
-) -> None:  # fmt: skip
-    """One task = one (row, KV head)."""
-    kv_heads = blocks.shape[1]
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
-        b, h = task // kv_heads, task % kv_heads
-        for i in range(min(counts[b, h], blocks.shape[2])):
-            block = blocks[b, h, i]
-            if 0 <= block < sealed:  # the next choice may be writing here already
-                address = block_ptr[table[b, block]]
-                place = address - 1 + h * packed_record if address & 1 else address + h * record
-                for line in range(0, nbytes, LINE):
-                    prefetch(place + line, 2)
-        count_up(ticket, 1)
-
-
 def layout_of(x: Array | torch.Tensor) -> tuple[int, tuple[int, ...], int]:
     """Address, strides in bytes and bytes of an element; asking a tensor is much cheaper than asking its array."""
     if isinstance(x, torch.Tensor):
@@ -231,33 +209,3 @@ def touch_records(addr: Array, nbytes: int) -> Launch:
     chunk = max(1, _CHUNK_BYTES // max(1, nbytes))
     args: tuple[Any, ...] = (addr, int(nbytes), chunk)
     return Launch(touch_kernel, -(-len(addr) // chunk), args, new_ticket(), len(addr) * nbytes)
-
-
-def touch_blocks(
-    blocks: Array, counts: Array, table: Array, block_ptr: Array, sealed: int, record: int, packed_record: int = 0
-) -> Launch:
-    """`touch_records` for a selection of blocks, which may be written meanwhile: of no consequence but for time.
-
-    Args:
-        blocks: int32 [B, Hkv, C], logical blocks, of which each (row, KV head) means the first `counts`.
-        counts: int32 [B, Hkv].
-        table: int32 [B, N], physical block of each logical one.
-        block_ptr: int64 [P], address in bytes of each physical block; a 1 in the lowest bit says that it is packed.
-        sealed: blocks from this one on are left out.
-        record: bytes of a record of one KV head.
-        packed_record: bytes of a packed one; 0 where none is packed, otherwise so much is touched of every record.
-
-    Raises:
-        ValueError: shapes that contradict each other, or a memory layout that the kernel does not cover.
-        TypeError: an array of another dtype.
-    """
-    batch, heads, width = blocks.shape
-    require("blocks", blocks, I32, (batch, heads, width))
-    require("counts", counts, I32, (batch, heads))
-    require("table", table, I32, (batch, table.shape[-1]))
-    require("block_ptr", block_ptr, I64, block_ptr.shape[:1])
-    if not 0 <= sealed <= table.shape[1]:
-        raise ValueError(f"sealed {sealed} is not within the table's {table.shape[1]} blocks")
-    nbytes = packed_record or record
-    args = (blocks, counts, table, block_ptr, int(sealed), int(record), int(packed_record), int(nbytes))
-    return Launch(touch_blocks_kernel, batch * heads, args, new_ticket(), blocks.size * nbytes)

@@ -1,30 +1,25 @@
 """Threads that run launches without the GIL while the model goes on; what the model waits for runs in its own team.
 
 A job is a callable, which one thread runs; the launches in it may be divided among all cores (`Worker.divide`). The
-threads pull jobs from one queue in the order of submission. Launches that need no Python between them are posted
-instead: a thread of their own makes them, and a job stands for them. Everything that goes wrong in a job is raised
-where its result is asked for.
+threads pull jobs from one queue in the order of submission. Everything that goes wrong in a job is raised where its
+result is asked for.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ..knobs import check_count, check_number
-from .futex import FUTEX
 from .helpers import Helpers
-from .jobs import Called, Job, Posted, WorkerError
+from .jobs import Job, WorkerError
 from .launch import Launch
-from .runner import Runner
 from .standing import Standing
-from .together import Row
 
 __all__ = ["DELAY", "JOBS", "Job", "Worker", "WorkerError"]
 
@@ -74,19 +69,13 @@ class Worker:
         self.delay = _delay()
         """Seconds that each job sleeps before it starts: tests make every hand-over slow with it."""
         self._jobs = min(threads, JOBS)
-        self._make_crew()
-        self._last: Job | None = None
-        """What was posted last, where a thread of Python does it."""
+        self._helpers = Helpers(threads - 1, self._jobs)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._pool: list[threading.Thread] = []
         self._gone: list[threading.Thread] = []
         """Threads that have ended since `_ensure_threads` looked: to ask each of them takes longer than a hand-over."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-
-    def _make_crew(self) -> None:
-        self._helpers = Helpers(self.threads - 1, self._jobs + 1)
-        self._runner = Runner(self._helpers)
 
     def alive(self) -> bool:
         """Whether at least one thread is there to run jobs."""
@@ -96,7 +85,7 @@ class Worker:
         """In a forked child, which has none of its parent's threads, and maybe a held queue."""
         self._queue, self._pool, self._lock, self._pid = queue.SimpleQueue(), [], threading.Lock(), os.getpid()
         self._gone = []
-        self._make_crew()
+        self._helpers = Helpers(self.threads - 1, self._jobs)
 
     def _ensure_threads(self) -> None:
         if self._pid != os.getpid():
@@ -122,44 +111,9 @@ class Worker:
             keep: what the work reaches only by address: it lives until the work has ended, whoever drops it.
         """
         self._ensure_threads()
-        job = Called(self, label)
+        job = Job(self, label)
         self._queue.put((job, work, self.delay, keep))
         return job
-
-    def post(
-        self, row: Row, launches: tuple[Standing, ...], numbers: tuple[int, ...], label: str = "launches",
-        keep: Any = None,
-    ) -> Job:  # fmt: skip
-        """Have standing launches made one after the other, and return at once; nobody else makes them meanwhile.
-
-        Args:
-            row: keeps them, as for `Row.run`.
-            launches: in this order.
-            numbers: of all launches one after the other; for each as many as it may change.
-            label: what an error message calls them.
-            keep: what they reach only by address: it lives until they have ended, whoever drops it.
-
-        Raises:
-            ValueError: the arrays of a launch do not cover so much; none is made.
-        """
-        keep = keep, launches
-        if not FUTEX:
-            opened = tuple(_numbered(launches, numbers))
-            job = self._last = self.submit(functools.partial(self._make, opened), label, keep)
-            return job
-        if self._pid != os.getpid():
-            self._begin_anew()
-        errand = self._runner.post(row, launches, numbers, label, keep, self.delay)
-        return Posted(self, self._runner, errand, errand.last)
-
-    @property
-    def idle(self) -> bool:
-        """Whether all that was posted has ended."""
-        return self._runner.idle if FUTEX else self._last is None or self._last.done()
-
-    def _make(self, launches: tuple[Standing, ...]) -> None:
-        for launch in launches:
-            self.divide(launch)
 
     def divide(self, work: Launch | Standing) -> float:
         """In a job: do all tasks of a launch, or of a standing one that is open, with all threads that are free.
@@ -177,27 +131,11 @@ class Worker:
         """
         if self._pid != os.getpid():
             return
-        newest, left = self._runner.newest, self.timeout
-        if newest is not None:
-            while self._runner.alive and not self._runner.has_ended(newest.last):
-                if left <= 0:
-                    raise WorkerError("waiting for all work: not done in time; raise HybridCache(timeout=...)")
-                self._runner.wait(newest.last, min(0.2, left))
-                left -= 0.2
         if self._pool:  # all threads meet, which none can in the midst of a job
             meeting = threading.Barrier(self._jobs)
             label = "waiting for all work"
             for job in [self.submit(lambda: meeting.wait(self.timeout), label) for _ in range(self._jobs)]:
                 job.result()
-
-
-def _numbered(launches: tuple[Standing, ...], numbers: tuple[int, ...]) -> Iterator[Standing]:
-    """Launches that are open for one participant, each with its numbers of those of all."""
-    first = 0
-    for launch in launches:
-        launch.open(1, *numbers[first : first + len(launch.changing)])
-        first += len(launch.changing)
-        yield launch
 
 
 def _live(jobs: queue.SimpleQueue[Any], gone: list[threading.Thread]) -> None:

@@ -160,6 +160,10 @@ class Policy(ABC):
         """Raise ValueError if the knobs make no sense with one memory, or with two."""
         return
 
+    def for_memories(self, *, two: bool) -> Policy:
+        """This policy where a saved cache is loaded: without knobs that make no sense there but changed no token."""
+        return self
+
     def always_blocks(self, block_size: int) -> int:
         """Blocks that are always attended: sinks, recent ones and the tail (sinks behind padding may need one more)."""
         sinks, recent = -(-self.sink_tokens // block_size), -(-self.recent_tokens // block_size)
@@ -207,38 +211,13 @@ class Policy(ABC):
         """
         return type(self).looks_ahead is not Policy.looks_ahead
 
-    def repeats(self, layer: HybridLayer, host: Selection) -> bool:
-        """Whether a step with one memory plans what the last one did, if both are within one block.
-
-        Such a step is made without asking for its plan: the same launches again. What was begun early for it is taken.
-
-        Args:
-            layer: the layer.
-            host: the blocks that the last plan attended with the real query.
-        """
-        return False
-
     def before_layer(self, step: Step) -> None:
-        """Layer-ahead work: called one decoder layer early, with `step.query` predicted, unless it is `begun` again."""
-        return
-
-    def begun(self, state: Any) -> Any:
-        """What `before_layer` has put into a layer's state, if with one memory it will do so again within a block."""
-        return None
-
-    def begin_again(self, state: Any, memo: Any, ahead: Any) -> None:
-        """In place of `before_layer`: all that it launches is under way for another token.
-
-        Args:
-            state: of the layer.
-            memo: as `begun` gave it.
-            ahead: what stands for the work; None if there is nothing to wait for.
-        """
+        """Layer-ahead work: called one decoder layer early, with `step.query` predicted."""
         return
 
     @abstractmethod
     def plan(self, step: Step) -> Plan:
-        """Who computes what, at a decode step that does not repeat the one before (`repeats`)."""
+        """Who computes what in a decode step."""
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """Recall, averages; called when the layer's attention is done."""

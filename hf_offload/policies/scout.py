@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 LOOKAHEADS = ("auto", "attend", "select", "off")
 JOINS = ("max", "mean", "raw")
 SYNCHRONOUS = (0, 1, 2)  # their inputs change much from layer to layer: queries predicted from them are far off
-RESIDUAL_EVERY = 8  # steps between two looks at what the prediction missed, where nothing else needs that look
 
 
 @dataclass(slots=True)
@@ -31,15 +30,11 @@ class ScoutState:
         clock: when the layer recalls.
         predicted: the selection made one layer early for the step that comes.
         ahead: the CPU part that was started with it.
-        near: what it leaves to the real query.
-        steps: decode steps so far for which a selection was made ahead.
     """
 
     clock: RecallClock
     predicted: Selection | None = None
     ahead: Any = None
-    near: Selection | None = None
-    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,8 @@ class Scout(Policy):
         recent: newest tokens in sealed blocks that are always attended and resident.
         lookahead: `"attend"`: the CPU attends one layer early with the predicted query (the paper's). `"select"`:
             blocks are chosen and read one layer early, and attended with the real query. `"off"`: neither. `"auto"`:
-            `"attend"` for a model on a GPU, `"off"` on the CPU.
+            `"attend"` for a model on a GPU, `"off"` on the CPU. The first two need two memories: there the device waits
+            for the CPU; with one memory both would wait for the same cores.
         synchronous_layers: numbers of layers that use no predicted query; None: 0, 1 and 2, whose predictions are poor.
             Layer 0 never uses one.
         correction: correct the early CPU part to first order: `lse + scale·(q − q_predicted)·k̄`.
@@ -155,19 +151,30 @@ class Scout(Policy):
         mode = self.lookahead
         if mode == "auto":
             mode = "attend" if layer.has_device else "off"
+        if layer.index == 0 or not layer.has_slots:
+            return "off"
         synchronous = SYNCHRONOUS if self.synchronous_layers is None else self.synchronous_layers
-        return "off" if layer.index == 0 or layer.index in synchronous else mode
+        return "off" if layer.index in synchronous else mode
+
+    def check_memories(self, *, two: bool) -> None:
+        if not two and self.lookahead in ("attend", "select"):
+            raise ValueError(
+                f'lookahead={self.lookahead!r} needs two memories; use tier="split", a model on a GPU, or '
+                'lookahead="auto"'
+            )
+
+    def for_memories(self, *, two: bool) -> Scout:
+        return self if two or self.lookahead == "auto" else replace(self, lookahead="off")
 
     def new_state(self, layer: HybridLayer) -> ScoutState:
         return ScoutState(RecallClock.of(self.recall, self.threshold, layer.index, layer.device))
 
     def pack_state(self, state: ScoutState) -> dict[str, torch.Tensor]:
-        return {"since": state.clock.since, "ratio": state.clock.ratio, "steps": torch.tensor(state.steps)}
+        return {"since": state.clock.since, "ratio": state.clock.ratio}
 
     def unpack_state(self, state: ScoutState, packed: dict[str, torch.Tensor]) -> None:
         state.clock.since.copy_(packed["since"])
         state.clock.ratio.copy_(packed["ratio"])
-        state.steps = int(packed["steps"])
 
     def looks_ahead(self, layer: HybridLayer) -> bool:
         return self.mode(layer) != "off"
@@ -175,55 +182,29 @@ class Scout(Policy):
     def may_look_ahead(self, *, beside_device: bool) -> bool:
         return beside_device if self.lookahead == "auto" else self.lookahead != "off"
 
-    def repeats(self, layer: HybridLayer, host: Selection) -> bool:
-        state: ScoutState = layer.state
-        if state.predicted is None:
-            return self.mode(layer) == "off"
-        waiting = state.predicted if state.near is None else state.near
-        if waiting is not host or (state.steps + 1) % RESIDUAL_EVERY == 0:
-            return False
-        state.predicted = state.ahead = state.near = None
-        state.steps += 1
-        return True
-
     def before_layer(self, step: Step) -> None:
         """Algorithm 1, lines 3–7: choose the next layer's blocks by its predicted query and start the CPU part."""
         state: ScoutState = step.state
         state.predicted = step.choose(self.join, self.budget // step.block_size)[1]
         if self.mode(step.layer) == "attend":
-            state.near, far = step.split_early(state.predicted)
-            state.ahead = step.attend_early(far, correct=self.correction)
+            state.ahead = step.attend_early(step.split(state.predicted)[1], correct=self.correction)
         else:
             step.read_ahead(step.split(state.predicted)[1])
-
-    def begun(self, state: ScoutState) -> tuple[Selection | None, Selection | None]:
-        return state.predicted, state.near
-
-    def begin_again(self, state: ScoutState, memo: tuple[Selection | None, Selection | None], ahead: Any) -> None:
-        state.predicted, state.near = memo
-        state.ahead = None if state.near is None else ahead
 
     def plan(self, step: Step) -> Plan:
         """Algorithm 1, lines 8–12."""
         state: ScoutState = step.state
-        predicted, ahead, near = state.predicted, state.ahead, state.near
-        covered = step.num_blocks <= self.budget // step.block_size
-        if covered and predicted is None and not step.layer.has_slots:
+        predicted, ahead = state.predicted, state.ahead
+        if predicted is None and not step.layer.has_slots and step.num_blocks <= self.budget // step.block_size:
             return Plan(host=step.all_blocks())  # nothing to choose, and no resident set that wants to learn
-        state.predicted = state.ahead = state.near = None
-        state.steps += predicted is not None
-        if predicted is None or self._looks_back(step):
-            score, selection = step.choose(self.join, self.budget // step.block_size)
-            step.learn(score, self.smoothing)
-            if predicted is not None:
-                step.compare(predicted, selection)
-        else:
-            selection = predicted
+        state.predicted = state.ahead = None
+        score, selection = step.choose(self.join, self.budget // step.block_size)
+        step.learn(score, self.smoothing)
+        if predicted is not None:
+            step.compare(predicted, selection)
         resident = step.resident_blocks() if self.attend_resident == "all" else None
-        if near is not None:
-            if not step.layer.has_slots:  # what waits for the real query is what is always attended
-                return Plan(host=near, ahead=ahead)
-            return Plan(device=resident or step.split_early(selection)[0], ahead=ahead)
+        if ahead is not None:
+            return Plan(device=resident or step.split(selection)[0], ahead=ahead)
         device, host = step.split(predicted or selection)
         return Plan(device=resident or device, host=host)
 
@@ -236,7 +217,3 @@ class Scout(Policy):
         score = step.score(self.join)
         step.learn(score, 0.0)
         return step.select(score, slots)
-
-    def _looks_back(self, step: Step) -> bool:
-        """Whether a step with a selection made ahead scores the real query too: for recall and for the statistics."""
-        return step.layer.has_slots or step.state.steps % RESIDUAL_EVERY == 0
