@@ -8,15 +8,13 @@ import torch
 
 from hf_offload.attention import tiered
 from hf_offload.attention.dense import append_attention
-from hf_offload.attention.host_step import HostStep
-from hf_offload.attention.partial import merge_partials
+from hf_offload.attention.host_step import Form, HostStep, readable
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cache.around import uncast
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.queries import joined
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.window import window_blocks
-from hf_offload.policies.base import Plan
 
 FEW_QUERIES = 16
 """Appends of at most so many tokens read the cached blocks where they lie; more are worth bringing them together."""
@@ -95,7 +93,7 @@ def _attend_past(
     store = layer.store
     assert store is not None
     batch, heads, length, dim = query.shape
-    step = HostStep(layer, query.reshape(batch, heads * length, dim), store.length, scale, softcap)
+    step = _lone_step(layer, query.reshape(batch, heads * length, dim), store.length, scale, softcap)
     out, lse = step.attend_host(step.all_blocks())
     return out.view(query.shape), lse.view(query.shape[:3])
 
@@ -108,7 +106,7 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     if layer.ahead is not None or layer.host_part is not None:
         layer.drain_ahead()
     if not layer.has_slots:  # nothing that autocast would change
-        layer.policy.before_layer(HostStep(layer, query, store.length + 1, layer.scale, layer.softcap))
+        layer.policy.before_layer(_lone_step(layer, query, store.length + 1, layer.scale, layer.softcap))
         return
     if query.dtype is not layer.dtype:  # under autocast
         query = query.to(layer.dtype)
@@ -148,37 +146,35 @@ def decode(
     salience = layer.salience
     if salience is not None:
         salience.catch_up()
-    token = store.append_token(key, value) if fresh else None
-    step = HostStep(layer, query, store.length, scale, softcap, token)
-    plan = layer.policy.plan(step)
-    if sinks is None and plan.host is not None and plan.kept is None:
-        given = step.answer(plan.host, query)
-    else:
-        given = _joined(step, plan, query, sinks, learn=fresh)
+    dtype, query = query.dtype, readable(query)
+    if fresh:
+        key, value = readable(key), readable(value)
+    length = store.length + fresh
+    view = store.view(length)
+    store.length = length
+    kind = query.shape, query.stride(), dtype
+    form = Form(kind, key.stride(), value.stride(), scale, softcap, fresh, sinks is not None)
+    step: HostStep | None = layer.steps.get(fresh)
+    if step is None or step.view is not view or step.form != form:
+        written = (key, value) if fresh else ()
+        step = layer.steps[fresh] = HostStep(layer, view, form, query, length, *written)
+    given = step.run(query, key, value, sinks, length)
+    assert step.plan is not None
     layer.ahead = None
     layer.stats.steps += 1
     if store.packs:
-        store.pack_old(store.length - 1)  # before anything reads this layer's blocks again; the new token may be undone
-    layer.policy.after_layer(step, plan)
-    if store.length % store.block_size == 0 and store.sealed < store.num_blocks:
+        store.pack_old(length - 1)  # before anything reads this layer's blocks again; the new token may be undone
+    layer.policy.after_layer(step, step.plan)
+    if length % store.block_size == 0 and store.sealed < store.num_blocks:
         seal(store, layer.settings.prefill_tile)
     if fresh and salience is not None:
         salience.advance()
     return given
 
 
-def _joined(
-    step: HostStep, plan: Plan, query: torch.Tensor, sinks: torch.Tensor | None, *, learn: bool
-) -> torch.Tensor:
-    """What a plan attends in several parts, and attention sinks `[Hq]`, `[B, 1, Hq, D]` in the query's dtype."""
-    if plan.attended is not None:
-        out, lse = (mine.copy_(made) for mine, made in zip(step.nothing(), plan.attended, strict=True))
-    elif plan.near is not None:
-        out, lse = step.join_near(plan)
-    elif plan.kept is not None:
-        out, lse = step.attend_kept(plan, learn=learn)
-    else:
-        out, lse = step.nothing() if plan.host is None else step.attend_host(plan.host)
-    if sinks is not None:
-        out.copy_(merge_partials([(out, lse)], sinks.float().view(1, -1))[0])
-    return step.give(query)
+def _lone_step(layer: HybridLayer, query: torch.Tensor, length: int, scale: float, softcap: float | None) -> HostStep:
+    """A step with a query `[B, Hq, D]` or `[B, Hq, 1, D]` that writes no token."""
+    assert layer.store is not None
+    query = readable(query)
+    form = Form((query.shape, query.stride(), query.dtype), (), (), scale, softcap)
+    return HostStep(layer, layer.store.view(layer.store.length), form, query, length)

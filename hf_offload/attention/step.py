@@ -14,7 +14,7 @@ from hf_offload.attention.segments import Segments, segments_of
 from hf_offload.attention.token_fetch import TokenFetch
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mirror import sent
-from hf_offload.policies.base import Plan, Selection
+from hf_offload.policies.base import EVER, Plan, Selection
 
 
 class Near(NamedTuple):
@@ -130,7 +130,7 @@ class Step(ABC):
             score: by which it was chosen, as `score` returns it.
             chosen: the best blocks by it, and those that are always attended.
         """
-        return Plan(host=chosen)
+        return Plan(host=chosen, until=EVER)
 
     def attend_early(self, host: Selection, *, correct: bool) -> Any:
         """Start the CPU part now, with this step's (predicted) query; with two memories alone.

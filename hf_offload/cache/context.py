@@ -61,6 +61,11 @@ class Context:
         return self.positions.shape[1]
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What kernels read of the lists."""
+        return self.blocks, self.block_counts, self.table, self.pool.block_ptr, self.valid, self.holes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of K and V, each once."""
         held = [self.table[i, :n] for i, n in self._held()]

@@ -11,6 +11,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +38,8 @@ class DigestStore(ABC):
     """Names of the tensors that all KV heads of a block share."""
     sums = True
     """Whether a block's masses add up to that of several blocks; otherwise the largest stands for them (bounds)."""
-    bundle: Digest | None = None
-    """What `arrays` returns as long as it is not None, whatever the query."""
+    of_query = False
+    """Whether what `arrays` returns is made of the query (`fill`)."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device) -> None:
         self.num_kv_heads, self.head_dim, self.block_size, self.device = num_kv_heads, head_dim, block_size, device
@@ -60,6 +61,11 @@ class DigestStore(ABC):
             valid: `[n, block_size]` bool, which tokens count.
         """
 
+    @property
+    @abstractmethod
+    def identity(self) -> Any:
+        """An object that is another one whenever what `arrays` returns has other arrays, but for the query's own."""
+
     @abstractmethod
     def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
         """What the CPU's kernels score with.
@@ -70,6 +76,10 @@ class DigestStore(ABC):
             known: what was returned for a query of this shape that is not needed any more, to be used again where that
                 can be.
         """
+
+    def fill(self, known: Digest, query: np.ndarray, scale: float) -> None:
+        """Make what `arrays` has returned what it returns for this query."""
+        raise TypeError(f"{type(self).__name__} scores every query with the same arrays")
 
     @abstractmethod
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
@@ -155,6 +165,7 @@ class _VectorStore(DigestStore):
     """Digests that are scored by one dot product with a transformed query."""
 
     width = 1  # vectors of head_dim a block
+    of_query = True
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {
@@ -168,12 +179,20 @@ class _VectorStore(DigestStore):
     def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         return query * scale
 
+    @property
+    def identity(self) -> Any:
+        return self._arrays.get("vectors")
+
     def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
-        ready = self._transform(torch.from_numpy(query), scale).numpy()
         if isinstance(known, Vectors) and known.vectors is self._arrays["vectors"]:
-            np.copyto(known.query, ready)
+            self.fill(known, query, scale)
             return known
+        ready = self._transform(torch.from_numpy(query), scale).numpy()
         return vectors(ready, self._arrays["vectors"], self._arrays["bias"], dtype=torch.float32)
+
+    def fill(self, known: Digest, query: np.ndarray, scale: float) -> None:
+        assert isinstance(known, Vectors)
+        np.copyto(known.query, self._transform(torch.from_numpy(query), scale).numpy())
 
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
         return score_vectors(self._transform(query, scale), self.vectors, self.bias, table, limits)
@@ -199,6 +218,9 @@ class QuestStore(_VectorStore):
         return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
 
 
+_NO_QUERY = np.empty(0, np.float32)
+
+
 class SubMeanStore(DigestStore):
     """Pairs of consecutive keys: their mean in int4 with a scale a pair, half their difference in 2 bits a channel.
 
@@ -209,6 +231,8 @@ class SubMeanStore(DigestStore):
 
     frozen = False
     statistics = ("center", "sigma")
+    bundle: Digest | None = None
+    """What `arrays` returns as long as it is not None."""
     codes: torch.Tensor
     levels: torch.Tensor
     sizes: torch.Tensor
@@ -246,6 +270,10 @@ class SubMeanStore(DigestStore):
     def _grow(self, blocks: int) -> None:
         self.bundle = None
         super()._grow(blocks)
+
+    @property
+    def identity(self) -> Any:
+        return self.bundle if self.bundle is not None or not self.frozen else self.arrays(_NO_QUERY, 1.0)
 
     def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
         with self.lock:

@@ -25,7 +25,6 @@ from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.worker import WorkerError
-from hf_offload.policies.base import Selection
 
 
 class HybridLength(int):
@@ -80,9 +79,10 @@ class HybridLayer(CacheLayerMixin):
         """Whether what is pending reached the attention function, but not as it was announced."""
         self.state: Any = None
         self.kernels: dict[Any, Any] = {}
-        """What is prepared for steps with one memory (`attention.host_kernels.HostKernels`)."""
-        self.everything: Selection | None = None
-        """The selection of all blocks, made again when a block is added."""
+        """The buffers of steps (`attention.step_buffers.StepBuffers`)."""
+        self.steps: dict[bool, Any] = {}
+        """The steps that are planned, with one memory (`attention.host_step.HostStep`): that of the layer itself, which
+        writes its token, and that of others which share its tokens."""
         self.ahead: Any = None
         self.host_part: Any = None
         """The buffers of the CPU's part, with two memories (`attention.host_part.HostPart`)."""
@@ -238,6 +238,7 @@ class HybridLayer(CacheLayerMixin):
     def forget_plans(self) -> None:
         """Let the policy begin anew with this layer."""
         self.drain_ahead()
+        self.steps.clear()
         if self.is_initialized:
             self.state = self.policy.new_state(self)
 
@@ -308,6 +309,7 @@ class HybridLayer(CacheLayerMixin):
         if self.last_queries is not None:
             self.last_queries = self.last_queries.select_rows(torch.from_numpy(rows))
         self.kernels.clear()
+        self.steps.clear()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search."""

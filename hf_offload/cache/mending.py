@@ -23,7 +23,6 @@ def halt(layers: Sequence[HybridLayer], settings: Settings) -> None:
         if layer.is_initialized:
             layer.unplace()
             layer.kernels.clear()
-            layer.everything = None
 
 
 def mend(layers: Sequence[HybridLayer], settings: Settings) -> None:

@@ -103,6 +103,8 @@ class LayerState:
         """Make the layer, whose blocks have been cropped, what it was."""
         layer.state = _put_back(layer.state, self.policy)
         layer.unplaced = self.resident is None
+        if layer.policy.retrieves:  # plans know the state's arrays
+            layer.steps.clear()
         if layer.store is not None and layer.store.digests is not None:
             layer.store.digests.frozen = self.frozen
         if layer.salience is not None and self.salience is not None:

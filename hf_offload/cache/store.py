@@ -17,8 +17,8 @@ from hf_offload.cache.packing import gathering_packed, pack_blocks, pack_tokens
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.sharing import own_block
 from hf_offload.cache.tiles import LOWER_TILE, TILE, tiles_ahead
-from hf_offload.cache.token_writer import TokenWriter, Writing
 from hf_offload.cache.unchecked import check_blocks
+from hf_offload.cache.view import View
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import Worker
@@ -78,7 +78,8 @@ class BlockStore:
         where, self.scored_on_host = torch.device("cpu") if scored_on_host else device, scored_on_host
         self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, where)
         self.table = np.zeros((batch, 0), np.int32)
-        self.tables, self._writer = TableMirror(self), TokenWriter()
+        self.tables = TableMirror(self)
+        self._view: View | None = None
         self.revision = 0
         """Rises whenever the table has changed."""
         self.length = 0
@@ -197,11 +198,29 @@ class BlockStore:
             raise
         self.length = stop
 
-    def append_token(self, k: torch.Tensor, v: torch.Tensor) -> Writing:
-        """`append` for one token `[B, Hkv, 1, D]` on the CPU, but for the launch that writes it, which is returned."""
-        if self.length == self.reserved * self.block_size or self.pool.shared:
-            self.reserve(self.length + 1)
-        return self._writer.count(self, k, v)
+    def view(self, length: int) -> View:
+        """What a step's kernels read, with blocks of one's own for the tokens from `self.length` to `length - 1`."""
+        pool, padding, digests, old = self.pool, self.padding, self.digests, self._view
+        if length > self.length and (length > self.reserved * self.block_size or pool.shared):
+            self.reserve(length)
+        digest = None if digests is None else digests.identity
+        if (
+            old is not None
+            and old.table is self.table
+            and old.block_ptr is pool.block_ptr
+            and old.valid is padding.valid
+            and old.holes is padding.holes
+            and old.first is padding.first
+            and old.digest is digest
+            and old.revision == padding.revision
+        ):
+            return old
+        blocks = min(self.table.shape[1], padding.holes.shape[1])
+        covered = min(padding.valid.shape[1], blocks * self.block_size)
+        self._view = View(
+            self.table, pool.block_ptr, padding.valid, padding.holes, padding.first, digest, padding.revision, covered
+        )
+        return self._view
 
     def packed_on_arrival(self, start: int, stop: int) -> range:
         """Blocks that are packed on the way in when tokens start … stop - 1 arrive: they are old as they come."""

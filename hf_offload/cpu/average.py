@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .edges import load_first, load_marks, store_first
-from .launch import F32, U8, Array, Launch, kernel, new_ticket, require
+from .launch import F32, U8, Array, Launch, kernel, require
 from .memory import address_of, count_up
 from .vector import choose_less, exp, fma, splat, vmax
 
@@ -121,4 +121,4 @@ def move_averages(
     args = (
         average, scores, lse, int(first), int(length), rates, 1.0 - float(alpha), share is not None, valid, chunk,
     )  # fmt: skip
-    return Launch(average_kernel, -(-pairs // chunk), args, new_ticket(), 8 * pairs * width)
+    return Launch(average_kernel, -(-pairs // chunk), args, 8 * pairs * width)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .launch import I64, Array, Launch, jit, kernel, new_ticket, require
+from .launch import I64, Array, Launch, jit, kernel, require
 from .memory import LINE, count_up, get_word
 
 PRIME = np.uint64(0x9E3779B97F4A7C15)
@@ -71,4 +71,4 @@ def checksum_records(addresses: Array, nbytes: int, sums: Array) -> Launch:
         raise ValueError(f"records of {nbytes} bytes are not whole lines of {LINE}")
     chunk = max(1, _CHUNK_BYTES // max(1, nbytes))
     args = (addresses, int(nbytes), sums, chunk)
-    return Launch(checksum_kernel, -(-len(addresses) // chunk), args, new_ticket(), len(addresses) * nbytes)
+    return Launch(checksum_kernel, -(-len(addresses) // chunk), args, len(addresses) * nbytes)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .launch import F32, I32, Array, Launch, group_size, head_tiles, kernel, new_ticket, require, tag_of
+from .launch import F32, I32, Array, Launch, group_size, head_tiles, kernel, require, tag_of
 from .memory import address_of, count_up, hold
 from .scoring import (
     CHUNK_BLOCKS,
@@ -175,4 +175,4 @@ def choose_blocks(
         int(block_size), float(scale), JOINS[join], masses, peaks, finished, tail, unsealed is not None, score,
         sink_lo, sink_hi, int(recent), int(n_blocks), int(k), blocks, counts,
     )  # fmt: skip
-    return Launch(choose_kernel, batch * kv_heads * chunks, args, new_ticket(), cost, counters=finished)
+    return Launch(choose_kernel, batch * kv_heads * chunks, args, cost, counters=finished)

@@ -33,7 +33,6 @@ from .launch import (
     head_tiles,
     jit,
     kernel,
-    new_ticket,
     require,
     reserve,
     tag_of,
@@ -339,4 +338,4 @@ def sparse_decode(
         0 if packed else None, packed_bytes(dim, block_size), bool(prefetch),
     )  # fmt: skip
     cost = heads * tokens * 2 * dim * tag.itemsize
-    return Launch(decode_kernel, heads * parts, args, new_ticket(), cost, counters=finished)
+    return Launch(decode_kernel, heads * parts, args, cost, counters=finished)

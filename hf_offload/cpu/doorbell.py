@@ -7,7 +7,6 @@ The threads here run that work, kernel calls with fixed buffers, in the order of
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import os
 import threading
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from . import serving
-from .bound import Bound, bind
 from .launch import Array, Launch
 from .worker import WorkerError
 
@@ -135,7 +133,7 @@ class Doorbell:
         """Raise what a launch has raised since the last call; in a forked child, have threads there again.
 
         Raises:
-            ItemError: a launch failed; its error is the cause.
+            ItemError: a launch left tasks undone.
         """
         if self._crew is not None:
             self._crew.start()
@@ -162,22 +160,20 @@ class _Crew:
     def __init__(self, items: Sequence[Item], threads: int, control: Array) -> None:
         self.items, self.control, self.count = tuple(items), control, threads
         control[serving.STOP] = 0
-        self.errors: list[tuple[Item, int, BaseException]] = []
         self._threads: list[threading.Thread] = []
         self._pid = 0
         self._tickets = np.zeros((len(items), serving.TICKET_WIDTH), np.int64)
         self._tickets[:, 2] = threads
-        self._bound = [self._bind(i) for i in range(len(items))]
+        self._launches = [
+            item.launch.with_ticket(ticket, item.label) for item, ticket in zip(items, self._tickets, strict=True)
+        ]
         self._rows = np.zeros((len(items), serving.WIDTH), np.int64)
-        for row, item, bound in zip(self._rows, self.items, self._bound, strict=True):
-            counters = item.launch.counters
-            row[: serving.COUNTERS_BYTES + 1] = (
-                item.ready, item.done, item.status, bound.entry, bound.place, item.launch.tasks,
-                0 if counters is None else counters.ctypes.data, 0 if counters is None else counters.nbytes,
+        for row, item, launch in zip(self._rows, self.items, self._launches, strict=True):
+            counters = launch.counters
+            row[: serving.COUNT + 1] = (
+                item.ready, item.done, item.status, *launch.address, launch.tasks,
+                0 if counters is None else counters.ctypes.data, 0 if counters is None else len(counters),
             )  # fmt: skip
-
-    def _bind(self, i: int) -> Bound:
-        return bind(dataclasses.replace(self.items[i].launch, ticket=self._tickets[i]))
 
     def open(self, epoch: int) -> None:
         """Begin with the epoch after this one."""
@@ -191,7 +187,6 @@ class _Crew:
         if self._pid == os.getpid():
             return
         self._pid, self._threads = os.getpid(), []
-        self.errors.clear()
         epochs = (self._rows[:, serving.STATE] >> 32).tolist()
         self._rows[:, serving.STATE] = [serving.state_of(epoch) for epoch in epochs]
         self._rows[:, serving.FAILED] = 0
@@ -204,7 +199,7 @@ class _Crew:
         for i in range(self.count):
             position = np.zeros(serving.POSITION_WIDTH, np.int64)
             position[serving.EPOCH] = oldest
-            args = (self._rows, self._tickets, self.control, position, self.items, self.errors, self._bound)
+            args = (self._rows, self._tickets, self.control, position, self.items, self._launches)
             thread = threading.Thread(target=_serve, args=args, name=f"hf_offload-bell-{i}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -223,14 +218,17 @@ class _Crew:
                 time.sleep(1e-4)
 
     def check(self) -> None:
-        """Raise the first error, once; its siblings go with it."""
-        if self.errors:
-            last = self.errors[0][1]
-            item, epoch, error = min(self.errors, key=lambda one: _wrapped(one[1] - last))
-            for failed, _, _ in self.errors:
-                _flag(failed.status).value = 0
-            self.errors.clear()
-            raise ItemError(f"{item.label} failed: {error!r}", epoch) from error
+        """Raise what failed first, once; its siblings go with it."""
+        failed = np.flatnonzero(self._rows[:, serving.FAILED]).tolist()
+        if failed:
+            epochs = {i: int(self._rows[i, serving.FAILED_IN]) for i in failed}
+            first = min(failed, key=lambda i: _wrapped(epochs[i] - epochs[failed[0]]))
+            launch, undone = self._launches[first], int(self._rows[first, serving.UNDONE])
+            for i in failed:
+                _flag(self.items[i].status).value = 0
+                self._rows[i, serving.FAILED] = 0
+            cause = MemoryError(f"{undone} of {launch.tasks} tasks were not done; is memory left?")
+            raise ItemError(f"{launch.label} failed: {cause}", epochs[first]) from cause
 
     def end(self, timeout: float) -> bool:
         """Tell the threads to stop; whether they have, in time."""
@@ -242,18 +240,8 @@ class _Crew:
         return not any(thread.is_alive() for thread in self._threads)
 
 
-def _serve(
-    rows: Array, tickets: Array, control: Array, position: Array, items: tuple[Item, ...],
-    errors: list[tuple[Item, int, BaseException]], bound: list[Bound],
-) -> None:  # fmt: skip
-    while True:
-        try:
-            serving.serve(rows, tickets, control, position)
-            return
-        except BaseException as error:  # every error, SystemExit too, belongs to the owner
-            if position[serving.INSIDE]:
-                errors.append((items[position[serving.ITEM]], int(position[serving.EPOCH]), error))
-                serving.give_up(rows, tickets, position)
+def _serve(rows: Array, tickets: Array, control: Array, position: Array, *keep: Any) -> None:
+    serving.serve(rows, tickets, control, position)
 
 
 def _flag(address: int) -> ctypes.c_int32:
@@ -277,7 +265,6 @@ def _turn_seconds() -> float:
         times.append(time.perf_counter() - begin)
     position = np.zeros(serving.POSITION_WIDTH, np.int64)
     rows[0, serving.STATE] = 1
-    serving.give_up(rows, tickets, position)
     control[serving.STOP] = 1
     serving.serve(rows, tickets, control, position)
     return min(times) / _TURNS

@@ -18,12 +18,14 @@ import weakref
 
 import numpy as np
 
-from .bound import bind, call_bound
 from .futex import FUTEX, LOWER, now, wait_for_change, wake
 from .launch import Array, Launch, jit
 from .memory import add_to, address_of, count_up, hold, peek, swap_if
+from .openmp_team import call_entry
 from .serving import nap, pause
-from .standing import WORTH_BYTES, Standing
+
+WORTH_BYTES = 1 << 16
+"""A launch that reads less is done before a thread that sleeps has woken."""
 
 # Entries of a call, a row of int64 [calls, WIDTH].
 STATE, ENTRY, PLACE, NANOSECONDS = range(4)
@@ -49,7 +51,7 @@ def _ring(control: Array, threads: int) -> None:
 @jit
 def _take_part(calls: Array, call: int) -> None:
     began = now()
-    call_bound(calls[call, ENTRY], calls[call, PLACE])
+    call_entry(calls[call, ENTRY], calls[call, PLACE])
     add_to(calls, call * WIDTH + NANOSECONDS, now() - began)
 
 
@@ -110,8 +112,8 @@ def leave(calls: Array, call: int) -> None:
 
 
 @jit
-def serve(calls: Array, control: Array, inside: Array) -> None:
-    """Help whoever calls until told to stop; `inside` has the number of the call from inside which an error comes."""
+def serve(calls: Array, control: Array) -> None:
+    """Help whoever calls until told to stop."""
     while True:
         bell = peek(control, BELL)  # before looking around: a call that comes meanwhile changes it
         if peek(control, STOP) != 0:
@@ -123,9 +125,7 @@ def serve(calls: Array, control: Array, inside: Array) -> None:
             continue
         if peek(calls, call * WIDTH + STATE) >= _INVITED:
             _ring(control, _BRANCHES)
-        inside[0] = call
         _take_part(calls, call)
-        inside[0] = -1
         _withdraw(calls, call)
         leave(calls, call)
 
@@ -142,7 +142,7 @@ class Helpers:
         self.count = count if FUTEX else 0
         self.calls: Array = np.zeros((callers, WIDTH), np.int64)
         self.control: Array = np.zeros(CONTROL_WIDTH, np.int64)
-        self._free, self._errors = list(range(callers)), dict[int, BaseException]()
+        self._free = list(range(callers))
         self._lock, self._threads = threading.Lock(), list[threading.Thread]()
 
     def _start(self) -> int:
@@ -152,8 +152,8 @@ class Helpers:
                 _compile()
                 weakref.finalize(self, _stop, self.control, os.getpid()).atexit = False
             while len(self._threads) < self.count:
-                args, name = (self.calls, self.control, self._errors), f"hf_offload-helper-{len(self._threads)}"
-                thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
+                args, name = (self.calls, self.control), f"hf_offload-helper-{len(self._threads)}"
+                thread = threading.Thread(target=serve, args=args, name=name, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # no more can be had
@@ -166,38 +166,32 @@ class Helpers:
         """Have the threads there; how many."""
         return self.count if len(self._threads) == self.count else self._start()
 
-    def divide(self, work: Launch | Standing) -> float:
-        """Do all tasks of a launch now, or of a standing one that is open, which nobody else makes meanwhile.
+    def divide(self, launch: Launch) -> float:
+        """Do all tasks of a launch now, which nobody else runs meanwhile.
 
         Returns:
             Seconds for which threads were at it, all together.
 
         Raises:
-            Exception: what the kernel raised, here or in a helper.
+            MemoryError: not all tasks were done.
         """
-        launch = work.launch if isinstance(work, Standing) else work
         helpers = 0
         if launch.cost >= WORTH_BYTES and launch.tasks > 1:
             helpers = min(self.ready(), launch.tasks - 1)
-        launch.ticket[2] = helpers + 1
+        launch.open(helpers + 1)
         if not helpers:
             began = time.perf_counter()
-            work()
-            return time.perf_counter() - began
-        bound = work.bound if isinstance(work, Standing) else bind(launch)
-        call, error = self._free.pop(), None
-        try:
-            spent = lead(self.calls, self.control, call, bound.entry, bound.place, helpers)
-        finally:
-            dismiss(self.calls, call)
-            error = self._errors.pop(call, None)
-            self._free.append(call)
-        if error is not None:
+            launch()
+            spent = time.perf_counter() - began
+        else:
+            call = self._free.pop()
             try:
-                raise error
+                spent = lead(self.calls, self.control, call, *launch.address, helpers) / 1e9
             finally:
-                del error  # it holds this frame, which would hold it
-        return spent / 1e9
+                dismiss(self.calls, call)
+                self._free.append(call)
+        launch.check()
+        return spent
 
 
 def _stop(control: Array, pid: int) -> None:
@@ -205,21 +199,6 @@ def _stop(control: Array, pid: int) -> None:
         control[STOP] = 1
         control[BELL] += 1
         _ring(control, 1 << 30)
-
-
-def _serve(calls: Array, control: Array, errors: dict[int, BaseException]) -> None:
-    inside: Array = np.zeros(1, np.int64)
-    call = 0
-    while call >= 0:  # after an error outside of a call there would be another one
-        inside[0] = -1
-        try:
-            serve(calls, control, inside)
-            return
-        except BaseException as error:  # it belongs to whoever called
-            call = int(inside[0])
-            if call >= 0:
-                errors.setdefault(call, error)
-                leave(calls, call)
 
 
 @functools.cache
@@ -230,4 +209,4 @@ def _compile() -> None:
     leave(calls, 0)
     dismiss(calls, 0)
     control[STOP] = 1
-    serve(calls, control, np.zeros(1, np.int64))
+    serve(calls, control)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from .launch import F32, I32, Array, Launch, kernel, new_ticket, require
+from .launch import F32, I32, Array, Launch, kernel, require
 from .memory import address_of, count_up, hold
 from .retrieve import TALLIES, tally
 from .vector import fma, load_f32, splat, store
@@ -62,7 +62,7 @@ def join_parts(out: Array, lse: Array, one: tuple[Array, Array], two: tuple[Arra
     for array, total in ((out, lse), one, two):
         require("out", array, F32, (*lse.shape, out.shape[-1]))
         require("lse", total, F32, lse.shape)
-    return Launch(join_kernel, len(out), (out, lse, *one, *two), new_ticket(), 3 * out.nbytes)
+    return Launch(join_kernel, len(out), (out, lse, *one, *two), 3 * out.nbytes)
 
 
 @kernel
@@ -88,4 +88,4 @@ def count_choice(
     require("granularities", granularities, I32, (len(granularities),))
     require("totals", totals, np.dtype(np.float64), (TALLIES + len(granularities),))
     args = (spans, runs, counts, first, int(end), granularities, totals)
-    return Launch(count_kernel, 1, args, new_ticket(), runs.nbytes)
+    return Launch(count_kernel, 1, args, runs.nbytes)

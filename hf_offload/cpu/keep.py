@@ -22,7 +22,6 @@ from .launch import (
     group_size,
     jit,
     kernel,
-    new_ticket,
     require,
     tag_of,
 )
@@ -204,7 +203,7 @@ def count_kept(
         average, valid, threshold_old, threshold_new, int(border), int(first), int(stop), kept, counts,
         _is_largest(rule),
     )  # fmt: skip
-    return Launch(keep_kernel, batch * kv_heads, args, new_ticket(), 4 * batch * query_heads * (stop - first))
+    return Launch(keep_kernel, batch * kv_heads, args, 4 * batch * query_heads * (stop - first))
 
 
 def copy_kept(
@@ -283,4 +282,4 @@ def copy_kept(
         positions, weights, average, int(block_size), _is_largest(rule),
     )  # fmt: skip
     cost = 2 * int(counts.sum()) * dim * size + lists * tokens
-    return Launch(copy_kept_kernel, lists, args, new_ticket(), cost, (k, v))
+    return Launch(copy_kept_kernel, lists, args, cost, (k, v))

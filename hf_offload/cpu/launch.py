@@ -1,11 +1,12 @@
-"""What every kernel launch is made of: the `Launch`, argument checks, dtype tags and the compile options."""
+"""Kernels and their launches: compile options, arguments laid out once, sequences of launches, argument checks."""
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NoReturn, TypeVar, cast
@@ -13,11 +14,14 @@ from typing import Any, NoReturn, TypeVar, cast
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba.core import types
 from numba.core.caching import FunctionCache
 from numpy.typing import NDArray
 
-from .memory import count_up
-from .team import ALONE, share, team
+from .memory import count_up, get_word, put_word
+from .openmp_team import ALONE, ENTRY, call_entry, call_team, team
+from .vector import lowered, pointer
 
 Array = NDArray[Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,51 +49,153 @@ TAGS: dict[torch.dtype, Array] = {
 _HEADS: tuple[tuple[int, ...], ...] = ((), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
 
 
-@dataclass(slots=True)
 class Launch:
-    """One kernel call whose tasks any number of threads may share; it runs once, or again and again by a `Doorbell`.
+    """A kernel with its arguments, laid out once in memory: compiled code runs it any number of times by its address.
+
+    Whoever makes a launch checks its arguments. Numbers among them may be written between two runs (`word`). A kernel
+    that raises leaves tasks undone, whoever runs it; `check` raises then.
 
     Args:
-        kernel: made by `kernel`: takes a team, then task numbers from `ticket` until none is left.
+        kernel: made by `kernel`; takes task numbers from the ticket until none is left.
         tasks: how many tasks there are.
-        args: the remaining arguments of the kernel.
-        ticket: from `new_ticket`.
+        args: the arguments of the kernel behind ticket and tasks.
         cost: bytes that the kernel reads, roughly (an upper bound).
         keep: objects whose memory the kernel reaches only by address, kept alive as long as the launch.
         counters: int64, what the kernel counts in beside the ticket; 0 when it starts.
+        ticket: int64: the next task, how many are done, how many threads take part; a new one by default.
+        dealt: whether others take tasks, too: those that the kernel has taken, as the ticket says, must be done.
+        label: what an error message calls it.
     """
 
-    kernel: Callable[..., None]
-    tasks: int
-    args: tuple[Any, ...]
-    ticket: Array
-    cost: int
-    keep: tuple[Any, ...] = field(default=())
-    counters: Array | None = None
+    __slots__ = ("_bound", "args", "cost", "counters", "dealt", "keep", "kernel", "label", "tasks", "ticket")
 
-    def __call__(self) -> None:
-        """Do one participant's share; when every participant has returned, all tasks are done."""
-        self.kernel(ALONE, self.ticket, self.tasks, *self.args)
+    def __init__(
+        self,
+        kernel: Callable[..., None],
+        tasks: int,
+        args: tuple[Any, ...],
+        cost: int,
+        keep: tuple[Any, ...] = (),
+        counters: Array | None = None,
+        ticket: Array | None = None,
+        dealt: bool = False,
+        label: str = "a kernel",
+    ) -> None:
+        self.kernel, self.tasks, self.args, self.cost, self.keep = kernel, tasks, args, cost, keep
+        self.counters, self.dealt, self.label = counters, dealt, label
+        self.ticket: Array = np.zeros(3, np.int64) if ticket is None else ticket
+        self._bound: _Bound | None = None
 
-    def run(self, label: str = "a kernel") -> None:
-        """Do all tasks now, together with the threads that torch uses here where that is worth it.
+    def with_ticket(self, ticket: Array, label: str) -> Launch:
+        """The same launch over a ticket that lies elsewhere, under another name."""
+        form = (self.kernel, self.tasks, self.args, self.cost, self.keep, self.counters)
+        return Launch(*form, ticket=ticket, dealt=self.dealt, label=label)
+
+    @property
+    def bound(self) -> _Bound:
+        """Where it lies in memory; laid out at the first use.
 
         Raises:
-            MemoryError: a thread of the team could not do its tasks; `label` says of what.
+            TypeError: the kernel is not one that `kernel` made.
         """
-        shared = self.cost >= SHARE_BYTES and self.tasks > 1
-        who = team() if shared else ALONE
-        self.ticket[2] = who[1]
-        self.kernel(who, self.ticket, self.tasks, *self.args)
-        if shared and self.ticket[1] != self.tasks:
-            raise MemoryError(f"{label}: only {self.ticket[1]} of {self.tasks} tasks were done; is memory left?")
+        if self._bound is None:
+            self._bound = _bind(self.kernel, (self.ticket, self.tasks, *self.args))
+        return self._bound
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """The entry, a C function, and its argument: one participant's share of the tasks."""
+        return self.bound.entry, self.bound.place
+
+    @property
+    def shared(self) -> bool:
+        """Whether it is worth a team."""
+        return self.cost >= SHARE_BYTES and self.tasks > 1
+
+    def word(self, name: str) -> tuple[memoryview, int]:
+        """Where a number among the arguments lies: int64 words, and which of them."""
+        return self.bound.words, self.bound.offsets[self.kernel.names.index(name)]  # type: ignore[attr-defined]
+
+    def open(self, participants: int) -> None:
+        """Make ready for so many participants, each of which calls this object or its `address`."""
+        self.ticket[:3] = 0, 0, participants
+        if self.counters is not None:
+            self.counters.fill(0)
+
+    def __call__(self) -> None:
+        """Do one participant's share, after `open`; when every participant has returned, all tasks are done."""
+        _call(*self.address)
+
+    def check(self) -> None:
+        """After all participants have returned: raise MemoryError unless all tasks were done."""
+        done, wanted = int(self.ticket[1]), int(self.ticket[0]) if self.dealt else self.tasks
+        if done != wanted:
+            raise MemoryError(f"{self.label}: only {done} of {wanted} tasks were done; is memory left?")
+
+    def run(self, label: str | None = None) -> None:
+        """Do all tasks now, on torch's team where that is worth it.
+
+        Raises:
+            MemoryError: not all tasks were done; `label` says of what.
+        """
+        if label is not None:
+            self.label = label
+        LaunchSequence((self,)).run()
 
 
-def new_ticket() -> Array:
-    """Return a fresh ticket, int64 [3]: the number of the next task, how many are done, how many threads take part."""
-    ticket = np.zeros(3, np.int64)
-    ticket[2] = 1
-    return ticket
+class LaunchSequence:
+    """Launches that one compiled call runs, one after the other, each on torch's team where that is worth it.
+
+    Args:
+        launches: in this order; nobody else runs them meanwhile.
+    """
+
+    __slots__ = ("_address", "_rows", "_shared", "launches")
+
+    def __init__(self, launches: Iterable[Launch]) -> None:
+        self.launches = tuple(launches)
+        self._rows: Array = np.zeros((len(self.launches), _WIDTH), np.int64)
+        for row, launch in zip(self._rows, self.launches, strict=True):
+            counters = launch.counters
+            row[:] = (
+                *launch.address, launch.ticket.ctypes.data, launch.tasks, launch.shared,
+                0 if counters is None else counters.ctypes.data, 0 if counters is None else len(counters),
+            )  # fmt: skip
+        self._address = self._rows.ctypes.data
+        self._shared = any(launch.shared for launch in self.launches)
+
+    def run(self) -> None:
+        """Do all tasks now.
+
+        Raises:
+            MemoryError: a launch could not do all its tasks; those behind it were not begun.
+        """
+        runtime, threads = team() if self._shared else ALONE
+        undone = _run_all(self._address, len(self.launches), runtime, threads)
+        if undone >= 0:
+            self.launches[undone].check()
+
+
+_ENTRY, _PLACE, _TICKET, _TASKS, _SHARED, _COUNTERS, _COUNT = range(7)
+_WIDTH = 7
+_ALL_DONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A launch in memory.
+
+    Args:
+        entry: address of the function that makes the call.
+        place: address of what it reads.
+        words: int64, what lies there.
+        offsets: where in `words` ticket, tasks and the arguments lie.
+    """
+
+    entry: int
+    place: int
+    words: memoryview
+    offsets: tuple[int, ...]
 
 
 def _source_digest() -> str:
@@ -104,10 +210,8 @@ _SOURCES = _source_digest()
 class _KernelCache(FunctionCache):
     """Numba's disk cache, which looks at the file of the compiled function, made to look at all that it may import."""
 
-    _kind = ""
-
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), _SOURCES, self._kind)  # type: ignore[no-untyped-call]
+        return (*super()._index_key(sig, codegen), _SOURCES)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What was compiled for a signature, or None.
@@ -116,41 +220,157 @@ class _KernelCache(FunctionCache):
         that are gone, or a file was cut short) is begun anew.
         """
         try:
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            return super().load_overload(sig, target_context)
         except (ImportError, AttributeError, EOFError, UnpicklingError):
-            self.flush()  # type: ignore[no-untyped-call]
+            self.flush()
             return None
 
 
 def jit(function: Function) -> Function:
     """Compile with the options that all kernels share: no GIL, no bounds checks, cached on disk."""
-    return cast(Function, _compile(function, function, _KernelCache))
+    compiled: Any = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
+    compiled._cache = _KernelCache(function)
+    return cast(Function, compiled)
 
 
 def kernel(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile a kernel `(ticket, tasks, *args)` that does one participant's share of the tasks.
-
-    The result takes a team before these arguments (`ALONE`, or what `team()` returned) and lets all of it take part.
-    Its `names` are those of the arguments.
-    """
-    body = jit(function)
-
-    def call(team: Any, *args: Any) -> None:
-        share(team, body, args)
-
-    compiled = _compile(call, function, _SharedKernelCache)
+    """Compile a kernel `(ticket, tasks, *args)`, one participant's share of the tasks; `names` are its arguments'."""
+    compiled: Any = jit(function)
     compiled.names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return cast(Callable[..., None], compiled)
 
 
-class _SharedKernelCache(_KernelCache):
-    _kind = "shared"
+@jit
+def _call(entry: int, place: int) -> None:
+    call_entry(entry, place)
 
 
-def _compile(function: Callable[..., Any], source: Callable[..., Any], cache: type[_KernelCache]) -> Any:
-    compiled: Any = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
-    compiled._cache = cache(source)
-    return compiled
+@jit
+def _number(row: int, index: int) -> int:
+    return int(np.int64(get_word(row + 8 * index)))
+
+
+@jit
+def _run_all(rows: int, count: int, runtime: int, threads: int) -> int:
+    """Run so many launches; the first that did not do all its tasks, or `_ALL_DONE`."""
+    for i in range(count):
+        row = rows + 8 * _WIDTH * i
+        entry, place, ticket = _number(row, _ENTRY), _number(row, _PLACE), _number(row, _TICKET)
+        for n in range(_number(row, _COUNT)):
+            put_word(_number(row, _COUNTERS) + 8 * n, 0)
+        put_word(ticket, 0)
+        put_word(ticket + 8, 0)
+        if runtime != 0 and _number(row, _SHARED) != 0:
+            put_word(ticket + 16, threads)
+            call_team(runtime, entry, place, threads)
+        else:
+            put_word(ticket + 16, 1)
+            call_entry(entry, place)
+        if _number(ticket, 1) != _number(row, _TASKS):
+            return i
+    return _ALL_DONE
+
+
+def _stored(context: Any, args: Any) -> Any:
+    """LLVM type of what lies at a place: the kernel's address and its arguments."""
+    return ir.LiteralStructType([ir.IntType(64), context.get_value_type(args)])
+
+
+def _borrow(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    """The value with arrays that own nothing: no reference is counted for them, by any thread."""
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo = ir.Constant(array.meminfo.type, None)
+        array.parent = ir.Constant(array.parent.type, None)
+        return array._getvalue()
+    if isinstance(kind, types.BaseTuple):
+        for i, element in enumerate(cast(Any, kind)):
+            part = _borrow(context, builder, element, builder.extract_value(value, i))
+            value = builder.insert_value(value, part, i)
+        return value
+    assert not context.data_model_manager[kind].contains_nrt_meminfo(), f"a kernel argument of type {kind}"
+    return value
+
+
+@lowered
+def _emit_layout(typing: Any, args: Any) -> Any:
+    """Bytes from a place to each argument, and the bytes of all."""
+    count = len(args.types)
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        data, kind = context.target_data, _stored(context, args)
+        begin = kind.get_element_offset(data, 1)
+        found = [begin + kind.elements[1].get_element_offset(data, i) for i in range(count)]
+        numbers = [ir.Constant(ir.IntType(64), number) for number in (*found, kind.get_abi_size(data))]
+        return context.make_tuple(builder, sig.return_type, numbers)
+
+    return types.UniTuple(types.int64, count + 1)(args), emit
+
+
+@lowered
+def _emit_entry(typing: Any, target: Any, args: Any, place: Any) -> Any:
+    """Write a call of the compiled function at `target` to `place`; the address of the `ENTRY` that makes it."""
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        kind, convention = _stored(context, args), context.call_conv
+        call = builder.insert_value(ir.Constant(kind, ir.Undefined), values[0], 0)
+        call = builder.insert_value(call, _borrow(context, builder, args, values[1]), 1)
+        builder.store(call, pointer(builder, values[2], kind))
+        entry = ir.Function(builder.module, ENTRY, builder.module.get_unique_name("entry"))
+        entry.linkage = "internal"
+        inner = ir.IRBuilder(entry.append_basic_block())
+        stored = inner.load(inner.bitcast(entry.args[0], kind.as_pointer()))
+        function = convention.get_function_type(types.none, args.types).as_pointer()
+        each = [inner.extract_value(stored, (1, i)) for i in range(len(args.types))]
+        compiled = inner.inttoptr(inner.extract_value(stored, 0), function)
+        convention.call_function(inner, compiled, types.none, args.types, each)  # what it raises: tasks are not done
+        inner.ret_void()
+        return builder.ptrtoint(entry, ir.IntType(64))
+
+    return types.int64(types.int64, args, types.int64), emit
+
+
+@jit
+def _layout(args: Any) -> tuple[int, ...]:
+    return _emit_layout(args)  # type: ignore[no-any-return]
+
+
+@jit
+def _enter(target: int, args: Any, place: int) -> int:
+    return int(_emit_entry(target, args, place))
+
+
+_layouts: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
+"""The compiled kernel's address and layout, by kernel and kinds of arguments: Numba takes long to name their types."""
+
+
+def _kinds_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What decides the compiled form of a kernel that gets these arguments."""
+    return tuple(
+        [
+            (x.dtype, x.ndim)
+            if isinstance(x, np.ndarray)
+            else (type(x), *_kinds_of(x))
+            if isinstance(x, tuple)
+            else type(x)
+            for x in args
+        ]
+    )
+
+
+def _bind(compiled: Any, args: tuple[Any, ...]) -> _Bound:
+    if not hasattr(compiled, "overloads"):
+        raise TypeError(f"{compiled!r} is not a compiled kernel")
+    key = compiled, _kinds_of(args)
+    if key not in _layouts:
+        kinds = tuple(numba.typeof(args).types)
+        compiled.compile(kinds)
+        result = compiled.overloads[kinds]
+        target = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
+        _layouts[key] = target, tuple([number // 8 for number in _layout(args)])
+    target, (*offsets, words) = _layouts[key]
+    memory: Array = np.zeros(words + 1, np.int64)
+    return _Bound(_enter(target, args, memory.ctypes.data), memory.ctypes.data, memory.data, tuple(offsets))
 
 
 @jit

@@ -9,7 +9,7 @@ import torch
 from llvmlite import ir
 from numba.core import types
 
-from .launch import F32, Array, Launch, kernel, new_ticket, require
+from .launch import F32, Array, Launch, kernel, require
 from .memory import address_of, count_up, get, hold, put
 from .vector import BITS16, BITS32, FLOAT, lowered, pointer
 
@@ -80,4 +80,4 @@ def narrow(source: Array, target: torch.Tensor) -> Launch:
     if target.numel() != source.size or not target.is_contiguous():
         raise ValueError(f"target has shape {tuple(target.shape)} and source {source.shape}; pass a contiguous target")
     args = (SHORT[target.dtype], source, target.data_ptr())
-    return Launch(narrow_kernel, len(source), args, new_ticket(), source.nbytes, (target,))
+    return Launch(narrow_kernel, len(source), args, source.nbytes, (target,))

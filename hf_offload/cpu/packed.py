@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .launch import I32, I64, Array, Launch, check_geometry, jit, kernel, new_ticket, require, tag_of
+from .launch import I32, I64, Array, Launch, check_geometry, jit, kernel, require, tag_of
 from .memory import LINE, address_of, count_up, get, hold, put
 from .packed_block import SCALES
 from .packed_codes import (
@@ -206,7 +206,7 @@ def pack_records(
     nbytes = 2 * block_size * dim * tag.itemsize
     chunk = max(1, _CHUNK_BYTES // nbytes)
     args = (tag, keys, values, int(key_step), int(value_step), records, int(dim), int(block_size), chunk)
-    return Launch(pack_kernel, -(-len(records) // chunk), args, new_ticket(), len(records) * nbytes, keep)
+    return Launch(pack_kernel, -(-len(records) // chunk), args, len(records) * nbytes, keep)
 
 
 def unpack_records(
@@ -245,4 +245,4 @@ def unpack_records(
     nbytes = 8 * block_size * dim
     chunk = max(1, _CHUNK_BYTES // nbytes)
     args = (tag_of(kv_dtype), records, tokens, counts, keys, values, int(dim), int(block_size), chunk)
-    return Launch(unpack_kernel, -(-len(records) // chunk), args, new_ticket(), len(records) * nbytes, keep)
+    return Launch(unpack_kernel, -(-len(records) // chunk), args, len(records) * nbytes, keep)

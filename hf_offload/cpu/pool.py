@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .launch import BLOCK_SIZES, I32, I64, Array, Launch, kernel, new_ticket, require
+from .launch import BLOCK_SIZES, I32, I64, Array, Launch, kernel, require
 from .memory import LINE, copy_bytes, count_up, prefetch
 
 _CHUNK_TOKENS = 256  # tokens of a task: long enough to amortise it, short enough to share a prefill among threads
@@ -126,7 +126,7 @@ def _move(
         int(block_size), block_ptr, table,
     )  # fmt: skip
     chunks = -(-tokens // _CHUNK_TOKENS)
-    return Launch(move_kernel, batch * chunks, args, new_ticket(), 2 * batch * heads * tokens * dim * size, (k, v))
+    return Launch(move_kernel, batch * chunks, args, 2 * batch * heads * tokens * dim * size, (k, v))
 
 
 def write_tokens(
@@ -191,7 +191,7 @@ def copy_records(src_addr: Array, dst_addr: Array, nbytes: int) -> Launch:
     require("dst_addr", dst_addr, I64, src_addr.shape)
     chunk = max(1, _CHUNK_BYTES // max(1, nbytes))
     args: tuple[Any, ...] = (src_addr, dst_addr, int(nbytes), chunk)
-    return Launch(copy_kernel, -(-len(src_addr) // chunk), args, new_ticket(), len(src_addr) * nbytes)
+    return Launch(copy_kernel, -(-len(src_addr) // chunk), args, len(src_addr) * nbytes)
 
 
 def touch_records(addr: Array, nbytes: int) -> Launch:
@@ -208,4 +208,4 @@ def touch_records(addr: Array, nbytes: int) -> Launch:
     require("addr", addr, I64, addr.shape[:1])
     chunk = max(1, _CHUNK_BYTES // max(1, nbytes))
     args: tuple[Any, ...] = (addr, int(nbytes), chunk)
-    return Launch(touch_kernel, -(-len(addr) // chunk), args, new_ticket(), len(addr) * nbytes)
+    return Launch(touch_kernel, -(-len(addr) // chunk), args, len(addr) * nbytes)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .launch import F32, I32, U8, Array, Launch, jit, kernel, new_ticket, require
+from .launch import F32, I32, U8, Array, Launch, jit, kernel, require
 from .memory import address_of, count_up, hold
 from .network import OUTPUTS, Network, run_network, scratch_floats
 from .vector import fma, lane_sum, load_f32, splat
@@ -199,4 +199,4 @@ def predict_needs(
         _TILES[3 if three else 4], network, known, query, *sinks, *near, first, int(end), begins, valid, bool(ragged),
         int(block_size), int(length), *needs,
     )  # fmt: skip
-    return Launch(predict_kernel, tasks, args, new_ticket(), tasks * network.nbytes)
+    return Launch(predict_kernel, tasks, args, tasks * network.nbytes)

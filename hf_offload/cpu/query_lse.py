@@ -18,7 +18,6 @@ from .launch import (
     check_geometry,
     group_size,
     kernel,
-    new_ticket,
     require,
     tag_of,
 )
@@ -211,4 +210,4 @@ def query_lse(
         packed_bytes(dim, block_size),
     )  # fmt: skip
     cost = key_bytes(query, stop - first, kv_dtype)
-    return Launch(lse_kernel, runs * parts, args, new_ticket(), cost, counters=finished)
+    return Launch(lse_kernel, runs * parts, args, cost, counters=finished)

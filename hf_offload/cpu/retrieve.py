@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .best import SPARE, clear_marks, copy_scores, list_marked, mark_best
-from .launch import F32, I32, U8, Array, Launch, group_size, head_tiles, jit, kernel, new_ticket, require
+from .launch import F32, I32, U8, Array, Launch, group_size, head_tiles, jit, kernel, require
 from .memory import address_of, count_up, get, hold, put
 from .needs import Needs, budget_of, granularity_of, runs_wanted
 from .scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, check_digest, soften_chunk, write_scores
@@ -249,7 +249,7 @@ def retrieve_blocks(
         needs.streaming, needs.granularities, int(needs.block_size), float(needs.digest_bytes),
         float(needs.block_bytes), masses, finished, spans, runs, blocks, counts,
     )  # fmt: skip
-    return Launch(retrieve_kernel, batch * kv_heads * chunks, args, new_ticket(), cost, counters=finished)
+    return Launch(retrieve_kernel, batch * kv_heads * chunks, args, cost, counters=finished)
 
 
 @jit

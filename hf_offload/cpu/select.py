@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .launch import F32, I32, Array, Launch, jit, kernel, new_ticket, require
+from .launch import F32, I32, Array, Launch, jit, kernel, require
 from .memory import count_up
 
 _NEVER = np.int32(-(2**31))  # the key of -inf and NaN: below the key of every other float
@@ -180,4 +180,4 @@ def select_blocks(
     if n_sealed > width:
         raise ValueError(f"n_sealed {n_sealed} exceeds the {width} scores of a row")
     args = (score, int(n_sealed), int(n_blocks), sink_lo, sink_hi, int(recent), int(k), blocks, counts)
-    return Launch(select_kernel, batch * kv_heads, args, new_ticket(), 4 * batch * kv_heads * n_sealed)
+    return Launch(select_kernel, batch * kv_heads, args, 4 * batch * kv_heads * n_sealed)

@@ -4,7 +4,7 @@ Items are served in order, epoch after epoch. Several threads walk the same list
 item by its state word: epoch in the upper half, how many threads are inside in the lower. Who enters takes tasks from
 the item's ticket until none is left. Who leaves and sees all tasks done stores `done`. Who leaves as the last closes
 the item: it resets the ticket while nobody is inside, and opens the next epoch. A thread that comes too late finds it
-closed and walks on: it is never waited for.
+closed and walks on: it is never waited for. Tasks that are not done then never will be: the item has failed.
 """
 
 # mypy: allow-untyped-calls
@@ -16,15 +16,15 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from .bound import call_bound
 from .launch import Array, jit
-from .memory import load_flag, peek, put, store_flag, swap_if
+from .memory import load_flag, peek, put_word, store_flag, swap_if
+from .openmp_team import call_entry
 from .vector import BITS32, lowered
 
 # A row of `items` int64 [n, WIDTH]: addresses of the flags, the bound call, the counters to clear; the state far from
 # them, as it is written while the others are read.
-READY, DONE, STATUS, ENTRY, PLACE, TASKS, COUNTERS, COUNTERS_BYTES = range(8)
-STATE, FAILED = 16, 17
+READY, DONE, STATUS, ENTRY, PLACE, TASKS, COUNTERS, COUNT = range(8)
+STATE, FAILED, FAILED_IN, UNDONE = range(16, 20)
 WIDTH = 32
 TICKET_WIDTH = 16  # of a row of `tickets` int64 [n, TICKET_WIDTH], which begins as a ticket does
 
@@ -33,7 +33,7 @@ STOP, DELAY, TURNS, PATIENCE = 0, 1, 2, 3
 CONTROL_WIDTH = 16
 
 # Entries of a thread's `position` int64.
-EPOCH, ITEM, INSIDE = 0, 1, 2
+EPOCH, ITEM = 0, 1
 POSITION_WIDTH = 16
 
 _MANY = 0xFFFFFFFF
@@ -129,13 +129,15 @@ def _leave(items: Array, tickets: Array, item: int, epoch: int) -> None:
     state -= 1
     if state & _MANY != 0 or not swap_if(items, at, state, state | _CLOSING):
         return  # who is inside, or has just come in, closes it
-    if items[item, FAILED] != 0:
-        items[item, FAILED] = 0
+    if peek(tickets, ticket + 1) != items[item, TASKS]:
+        if items[item, FAILED] == 0:
+            items[item, FAILED_IN], items[item, UNDONE] = epoch, items[item, TASKS] - peek(tickets, ticket + 1)
+            swap_if(items, item * WIDTH + FAILED, 0, 1)  # last: whoever sees it sees the others
         store_flag(items[item, STATUS], 1)
         store_flag(done, epoch)
     tickets[item, 0] = tickets[item, 1] = 0
-    for place in range(0, items[item, COUNTERS_BYTES], 4):
-        put(items[item, COUNTERS] + place, np.float32(0.0))
+    for i in range(items[item, COUNT]):
+        put_word(items[item, COUNTERS] + 8 * i, 0)
     swap_if(items, at, state | _CLOSING, state_of(_after(epoch)))
 
 
@@ -148,26 +150,15 @@ def _walk(tickets: Array, position: Array) -> None:
 
 @jit
 def serve(items: Array, tickets: Array, control: Array, position: Array) -> None:
-    """Serve items from a thread's position on until told to stop; a kernel's error is raised from inside its item."""
+    """Serve items from a thread's position on until told to stop."""
     while True:
         outcome = _arrive(items, tickets, control, position[ITEM], position[EPOCH])
         if outcome == _STOPPED:
             return
         if outcome == _ENTERED:
-            position[INSIDE] = 1
-            call_bound(items[position[ITEM], ENTRY], items[position[ITEM], PLACE])
-            position[INSIDE] = 0
+            call_entry(items[position[ITEM], ENTRY], items[position[ITEM], PLACE])
             _leave(items, tickets, position[ITEM], position[EPOCH])
         _walk(tickets, position)
-
-
-@jit
-def give_up(items: Array, tickets: Array, position: Array) -> None:
-    """Go on behind an item whose kernel has raised; when it is closed its status says so."""
-    items[position[ITEM], FAILED] = 1
-    position[INSIDE] = 0
-    _leave(items, tickets, position[ITEM], position[EPOCH])
-    _walk(tickets, position)
 
 
 @jit

@@ -13,7 +13,7 @@ from .best import SPARE
 from .block import STEP_TOKENS
 from .dealing import Hands, take
 from .decode import attend_step
-from .launch import I32, Array, Launch, jit, kernel, new_ticket, require
+from .launch import I32, Array, Launch, jit, kernel, require
 from .memory import address_of, count_up, hold
 from .packed_block import spare_bytes
 from .parts import clear_part, merge_parts, part_blocks, partial_state
@@ -96,6 +96,7 @@ def task_kernel(ticket: Array, tasks: int, hands: Any, choice: Any, attention: A
         task = take(hands, 0)
         if task < 0:
             break
+        count_up(ticket, 0)
         b, h = task // kv_heads, task % kv_heads
         _choose(choice, b, h)
         _attend(attention, b, h)
@@ -124,4 +125,4 @@ def whole_tasks(choice: Launch, attention: Launch, hands: Hands) -> Launch:
         raise ValueError("tasks return neither kbar nor scores; prepare the attention without them")
     require("order", hands.order, I32, (2, counts.size))
     args = (hands, choice.args, attention.args)
-    return Launch(task_kernel, counts.size, args, new_ticket(), choice.cost + attention.cost)
+    return Launch(task_kernel, counts.size, args, choice.cost + attention.cost, dealt=True)

@@ -13,7 +13,7 @@ import torch
 
 from .block import STEP_TOKENS, clear_scores
 from .edges import store_first
-from .launch import F32, Array, Launch, jit, kernel, new_ticket, require, tag_of
+from .launch import F32, Array, Launch, jit, kernel, require, tag_of
 from .memory import address_of, count_up, hold
 from .packed import packed_bytes
 from .parts import PARTS
@@ -188,4 +188,4 @@ def weigh_tokens(
         int(near), joined, int(kv_heads), int(block_size), float(scale), float(softcap or 0.0), share, parts,
         0 if packed else None, packed_bytes(dim, block_size),
     )  # fmt: skip
-    return Launch(weigh_kernel, heads * parts, args, new_ticket(), key_bytes(query, stop - first, kv_dtype))
+    return Launch(weigh_kernel, heads * parts, args, key_bytes(query, stop - first, kv_dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .launch import F32, Array, Launch, kernel, new_ticket, require, tag_of
+from .launch import F32, Array, Launch, kernel, require, tag_of
 from .memory import address_of, count_up
 from .vector import LANES, load, store
 
@@ -47,4 +47,4 @@ def widen(source: torch.Tensor, query: Array) -> Launch:
         raise ValueError(f"the last dimension, of {dim}, must be contiguous and a multiple of {LANES}")
     size = source.element_size()
     args = (source.data_ptr(), source.stride(0) * size, source.stride(1) * size, tag_of(source.dtype), query)
-    return Launch(widen_kernel, batch, args, new_ticket(), query.nbytes, (source,))
+    return Launch(widen_kernel, batch, args, query.nbytes, (source,))

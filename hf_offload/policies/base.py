@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hf_offload.policies.salience import SalienceRule
 
 
+EVER = 2**31
+"""`Plan.until` of a plan that no number of blocks ends."""
 SCHEDULES = ("priority", "none", "uniform", "length")
 """How the CPU and the device may share the choice of the host's blocks and the attention to them."""
 
@@ -54,6 +56,8 @@ class Plan:
         near: sinks and newest blocks, which have been attended (`attention.step.Near`).
         retrieved: a CPU part that chooses its blocks itself, of those that are not near, and has been started.
         attended: out `[B, Hq, D]` and lse `[B, Hq]` fp32, where the policy has attended everything itself.
+        until: with one memory the plan serves later steps, too, as long as the rows have fewer blocks than this and
+            nothing has changed that its services depend on; 0: this step alone.
     """
 
     device: Selection | None = None
@@ -64,6 +68,7 @@ class Plan:
     near: Any = None
     retrieved: Any = None
     attended: tuple[torch.Tensor, torch.Tensor] | None = None
+    until: int = 0
 
 
 @dataclass(frozen=True)

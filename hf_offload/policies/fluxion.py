@@ -17,7 +17,7 @@ from hf_offload.fluxion.labels import DIGESTS, GRANULARITIES
 from hf_offload.fluxion.partials import BLOCK, Tokens
 from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, Predictor, check_predictor
 from hf_offload.knobs import check_choice, check_flag, check_number, shown
-from hf_offload.policies.base import SCHEDULES, Plan, Policy
+from hf_offload.policies.base import EVER, SCHEDULES, Plan, Policy
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -208,11 +208,11 @@ class Fluxion(Policy):
         """The device attends what it has; then the CPU is told what each head needs of the rest (figure 6)."""
         near, state = step.attend_near(), step.state
         if not step.has_far:
-            return Plan(near=near)
+            return Plan(near=near, until=EVER)
         if state.foresight is None or step.host_end >= 2 * state.blocks:
             anchor = near.query if state.foresight is not None else step.anchor
             state.foresight, state.blocks = self._foresee(self._look(step, anchor)), step.host_end
-        return Plan(near=near, retrieved=step.retrieve(state.foresight, self.granularities, near))
+        return Plan(near=near, retrieved=step.retrieve(state.foresight, self.granularities, near), until=EVER)
 
     def _foresee(self, statistics: PromptStatistics) -> Foresight:
         assert self.network is not None, "a predictor that is known has a network"

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hf_offload.knobs import check_choice
-from hf_offload.policies.base import Plan, Policy, Selection
+from hf_offload.policies.base import EVER, Plan, Policy
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.cache.layer import HybridLayer
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,8 @@ class Full(Policy):
     def __post_init__(self) -> None:
         check_choice("host", self.host, ("attend", "fetch"))
 
-    def repeats(self, layer: HybridLayer, host: Selection) -> bool:
-        return True
-
     def plan(self, step: Step) -> Plan:
         device, host = step.split(step.all_blocks())
         if self.host == "fetch" and step.layer.has_slots:
             return Plan(device=device, fetched=host)
-        return Plan(device=device, host=host)
+        return Plan(device=device, host=host, until=EVER)

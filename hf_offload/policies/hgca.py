@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens
-from hf_offload.policies.base import Plan, Policy, Selection
+from hf_offload.policies.base import EVER, Plan, Policy, Selection
 from hf_offload.policies.salience import Rule, SalienceRule
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class HGCA(Policy):
     def plan(self, step: Step) -> Plan:
         """Algorithm 2: the window where it is, the kept tokens on the CPU."""
         device, host = step.split(step.window())
-        return Plan(device=device, host=None if step.layer.has_slots else host, kept=step.kept())
+        return Plan(device=device, host=None if step.layer.has_slots else host, kept=step.kept(), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:
         return step.window()

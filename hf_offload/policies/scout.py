@@ -10,7 +10,7 @@ import torch
 
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
-from hf_offload.policies.base import Plan, Policy, Selection
+from hf_offload.policies.base import EVER, Plan, Policy, Selection
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -196,7 +196,8 @@ class Scout(Policy):
         state: ScoutState = step.state
         predicted, ahead = state.predicted, state.ahead
         if predicted is None and not step.layer.has_slots and step.num_blocks <= self.budget // step.block_size:
-            return Plan(host=step.all_blocks())  # nothing to choose, and no resident set that wants to learn
+            # Nothing to choose, and no resident set that wants to learn.
+            return Plan(host=step.all_blocks(), until=self.budget // step.block_size + 1)
         state.predicted = state.ahead = None
         score, selection = step.choose(self.join, self.budget // step.block_size)
         step.learn(score, self.smoothing)
@@ -206,7 +207,7 @@ class Scout(Policy):
         if ahead is not None:
             return Plan(device=resident or step.split(selection)[0], ahead=ahead)
         device, host = step.split(predicted or selection)
-        return Plan(device=resident or device, host=host)
+        return Plan(device=resident or device, host=host, until=EVER)
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """§3.4: recall what the real query wanted, off the critical path."""

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_offload.knobs import check_tokens
-from hf_offload.policies.base import Plan, Policy, Selection
+from hf_offload.policies.base import EVER, Plan, Policy
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.cache.layer import HybridLayer
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,6 @@ class Window(Policy):
     def budget_tokens(self) -> int:
         return self.budget
 
-    def repeats(self, layer: HybridLayer, host: Selection) -> bool:
-        return True
-
     def plan(self, step: Step) -> Plan:
         device, host = step.split(step.recent(self.budget // step.block_size))
-        return Plan(device=device, host=host)
+        return Plan(device=device, host=host, until=EVER)

@@ -1,0 +1,83 @@
+"""The OpenMP team that torch computes with, and calls by address: no thread of ours to wake, none that fights torch's.
+
+Torch's operators run on the OpenMP team of the thread that calls them. Between two of them the team waits for the next,
+spinning for a while. A kernel that joins that team through the runtime's own entry point starts within microseconds.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba.core import types
+
+from .vector import lowered
+
+POINTER = ir.IntType(8).as_pointer()
+ENTRY = ir.FunctionType(ir.VoidType(), [POINTER])
+"""What is called by address: `void (void *)`, as OpenMP's runtime and any thread of C may call it."""
+
+
+def _entry_point() -> int:
+    """Address of `GOMP_parallel` in the OpenMP runtime that torch is linked with (libgomp or LLVM's); 0 without one."""
+    if sys.platform != "linux":
+        return 0  # nobody has tried it elsewhere, and what goes wrong in there ends the process
+    try:
+        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+_RUNTIME = _entry_point()
+
+
+def _leave() -> None:
+    global _RUNTIME
+    _RUNTIME = 0  # the team did not come along
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave)
+
+
+ALONE = (0, 1)
+"""The team of the caller alone."""
+
+
+def team() -> tuple[int, int]:
+    """The team that torch computes with in this thread: the runtime's entry point (0: none), the number of threads."""
+    return (_RUNTIME, torch.get_num_threads()) if _RUNTIME else ALONE
+
+
+@lowered
+def call_entry(typing: Any, entry: Any, place: Any) -> Any:
+    """Call an `ENTRY` by its address."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        function = builder.inttoptr(args[0], ENTRY.as_pointer())
+        builder.call(function, [builder.inttoptr(args[1], POINTER)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@lowered
+def call_team(typing: Any, runtime: Any, entry: Any, place: Any, threads: Any) -> Any:
+    """Call an `ENTRY` on all threads of a team at once; return when all have returned."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [ENTRY.as_pointer(), POINTER, word, word])
+        function = builder.inttoptr(args[1], ENTRY.as_pointer())
+        place, threads = builder.inttoptr(args[2], POINTER), builder.trunc(args[3], word)
+        parallel = builder.inttoptr(args[0], kind.as_pointer())
+        builder.call(parallel, [function, place, threads, ir.Constant(word, 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), emit
