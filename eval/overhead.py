@@ -28,9 +28,9 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -53,10 +53,8 @@ from common import (
     show,
     write_csv,
 )
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.launch import Launch, LaunchSequence
 from hf_offload.cpu.pool import move_kernel
-from hf_offload.cpu.project import project_kernel
-from hf_offload.cpu.standing import Kept, Standing
 from hf_offload.cpu.worker import Job, Worker
 
 BARE = "bare"
@@ -113,50 +111,44 @@ def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class Switch:
-    """Turns the kernels off. All that is prepared while it `watches` is known to it."""
+    """Turns the kernels off. All that is planned while it `watches` is known to it."""
 
     def __init__(self) -> None:
-        self.kept: list[Kept] = []
+        self.known: list[weakref.ref[LaunchSequence]] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Get to know the standing launches that are made inside."""
-        real = Kept.__init__
+        """Get to know the sequences of launches that are made inside."""
+        real = LaunchSequence.__init__
 
-        def prepare(kept: Kept, label: str) -> None:
-            real(kept, label)
-            self.kept.append(kept)
+        def make(sequence: LaunchSequence, launches: Iterable[Launch]) -> None:
+            real(sequence, launches)
+            self.known.append(weakref.ref(sequence))
 
-        Kept.__init__ = prepare  # type: ignore[method-assign]
+        LaunchSequence.__init__ = make  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Kept.__init__ = real  # type: ignore[method-assign]
+            LaunchSequence.__init__ = real  # type: ignore[method-assign]
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Have nothing computed inside."""
-        emptied = list[tuple[Standing, int]]()
-        for kept in self.kept:
-            standing = kept.standing
-            if standing is not None and standing.launch.kernel not in (move_kernel, project_kernel):
-                emptied.append((standing, standing.tasks))
-                standing.set("tasks", 0)
-        once, submit = Launch.run, Worker.submit
-
-        def run(launch: Launch, label: str = "a kernel") -> None:
-            once(replace(launch, tasks=0), label)
+        sequences = [sequence for known in self.known if (sequence := known()) is not None]
+        for sequence in sequences:
+            sequence.set_tasks(lambda launch: launch.tasks if launch.kernel is move_kernel else 0)
+        submit = Worker.submit
 
         def idle(worker: Worker, work: Callable[[], Any], *args: Any, **kwargs: Any) -> Job:
             return submit(worker, bool, *args, **kwargs)
 
-        Launch.run, Worker.submit = run, idle  # type: ignore[method-assign]
+        Worker.submit = idle  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Launch.run, Worker.submit = once, submit  # type: ignore[method-assign]
-            for standing, tasks in emptied:
-                standing.set("tasks", tasks)
+            Worker.submit = submit  # type: ignore[method-assign]
+            for sequence in sequences:
+                sequence.set_tasks(lambda launch: launch.tasks)
 
 
 def time_step(model: PreTrainedModel, cache: Cache, token: torch.Tensor) -> tuple[float, float]:

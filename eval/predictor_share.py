@@ -13,7 +13,7 @@ batch hold the same text.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,9 +44,8 @@ from common import (
     write_csv,
 )
 from context_attention import Watch
+from hf_offload.cpu.launch import LaunchSequence
 from hf_offload.cpu.predict import predict_kernel
-from hf_offload.cpu.standing import Standing
-from hf_offload.cpu.together import Row as Launches
 
 WARM_UP = 4
 
@@ -63,22 +62,21 @@ class Stopwatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Launches that follow one another are made one by one inside, and predictions are timed."""
-        together = Launches.run
+        """Launches that follow one another are run one by one inside, and predictions are timed."""
+        together = LaunchSequence.run
 
-        def run(row: Launches, launches: Sequence[Standing], numbers: tuple[int, ...]) -> None:
-            for launch in launches:
-                mine, numbers = numbers[: len(launch.changing)], numbers[len(launch.changing) :]
-                start = time.perf_counter()
-                together(row, (launch,), mine)
-                if launch.launch.kernel is predict_kernel:
+        def run(sequence: LaunchSequence) -> None:
+            for launch in sequence.launches:
+                alone, start = LaunchSequence((launch,)), time.perf_counter()
+                together(alone)
+                if launch.kernel is predict_kernel:
                     self.seconds.append(time.perf_counter() - start)
 
-        Launches.run = run
+        LaunchSequence.run = run
         try:
             yield
         finally:
-            Launches.run = together
+            LaunchSequence.run = together
 
 
 def measure(model: PreTrainedModel, row: Row, ids: torch.Tensor, steps: int, batch: int) -> dict[str, Any]:

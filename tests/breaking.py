@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_offload.cpu.launch import Array, Launch, kernel, new_ticket
+from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.standing import Standing
 from hf_offload.cpu.together import Row
 from hf_offload.cpu.worker import Job, Worker
@@ -19,7 +19,7 @@ def _die(ticket: Array, tasks: int) -> None:
 
 def dying(label: str) -> Standing:
     """A launch that raises ArithmeticError."""
-    return Standing(Launch(_die, 1, (), new_ticket(), 0), label)
+    return Standing(Launch(_die, 1, (), 0), label)
 
 
 def broken_post(worker: Worker, row: Row, launches: tuple[Standing, ...], numbers: Any, label: str, keep: Any) -> Job:

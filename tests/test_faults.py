@@ -17,7 +17,7 @@ from hf_offload.attention import host_step, tiered_step
 from hf_offload.cache import host_pool
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu import pool as movers
-from hf_offload.cpu.launch import Launch, new_ticket
+from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.together import Row
 from hf_offload.cpu.worker import Worker, WorkerError
 
@@ -38,7 +38,7 @@ def broken_launch(*args: Any, **kwargs: Any) -> Any:
     def kernel(*args: Any) -> None:
         raise Broken("the kernel died")
 
-    return Launch(kernel, 1, (), new_ticket(), 0)
+    return Launch(kernel, 1, (), 0)
 
 
 def broken_call(*args: Any, **kwargs: Any) -> Any:

@@ -52,6 +52,7 @@ class TieredStep(Step):
         assert layer.resident is not None
         self.query, self.resident, self.mirror = fp32(query), layer.resident, layer.mirror
         self.limits = self.mirror.limits("step", length, self.store.sealed)
+        self._ratio: torch.Tensor | None = None
 
     @property
     def sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,6 +287,11 @@ class TieredStep(Step):
 
     def cpu_ratio(self, plan: Plan) -> torch.Tensor:
         """Tokens that the CPU attends, as a share of the budget (of everything, without one); fp32 `[]`."""
+        if self._ratio is None:
+            self._ratio = self._find_ratio(plan)
+        return self._ratio
+
+    def _find_ratio(self, plan: Plan) -> torch.Tensor:
         host = plan.host if plan.ahead is None else plan.ahead.host
         if host is None:
             return torch.zeros((), device=self.query.device)

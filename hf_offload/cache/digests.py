@@ -273,7 +273,9 @@ class SubMeanStore(DigestStore):
 
     @property
     def identity(self) -> Any:
-        return self.bundle if self.bundle is not None or not self.frozen else self.arrays(_NO_QUERY, 1.0)
+        if self.bundle is not None:
+            return self.bundle
+        return self.arrays(_NO_QUERY, 1.0) if self.frozen and self.device.type == "cpu" else None
 
     def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
         with self.lock:

@@ -150,7 +150,7 @@ class LaunchSequence:
         launches: in this order; nobody else runs them meanwhile.
     """
 
-    __slots__ = ("_address", "_rows", "_shared", "launches")
+    __slots__ = ("__weakref__", "_address", "_rows", "_shared", "launches")
 
     def __init__(self, launches: Iterable[Launch]) -> None:
         self.launches = tuple(launches)
@@ -163,6 +163,12 @@ class LaunchSequence:
             )  # fmt: skip
         self._address = self._rows.ctypes.data
         self._shared = any(launch.shared for launch in self.launches)
+
+    def set_tasks(self, tasks: Callable[[Launch], int]) -> None:
+        """Have other numbers of tasks done from now on: none, to see what is left without a kernel."""
+        for row, launch in zip(self._rows, self.launches, strict=True):
+            words, i = launch.word("tasks")
+            words[i] = row[_TASKS] = tasks(launch)
 
     def run(self) -> None:
         """Do all tasks now.

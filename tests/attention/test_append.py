@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from hf_offload import HybridCache
 from hf_offload.attention.decode import FEW_QUERIES
 from hf_offload.cache.store import BlockStore
-from hf_offload.cpu.launch import Launch, new_ticket
+from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import WorkerError
 
 
@@ -66,7 +66,7 @@ def test_a_gather_that_fails_in_a_thread_can_be_repeated(monkeypatch: pytest.Mon
 
     def later(*args: Any) -> Launch:
         calls[0] += 1
-        return real(*args) if calls[0] < 9 else Launch(broken, 1, (), new_ticket(), 0)
+        return real(*args) if calls[0] < 9 else Launch(broken, 1, (), 0)
 
     with torch.no_grad():
         model(ids[:, :200], past_key_values=cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from hf_offload import HybridCache
 from hf_offload.attention import capture, graph, tiered
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.tiered_step import TieredStep
+from hf_offload.cpu import serving
 from hf_offload.cpu.worker import WorkerError
 
 from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
@@ -205,9 +207,10 @@ def test_the_first_of_several_faults_counts(monkeypatch: pytest.MonkeyPatch) -> 
     """A part that was late, and a later one that failed; a step in Python behind both, which looks for itself."""
     model, cache, ids = run_ahead(monkeypatch, 2)
     crew = cache.graph._doorbell._crew
-    crew.errors += [(crew.items[0], 4, ArithmeticError("first")), (crew.items[0], 5, ArithmeticError("second"))]
+    for i, epoch in ((0, 4), (1, 5)):
+        crew._rows[i, [serving.FAILED, serving.FAILED_IN, serving.UNDONE]] = 1, epoch, 1
     assert int(cache.graph._capture.late[0]) == 4
-    told = r"first.*the last 2 steps are not right: crop\(-2\)"
+    told = rf"{re.escape(crew.items[0].label)} failed: 1 of \d+ .*the last 2 steps are not right: crop\(-2\)"
     with torch.no_grad(), pytest.raises(WorkerError, match=told):
         model(ids[:, 157:158], past_key_values=cache, output_hidden_states=True)
     assert cache.get_seq_length() == 157

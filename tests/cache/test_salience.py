@@ -15,7 +15,7 @@ from hf_offload import HybridCache
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache import context, host_pool, keeping, salience
 from hf_offload.cache.resident import ResidentSet
-from hf_offload.cpu.launch import Launch, new_ticket
+from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import DELAY, WorkerError
 
 BLOCK = 16
@@ -59,7 +59,7 @@ def broken(*args: Any, **kwargs: Any) -> Launch:
     def kernel(*_: Any) -> None:
         raise ArithmeticError("the kernel died")
 
-    return Launch(kernel, 1, (), new_ticket(), 0)
+    return Launch(kernel, 1, (), 0)
 
 
 @pytest.mark.one_in(3)

@@ -12,7 +12,7 @@ import torch
 from hf_offload.cache import memory, tiles
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.store import BlockStore
-from hf_offload.cpu.launch import Launch, new_ticket
+from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import Worker, WorkerError
 
 from ._streams import Device
@@ -136,7 +136,7 @@ def test_a_gather_that_fails_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def later(k: torch.Tensor, v: torch.Tensor, first: int) -> Any:
         launch = BlockStore.gathering(store, k, v, first)
-        return Launch(broken, 1, (), new_ticket(), 0) if first == 128 else launch
+        return Launch(broken, 1, (), 0) if first == 128 else launch
 
     seen = []
     with monkeypatch.context() as patch:

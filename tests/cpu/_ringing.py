@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hf_offload.cpu.doorbell import Item
-from hf_offload.cpu.launch import Array, Launch, jit, kernel, new_ticket
+from hf_offload.cpu.launch import Array, Launch, jit, kernel
 from hf_offload.cpu.memory import count_up, load_flag, store_flag
 from hf_offload.cpu.serving import nap, pause
 
@@ -69,7 +69,7 @@ def stuck_kernel(ticket: Array, tasks: int, gate: Array) -> None:
 def answering(tasks: int) -> tuple[Launch, Array, Array]:
     """A launch of `answer_kernel` with its question and its answer."""
     question, answer, counter = np.zeros(tasks, np.int64), np.zeros(tasks + 1, np.int64), np.zeros(1, np.int64)
-    launch = Launch(answer_kernel, tasks, (question, answer, counter), new_ticket(), 0, counters=counter)
+    launch = Launch(answer_kernel, tasks, (question, answer, counter), 0, counters=counter)
     return launch, question, answer
 
 

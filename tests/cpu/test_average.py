@@ -11,7 +11,6 @@ import torch
 
 from hf_offload.cpu import reference_weights as reference
 from hf_offload.cpu.average import move_averages
-from hf_offload.cpu.standing import Standing
 
 from ._pools import run
 
@@ -69,17 +68,16 @@ def test_an_average_may_be_the_mean_or_follow(alpha: float) -> None:
     torch.testing.assert_close(average.double(), want, rtol=1e-5, atol=1e-7)
 
 
-def test_a_standing_launch_follows_the_window() -> None:
+def test_a_launch_follows_the_window() -> None:
     torch.manual_seed(1)
     average, _, lse, valid = _request(2, 3, 0, 64, 64, 64)
     scores, want = torch.randn(2, 3, 40), average.double()
-    standing = Standing(
-        move_averages(average.numpy(), scores.numpy(), lse.numpy(), 0, 20, alpha=0.2, valid=valid.numpy()),
-        "averages", first=64, length=64,
-    )  # fmt: skip
+    launch = move_averages(average.numpy(), scores.numpy(), lse.numpy(), 0, 20, alpha=0.2, valid=valid.numpy())
+    (words, i), (_, j) = launch.word("first"), launch.word("length")
     for first, length in ((0, 33), (24, 64), (63, 64)):
         want = reference.move_averages(want, scores, lse, first, length, alpha=0.2, valid=valid)
-        standing.run(first, length)
+        words[i], words[j] = first, length
+        launch.run()
         torch.testing.assert_close(average.double(), want, rtol=1e-5, atol=1e-7)
 
 

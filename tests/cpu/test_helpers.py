@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from hf_offload.cpu import helpers
-from hf_offload.cpu.helpers import FUTEX, Helpers
-from hf_offload.cpu.launch import Array, Launch, kernel, new_ticket
+from hf_offload.cpu.helpers import FUTEX, WORTH_BYTES, Helpers
+from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
 from hf_offload.cpu.serving import nap
-from hf_offload.cpu.standing import WORTH_BYTES, Standing
 from hf_offload.cpu.worker import Worker, WorkerError
 
 pytestmark = pytest.mark.skipif(not FUTEX, reason="there are no helpers on this system")
@@ -42,7 +41,7 @@ def _mark(ticket: Array, tasks: int, pause: int, broken: int, done: Array, met: 
 
 def marking(tasks: int, pause: int = 0, broken: int = -1, cost: int = WORTH_BYTES) -> Launch:
     args = (pause, broken, np.zeros(max(tasks, 1), np.int64), np.zeros(1, np.int64))
-    return Launch(_mark, tasks, args, new_ticket(), cost)
+    return Launch(_mark, tasks, args, cost)
 
 
 def divided_by(crew: Any, threads: int) -> tuple[Launch, float]:
@@ -86,12 +85,12 @@ def test_no_more_are_called_than_there_is_work_for() -> None:
         assert launch.ticket[2] == most
 
 
-def test_a_standing_launch_is_divided_again_and_again() -> None:
-    launch = marking(20, 100)
-    standing, crew = Standing(launch, "marks", pause=1000), Helpers(2, 1)
+def test_a_launch_is_divided_again_and_again() -> None:
+    launch, crew = marking(20, 100), Helpers(2, 1)
+    words, i = launch.word("pause")
     for turn in range(1, 20):
-        standing.open(1, 50 * (turn % 2))
-        crew.divide(standing)
+        words[i] = 50 * (turn % 2)
+        crew.divide(launch)
         assert launch.args[2].tolist() == [turn] * 20
 
 
@@ -119,7 +118,7 @@ def test_an_error_of_any_thread_is_raised_by_the_caller(broken: int) -> None:
     crew = Helpers(3, 1)
     crew.divide(marking(40, 500))
     for _ in range(5):
-        with pytest.raises(ArithmeticError):
+        with pytest.raises(MemoryError):
             crew.divide(marking(12, 500, broken))
     divided_by(crew, 4)
 
@@ -133,7 +132,7 @@ def test_an_error_keeps_nobody_alive() -> None:
         for broken in range(0, 12, 2):
             launch = marking(12, 500, broken)
             gone = weakref.ref(launch.args[2])
-            with pytest.raises(ArithmeticError):
+            with pytest.raises(MemoryError):
                 crew.divide(launch)
             del launch
             assert gone() is None
@@ -183,7 +182,7 @@ def test_threads_that_cannot_be_had_are_done_without(monkeypatch: pytest.MonkeyP
 def test_an_error_of_a_helper_is_that_of_the_job() -> None:
     worker = Worker(3)
     job = worker.submit(lambda: worker.divide(marking(12, 500, 7)), "attention of layer 3")
-    with pytest.raises(WorkerError, match="attention of layer 3 failed: ArithmeticError"):
+    with pytest.raises(WorkerError, match="attention of layer 3 failed: MemoryError"):
         job.result()
     launch = marking(12, 500)
     worker.submit(lambda: worker.divide(launch)).result()

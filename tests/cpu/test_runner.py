@@ -15,7 +15,7 @@ from breaking import dying
 
 from hf_offload.cpu import runner
 from hf_offload.cpu.futex import FUTEX
-from hf_offload.cpu.launch import Array, Launch, kernel, new_ticket
+from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
 from hf_offload.cpu.serving import nap
 from hf_offload.cpu.standing import WORTH_BYTES, Standing
@@ -47,7 +47,7 @@ class Log:
 
     def writing(self, pause: int = 0, tasks: int = 1, cost: int = 0) -> Standing:
         args = (0, pause, self.lines, self.at, self.met)
-        return Standing(Launch(_write, tasks, args, new_ticket(), cost), "writing", value=10**6)
+        return Standing(Launch(_write, tasks, args, cost), "writing", value=10**6)
 
     @property
     def seen(self) -> list[int]:
@@ -242,7 +242,7 @@ def test_an_error_of_a_helper_is_the_errands(monkeypatch: pytest.MonkeyPatch) ->
             count_up(ticket, 1)
 
     for _ in range(5):
-        standing = Standing(Launch(fail, 40, (0,), new_ticket(), WORTH_BYTES), "it")
+        standing = Standing(Launch(fail, 40, (0,), WORTH_BYTES), "it")
         with pytest.raises(WorkerError, match="the kernel died"):
             worker.post(Row(1), (standing,), (), "it").result()
     log = Log()

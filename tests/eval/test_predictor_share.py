@@ -12,12 +12,12 @@ import common
 import predictor_share
 from hf_offload.attention.hooks import find_layers
 from hf_offload.cache.fingerprint import likeness
-from hf_offload.cpu.together import Row
+from hf_offload.cpu.launch import LaunchSequence
 from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, save_predictors
 
 
 def test_shares_are_of_the_step(tmp_path, monkeypatch):
-    model, ids, run = tiny_model("llama"), prompt(1, 500)[0], Row.run
+    model, ids, run = tiny_model("llama"), prompt(1, 500)[0], LaunchSequence.run
     path, out = tmp_path / "predictor.safetensors", tmp_path / "share.csv"
     made = HeadPredictor(tau=0.1, digest="submean", sinks=16, local=32, streaming_at=0.5)
     save_predictors(path, likeness(model.config, find_layers(model)[0]), {0.1: made}, {})
@@ -38,7 +38,7 @@ def test_shares_are_of_the_step(tmp_path, monkeypatch):
     for line in lines:
         assert 0 < float(line["share"]) < float(line["attention_share"]) < 1
         assert float(line["predict"]) > 0
-    assert Row.run is run
+    assert LaunchSequence.run is run
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_offload.cpu.doorbell import Doorbell, Item
-from hf_offload.cpu.launch import Array, Launch, kernel, new_ticket
+from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
 from hf_offload.gpu.flags import signal, wait
 
@@ -76,7 +76,7 @@ def test_a_doorbell_answers_the_stream(device: str) -> None:
     pinned = device == "cuda"
     question, answer = (torch.zeros(1000, dtype=torch.int32, pin_memory=pinned) for _ in range(2))
     flags = numbers(device, 0, 0, 0)
-    launch = Launch(answer_kernel, 1000, (question.numpy(), answer.numpy()), new_ticket(), 0)
+    launch = Launch(answer_kernel, 1000, (question.numpy(), answer.numpy()), 0)
     bell = Doorbell(threads=2, spin_seconds=1e-4)
     bell.replace([Item(*(flag.data_ptr() for flag in flags), launch, "work", (flags,))])
     (late,) = numbers(device, 0)

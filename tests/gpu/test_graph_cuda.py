@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import hf_offload
 from hf_offload import HybridCache
 from hf_offload.attention.graph import StepGraph
+from hf_offload.cpu import serving
 from hf_offload.cpu.worker import WorkerError
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, TASKS, TILES, stream_for
 
@@ -135,11 +136,11 @@ def test_a_part_that_fails_in_the_last_step_is_told_by_generate(monkeypatch: pyt
         if count[0] == 9:
             assert graph._doorbell is not None
             crew: Any = graph._doorbell._crew
-            crew.errors.append((crew.items[0], graph._epoch, ArithmeticError("the kernel died")))
+            crew._rows[0, [serving.FAILED, serving.FAILED_IN, serving.UNDONE]] = 1, graph._epoch, 1
 
     monkeypatch.setattr(StepGraph, "_replay", broken)
     with hf_offload.enabled(model, "scout", **knobs) if enabled else nullcontext():
-        with pytest.raises(WorkerError, match=r"the kernel died.*crop\(-1\)"):
+        with pytest.raises(WorkerError, match=r"1 of \d+ tasks were not done.*crop\(-1\)"):
             model.generate(ids, max_new_tokens=12, do_sample=False, **given)
         assert count[0] == 9
     if enabled:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_offload.cpu.doorbell import Doorbell, Item
-from hf_offload.cpu.launch import Array, Launch, kernel, new_ticket
+from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
 from hf_offload.gpu.flags import wait
 from hf_offload.gpu.handover import Inbox, hand_over
@@ -100,7 +100,7 @@ def test_whoever_sees_the_flag_sees_all_of_it(form: str, request: pytest.Fixture
     flags = torch.zeros(3, 16, dtype=torch.int32, pin_memory=pinned)
     arrays = (*(part.numpy() for part in (to.query, to.blocks, to.counts)), answer.numpy())
     bell = Doorbell(threads=2, spin_seconds=1e-4)
-    launch = Launch(sum_kernel, batch, arrays, new_ticket(), 0)
+    launch = Launch(sum_kernel, batch, arrays, 0)
     bell.replace([Item(*(int(line.data_ptr()) for line in flags), launch, "work", (flags,))])
     for step in range(1, 60):
         epoch = torch.tensor([step], dtype=torch.int32, device=device)

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 from hf_offload.attention import device_tasks, schedule, scheduled_part
-from hf_offload.cpu.launch import Launch, new_ticket
+from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import WorkerError
 from hf_offload.fluxion.predictor import ConstantPredictor
 from hf_offload.policies import Fluxion
@@ -140,7 +140,7 @@ def broken(*args: Any) -> Any:
 
 
 def broken_launch(*args: Any) -> Launch:
-    return Launch(broken, 1, (), new_ticket(), 0)
+    return Launch(broken, 1, (), 0)
 
 
 @pytest.mark.parametrize("side", ["cpu", "device"])
