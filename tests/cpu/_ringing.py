@@ -61,9 +61,11 @@ def idle_kernel(ticket: Array, tasks: int) -> None:
 @kernel
 def stuck_kernel(ticket: Array, tasks: int, gate: Array) -> None:
     """Sleeps until the gate is open."""
+    task = count_up(ticket, 0)
     while gate[0] == 0:
         nap(100)
-    count_up(ticket, 1)
+    if task < tasks:
+        count_up(ticket, 1)
 
 
 def answering(tasks: int) -> tuple[Launch, Array, Array]:

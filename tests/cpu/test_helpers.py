@@ -140,27 +140,6 @@ def test_an_error_keeps_nobody_alive() -> None:
         gc.enable()
 
 
-def test_an_error_outside_of_a_launch_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread ends, and nobody waits for it."""
-    serve, ended = helpers.serve, list[int]()
-    crew, launch = Helpers(3, 2), marking(60, 2_000)
-
-    def troubled(*args: Array) -> None:
-        if args[1] is crew.control and len(ended) < 2:
-            ended.append(1)
-            raise OSError("no space left on device")
-        serve(*args)
-
-    monkeypatch.setattr(helpers, "serve", troubled)
-    while len(ended) < 2:
-        launch = marking(60, 2_000)
-        crew.divide(launch)
-        assert launch.args[2].tolist() == [1] * 60
-    launch = marking(60, 2_000)
-    crew.divide(launch)
-    assert launch.args[3][0] <= 2
-
-
 @pytest.mark.parametrize("had", [0, 2])
 def test_threads_that_cannot_be_had_are_done_without(monkeypatch: pytest.MonkeyPatch, had: int) -> None:
     start, left = threading.Thread.start, threading.Semaphore(had)
