@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from breaking import broken_post
 from test_exactness import decode_logits
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
@@ -49,11 +48,11 @@ def broken_call(*args: Any, **kwargs: Any) -> Any:
     ("knobs", "module", "name"),
     [
         ({}, Row, "run"),
-        ({"budget": 96, "lookahead": "attend", "synchronous_layers": (0,)}, Worker, "post"),
-        ({"budget": 96, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "post"),
         ({**SPLIT}, host_step.cpu_decode, "sparse_decode"),
         # All blocks resident: how an early part is attended would depend on when they were placed.
         ({**SPLIT, "resident": 512, "lookahead": "attend"}, host_step.cpu_decode, "sparse_decode"),
+        ({**SPLIT, "resident": 512, "lookahead": "attend", "synchronous_layers": (0,)}, Worker, "divide"),
+        ({**SPLIT, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, "recall": 1}, movers, "copy_records"),
         ({"budget": 96}, Row, "run"),
         ({**SPLIT}, tiered_step, "select_blocks"),
@@ -68,7 +67,7 @@ def test_a_kernel_that_raises_surfaces_and_the_step_can_be_repeated(
 
     def later(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        broken = broken_call if module in (tiered_step, Row) else broken_post if module is Worker else broken_launch
+        broken = broken_call if module in (tiered_step, Row, Worker) else broken_launch
         return (broken if calls[0] > after else real)(*args, **kwargs)
 
     def repeat(token: torch.Tensor) -> None:

@@ -23,7 +23,6 @@ from .futex import FUTEX, LOWER, now, wait_for_change, wake
 from .launch import Array, Launch, jit
 from .memory import add_to, address_of, count_up, hold, peek, swap_if
 from .serving import nap, pause
-from .standing import WORTH_BYTES, Standing
 
 # Entries of a call, a row of int64 [calls, WIDTH].
 STATE, ENTRY, PLACE, NANOSECONDS = range(4)
@@ -38,6 +37,8 @@ CONTROL_WIDTH = 16
 _BRANCHES = 2  # threads that each one wakes: the last of many is woken after a few turns, and the first does not wait
 _TURNS = 2000  # of waiting for those inside before napping
 _NAP = 50  # microseconds
+WORTH_BYTES = 1 << 16
+"""A launch that reads less is done before a thread that sleeps has woken."""
 
 
 @jit
@@ -118,7 +119,7 @@ def serve(calls: Array, control: Array, inside: Array) -> None:
             return
         call = _enter(calls)
         if call < 0:
-            wait_for_change(address_of(control), bell & LOWER, -1)
+            wait_for_change(address_of(control), bell & LOWER)
             hold(control)
             continue
         if peek(calls, call * WIDTH + STATE) >= _INVITED:
@@ -166,8 +167,8 @@ class Helpers:
         """Have the threads there; how many."""
         return self.count if len(self._threads) == self.count else self._start()
 
-    def divide(self, work: Launch | Standing) -> float:
-        """Do all tasks of a launch now, or of a standing one that is open, which nobody else makes meanwhile.
+    def divide(self, launch: Launch) -> float:
+        """Do all tasks of a launch now, which nobody else makes meanwhile.
 
         Returns:
             Seconds for which threads were at it, all together.
@@ -175,16 +176,15 @@ class Helpers:
         Raises:
             Exception: what the kernel raised, here or in a helper.
         """
-        launch = work.launch if isinstance(work, Standing) else work
         helpers = 0
         if launch.cost >= WORTH_BYTES and launch.tasks > 1:
             helpers = min(self.ready(), launch.tasks - 1)
         launch.ticket[2] = helpers + 1
         if not helpers:
             began = time.perf_counter()
-            work()
+            launch()
             return time.perf_counter() - began
-        bound = work.bound if isinstance(work, Standing) else bind(launch)
+        bound = bind(launch)
         call, error = self._free.pop(), None
         try:
             spent = lead(self.calls, self.control, call, bound.entry, bound.place, helpers)

@@ -18,8 +18,6 @@ _ENTRY, _PLACE, _RUNTIME, _THREADS, _TICKET, _COUNTERS, _COUNT, _NUMBERS = range
 _MOST_NUMBERS = 3
 _WIDTH = _NUMBERS + 2 * _MOST_NUMBERS
 FINE = -1
-WORTH_BYTES = 1 << 16
-"""A launch that reads less is done before a thread that sleeps has woken."""
 ANYWHERE = 2**63 - 1
 """The largest value of a number that is an address."""
 
@@ -76,15 +74,6 @@ def run_standing(call: int, count: int, first: int, second: int, third: int) -> 
     return FINE
 
 
-@jit
-def open_standing(call: int, threads: int, count: int, first: int, second: int, third: int) -> int:
-    """Write so many of the numbers and make ready for so many participants; which number is too large, or FINE."""
-    wrong = write_numbers(call, count, first, second, third)
-    if wrong == FINE:
-        clear(call, threads)
-    return wrong
-
-
 class Standing:
     """A launch that can be made any number of times, one after the other.
 
@@ -100,7 +89,7 @@ class Standing:
         TypeError: the launch's kernel is not one that `launch.kernel` made.
     """
 
-    __slots__ = ("_call", "_numbers", "address", "bound", "changing", "label", "launch", "shared", "shares")
+    __slots__ = ("_call", "_numbers", "address", "bound", "changing", "label", "launch", "shared")
 
     def __init__(self, launch: Launch, label: str, **most: int) -> None:
         self.bound = bound = bind(launch)
@@ -122,8 +111,6 @@ class Standing:
         """Of what compiled code reads of it (`write_numbers`, `clear`, `entry_of`)."""
         self.shared = launch.cost >= SHARE_BYTES and launch.tasks > 1
         """Whether a team is worth its waking."""
-        self.shares = launch.tasks - 1 if launch.cost >= WORTH_BYTES else 0
-        """How many helpers find something to do."""
 
     def set(self, name: str, value: int) -> None:
         """Change a number from the next time on.
@@ -174,22 +161,6 @@ class Standing:
     def tasks(self) -> int:
         """How many tasks there are; `set` may lower it."""
         return int(self.bound.memory[self._numbers["tasks"][0]])
-
-    def open(self, participants: int, first: int = 0, second: int = 0, third: int = 0) -> None:
-        """Make ready for so many participants, each of which calls this object or what is `bound`.
-
-        The numbers are those of `run`.
-
-        Raises:
-            ValueError: the arrays do not cover so much.
-        """
-        wrong = open_standing(self.address, participants, len(self.changing), first, second, third)
-        if wrong != FINE:
-            self.set(self.changing[wrong], (first, second, third)[wrong])
-
-    def __call__(self) -> None:
-        """Do one participant's share, after `open`; when every participant has returned, all tasks are done."""
-        _take_part(self._call[_ENTRY], self._call[_PLACE])
 
 
 class Kept:

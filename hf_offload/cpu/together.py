@@ -15,9 +15,9 @@ from .team import ALONE, share, team
 
 _NONE = 0
 # A launch in a row: its address, the numbers that change, addresses of its tasks and of how many are done, whether
-# a team does them, how many helpers they are worth.
-ADDRESS, CHANGING, TASKS, DONE, SHARED, SHARES = range(6)
-ROW_WIDTH = 6
+# a team does them.
+ADDRESS, CHANGING, TASKS, DONE, SHARED = range(5)
+ROW_WIDTH = 5
 MOST_NUMBERS = 8
 """Numbers of all launches of a row."""
 ZEROS = tuple((0,) * (MOST_NUMBERS - count) for count in range(MOST_NUMBERS + 1))
@@ -143,7 +143,7 @@ class Row:
             self._launches = ()  # until all of it is there
             for i, launch in enumerate(launches):
                 counters = launch.counters
-                self._row[i] = launch.address, len(launch.changing), *counters, launch.shared, launch.shares
+                self._row[i] = launch.address, len(launch.changing), *counters, launch.shared
             self._launches, self._shared = launches, tuple(launch for launch in launches if launch.shared)
         return self._address
 

@@ -19,7 +19,6 @@ from ..knobs import check_count, check_number
 from .helpers import Helpers
 from .jobs import Job, WorkerError
 from .launch import Launch
-from .standing import Standing
 
 __all__ = ["DELAY", "JOBS", "Job", "Worker", "WorkerError"]
 
@@ -115,13 +114,13 @@ class Worker:
         self._queue.put((job, work, self.delay, keep))
         return job
 
-    def divide(self, work: Launch | Standing) -> float:
-        """In a job: do all tasks of a launch, or of a standing one that is open, with all threads that are free.
+    def divide(self, launch: Launch) -> float:
+        """In a job: do all tasks of a launch with all threads that are free.
 
         Returns:
             Seconds for which threads were at it, all together.
         """
-        return self._helpers.divide(work)
+        return self._helpers.divide(launch)
 
     def settle(self) -> None:
         """Wait until all that was submitted has ended, whoever knows of it.

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from hf_offload.cpu import helpers
-from hf_offload.cpu.helpers import FUTEX, Helpers
+from hf_offload.cpu.helpers import FUTEX, WORTH_BYTES, Helpers
 from hf_offload.cpu.launch import Array, Launch, kernel, new_ticket
 from hf_offload.cpu.memory import count_up
 from hf_offload.cpu.serving import nap
-from hf_offload.cpu.standing import WORTH_BYTES, Standing
 from hf_offload.cpu.worker import Worker, WorkerError
 
 pytestmark = pytest.mark.skipif(not FUTEX, reason="there are no helpers on this system")
@@ -84,15 +83,6 @@ def test_no_more_are_called_than_there_is_work_for() -> None:
         crew.divide(launch)
         assert launch.args[3][0] <= most
         assert launch.ticket[2] == most
-
-
-def test_a_standing_launch_is_divided_again_and_again() -> None:
-    launch = marking(20, 100)
-    standing, crew = Standing(launch, "marks", pause=1000), Helpers(2, 1)
-    for turn in range(1, 20):
-        standing.open(1, 50 * (turn % 2))
-        crew.divide(standing)
-        assert launch.args[2].tolist() == [turn] * 20
 
 
 def test_threads_may_call_at_once() -> None:

@@ -46,18 +46,3 @@ def test_a_kept_launch_is_found_by_the_very_same_arrays_and_equal_numbers() -> N
     assert kept.find((arrays[0].copy(), arrays[1]), (1, "x")) is None
     kept.forget()
     assert kept.find(arrays, (1, "x")) is None
-
-
-def test_participants_share_what_was_opened_with_other_numbers() -> None:
-    pool = torch.zeros(2, 1, 2, SIZE, 16)
-    block_ptr = pool.data_ptr() + np.arange(2, dtype=np.int64) * pool[0].nbytes
-    k, v = torch.randn(2, 1, 1, 1, 16)
-    launch = write_tokens(k, v, block_ptr, np.array([[0, 1]], np.int32), 0, SIZE)
-    standing = Standing(launch, "an append", keys=ANYWHERE, values=ANYWHERE, start=2 * SIZE - 1)
-    with pytest.raises(ValueError, match=r"an append: start 16 is not within 0\.\.15"):
-        standing.open(2, k.data_ptr(), v.data_ptr(), 16)
-    standing.open(2, k.data_ptr(), v.data_ptr(), 9)
-    standing()
-    standing()
-    assert torch.equal(pool[1, 0, :, 1], torch.stack([k, v]).view(2, 16))
-    assert launch.ticket[1] == launch.tasks

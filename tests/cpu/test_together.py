@@ -10,7 +10,7 @@ from hf_offload.cpu.average import move_averages
 from hf_offload.cpu.join import count_choice, join_parts
 from hf_offload.cpu.launch import Array, Launch, kernel, new_ticket
 from hf_offload.cpu.memory import count_up
-from hf_offload.cpu.pool import touch_blocks
+from hf_offload.cpu.pool import touch_records
 from hf_offload.cpu.retrieve import TALLIES
 from hf_offload.cpu.standing import Standing
 from hf_offload.cpu.together import Row, run_together
@@ -75,11 +75,8 @@ def test_a_number_beyond_the_arrays_is_refused_before_anything_is_done() -> None
 
 
 def test_launches_of_other_kinds_run_beside_each_other() -> None:
-    table, ptr = np.zeros((1, 1), np.int32), np.zeros(1, np.int64)
     pool = torch.zeros(1, 1, 2, 8, 16)
-    ptr[0] = pool.data_ptr()
-    blocks, counts = np.zeros((1, 1, 1), np.int32), np.ones((1, 1), np.int32)
-    reading = Standing(touch_blocks(blocks, counts, table, ptr, 1, pool[0].nbytes), "reading")
+    reading = Standing(touch_records(np.array([pool.data_ptr()]), pool[0].nbytes), "reading")
     average, lse = np.zeros((1, HEADS, TOKENS), np.float32), np.zeros((1, HEADS), np.float32)
     first = _moving(average, np.zeros((1, HEADS, TOKENS - FIRST), np.float32), lse, "first")
     run_together(first, reading, None, TOKENS)
