@@ -131,7 +131,7 @@ def remembered(cache: HybridCache) -> list[dict[str, Any]]:
             "unplaced": layer.unplaced,
         } | known_tokens(layer)
         if clock is not None:
-            row |= {"since": clock.since, "ratio": clock.ratio, "steps": layer.state.steps}
+            row |= {"since": clock.since, "ratio": clock.ratio}
         if resident is not None:
             known = store.num_blocks
             row |= {"block_of": resident.block_of, "slot_of": resident.slot_of[:, :, :known], "known": resident.known}
