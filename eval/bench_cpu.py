@@ -38,9 +38,7 @@ from hf_offload.cpu.launch import SHARE_BYTES, Launch
 from hf_offload.cpu.pool import touch_records
 from hf_offload.cpu.scoring import Digest, Vectors
 from hf_offload.cpu.select import select_blocks
-from hf_offload.cpu.standing import Standing
 from hf_offload.cpu.submeans import submeans
-from hf_offload.cpu.together import Row
 from hf_offload.cpu.worker import Worker
 
 POOL_BYTES = 1 << 29  # far beyond the caches
@@ -430,11 +428,7 @@ def worker_cases(reader: Reader) -> list[Case]:
     and how long it takes to come back is the machine's affair. The limit is the same hand-over in C.
     """
     worker, nowhere = Worker(), np.zeros(2, np.int64)
-    launches, row = (Standing(touch_records(nowhere, 0), "touching nothing"),), Row(1)
     small, weights = torch.ones(1, 576), torch.ones(576, 576)
-
-    def post() -> None:
-        worker.post(row, launches, ()).result()
 
     def behind_work(call: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
         def prepare() -> Callable[[], Any]:
@@ -444,10 +438,6 @@ def worker_cases(reader: Reader) -> list[Case]:
             return call
 
         return prepare
-
-    def behind_another() -> Callable[[], Any]:
-        post()
-        return post
 
     def nothing() -> Callable[[], Any]:
         torch.set_num_threads(2)
@@ -460,8 +450,6 @@ def worker_cases(reader: Reader) -> list[Case]:
     alone, two = {"kernel_threads": 1}, {"kernel_threads": 2}
     return [
         *([] if hand_over is None else [Case("C: to a sleeping thread and back", behind_work(hand_over), 0, alone)]),
-        Case("posted to done", behind_work(post), 0, alone),
-        Case("posted to done, right behind another", behind_another, 0, alone),
         Case("submitted to done", behind_work(lambda: worker.submit(lambda: None).result()), 0, alone),
         Case("run on torch's team", nothing, 0, two),
     ]

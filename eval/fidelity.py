@@ -46,20 +46,23 @@ from hf_offload import Scout
 
 
 def make_rows(budget: int, memory: dict[str, Any]) -> list[Row]:
-    """The rows to choose from, at one budget."""
+    """The rows to choose from, at one budget; those that predict queries need two memories."""
 
     def scout(name: str, **knobs: Any) -> Row:
         return Row(name, Scout(budget=budget, **knobs), memory)
 
-    return [
-        scout("scout-off", lookahead="off"),
-        Row("scout-off-int8", Scout(budget=budget, lookahead="off"), {"host_dtype": "int8"} | memory),
+    predicting = [
         scout("scout-select", lookahead="select"),
         scout("scout-select-sync0", lookahead="select", synchronous_layers=(0,)),
         scout("scout-attend", lookahead="attend"),
         scout("scout-attend-sync0", lookahead="attend", synchronous_layers=(0,)),
         scout("scout-attend-uncorrected", lookahead="attend", correction=False),
         Row("paper", Scout.paper(budget=budget), memory),
+    ]
+    return [
+        scout("scout-off", lookahead="off"),
+        Row("scout-off-int8", Scout(budget=budget, lookahead="off"), {"host_dtype": "int8"} | memory),
+        *(predicting if memory["tier"] == "split" else []),
         Row("paper-off", Scout.paper(budget=budget, lookahead="off"), memory),
         Row("window", "window", {"budget": budget} | memory),
     ]
@@ -120,7 +123,7 @@ def main(
     kinds: Annotated[str, typer.Option(help=f"Kinds of text, of {', '.join(OFFSETS)}.")] = "prose,code",
     rows: Annotated[str | None, typer.Option(help="What to compare, by name, comma-separated; all by default.")] = None,
     budgets: Annotated[str, typer.Option(help="Budgets in tokens, comma-separated.")] = "1024",
-    tier: Annotated[str, typer.Option(help='"one" memory or "split".')] = "split",
+    tier: Annotated[str, typer.Option(help='"one" memory or "split", which layer-ahead needs.')] = "split",
     resident: Annotated[int | None, typer.Option(help="Tokens resident on the device (the budget by default).")] = None,
     prose: ProseOption = None,
     model: ModelOption = None,

@@ -1,7 +1,7 @@
 """What a decode step costs outside the kernels, a layer: hooks, checks, plans, tables, statistics, Python.
 
     python eval/overhead.py
-    python eval/overhead.py --rows scout,scout-attend --rounds 200
+    python eval/overhead.py --rows scout,split-scout-attend --rounds 200
 
 Three steps take turns, round after round, all with the same weights:
 
@@ -11,7 +11,7 @@ Three steps take turns, round after round, all with the same weights:
   waited for, but it finds no task: nothing is scored, chosen or attended. Off − bare is what is added outside kernels
   (`outside`); what plain steps take beyond is `kernels`, and what their memory traffic drives out of the caches.
 
-Two kernels stay on and count: the one that writes a token's keys and values, without which later steps would not be
+Two things stay on and count: the kernel that writes a token's keys and values, without which later steps would not be
 those of a model; and the query that layer-ahead predicts (norm, projection and rotation of the next layer), which is
 the model's own arithmetic, but which nobody would compute without a cache that looks ahead. With two memories the work
 of a GPU is done by torch operators where there is none, and they count too: such rows show the logic, not what a GPU
@@ -61,7 +61,7 @@ BARE = "bare"
 BLOCK_SIZE = 32
 WARM_UP = 4  # rounds
 NAMES = ("bare", "added", "outside", "cpu", "full")
-LIMITS = {"full": 100, "scout": 100, "scout-select": 250, "scout-attend": 250}
+LIMITS = {"full": 100, "scout": 100}
 """Microseconds a layer that one memory may take outside kernels."""
 
 
@@ -69,8 +69,9 @@ def make_rows(budget: int) -> list[Row]:
     """The rows to choose from; where a row looks ahead, all of its layers do but the first."""
     rows = [Row("full", "full", {"tier": "one"})]
     for tier, prefix in (("one", ""), ("split", "split-")):
-        for lookahead, suffix in (("off", ""), ("select", "-select"), ("attend", "-attend")):
+        for lookahead in ("off", "select", "attend") if tier == "split" else ("off",):
             knobs = {"budget": budget, "lookahead": lookahead, "synchronous_layers": (0,), "tier": tier}
+            suffix = "" if lookahead == "off" else f"-{lookahead}"
             rows.append(Row(f"{prefix}scout{suffix}", "scout", {**knobs, "block_size": BLOCK_SIZE}))
         rows.append(Row(f"{prefix}fixed", "fixed_hybrid", {"tier": tier, "sinks": 32, "local": 128}))
     return rows

@@ -21,7 +21,6 @@ SMALL: dict[str, Any] = {"sinks": 8, "recent": 16, "block_size": 8, "synchronous
 SPLIT: dict[str, Any] = {"tier": "split", "resident": 64, "recall": 2}
 SCOUT: dict[str, dict[str, Any]] = {
     "off": {"lookahead": "off", "tier": "one"},
-    "attend": {"lookahead": "attend", "tier": "one"},
     "split-select": {"lookahead": "select", **SPLIT},
     "split-attend": {"lookahead": "attend", **SPLIT},
 }
@@ -35,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
         for budget in (64, 512)
     },
 }
-FAMILIES = {"llama": list(CASES), "qwen3": ["split-attend-64"], "olmo2": ["attend-64", "split-select-64"]}
+FAMILIES = {"llama": list(CASES), "qwen3": ["split-attend-64"], "olmo2": ["split-attend-64", "split-select-64"]}
 """Olmo 2 gathers its projections, keys and queries of all heads, on every rank: a prediction exchanges too."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import in_memory, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -195,7 +195,7 @@ def test_rows_go_on_as_they_would_have(
     extra: dict[str, Any] = {"recall": 1} if name == "scout" else {}
     if name == "hgca" and change == "crop":  # tokens that are cropped have been weights in averages
         extra["beta"] = 0.0
-    alone, changed = (HybridCache(model, name, **(TIERS[tier] | knobs | extra)) for _ in range(2))
+    alone, changed = (HybridCache(model, name, **(TIERS[tier] | in_memory(tier, knobs) | extra)) for _ in range(2))
     want = feed(model, alone, ids, mask, 166)[:, -6:]
     changed.settings.worker.delay = 0.005
     feed(model, changed, ids, mask, 162 if change == "crop" else 160)
@@ -259,7 +259,7 @@ def test_rows_that_part_behind_a_full_block_write_into_blocks_of_their_own(
 ) -> None:
     """The block that their next tokens go to may be there already, and is then shared while it is empty."""
     name, knobs = KINDS[kind]
-    knobs = TIERS[tier] | knobs | ({"budget": 4096} if name == "scout" else {})
+    knobs = TIERS[tier] | in_memory(tier, knobs) | ({"budget": 4096} if name == "scout" else {})
     ours = HybridCache(models["llama", "hybrid_sparse"], name, **knobs)
     theirs, rows = DynamicCache(), torch.tensor([2, 2, 0])
     ids, next_ids = prompt(3, 8 * BLOCK)[0], torch.tensor([[5], [6], [7]])

@@ -23,7 +23,8 @@ from transformers import (
 from hf_offload import HybridCache
 from hf_offload.cache.layer import HybridLayer
 
-SCOUT: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16, "lookahead": "select"}
+SCOUT: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16}
+SPLIT: dict[str, Any] = {**SCOUT, "tier": "split", "resident": 64, "lookahead": "select"}
 
 
 def config(family: str) -> PreTrainedConfig:
@@ -67,7 +68,7 @@ def test_stock_layers_are_exact_and_told_of(family: str, reason: str) -> None:
     longer = torch.cat([mask, torch.ones_like(mask[:, 20:])], 1)
     knobs: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5}
     stock = DynamicCache(config=eager.config)
-    cache = HybridCache(ours, "scout", tier="split", resident=64, **SCOUT)
+    cache = HybridCache(ours, "scout", **SPLIT)
     with pytest.warns(UserWarning, match=reason):
         first = ours.generate(ids, attention_mask=mask, past_key_values=cache, **knobs)
     assert torch.equal(first, eager.generate(ids, attention_mask=mask, past_key_values=stock, **knobs))
@@ -87,7 +88,7 @@ def test_some_layers_of_a_cache_may_be_stock(monkeypatch: pytest.MonkeyPatch) ->
     from hf_offload.attention import fallback
 
     eager, ours = (build_llama(name) for name in ("eager", "hybrid_sparse"))
-    cache = HybridCache(ours, "scout", tier="split", resident=64, **SCOUT)
+    cache = HybridCache(ours, "scout", **SPLIT)
     known = [layer for layer in cache.layers if isinstance(layer, HybridLayer)]
 
     def odd(key: torch.Tensor, value: torch.Tensor) -> str | None:

@@ -85,7 +85,6 @@ def models() -> dict[str, PreTrainedModel]:
                 ("hgca", "one", 21),
                 ("hgca-int8", "split", 0),
                 ("full-int8", "split", 0),
-                ("scout-attend", "one", 21),
                 ("scout-attend", "split", 21),
                 ("scout-attend-int8", "split", 0),
                 ("h2o", "split", 21),

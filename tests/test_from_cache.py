@@ -178,8 +178,9 @@ def test_what_looks_ahead_does_so_from_the_second_step_on(oracle: dict[Any, Any]
     """Before the first one nobody knows the scale of the softmax."""
     model, filled, token, mask, _ = stock_run(oracle, "llama", 1)
     knobs = {"budget": 96, "sinks": 16, "recent": 16, "lookahead": "attend", "synchronous_layers": (0,)}
-    cache = HybridCache.from_cache(filled, model, attention_mask=mask, block_size=BLOCK, **TIERS["one"], **knobs)
+    cache = HybridCache.from_cache(filled, model, attention_mask=mask, block_size=BLOCK, **TIERS["split"], **knobs)
     decode(model, cache, token, mask, 5)
+    cache.stats()
     assert [layer.stats.queries for layer in cache.layers] == [0, 4, 4, 4]
 
 
@@ -190,7 +191,8 @@ def test_drafts_may_come_first(oracle: dict[Any, Any], policy: str, tier: str) -
     model, filled, token, mask, (want, _) = stock_run(oracle, "llama", 1)
     knobs: dict[str, Any] = {"alpha": math.inf, "share": 1}
     if policy == "scout":
-        knobs = {"budget": 256, "sinks": 16, "recent": 0, "lookahead": "select", "synchronous_layers": (0,)}
+        knobs = {"budget": 256, "sinks": 16, "recent": 0, "synchronous_layers": (0,)}
+        knobs["lookahead"] = "select" if tier == "split" else "off"
     cache = HybridCache.from_cache(filled, model, policy, attention_mask=mask, tier=tier, block_size=BLOCK, **knobs)
     cache.activate_past_recording()
     fed = torch.cat([token, want[:, :3]], 1)

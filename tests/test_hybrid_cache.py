@@ -463,7 +463,11 @@ def test_sink_and_softcap_follow_the_model(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize("length", [1000, 1024])
 def test_growth_past_the_first_reservation(llama: PreTrainedModel, length: int, lookahead: str) -> None:
     cache = HybridCache(
-        llama, "scout", synchronous_layers=(0,), **(COVERING | {"budget": 2048, "lookahead": lookahead})
+        llama,
+        "scout",
+        synchronous_layers=(0,),
+        **TIERS["one" if lookahead == "off" else "split"],
+        **(COVERING | {"budget": 2048, "lookahead": lookahead}),
     )
     with torch.no_grad():
         ids = prompt(1, length + 40)[0]

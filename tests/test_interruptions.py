@@ -31,8 +31,9 @@ HGCA: dict[str, Any] = {"window": 24, "beta": 0.0, "block_size": 8, "prefill_til
 FLUXION: dict[str, Any] = {"predictor": ConstantPredictor(sinks=16, local=32), "prefill_tile": 32, "timeout": 120.0}
 BLOCKS: dict[str, Any] = {"block_size": 8, "prefill_tile": 32, "timeout": 120.0}
 SETTINGS = {
-    "one": Setting(2, 16, "scout", {**SCOUT, "tier": "one"}, True),
+    "one": Setting(2, 16, "scout", {**SCOUT, "tier": "one", "lookahead": "off"}, True),
     "split": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "recall": 1}, True),
+    "attend": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 512, "lookahead": "attend"}, True),
     "int8": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "host_dtype": "int8"}, True),
     "full, fetched": Setting(2, 16, "full", {"host": "fetch", "tier": "split", "resident": 48, **BLOCKS}, True),
     "quest": Setting(2, 16, "quest", {"budget": 8192, "tier": "split", "resident": 48, **BLOCKS}, True),

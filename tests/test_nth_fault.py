@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,15 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from breaking import POST, broken_post
 from histories import History, Setting, check_books, empty
 from test_interruptions import tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_offload
 from hf_offload.cache import memory
-from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.runner import _stop
+from hf_offload.cpu.launch import Launch, LaunchSequence
 from hf_offload.cpu.worker import Worker, WorkerError
 from hf_offload.fluxion.predictor import ConstantPredictor
 
@@ -36,8 +33,9 @@ FETCH: dict[str, Any] = {"budget": 8192, "sinks": 8, "block_size": 8, "prefill_t
 BLOCKS: dict[str, Any] = {"block_size": 8, "prefill_tile": 32, "timeout": 120.0}
 FLUXION: dict[str, Any] = {"predictor": ConstantPredictor(sinks=16, local=16), "prefill_tile": 32, "timeout": 120.0}
 SETTINGS = {
-    "one": Setting(2, 16, "scout", {**SCOUT, "tier": "one"}, True),
+    "one": Setting(2, 16, "scout", {**SCOUT, "tier": "one", "lookahead": "off"}, True),
     "split": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "recall": 1}, True),
+    "attend": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 512, "lookahead": "attend"}, True),
     "int8": Setting(2, 16, "scout", {**SCOUT, "tier": "split", "resident": 48, "host_dtype": "int8"}, True),
     "hgca": Setting(2, 16, "hgca", {**HGCA, "tier": "split"}, True),
     "quest": Setting(2, 16, "quest", {**FETCH, "tier": "split", "resident": 48}, True),
@@ -95,10 +93,6 @@ def kill(worker: Worker, *args: Any, **kwargs: Any) -> None:
         worker._queue.put(None)
     for thread in worker._pool:
         thread.join(5)
-    runner = worker._runner
-    if runner._thread is not None:
-        _stop(runner._control, os.getpid())
-        runner._thread.join(5)
 
 
 @contextmanager
@@ -115,27 +109,22 @@ def host_memory(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
 @contextmanager
 def kernels(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
     """Launches, by the model's thread and by others."""
-    for name in ("run", "__call__"):
-        patch.setattr(Launch, name, nth.before(getattr(Launch, name), break_down))
+    for kind, name in ((LaunchSequence, "run"), (Launch, "__call__")):
+        patch.setattr(kind, name, nth.before(getattr(kind, name), break_down))
     yield
 
 
 @contextmanager
-def posted_launches(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
-    """Launches by the thread that makes what was posted."""
-
-    def post(*args: Any, **kwargs: Any) -> Any:
-        return (broken_post if nth.due() else POST)(*args, **kwargs)
-
-    patch.setattr(Worker, "post", post)
+def divided_launches(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
+    """Launches in a job, however many threads take part."""
+    patch.setattr(Worker, "divide", nth.before(Worker.divide, break_down))
     yield
 
 
 @contextmanager
 def threads_before_a_job(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
     """All threads of the worker die before a job is handed over."""
-    for name in ("submit", "post"):
-        patch.setattr(Worker, name, nth.before(getattr(Worker, name), kill))
+    patch.setattr(Worker, "submit", nth.before(Worker.submit, kill))
     yield
 
 
@@ -178,7 +167,7 @@ def torch_operations(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
         yield
 
 
-FAULTS = [host_memory, kernels, posted_launches, threads_before_a_job, threads_at_a_job, torch_operations]
+FAULTS = [host_memory, kernels, divided_launches, threads_before_a_job, threads_at_a_job, torch_operations]
 
 
 def live(history: History, step: Callable[[Callable[[], None]], None]) -> None:
@@ -259,13 +248,13 @@ def test_the_nth_fault(
         step(history.caches[0].drain)  # what is still in flight
         assert len(errors) <= 1
         # Threads that are replaced; a read-ahead that nobody misses.
-        silent = fault in (threads_before_a_job, threads_at_a_job, kernels, posted_launches)
+        silent = fault in (threads_before_a_job, threads_at_a_job, kernels, divided_launches)
         assert errors or silent or nth.left > 0
         return n - nth.left
 
     total = once(10**9)
     if total == 0:
-        assert memory == "one" or fault is posted_launches  # no job is handed over
+        assert memory == "one" or fault is divided_launches  # no job is handed over
         return
     stride = max(total // most, 1)
     for n in range(1 + stride // 2, total + 1, stride):

@@ -119,7 +119,8 @@ def test_the_decoder_is_hooked_and_not_a_tower_of_the_same_depth() -> None:
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=159)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="hybrid_sparse")
     spread_weights(model)
-    cache = HybridCache(model, "scout", **(COVERING | {"lookahead": "attend", "synchronous_layers": (0,)}))
+    knobs = COVERING | TIERS["split"] | {"lookahead": "attend", "synchronous_layers": (0,)}
+    cache = HybridCache(model, "scout", **knobs)
     model.generate(prompt(1, 50)[0], past_key_values=cache, max_new_tokens=5, do_sample=False)
     assert cache.stats().as_dict()["query_cosine"] is not None
 
@@ -177,7 +178,7 @@ def test_a_projection_that_is_wrapped_later_is_the_one_that_predicts(llama: PreT
 
     model = tiny_model("llama")
     keeper = HybridCache(model, **COVERING)
-    knobs = {**COVERING, "lookahead": "attend", "synchronous_layers": (0,)}
+    knobs = {**COVERING, **TIERS["split"], "lookahead": "attend", "synchronous_layers": (0,)}
     cosines = []
     for wrap in (False, True):
         if wrap:

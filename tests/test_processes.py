@@ -59,7 +59,7 @@ CASES = [
     ("split", "attend"),
     *(
         pytest.param(*row, marks=pytest.mark.slow)
-        for row in (("split", "hgca"), ("one", "off"), ("one", "attend"), ("split", "off"))
+        for row in (("split", "hgca"), ("one", "off"), ("split", "select"), ("split", "off"))
     ),
 ]
 
@@ -102,10 +102,7 @@ def test_a_forked_child_goes_on_and_its_parent_too(tier: str, lookahead: str) ->
     ("tier", "lookahead"),
     [
         CASES[0],
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (("split", "hgca"), ("one", "attend"), ("split", "off"))
-        ),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("split", "hgca"), ("one", "off"), ("split", "off"))),
     ],
 )
 def test_an_interpreter_ends_at_once_with_work_in_flight(tier: str, lookahead: str) -> None:

@@ -48,6 +48,8 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str], kv_heads: Sequence[i
     policy = draw(st.sampled_from(policies), label="policy")
     size = 16 if policy == "fluxion" else draw(st.sampled_from([8, 16, 32]), label="block_size")
     covers = policy == "full" or draw(st.booleans(), label="covers")
+    tier = draw(st.sampled_from(TIERS), label="tier")
+    two = tier != "one"
     knobs: dict[str, Any] = {}
     if policy == "hgca":
         knobs |= draw(st.sampled_from([{"window": 1}, {"window": 50}, {"gpu_ratio": 0.3}, {}]), label="window")
@@ -80,7 +82,9 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str], kv_heads: Sequence[i
     if policy == "scout":
         knobs |= {
             "recent": draw(st.sampled_from([0, 16]), label="recent"),
-            "lookahead": draw(st.sampled_from(["off", "select", "attend"]), label="lookahead"),
+            "lookahead": draw(
+                st.sampled_from(["off", "select", "attend"] if two else ["auto", "off"]), label="lookahead"
+            ),
             "synchronous_layers": (0,),
             "digest": draw(st.sampled_from(["submean", "quest", "mean"]), label="digest"),
             "join": draw(st.sampled_from(["max", "mean", "raw"]), label="join"),
@@ -114,8 +118,6 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str], kv_heads: Sequence[i
         knobs["budget"] = (
             COVERING if covers else size * (least + draw(st.integers(0, 3), label="budget over the least"))
         )
-    tier = draw(st.sampled_from(TIERS), label="tier")
-    two = tier != "one"
     if policy == "hgca" and not knobs.keys() & {"window", "gpu_ratio"}:
         knobs["resident"] = size * draw(st.sampled_from([3, 5]), label="resident")
     elif two and policy != "hgca":

@@ -82,7 +82,7 @@ def test_ranks_that_exchange_in_a_prediction_take_no_short_cut(monkeypatch: pyte
     found = []
     for ranks in (1, 2):
         monkeypatch.setattr(model, "_tp_size", ranks)
-        cache = _ranks.generate(model, "attend-64")[1]
+        cache = _ranks.generate(model, "split-attend-64")[1]
         found.append(any(predictor.adapter for predictor in cache._attachment.predictors))
         del cache
     assert found == [True, False]
@@ -103,6 +103,6 @@ def test_weights_that_fsdp_gathers_are_not_there_for_a_prediction() -> None:
             fully_shard(layer)
         assert _ranks.generate(model, "off-64")[1].get_seq_length() == 75 + _ranks.STEPS - 1
         with pytest.raises(ValueError, match=r"is sharded by FSDP.*use lookahead='off'"):
-            _ranks.generate(model, "attend-64")
+            _ranks.generate(model, "split-attend-64")
     finally:
         dist.destroy_process_group()

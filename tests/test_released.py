@@ -27,7 +27,6 @@ HGCA: dict[str, Any] = {"policy": "hgca", "window": 40, "block_size": 16}
 PREDICTOR = ConstantPredictor(0.2, 0.02, sinks=16, local=32)
 SETTINGS: dict[str, dict[str, Any]] = {
     "one": {**KNOBS, **ONE},
-    "one, attends ahead": {**KNOBS, **ONE, "lookahead": "attend"},
     "split": {**SPLIT, "lookahead": "off"},
     "split, selects ahead": {**SPLIT, "lookahead": "select"},
     "split, attends ahead": {**SPLIT, "lookahead": "attend"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from test_exactness import assert_equal
 from test_families import build
 from test_fork import make
 from test_from_cache import decode, prefill
-from tiny import ONE_MEMORY, prompt, tiny_model
+from tiny import DEVICE, ONE_MEMORY, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
@@ -123,6 +124,26 @@ def test_int8_with_two_memories_goes_on_up_to_its_codes(models: dict[str, PreTra
     got = decode(model, HybridCache.load(tmp_path / "cache", model), token, mask, 3)
     assert torch.equal(got[0], want[0])
     assert (got[1] - want[1]).abs().max() < 0.02 * want[1].abs().max()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="beside a device there are two memories")
+@pytest.mark.parametrize("lookahead", ["attend", "select"])
+def test_one_memory_goes_on_without_looking_ahead(
+    models: dict[str, PreTrainedModel], tmp_path: Path, lookahead: str
+) -> None:
+    model = models["llama"]
+    ids, mask = prompt(2, PROMPT)
+    knobs: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16, "block_size": 16, "synchronous_layers": (0,)}
+    cache = HybridCache(model, **knobs, lookahead=lookahead, **MEMORIES["split"])
+    token = prefill(model, cache, ids, mask)
+    cache.save(tmp_path / "cache")
+    loaded = HybridCache.load(tmp_path / "cache", model, tier="one")
+    assert loaded.policy == replace(cache.policy, lookahead="off")
+    one = HybridCache(model, **knobs, tier="one")
+    prefill(model, one, ids, mask)
+    want, got = (decode(model, each, token, mask, 20) for each in (one, loaded))
+    assert torch.equal(got[1], want[1])
+    assert HybridCache.load(tmp_path / "cache", model).policy == cache.policy
 
 
 @pytest.mark.parametrize("case", ["full", "hgca"])

@@ -17,7 +17,7 @@ from hf_offload.attention import function
 from hf_offload.attention.hooks import find_layers
 from hf_offload.attention.lookahead import QueryPredictor, capture_query
 
-AHEAD: dict[str, Any] = {**COVERING, "lookahead": "attend", "synchronous_layers": (0,)}
+AHEAD: dict[str, Any] = {**COVERING, **TIERS["split"], "lookahead": "attend", "synchronous_layers": (0,)}
 
 
 def run(model: Any, cache: Any, batch: int = 2, **arguments: Any) -> Any:
@@ -103,8 +103,8 @@ def test_queries_are_predicted_by_the_wrapped_projections(family: str, wrap: Any
     assert not torch.equal(plain.logits[0], want.logits[0])  # the wrapping changes something
     inner = tiny_model(family)
     wrapped = wrap(inner)
-    for owner, tier in ((inner, TIERS["one"]), (wrapped, TIERS["split"])):
-        cache = HybridCache(owner, **AHEAD | {"lookahead": "select"}, **tier)
+    for owner in (inner, wrapped):
+        cache = HybridCache(owner, **AHEAD | {"lookahead": "select"})
         assert torch.equal(run(wrapped, cache).sequences, want.sequences)
         assert cache._attachment.predictors[2]._known is not None  # a query was predicted
     assert_predictor_is_right(inner, HybridCache(inner, **AHEAD), adapter=family != "gpt_neox")
@@ -185,13 +185,12 @@ def test_autocast_is_what_it_is_without(family: str, dtype: torch.dtype, most: f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", TIERS)
-def test_autocast_under_layer_ahead(tier: str) -> None:
+def test_autocast_under_layer_ahead() -> None:
     """Predicted queries come in the model's dtype and are compared and attended in the cache's."""
     model = tiny_model("llama")
     cosines = []
     for enabled in (False, True):
-        cache = HybridCache(model, **AHEAD, **TIERS[tier])
+        cache = HybridCache(model, **AHEAD)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
             run(model, cache)
         cosines.append(cache.stats().as_dict()["query_cosine"])
@@ -296,13 +295,14 @@ COMPILED = {
 def test_what_is_compiled_gives_the_same_tokens(compiled: str, tier: str) -> None:
     torch.compiler.reset()
     model = tiny_model("llama")
-    caches = [HybridCache(model, **AHEAD, **TIERS[tier])]
+    knobs = AHEAD if tier == "split" else COVERING | TIERS[tier]
+    caches = [HybridCache(model, **knobs)]
     want = run(model, caches[0], max_new_tokens=5)
     COMPILED[compiled](model)
-    caches.append(HybridCache(model, **AHEAD, **TIERS[tier]))
+    caches.append(HybridCache(model, **knobs))
     assert torch.equal(run(model, caches[1], max_new_tokens=5).sequences, want.sequences)
     first, second = (cache.stats().as_dict()["query_cosine"] for cache in caches)
-    assert first is not None
+    assert (first is not None) == (tier == "split")
     assert second == pytest.approx(first, abs=1e-6)
 
 

@@ -82,6 +82,12 @@ def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
     return model.to(DEVICE)
 
 
+def in_memory(tier: str, knobs: dict[str, Any]) -> dict[str, Any]:
+    """Knobs of a policy that looks a layer ahead where there are two memories; with one that is refused."""
+    one = tier == "one" and knobs.get("lookahead") in ("attend", "select")
+    return knobs | {"lookahead": "off"} if one else knobs
+
+
 def prompt(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask `[batch, length]`; rows after the first are left padded by more and more."""
     generator = torch.Generator().manual_seed(seed)

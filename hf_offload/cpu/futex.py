@@ -41,20 +41,14 @@ def wake(typing: Any, address: Any, threads: Any) -> Any:
 
 
 @lowered
-def wait_for_change(typing: Any, address: Any, value: Any, nanoseconds: Any) -> Any:
-    """Sleep while the int32 at an address has a value, until woken or so long; for good where that is negative."""
+def wait_for_change(typing: Any, address: Any, value: Any) -> Any:
+    """Sleep while the int32 at an address has a value, until woken."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        time = cgutils.alloca_once(builder, ir.ArrayType(_LONG, 2))
-        parts = builder.sdiv(args[2], _SECOND), builder.srem(args[2], _SECOND)
-        for index, part in enumerate(parts):
-            builder.store(part, cgutils.gep_inbounds(builder, time, 0, index))
-        forever = builder.icmp_signed("<", args[2], _NOTHING)
-        limit = builder.select(forever, _NOTHING, builder.ptrtoint(time, _LONG))
-        _call(builder, args[0], ir.Constant(_LONG, _WAIT), args[1], limit, _NOTHING, _NOTHING)
+        _call(builder, args[0], ir.Constant(_LONG, _WAIT), args[1], _NOTHING, _NOTHING, _NOTHING)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), emit
+    return types.void(types.int64, types.int64), emit
 
 
 @lowered

@@ -120,7 +120,7 @@ def serve(calls: Array, control: Array) -> None:
             return
         call = _enter(calls)
         if call < 0:
-            wait_for_change(address_of(control), bell & LOWER, -1)
+            wait_for_change(address_of(control), bell & LOWER)
             hold(control)
             continue
         if peek(calls, call * WIDTH + STATE) >= _INVITED:

@@ -111,6 +111,8 @@ class Scout(Policy):
     def paper(cls, budget: int = 2048, **knobs: object) -> Scout:
         """The paper's form: Quest's digest, raw scores, attention with the predicted query, no correction or smoothing.
 
+        It needs two memories, as `lookahead="attend"` does.
+
         Args:
             budget: as for `Scout`.
             knobs: other knobs of `Scout`.

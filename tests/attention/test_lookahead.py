@@ -126,14 +126,14 @@ def test_a_layer_that_has_changed_is_looked_at_anew(change: str) -> None:
         return model
 
     knobs: dict[str, Any] = {"budget": 32, "sinks": 8, "recent": 8, "block_size": 8, "synchronous_layers": (0,)}
-    knobs |= {"tier": "one", "lookahead": "attend"}
+    knobs |= {"tier": "split", "resident": 48, "lookahead": "attend"}
     model = tiny_model("llama")
     want = decode(changed(), HybridCache(model, **knobs))
     model = tiny_model("llama")
     before = HybridCache(model, **knobs)  # while it lives, what is known of the model's layers does
     decode(model, before)
     got = decode(changed(), cache := HybridCache(model, **knobs))
-    assert cache.layers[2].stats.queries
+    assert cache.stats().as_dict()["layers"][2]["query_cosine"] is not None
     torch.testing.assert_close(got, want)
 
 
@@ -148,9 +148,8 @@ def test_a_layer_that_never_attends_is_an_error() -> None:
 def test_every_layer_that_may_look_ahead_does(family: str) -> None:
     """With true inputs out of reach, the prediction is at least a query of the right layer, position and norm."""
     model = tiny_model(family)
-    cache = HybridCache(
-        model, "scout", budget=256, sinks=16, recent=0, block_size=16, lookahead="attend", synchronous_layers=(0,)
-    )
+    knobs: dict[str, Any] = {"lookahead": "attend", "synchronous_layers": (0,), "tier": "split", "resident": 64}
+    cache = HybridCache(model, "scout", budget=256, sinks=16, recent=0, block_size=16, **knobs)
     ids, mask = prompt(2, 60)
     model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
     rows = cache.stats().as_dict()["layers"]
@@ -162,13 +161,13 @@ def test_every_layer_that_may_look_ahead_does(family: str) -> None:
 def test_a_process_has_the_same_bits_from_its_first_step_on() -> None:
     """The step that proves a short way to a query takes that way, too."""
     model, (ids, mask) = tiny_model("llama"), prompt(1, 150)
-    knobs: dict[str, Any] = {"lookahead": "attend", "synchronous_layers": (0,), "host_dtype": "int8"}
+    knobs: dict[str, Any] = {"lookahead": "attend", "synchronous_layers": (0,), "host_dtype": "int8", "tier": "split"}
     logits = []
     for anew in (True, False):
         cache = HybridCache(model, "scout", budget=96, sinks=16, recent=16, block_size=16, **knobs)
         if anew:
             for predictor in cache._attachment.predictors:
-                predictor.plain = predictor.adapter = predictor._known = None
+                predictor.adapter = predictor._known = None
         logits.append(decode_logits(model, cache, ids, mask, None, steps=8)[1])
-        assert any(predictor.plain is not None for predictor in cache._attachment.predictors)
+        assert any(predictor.adapter is not None for predictor in cache._attachment.predictors)
     assert torch.equal(*logits)

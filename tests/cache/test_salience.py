@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from breaking import UNDONE, broken_launch
 from test_from_cache import decode, prefill
 from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
@@ -55,13 +56,6 @@ def converse(
     return torch.stack(rows, 1)
 
 
-def broken(*args: Any, **kwargs: Any) -> Launch:
-    def kernel(*_: Any) -> None:
-        raise ArithmeticError("the kernel died")
-
-    return Launch(kernel, 1, (), 0)
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
@@ -81,7 +75,7 @@ def test_a_job_that_fails_is_told_with_its_layer_and_done_again(
 
     def sometimes(*args: Any, **kwargs: Any) -> Launch:
         count[0] += 1
-        return (broken if count[0] - 1 in calls else real)(*args, **kwargs)
+        return (broken_launch if count[0] - 1 in calls else real)(*args, **kwargs)
 
     def attempt(act: Callable[[], Any]) -> Any:
         past = cache.get_seq_length()
@@ -99,7 +93,7 @@ def test_a_job_that_fails_is_told_with_its_layer_and_done_again(
     assert torch.allclose(got, want, atol=5e-5)
     assert 2 <= len(told) <= len(calls)  # of layers that fail at once one tells
     assert all("of layer" in text or "in layer" in text for text in told)
-    assert all("leave" in text and "to the CPU" in text and "the kernel died" in text for text in told)
+    assert all("leave" in text and "to the CPU" in text and UNDONE in text for text in told)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -109,7 +103,7 @@ def test_what_nobody_could_decide_is_kept_until_the_next_append(
     cache, shares = make(model, tier), []
     ids, mask = prompt(1, 150)
     with monkeypatch.context() as patch:
-        patch.setattr(salience, "weigh_tokens", broken)
+        patch.setattr(salience, "weigh_tokens", broken_launch)
         token = prefill(model, cache, ids, mask)
         with pytest.raises(WorkerError, match="what 150 tokens leave to the CPU in layer 0"):
             decode(model, cache, token, mask, 1)

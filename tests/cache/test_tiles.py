@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from breaking import UNDONE, broken_launch
 
 from hf_offload.cache import memory, tiles
 from hf_offload.cache.padding import Padding
@@ -87,14 +88,20 @@ def test_slow_threads_change_nothing(packs: bool) -> None:
 def test_the_next_tile_comes_while_one_is_attended(monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(Worker())
     done: list[int] = []
+    first_of, real = dict[int, int](), Worker.divide
 
     def watched(k: torch.Tensor, v: torch.Tensor, first: int) -> Any:
         launch = BlockStore.gathering(store, k, v, first)
-        return Launch(
-            lambda *args: (launch.kernel(*args), done.append(first)), launch.tasks, launch.args, launch.ticket, 0
-        )
+        first_of[id(launch)] = first
+        return launch
+
+    def divide(worker: Worker, launch: Launch) -> float:
+        seconds = real(worker, launch)
+        done.append(first_of[id(launch)])
+        return seconds
 
     monkeypatch.setattr(store, "gathering", watched)
+    monkeypatch.setattr(Worker, "divide", divide)
     for first, _, _ in store.tiles(LENGTH, 64):
         limit = time.monotonic() + 300
         while first + 64 < LENGTH and first + 64 not in done:
@@ -124,24 +131,17 @@ def test_two_tiles_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(made) == 60 * token  # a single tile needs no second
 
 
-class Broken(Exception):
-    """Stands for whatever a gather may die of."""
-
-
 def test_a_gather_that_fails_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(Worker())
 
-    def broken(*args: Any) -> None:
-        raise Broken("the kernel died")
-
     def later(k: torch.Tensor, v: torch.Tensor, first: int) -> Any:
         launch = BlockStore.gathering(store, k, v, first)
-        return Launch(broken, 1, (), 0) if first == 128 else launch
+        return broken_launch() if first == 128 else launch
 
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(store, "gathering", later)
-        with pytest.raises(WorkerError, match="gathering tokens 128 to 191 failed: Broken"):
+        with pytest.raises(WorkerError, match=f"gathering tokens 128 to 191 failed: .*{UNDONE}"):
             seen.extend(first for first, _, _ in store.tiles(LENGTH, 64))
     assert seen == [0, 64]
     assert_tiles(store, LENGTH, 64)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_offload.cpu import helpers
 from hf_offload.cpu.helpers import FUTEX, WORTH_BYTES, Helpers
 from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_offload.cpu import reference
-from hf_offload.cpu.pool import copy_records, gather_tokens, touch_blocks, touch_records, write_tokens
+from hf_offload.cpu.pool import copy_records, gather_tokens, touch_records, write_tokens
 
 from ._pools import DTYPES, bits, run
 
@@ -46,18 +46,6 @@ def test_copy_and_touch_records() -> None:
     assert torch.equal(target, source[torch.from_numpy(order)])
     run(touch_records(source_addr, 4000), threads=2)
     run(copy_records(source_addr[:0], target_addr[:0], 4000))
-
-
-def test_touched_blocks_may_be_written_meanwhile() -> None:
-    pool = torch.zeros(4, 2, 100)
-    block_ptr = pool.data_ptr() + np.arange(4, dtype=np.int64) * pool[0].nbytes
-    table, counts = np.array([[3, 1, 0, 2]], np.int32), np.array([[3, 2**31 - 1]], np.int32)
-    blocks = np.array([[[0, 2, 3], [-(2**31), 2**31 - 1, 1]]], np.int32)  # half written: no block is looked for
-    for packed, size in ((0, 400), (200, 200)):
-        block_ptr[1] |= packed > 0
-        run(touch_blocks(blocks, counts, table, block_ptr, 3, size, packed), threads=2)
-    with pytest.raises(ValueError, match="sealed 5 is not within"):
-        touch_blocks(blocks, counts, table, block_ptr, 5, 400)
 
 
 def test_pool_refuses() -> None:

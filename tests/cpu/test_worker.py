@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hf_offload.cpu.worker import JOBS, Worker, WorkerError
+from hf_offload.cpu.worker import JOBS, Job, Worker, WorkerError
 
 
 def test_result_waits_for_the_work() -> None:
@@ -101,14 +101,8 @@ def test_a_killed_thread_is_noticed_and_replaced() -> None:
     worker._queue.put(None)  # now it really ends
     thread.join(300)
     with pytest.raises(WorkerError, match="every worker thread has died"):
-        _never_served(worker).result()
+        Job(worker, "CPU attention of layer 0").result()  # never served
     worker.submit(lambda: None).result()
-
-
-def _never_served(worker: Worker):  # type: ignore[no-untyped-def]
-    from hf_offload.cpu.jobs import Called
-
-    return Called(worker, "CPU attention of layer 0")
 
 
 def test_a_forked_child_gets_threads_of_its_own() -> None:

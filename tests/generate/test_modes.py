@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from generate._modes import BLOCK, DRAFTED, LENGTH, MODES, NEW, ONE_ROW, POLICIES, SMALL, TIERS
-from tiny import tiny_model
+from tiny import in_memory, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
@@ -68,7 +68,7 @@ def test_a_covering_budget_gives_the_tokens_of_dynamic_cache(
     if (oracle, batch) not in wanted:
         wanted[oracle, batch] = MODES[oracle](stock, DynamicCache(config=stock.config), batch)
     name, knobs = POLICIES[policy]
-    cache = HybridCache(ours, name, block_size=BLOCK, prefill_tile=32, **(TIERS[tier] | knobs))
+    cache = HybridCache(ours, name, block_size=BLOCK, prefill_tile=32, **(TIERS[tier] | in_memory(tier, knobs)))
     assert torch.equal(MODES[mode](ours, cache, batch), wanted[oracle, batch])
 
 
@@ -91,7 +91,7 @@ def test_a_small_budget_gives_what_the_policy_defines(
     name, knobs = SMALL[policy]
 
     def run(which: str, tier: str) -> torch.Tensor:
-        cache = HybridCache(ours, name, block_size=8, **(TIERS[tier] | knobs))
+        cache = HybridCache(ours, name, block_size=8, **(TIERS[tier] | in_memory(tier, knobs)))
         return MODES[which](ours, cache, batch)
 
     tokens = run(mode, "split")
