@@ -22,6 +22,7 @@ from hf_offload.cache.saving import save_cache
 from hf_offload.cache.stock import copy_layer
 from hf_offload.cache.takeover import give_back, take_over
 from hf_offload.changing import Changing
+from hf_offload.knobs import check_flag
 from hf_offload.policies import Policy, describe_policy, saved_policy
 
 
@@ -139,32 +140,36 @@ class Portable(Changing):
 
     @classmethod
     @torch.inference_mode(False)
-    def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel, **knobs: Any) -> Self:
+    def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel, *, verify: bool = True, **knobs: Any) -> Self:
         """Make the cache that `save` wrote, for the same model.
 
-        With one memory the file is mapped: a step reads and checks a block when it first needs it. The file is not
-        written; do not change it while the cache lives. With two memories `load` reads and checks all blocks. It checks
-        everything else in both cases.
+        Every number and tensor of the files is checked: one that was damaged or forged is a ValueError. With one memory
+        the file of the blocks is mapped and not written; do not change it while the cache lives. With two memories
+        `load` reads the blocks.
 
         Args:
             folder: the folder given to `save`.
             model: a model with the same weights, in the same dtype.
+            verify: whether all blocks are compared with their checksums. False: with one memory, a step reads a block
+                when it first needs it, and nobody notices that its keys and values were altered.
             knobs: these knobs of `HybridCache`, in place of the saved ones: `tier`, `resident`, `device_budget`,
                 `prefill_tile`, `cuda_graph`, `threads`, `timeout`, `progress`.
 
         Raises:
-            ValueError: no saved cache, a file that was cut short or altered, another model, or another knob. With one
-                memory, a forward that first reads an altered block raises it.
+            ValueError: no saved cache, a file that was cut short, altered or forged, another model, or another knob.
             MemoryError: the host has no memory left for the cache.
         """
+        check_flag("verify", verify)
         saved = SavedCache(Path(folder))
         config, stack = check_model(model), find_layers(model)[0]
-        odd = difference(saved.about["model"], fingerprint(config, stack))
+        with saved.sound():
+            odd = difference(saved.about["model"], fingerprint(config, stack))
+            policy = saved_policy(saved.about["policy"])
         if odd is not None:
             raise ValueError(f"{folder} was saved with another model than this {type(model).__name__}: {odd}")
-        made = cls._make(model, saved_policy(saved.about["policy"]), **merge_knobs(saved.about["knobs"], knobs))
+        made = cls._make(model, policy, **merge_knobs(saved.about["knobs"], knobs))
         place = not knobs.keys() & {"resident", "device_budget"}
-        saved.restore(made.layers, stock_layers(config), made._attachment.layers, place=place)
+        saved.restore(made.layers, stock_layers(config), made._attachment.layers, place=place, verify=verify)
         made.fallback.taken_over()
         made.donors = dict(saved.about["donors"])
         return made

@@ -17,7 +17,6 @@ from hf_offload.attention.step import Near, Step
 from hf_offload.attention.windowed import WindowKernels, attend_kept
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.token_writer import Writing
-from hf_offload.cache.unchecked import check_selected
 from hf_offload.cpu import choose as choosing
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu import pool as movers
@@ -193,9 +192,6 @@ class HostStep(Step):
     ) -> Standing:  # fmt: skip
         """The launch that attends blocks with this step's query, into the layer's `out` and `lse` or those given."""
         store, padding, kernels = self.store, self.store.padding, self.kernels
-        if store.pool.unchecked is not None:
-            self.begin()  # what is compared with its checksum must have been chosen
-        check_selected(store, host.blocks, host.counts)
         arrays = (host.blocks, host.counts, store.table, store.pool.block_ptr, padding.valid, padding.holes, kbar,
                   scores)  # fmt: skip
         numbers = (self.scale, self.softcap)
@@ -234,7 +230,7 @@ class HostStep(Step):
             self._add(*given[:2])
             self.begin()
         token, read = self._keep
-        if whole and token is not None and self.store.pool.unchecked is None and may_repeat(type(layer.policy)):
+        if whole and token is not None and may_repeat(type(layer.policy)):
             giving = None if ahead is None else given[0]
             layer.kernels[AGAIN] = Again(layer, kernels, launches, giving, host, numbers[4] != 0, read, *token.keep)
         return given[2]
