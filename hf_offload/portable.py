@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any, Self, cast
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_offload.attention.checks import check_model, stock_layers
+from hf_offload.attention.checks import check_model, image_layers, stock_layers
 from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.hooks import Attachment, find_layers
 from hf_offload.cache.fingerprint import difference, fingerprint
@@ -20,7 +21,7 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.loading import SavedCache, merge_knobs
 from hf_offload.cache.saving import save_cache
 from hf_offload.cache.stock import copy_layer
-from hf_offload.cache.takeover import give_back, take_over
+from hf_offload.cache.takeover import device_of, give_back, take_over
 from hf_offload.changing import Changing
 from hf_offload.knobs import check_flag
 from hf_offload.policies import Policy, describe_policy, saved_policy
@@ -138,6 +139,14 @@ class Portable(Changing):
         with self.alone():
             save_cache(Path(folder), self.layers, self.settings.padding, about)
 
+    def _one_token(self, model: PreTrainedModel) -> list[Any]:
+        """The layers of a cache that holds one token: the model alone says what Transformers' own ones hold."""
+        cache = self._make(model, "full")
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of layers that fit no block
+            model(torch.zeros(1, 1, dtype=torch.long, device=device_of(self._attachment.stack)), past_key_values=cache)
+        return list(cache.layers)
+
     @classmethod
     @torch.inference_mode(False)
     def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel, *, verify: bool = True, **knobs: Any) -> Self:
@@ -169,7 +178,11 @@ class Portable(Changing):
             raise ValueError(f"{folder} was saved with another model than this {type(model).__name__}: {odd}")
         made = cls._make(model, policy, **merge_knobs(saved.about["knobs"], knobs))
         place = not knobs.keys() & {"resident", "device_budget"}
-        saved.restore(made.layers, stock_layers(config), made._attachment.layers, place=place, verify=verify)
+        examples = made._one_token(model) if any("stock" in told for told in saved.about["layers"]) else ()
+        saved.restore(
+            made.layers, stock_layers(config), made._attachment.layers, examples, image_layers(config), place=place,
+            verify=verify,
+        )  # fmt: skip
         made.fallback.taken_over()
         made.donors = dict(saved.about["donors"])
         return made

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -34,7 +34,7 @@ from hf_offload.cache.saved_fields import (
     sizes_of,
 )
 from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS, layout, record_sums
-from hf_offload.cache.stock import unpack
+from hf_offload.cache.stock import check, first_token, unpack
 from hf_offload.cache.takeover import device_of
 from hf_offload.cache.window import load_averages
 from hf_offload.fields import Field, check_tensors
@@ -140,7 +140,15 @@ class SavedCache:
         )
 
     def restore(
-        self, layers: list[Any], stock: list[Any], modules: Sequence[nn.Module], *, place: bool, verify: bool
+        self,
+        layers: list[Any],
+        stock: list[Any],
+        modules: Sequence[nn.Module],
+        examples: Sequence[Any],
+        images: Container[int],
+        *,
+        place: bool,
+        verify: bool,
     ) -> None:
         """Fill the empty layers of a new cache.
 
@@ -148,6 +156,8 @@ class SavedCache:
             layers: of the cache; those that were saved as stock layers are replaced.
             stock: the layers that Transformers would have in their place, empty.
             modules: the model's decoder layers.
+            examples: the layers of a cache that holds one token, if any was saved as a stock layer.
+            images: numbers of the layers that hold an image's tokens.
             place: whether what was resident is to be resident again.
             verify: whether blocks are compared with their checksums.
 
@@ -167,7 +177,11 @@ class SavedCache:
                     f"layer {index} of {self.folder} is a {shown(kind)}, in this model a {type(layer).__name__}"
                 )
             if "stock" in told:
-                layers[index] = unpack(stock[index], told["state"], tensors, device)
+                with self.sound():
+                    found = layers[index] = unpack(stock[index], told["state"], tensors, device)
+                    (rows, tokens), image = self._tensors["padding"].shape, index in images
+                    like = first_token(found) if image and found.is_initialized else examples[index]
+                    check(prefix[:-1], found, (stock[index], like), rows, None if image else tokens or None)
             elif told:
                 settings = layer.settings
                 if blocks is None:
