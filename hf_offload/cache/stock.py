@@ -128,7 +128,7 @@ def check(name: str, layer: Any, examples: Sequence[Any], rows: int, tokens: int
             wrong = error
     else:
         raise wrong or ValueError(f"{name} is like no other")
-    if isinstance(layer, CacheLayerMixin) and layer.is_initialized:
+    if isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None:
         have, held = layer.get_seq_length(), layer.keys.shape[2]
         seen = layer.get_mask_sizes(1)[0] - 1
         if layer.values.shape[:3] != layer.keys.shape[:3] or tokens not in (None, have):
