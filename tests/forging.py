@@ -1,9 +1,10 @@
-"""Goes through the forgeries of one saved cache, predictor or profile: each is refused by a ValueError, or runs.
+"""Goes through the forgeries of a saved cache, a predictor or a profile: each is refused by a ValueError, or runs.
 
-    python tests/forging.py CASE TIER FOLDER
+    python tests/forging.py CASE-TIER FOLDER EVERY
+    python tests/forging.py predictor FOLDER EVERY
 
-A line says what comes before it is tried, so that the last line of a process that died tells what it died of. A forgery
-has its sums made anew.
+A forgery has its sums made anew; every so manieth is tried. A line says what comes before it is tried: the last line of
+a process that died tells what it died of.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 from test_families import build
-from test_fork import CASES, make
-from test_from_cache import decode
+from test_fork import CASES, SMALL, make
+from test_from_cache import decode, prefill
 from tiny import prompt, tiny_model
 
 from hf_offload import HybridCache
+from hf_offload.attention.hooks import find_layers
+from hf_offload.cache.fingerprint import likeness
+from hf_offload.fluxion.features import FEATURES
+from hf_offload.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole
 
 PROMPT, STEPS = 205, 3
 LAYER = 2  # whose fields are forged; the other layers' are alike
@@ -51,6 +56,8 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
             if path == ("layers",) and key != LAYER:
                 continue
             if path[:1] == ("model",) and len(path) == 2 and list(value).index(key) != 2:
+                continue
+            if isinstance(value, list) and len(value) > 8 and key > 1:
                 continue
             yield from leaves(part, (*path, key))
     else:
@@ -183,11 +190,15 @@ def header_forgeries(data: bytes) -> Iterator[tuple[str, bytes]]:
 class Trial:
     """Tries what was forged and counts what was wrong with that."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int) -> None:
+        self.every, self.seen = every, 0
         self.tried = self.refused = 0
         self.wrong: list[str] = []
 
     def __call__(self, name: str, run: Callable[[], None]) -> None:
+        self.seen += 1
+        if self.seen % self.every:
+            return
         print(name, flush=True)
         self.tried += 1
         began = time.perf_counter()
@@ -213,6 +224,24 @@ class Trial:
         sys.exit(bool(self.wrong))
 
 
+def pipes(path: Path) -> Iterator[str]:
+    """What never ends in place of a file."""
+    for kind in ("a pipe", "a device", "a folder"):
+        path.unlink()
+        if kind == "a pipe":
+            os.mkfifo(path)
+        elif kind == "a device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.mkdir()
+        yield f"{path.name} is {kind}"
+        if kind == "a folder":
+            path.rmdir()
+        else:
+            path.unlink()
+        path.touch()
+
+
 def saved(case: str, tier: str, folder: Path) -> Callable[..., None]:
     """Save a cache; what loads another folder like it and decodes."""
     family = {"sliding": "gemma3", "linear": "linear"}.get(case, "llama")
@@ -236,42 +265,118 @@ def saved(case: str, tier: str, folder: Path) -> Callable[..., None]:
     assert torch.equal(decode(model, HybridCache.load(folder, model), token, mask, STEPS)[1], want) or "int8" in case
 
     def run(forged: Path, *, verify: bool = True) -> None:
-        logits = decode(model, HybridCache.load(forged, model, verify=verify, timeout=10.0), token, mask, STEPS)[1]
+        loaded = HybridCache.load(forged, model, verify=verify, timeout=10.0)
+        logits = decode(model, loaded, token, mask, STEPS)[1]
         assert logits.shape == want.shape
+        if case in CASES:  # the others cannot forget
+            loaded.fork().reorder_cache(torch.tensor([1, 1]))
+            loaded.crop(-STEPS - 25)  # into the prompt
+            loaded.to_dynamic()
 
     return run
 
 
-def main(case: str, tier: str, folder: Path) -> None:
-    """All forgeries of a cache."""
+def caches(case: str, tier: str, folder: Path, every: int) -> None:
+    """Forgeries of a cache."""
     genuine, forged = folder / "genuine", folder / "forged"
-    run, trial = saved(case, tier, genuine), Trial()
-    forged.mkdir()
-    for name in os.listdir(genuine):
-        shutil.copy(genuine / name, forged / name)
+    run, trial = saved(case, tier, genuine), Trial(every)
+    shutil.copytree(genuine, forged)
     data = (genuine / "cache.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])
     files: Any = about, load_file(genuine / "cache.safetensors"), load_file(genuine / "digests.safetensors")
-    forgeries = [*text_forgeries(about), *tensor_forgeries(files[1], 1), *tensor_forgeries(files[2], 2)]
-    for name, forge in forgeries:
-        mine = copy.deepcopy(files[0]), dict(files[1]), dict(files[2])
-        forge(*mine)
-        write(forged, *mine)
-        trial(name, lambda: run(forged))
-    for name in ("cache.safetensors", "digests.safetensors", "blocks.safetensors"):
-        for what, made in header_forgeries((genuine / name).read_bytes()):
-            write(forged, *files)
-            write_files(forged, {name: made})
-            trial(f"{name}: {what}", lambda: run(forged))
-        shutil.copy(genuine / name, forged / name)
+    for name, forge in [*text_forgeries(about), *tensor_forgeries(files[1], 1), *tensor_forgeries(files[2], 2)]:
+
+        def altered(forge: Any = forge) -> None:
+            mine = copy.deepcopy(files[0]), dict(files[1]), dict(files[2])
+            forge(*mine)
+            write(forged, *mine)
+            run(forged)
+
+        trial(name, altered)
+    for file in ("cache.safetensors", "digests.safetensors", "blocks.safetensors"):
+        write(forged, *files)
+        for what, made in header_forgeries((genuine / file).read_bytes()):
+            write_files(forged, {file: made})
+            trial(f"{file}: {what}", lambda: run(forged))
+        for what in pipes(forged / file):
+            trial(what, lambda: run(forged))
+        shutil.copy(genuine / file, forged / file)
     write(forged, *files)
-    blocks = bytearray((genuine / "blocks.safetensors").read_bytes())
+    blocks = (genuine / "blocks.safetensors").read_bytes()
     for value in (0x00, 0x7F, 0xFF):
         (forged / "blocks.safetensors").write_bytes(blocks[:4096] + bytes([value]) * (len(blocks) - 4096))
         trial(f"blocks full of {value}", lambda: run(forged, verify=False))
     trial.end()
 
 
+def predictors(folder: Path, every: int) -> None:
+    """Forgeries of a file that `hf-offload train-fluxion` has written."""
+    torch.manual_seed(0)
+    model, path, trial = tiny_model("llama"), folder / "predictor.safetensors", Trial(every)
+    made = HeadPredictor(tau=0.1, digest="submean", sinks=16, local=32)
+    made.standardise(torch.randn(500, len(FEATURES)))
+    save_predictors(path, likeness(model.config, find_layers(model)[0]), {0.1: made}, {"samples": 3})
+    about, tensors, data = read_about(path), load_file(path), path.read_bytes()
+
+    def run() -> None:
+        work(model, HybridCache(model, "fluxion", predictor=path, tier="split"))
+
+    run()
+    whole = {f"layers.{LAYER}.{name}": tensor for name, tensor in tensors.items()}
+    for name, forge in [*text_forgeries(about), *tensor_forgeries(whole, 1)]:
+
+        def altered(forge: Any = forge) -> None:
+            text, mine = copy.deepcopy(about), dict(whole)
+            forge(text, mine, {})
+            write_whole(path, {name.removeprefix(f"layers.{LAYER}."): part for name, part in mine.items()}, text)
+            run()
+
+        trial(name, altered)
+    for what, forged in header_forgeries(data):
+        path.write_bytes(forged)
+        trial(what, run)
+    for what in pipes(path):
+        trial(what, run)
+    trial.end()
+
+
+def profiles(folder: Path, every: int) -> None:
+    """Forgeries of a file that `hf-offload profile` has written."""
+    model, path, trial = tiny_model("llama"), folder / "profile.json", Trial(every)
+    about = {"version": 1, "intervals": [3, 2, 1, 4]}
+
+    def run() -> None:
+        work(model, HybridCache(model, "scout", recall=path, tier="split", block_size=16, **SMALL))
+
+    def written(text: str) -> None:
+        path.write_text(text)
+        run()
+
+    written(json.dumps(about))
+    for name, forge in text_forgeries(about):
+        text = copy.deepcopy(about)
+        forge(text, {}, {})
+        trial(name, lambda text=text: written(json.dumps(text)))
+    for text in ("", "[", "7", "null", "[" * 100_000, '{"intervals": [1' + "0" * 5000 + "]}"):
+        trial(text[:30], lambda text=text: written(text))
+    for what in pipes(path):
+        trial(what, run)
+    trial.end()
+
+
+def work(model: Any, cache: HybridCache) -> None:
+    ids, mask = prompt(2, PROMPT)
+    decode(model, cache, prefill(model, cache, ids, mask), mask, STEPS)
+
+
+def main(case: str, folder: Path, every: int) -> None:
+    """Try forgeries and end with what was wrong."""
+    if case in ("predictor", "profile"):
+        {"predictor": predictors, "profile": profiles}[case](folder, every)
+    else:
+        caches(*case.rsplit("-", 1), folder, every)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
