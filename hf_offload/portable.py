@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any, Self, cast
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_offload.attention.checks import check_model, stock_layers
+from hf_offload.attention.checks import check_model, image_layers, stock_layers
 from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.hooks import Attachment, find_layers
 from hf_offload.attention.spread import two_memories
@@ -21,8 +22,9 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.loading import SavedCache, merge_knobs
 from hf_offload.cache.saving import save_cache
 from hf_offload.cache.stock import copy_layer
-from hf_offload.cache.takeover import give_back, take_over
+from hf_offload.cache.takeover import device_of, give_back, take_over
 from hf_offload.changing import Changing
+from hf_offload.knobs import check_flag
 from hf_offload.policies import Policy, describe_policy, saved_policy
 
 
@@ -138,36 +140,52 @@ class Portable(Changing):
         with self.alone():
             save_cache(Path(folder), self.layers, self.settings.padding, about)
 
+    def _one_token(self, model: PreTrainedModel) -> list[Any]:
+        """The layers of a cache that holds one token: the model alone says what Transformers' own ones hold."""
+        cache = self._make(model, "full")
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of layers that fit no block
+            model(torch.zeros(1, 1, dtype=torch.long, device=device_of(self._attachment.stack)), past_key_values=cache)
+        return list(cache.layers)
+
     @classmethod
     @torch.inference_mode(False)
-    def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel, **knobs: Any) -> Self:
+    def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel, *, verify: bool = True, **knobs: Any) -> Self:
         """Make the cache that `save` wrote, for the same model.
 
-        With one memory the file is mapped: a step reads and checks a block when it first needs it. The file is not
-        written; do not change it while the cache lives. With two memories `load` reads and checks all blocks. It checks
-        everything else in both cases.
+        Every number and tensor of the files is checked: one that was damaged or forged is a ValueError. With one memory
+        the file of the blocks is mapped and not written; do not change it while the cache lives. With two memories
+        `load` reads the blocks.
 
         Args:
             folder: the folder given to `save`.
             model: a model with the same weights, in the same dtype.
+            verify: whether all blocks are compared with their checksums. False: with one memory, a step reads a block
+                when it first needs it, and nobody notices that its keys and values were altered.
             knobs: these knobs of `HybridCache`, in place of the saved ones: `tier`, `resident`, `device_budget`,
                 `prefill_tile`, `cuda_graph`, `threads`, `timeout`, `progress`.
 
         Raises:
-            ValueError: no saved cache, a file that was cut short or altered, another model, or another knob. With one
-                memory, a forward that first reads an altered block raises it.
+            ValueError: no saved cache, a file that was cut short, altered or forged, another model, or another knob.
             MemoryError: the host has no memory left for the cache.
         """
+        check_flag("verify", verify)
         saved = SavedCache(Path(folder))
         config, stack = check_model(model), find_layers(model)[0]
-        odd = difference(saved.about["model"], fingerprint(config, stack))
+        with saved.sound():
+            odd = difference(saved.about["model"], fingerprint(config, stack))
+            policy = saved_policy(saved.about["policy"])
         if odd is not None:
             raise ValueError(f"{folder} was saved with another model than this {type(model).__name__}: {odd}")
         merged = merge_knobs(saved.about["knobs"], knobs)
-        policy = saved_policy(saved.about["policy"]).for_memories(two=two_memories(model, merged["tier"]))
+        policy = policy.for_memories(two=two_memories(model, merged["tier"]))
         made = cls._make(model, policy, **merged)
         place = not knobs.keys() & {"resident", "device_budget"}
-        saved.restore(made.layers, stock_layers(config), made._attachment.layers, place=place)
+        examples = made._one_token(model) if any("stock" in told for told in saved.about["layers"]) else ()
+        saved.restore(
+            made.layers, stock_layers(config), made._attachment.layers, examples, image_layers(config), place=place,
+            verify=verify,
+        )  # fmt: skip
         made.fallback.taken_over()
         made.donors = dict(saved.about["donors"])
         return made

@@ -10,7 +10,6 @@ import torch
 
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import host_empty
-from hf_offload.cache.unchecked import check_selected
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.packed import unpack_records
 from hf_offload.cpu.worker import WorkerError
@@ -40,7 +39,6 @@ class TokenFetch:
         self._host = host_empty(shape, store.gather_dtype, pin=pin, brief=True, what="chosen tokens")
         store.settle()
         blocks = (wanted[:, :, :most] // store.block_size).astype(np.int32)
-        check_selected(store, blocks, many.astype(np.int32))
         rows, heads, places = np.nonzero(meant)
         source = store.pool.addresses(store.table[rows, blocks[meant]], heads)
         first = (wanted[:, :, :most][meant] % store.block_size).astype(np.int32)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from hf_offload.cache.context import Context
 from hf_offload.cache.keeping import copy_marked
 from hf_offload.cache.weighing import Weighing
+from hf_offload.fields import Field, LayerSizes, check_tensors
+from hf_offload.knobs import MOST
 from hf_offload.policies.salience import SalienceRule
 
 if TYPE_CHECKING:
@@ -74,6 +78,37 @@ class Before:
             length, window_blocks or blocks, evicted, packed["known"], weighing,
             packed["kept"], packed["weights"], packed["average"], packed.get("host"),
         )  # fmt: skip
+
+
+def earlier_fields(
+    sizes: LayerSizes, found: dict[str, torch.Tensor], heads: Container[int], most_window: int
+) -> dict[str, Field]:
+    """What `Before.pack` gives for a layer.
+
+    Args:
+        sizes: of the layer.
+        found: the tensors that are there.
+        heads: how many query heads there may be.
+        most_window: most blocks of a window.
+
+    Raises:
+        ValueError: the numbers, on which shapes depend, are wrong.
+    """
+    rows, most = sizes.rows, (sizes.tokens, most_window, sizes.full_blocks, sizes.tokens, 1, 1)
+    numbers = {"numbers": Field(torch.int64, (6,), (0, 1, 0, 0, 0, 0), most)}
+    check_tensors("earlier ", {name: part for name, part in found.items() if name == "numbers"}, numbers)
+    length, _, evicted, *_ = found["numbers"].tolist()
+    border = evicted * sizes.block_size
+    if border > length:
+        raise ValueError(f"earlier numbers say that {border} of {length} tokens had left the window")
+    fields = numbers | {
+        "known": Field(torch.bool, (rows,)),
+        "queries": Field(torch.int64, (rows,), 0, MOST),
+        "kept": Field(torch.uint8, (*sizes.lines, border), 0, 1),
+        "weights": Field(torch.float32, (rows * sizes.kv_heads, range(sizes.tokens + 1))),
+        "average": Field(torch.float32, (rows, heads, length - border)),
+    }
+    return fields | ({"host": Field(torch.float32, (rows, heads, border))} if "host" in found else {})
 
 
 def _look_back(salience: Salience, length: int, *, chunk: bool) -> Before:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from hf_offload.cache.memory import host_empty
-from hf_offload.cache.unchecked import Unchecked
 from hf_offload.cpu.packed import packed_bytes
 
 MIN_SLAB_BLOCKS = 64
@@ -117,8 +116,6 @@ class HostPool:
         """Rises whenever an address in `block_ptr` has changed."""
         self.shared = False
         """Whether any block was ever held twice; until then no writer needs to look."""
-        self.unchecked: Unchecked | None = None
-        """What was mapped from a file and not been read yet: `BlockStore.check` goes before every reader."""
         self.lock = threading.RLock()
         self._left: deque[np.ndarray] = deque()
         self._kept: list[tuple[np.ndarray, np.ndarray]] | None = None
@@ -184,8 +181,6 @@ class HostPool:
             self._free.extend(range(first + more - 1, first - 1, -1))
         addresses = self._packed.take(count) | 1 if packed else self._plain.take(count)
         ids = _pop(self._free, count, np.int32)
-        if self.unchecked is not None:
-            self.unchecked.forget(ids)
         self.refcount[ids] = 1
         self.block_ptr[ids] = addresses
         self.revision += 1

@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from hf_offload.cache.context import LIST_STEP
+from hf_offload.cache.earlier import earlier_fields
 from hf_offload.cache.keeping import copy_marked
 from hf_offload.cache.salience import Salience
 from hf_offload.cache.weighing import Weighing
+from hf_offload.fields import Field, LayerSizes, prefixed
+from hf_offload.knobs import MOST
 
 
 @dataclass(slots=True)
@@ -82,6 +86,36 @@ def pack(salience: Salience) -> dict[str, torch.Tensor]:
     } | {f"earlier.{name}": torch.from_numpy(part) for name, part in salience.earlier.pack().items()}
 
 
+def fields(sizes: LayerSizes, found: dict[str, torch.Tensor], windows: range) -> dict[str, Field]:
+    """What `pack` gives for a layer.
+
+    Args:
+        sizes: of the layer.
+        found: the tensors that are there.
+        windows: blocks that the window may have.
+
+    Raises:
+        ValueError: numbers among them on which shapes depend are wrong.
+    """
+    rows, tokens, known = sizes.rows, sizes.tokens, sizes.query_heads
+    # A cache that was taken over does not know the query heads before something is resident.
+    heads = known if sizes.placed or sizes.kv_heads in known else {sizes.kv_heads, *known}
+    least, most = (windows.start, 0, 0, 0, 0), (windows.stop - 1, sizes.full_blocks, tokens, 1, 1)
+    table = {
+        "average": Field(torch.float32, (rows, heads, tokens)),
+        "kept": Field(torch.uint8, (*sizes.lines, tokens), 0, 1),
+        "known": Field(torch.bool, (rows,)),
+        "queries": Field(torch.int64, (rows,), 0, MOST),
+        "numbers": Field(torch.int64, (5,), least, most),
+        "room": Field(torch.int64, (), 0, sizes.width * 5 // 4 + LIST_STEP),
+    }
+    for place in ("earlier.0.", "earlier.1."):
+        mine = {name.removeprefix(place): part for name, part in found.items() if name.startswith(place)}
+        if mine:
+            table |= prefixed(place, earlier_fields(sizes, mine, heads, windows.stop - 1))
+    return table
+
+
 def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool) -> None:
     """What `pack` gave, with the same tokens; `window`: whether the size of the window too."""
     average, kept = packed["average"].numpy(), packed["kept"].numpy()
@@ -92,7 +126,7 @@ def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool)
     salience.known = packed["known"].numpy().copy()
     queries = packed["queries"].numpy().copy()
     salience.weighing = Weighing(salience.rule, queries, border, bool(prompt), bool(decoded))
-    salience.context = copy_marked(salience, salience.kept, salience.evicted, int(packed.get("room", 0)))
+    salience.context = copy_marked(salience, salience.kept, salience.evicted, int(packed["room"]))
     earlier = {
         name.removeprefix("earlier."): part.numpy() for name, part in packed.items() if name.startswith("earlier.")
     }

@@ -1,17 +1,22 @@
-"""A saved cache read again: its small files at once, its blocks when they are wanted."""
+"""A saved cache read again: every number and tensor checked before it is used, its blocks mapped or read."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+import stat
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import nn
 
@@ -20,187 +25,259 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import host_empty, host_mapped, memory_for
 from hf_offload.cache.opening import open_layer
 from hf_offload.cache.queries import LastQueries
-from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS
-from hf_offload.cache.stock import unpack
+from hf_offload.cache.saved_fields import (
+    check_about,
+    check_numbers,
+    check_resident,
+    digest_fields,
+    layer_fields,
+    sizes_of,
+)
+from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS, layout, record_sums
+from hf_offload.cache.stock import check, first_token, unpack
 from hf_offload.cache.takeover import device_of
-from hf_offload.cache.unchecked import Unchecked, check_blocks
 from hf_offload.cache.window import load_averages
+from hf_offload.fields import Field, check_tensors
+from hf_offload.knobs import MOST, shown
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _MEMORY = "a saved cache", 'a shorter context, fewer rows or host_dtype="int8" when it is saved need less'
+_SUMS_BYTES = 1024  # more than the file has
+_UNSOUND = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+"""What reading something else than a saved cache ends in."""
 RUNNING = {"tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout", "progress"}
 """Knobs that say how a cache runs, not what it holds."""
 
 
+@dataclass(slots=True)
+class _Blocks:
+    """Where blocks lie in their file.
+
+    Args:
+        start: of their data.
+        size: of the file.
+        entries: of its header.
+        mapped: the file, once anybody wants it mapped.
+    """
+
+    start: int
+    size: int
+    entries: dict[str, dict[str, Any]]
+    mapped: torch.Tensor | None = None
+
+
 class SavedCache:
-    """A folder that `saving.save_cache` wrote: everything but the blocks, checked.
+    """A folder that `saving.save_cache` wrote: everything but the blocks, checked as far as it needs no model.
 
     Args:
         folder: of the cache.
 
     Raises:
-        ValueError: it is none, it was saved by another version, or a file was cut short or altered.
+        ValueError: it is none, it was saved by another version, or a file was cut short, altered or forged.
         MemoryError: the host has no memory left for it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with memory_for(*_MEMORY):
-            self._open(folder)
+            self._open()
 
-    def _open(self, folder: Path) -> None:
-        sums = self._read(SUMS)
-        self._compare(DIGESTS, self._digest_of(DIGESTS), sums)
-        data = self._read(CACHE)
+    def _open(self) -> None:
+        with self._file(SUMS) as file:
+            sums = file.read(_SUMS_BYTES)
+        with self._file(DIGESTS) as file:
+            self._compare(DIGESTS, hashlib.file_digest(file, "sha256").hexdigest(), sums)
+        with self._file(CACHE) as file:
+            data = file.read()
         self._compare(CACHE, hashlib.sha256(data).hexdigest(), sums)
-        self._tensors = load(data)
-        length = int.from_bytes(data[:8], "little")
-        self.about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])
-        if self.about["format"] != FORMAT:
+        with self.sound():
+            self._tensors = load(data)
+            length = int.from_bytes(data[:8], "little")
+            self.about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])
+            saved_format = self.about["format"]
+        if saved_format != FORMAT:
             raise ValueError(
-                f"{folder} was saved in format {self.about['format']}, this version reads format {FORMAT}; run the "
+                f"{self.folder} was saved in format {shown(saved_format)}, this version reads format {FORMAT}; run the "
                 "prompt again and save its cache anew"
             )
-        self._start, self._entries = self._blocks_header()
+        with self.sound():
+            check_about(self.about)
+            padding = {name: part for name, part in self._tensors.items() if name == "padding"}
+            check_tensors("", padding, {"padding": Field(torch.uint8, (range(MOST), range(MOST)), 0, 1)})
 
-    def _read(self, name: str) -> bytes:
+    @contextmanager
+    def sound(self, name: str = CACHE) -> Iterator[None]:
+        """Let what is wrong with a file's contents be an error that names the file and the remedy."""
         try:
-            return (self.folder / name).read_bytes()
-        except OSError as error:
-            raise self._missing(error) from error
+            yield
+        except (*_UNSOUND, SafetensorError) as error:
+            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"{self.folder / name} holds what no saved cache holds ({what}): it was damaged or forged; run the "
+                "prompt again and save its cache anew"
+            ) from error
 
-    def _digest_of(self, name: str) -> str:
+    @contextmanager
+    def _file(self, name: str) -> Iterator[BufferedReader]:
+        """A file of the folder; a pipe or device, which might never end, is none."""
         try:
+            if not stat.S_ISREG((self.folder / name).stat().st_mode):
+                raise ValueError(f"{self.folder} is no saved cache: {name} is no file")
             with (self.folder / name).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+                yield file
         except OSError as error:
-            raise self._missing(error) from error
+            if error.errno == errno.ENOMEM:
+                raise  # `memory_for` says what it was for
+            raise ValueError(f"{self.folder} is no saved cache, or not all of one: {error}") from error
 
     def _compare(self, name: str, digest: str, sums: bytes) -> None:
         if f"{digest}  {name}\n".encode() not in sums.splitlines(keepends=True):
             raise self._altered(name)
 
-    def _missing(self, error: OSError) -> Exception:
-        if error.errno == errno.ENOMEM:
-            return error  # `memory_for` says what it was for
-        return ValueError(f"{self.folder} is no saved cache, or not all of one: {error}")
-
-    def _altered(self, name: str) -> ValueError:
+    def _altered(self, name: str, what: str = "it was cut short or altered") -> ValueError:
         return ValueError(
-            f"{self.folder / name} is not what was saved: it was cut short or altered; run the prompt again and save "
-            "its cache anew"
+            f"{self.folder / name} is not what was saved: {what}; run the prompt again and save its cache anew"
         )
 
-    def _blocks_header(self) -> tuple[int, dict[str, Any]]:
-        """Where the blocks' data begin in their file, and what lies where."""
-        path = self.folder / BLOCKS
-        try:
-            with path.open("rb") as file:
-                head = file.read(8)
-                header = file.read(min(int.from_bytes(head, "little"), self.about["blocks"]["size"]))
-            size = path.stat().st_size
-        except OSError as error:
-            raise self._missing(error) from error
-        known = self.about["blocks"]
-        if size != known["size"] or hashlib.sha256(header).hexdigest() != known["header"]:
-            raise self._altered(BLOCKS)
-        return 8 + len(header), json.loads(header)
-
-    def restore(self, layers: list[Any], stock: list[Any], modules: Sequence[nn.Module], *, place: bool) -> None:
+    def restore(
+        self,
+        layers: list[Any],
+        stock: list[Any],
+        modules: Sequence[nn.Module],
+        examples: Sequence[Any],
+        images: Container[int],
+        *,
+        place: bool,
+        verify: bool,
+    ) -> None:
         """Fill the empty layers of a new cache.
 
         Args:
             layers: of the cache; those that were saved as stock layers are replaced.
             stock: the layers that Transformers would have in their place, empty.
             modules: the model's decoder layers.
+            examples: the layers of a cache that holds one token, if any was saved as a stock layer.
+            images: numbers of the layers that hold an image's tokens.
             place: whether what was resident is to be resident again.
+            verify: whether blocks are compared with their checksums.
 
         Raises:
-            ValueError: a file was altered, or the layers are of other kinds.
+            ValueError: a file was altered or forged, or the layers are of other kinds.
             MemoryError: the host has no memory left for them.
         """
         if len(layers) != len(self.about["layers"]):
             raise ValueError(f"{self.folder} has {len(self.about['layers'])} layers, this model has {len(layers)}")
-        mapped: torch.Tensor | None = None
+        blocks: _Blocks | None = None
         for index, (layer, told) in enumerate(zip(layers, self.about["layers"], strict=True)):
             device, prefix = device_of(modules[index]), f"layers.{index}."
             tensors = {n.removeprefix(prefix): part for n, part in self._tensors.items() if n.startswith(prefix)}
             kind = told.get("stock", HybridLayer.__name__)
             if kind not in (type(layer).__name__, type(stock[index]).__name__):
-                raise ValueError(f"layer {index} of {self.folder} is a {kind}, in this model a {type(layer).__name__}")
+                raise ValueError(
+                    f"layer {index} of {self.folder} is a {shown(kind)}, in this model a {type(layer).__name__}"
+                )
             if "stock" in told:
-                layers[index] = unpack(stock[index], told["state"], tensors, device)
+                with self.sound():
+                    found = layers[index] = unpack(stock[index], told["state"], tensors, device)
+                    (rows, tokens), image = self._tensors["padding"].shape, index in images
+                    like = first_token(found) if image and found.is_initialized else examples[index]
+                    check(prefix[:-1], found, (stock[index], like), rows, None if image else tokens or None)
             elif told:
-                padding = layer.settings.padding
-                if not padding.seen:
-                    padding.copy_from(self._tensors["padding"].numpy(), dense=self.about["dense"])
-                layer.revision = padding.revision
+                settings = layer.settings
+                if blocks is None:
+                    settings.padding.copy_from(self._tensors["padding"].numpy(), dense=self.about["dense"])
+                    blocks = self._blocks(settings.block_size)
+                with self.sound():
+                    check_numbers(prefix, told, settings)
+                    sizes = sizes_of(told, tensors.get("table"), settings.block_size, modules[index])
+                    check_tensors(prefix, tensors, layer_fields(told, sizes, tensors, settings))
+                layer.revision = settings.padding.revision
                 layer.slots = tensors["block_of"].shape[2] if place and "block_of" in tensors else None
-                dtype = getattr(torch, told["dtype"])
-                open_layer(layer, told["batch"], told["heads"], told["dim"], dtype, device, told["length"])
-                if not layer.has_slots and mapped is None and self._entries:
-                    with memory_for(*_MEMORY, self.about["blocks"]["size"]):
-                        mapped = host_mapped(self.folder / BLOCKS)
-                self._fill(layer, told, tensors, mapped)
+                open_layer(layer, told["batch"], told["heads"], told["dim"], sizes.dtype, device, told["length"])
+                self._fill(layer, told, tensors, blocks, verify)
+
+    def _blocks(self, block_size: int) -> _Blocks:
+        """Where the blocks lie in their file, which is as long as it must be and begins as it must.
+
+        The rest of it is not looked at: whatever is in a block is some keys and values.
+        """
+        header, entries = layout(self.about["layers"], block_size)
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        with self._file(BLOCKS) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != len(header) + end or file.read(len(header)) != header:
+                raise self._altered(BLOCKS)
+        return _Blocks(len(header), size, entries)
 
     def _fill(
-        self,
-        layer: HybridLayer,
-        told: dict[str, Any],
-        tensors: dict[str, torch.Tensor],
-        mapped: torch.Tensor | None,
+        self, layer: HybridLayer, told: dict[str, Any], tensors: dict[str, torch.Tensor], blocks: _Blocks, verify: bool
     ) -> None:
         store = layer.store
         assert store is not None
-        table, sums = tensors["table"].numpy(), tensors["sums"].numpy()
-        plain, packed = (self._slabs(kind, layer, mapped) for kind in ("blocks", "packed"))
-        store.pool.adopt(plain, packed, table)
-        store.pool.unchecked = Unchecked(sums, self.folder / BLOCKS)
-        # Room for as many blocks as there was before: what a device computes may be rounded by it.
-        store.table = np.zeros((store.batch, told["width"]), np.int32)
-        store.table[:, : table.shape[1]] = table
-        store.length, store.reserved = told["length"], table.shape[1]
+        table = tensors["table"].numpy()
+        store.length, store.reserved = told["length"], -(-told["length"] // store.block_size)
+        plain, packed = (self._slabs(kind, layer, blocks) for kind in ("blocks", "packed"))
+        store.pool.adopt(plain, packed, table[:, : store.reserved])
+        if verify:
+            sums = record_sums(store.pool.block_ptr, store.pool, store.num_kv_heads)
+            if not np.array_equal(sums, tensors["sums"].numpy()):
+                raise self._altered(BLOCKS, f"a block of layer {layer.index} was altered")
+        store.table = table.copy()
         store.sealed, store.packed_blocks = told["sealed"], told["packed"]
         store.reserve_digests()
         store.revision += 1
-        # The block that is written into next is read before it is asked for; with two memories all have been read now.
-        check_blocks(store, 0 if layer.has_slots else store.length // store.block_size, store.num_blocks)
-        if store.digests is not None:
-            with memory_for(*_MEMORY), safe_open(self.folder / DIGESTS, "pt") as file:
-                for name in store.digests.tensors() if store.sealed else ():
-                    saved = file.get_tensor(f"layers.{layer.index}.digest.{name}")
-                    getattr(store.digests, name)[: len(sums)] = saved.to(store.digests.device)
-                for name in store.digests.statistics if told["frozen"] else ():
-                    saved = file.get_tensor(f"layers.{layer.index}.statistics.{name}")
-                    setattr(store.digests, name, saved.to(store.digests.device))
-            store.digests.frozen = told["frozen"]
+        self._fill_digests(layer, told)
         layer.scale, layer.softcap = told["scale"], told["softcap"]
         if "queries" in tensors:
             layer.last_queries = LastQueries(tensors["queries"].to(layer.device), told["queries_end"])
         state = {name.removeprefix("state."): part for name, part in tensors.items() if name.startswith("state.")}
-        layer.policy.unpack_state(layer.state, {name: part.to(layer.device) for name, part in state.items()})
+        if state:
+            layer.policy.unpack_state(layer.state, {name: part.to(layer.device) for name, part in state.items()})
         if layer.salience is not None:
-            known = {name.removeprefix("salience."): part for name, part in tensors.items() if "salience." in name}
+            known = {n.removeprefix("salience."): part for n, part in tensors.items() if n.startswith("salience.")}
             knowledge.unpack(layer.salience, known, window=layer.policy.window_tokens(0) is not None)
         if layer.resident is not None and layer.slots is not None and told["placed"]:
+            with self.sound():
+                check_resident(layer, tensors["block_of"])
             with layer.mirror.current():
                 layer.resident.reload(tensors["block_of"], tensors["worth"], tensors["known"])
             load_averages(layer)
             layer.unplaced = False
 
-    def _slabs(self, kind: str, layer: HybridLayer, mapped: torch.Tensor | None) -> list[torch.Tensor]:
+    def _fill_digests(self, layer: HybridLayer, told: dict[str, Any]) -> None:
+        store, prefix = layer.store, f"layers.{layer.index}."
+        assert store is not None
+        digests = store.digests
+        with memory_for(*_MEMORY), self.sound(DIGESTS), safe_open(self.folder / DIGESTS, "pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            found = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+            check_tensors(prefix, found, digest_fields(digests, told))
+        if digests is None:
+            return
+        for name, saved in found.items():
+            kind, _, mine = name.partition(".")
+            if kind == "digest":
+                getattr(digests, mine)[: len(saved)] = saved.to(digests.device)
+            else:
+                setattr(digests, mine, saved.to(digests.device))
+        digests.frozen = told["frozen"]
+
+    def _slabs(self, kind: str, layer: HybridLayer, blocks: _Blocks) -> list[torch.Tensor]:
         """Blocks of one kind: a part of the mapped file, or read into memory that a GPU can reach."""
-        entry = self._entries.get(f"layers.{layer.index}.{kind}")
+        entry = blocks.entries.get(f"layers.{layer.index}.{kind}")
         if entry is None:
             return []
-        start, end = (self._start + place for place in entry["data_offsets"])
+        start, end = (blocks.start + place for place in entry["data_offsets"])
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-        if mapped is not None:
-            return [mapped[start:end].view(dtype).view(shape)]
+        if not layer.has_slots:
+            if blocks.mapped is None:
+                with memory_for(*_MEMORY, blocks.size):
+                    blocks.mapped = host_mapped(self.folder / BLOCKS)
+            return [blocks.mapped[start:end].view(dtype).view(shape)]
         assert layer.store is not None
         pin, pieces = layer.device.type == "cuda", layer.store.pool.pieces(shape[0], packed=kind == "packed")
-        slabs = [host_empty((blocks, *shape[1:]), dtype, pin=pin) for blocks in pieces]
-        with (self.folder / BLOCKS).open("rb") as file:
+        slabs = [host_empty((count, *shape[1:]), dtype, pin=pin) for count in pieces]
+        with self._file(BLOCKS) as file:
             file.seek(start)
             for slab in slabs:
                 if file.readinto(slab.view(-1).view(torch.uint8).numpy().data) != slab.nbytes:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_offload.cache.unchecked import check_blocks
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.packed import pack_records, unpack_records
 
@@ -33,7 +32,6 @@ def pack_tokens(store: BlockStore, k: torch.Tensor, v: torch.Tensor, blocks: ran
 
 def pack_blocks(store: BlockStore, stop: int) -> None:
     """Pack the logical blocks before `stop`, as far as they are not packed; nothing may be reading them."""
-    check_blocks(store, store.packed_blocks, stop)
     ids, mine = np.unique(store.table[:, store.packed_blocks : stop], return_counts=True)
     plain = store.pool.block_ptr[ids] & 1 == 0
     ids, mine = ids[plain], mine[plain]

@@ -3,7 +3,8 @@
     blocks.safetensors    K and V as they lie in the pool, so that the file can be mapped as a slab
     digests.safetensors   what the blocks are scored by
     cache.safetensors     tables, checksums of the blocks' records, padding, resident sets, policy states; and in its
-                          metadata, under "about", a JSON text: policy, knobs, sizes, the model's fingerprint
+                          metadata, under "about", a JSON text: policy, knobs, sizes, the model's fingerprint;
+                          `saved_fields.py` says what each may be
     SHA256SUMS            of the two small files
 
 The folder is written under another name, `.….partial` beside it, and gets its own when it is whole. One that was there
@@ -16,6 +17,7 @@ import ctypes
 import errno
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -30,13 +32,15 @@ import torch
 from safetensors.torch import save
 
 from hf_offload.cache import knowledge
+from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.stock import pack
 from hf_offload.cache.store import BlockStore
-from hf_offload.cache.unchecked import check_blocks, record_sums
+from hf_offload.cpu.checksum import checksum_records
+from hf_offload.cpu.packed import packed_bytes
 
-FORMAT = 2
+FORMAT = 3
 """Rises when a cache that was saved before cannot be read any more, such as with another layout of packed records."""
 BLOCKS, DIGESTS, CACHE, SUMS = "blocks.safetensors", "digests.safetensors", "cache.safetensors", "SHA256SUMS"
 ALIGNMENT = 4096  # of the blocks' data in their file
@@ -131,26 +135,25 @@ def _write(folder: Path, layers: list[Any], padding: Padding, about: dict[str, A
             kind, state, found = pack(layer)
             described.append({"stock": kind, "state": state})
             tensors |= {prefix + name: tensor for name, tensor in found.items()}
-        elif layer.store is None:
+        elif not layer.past:
             described.append({})
         else:
             layer.write_back()
+            assert layer.store is not None
             layer.store.settle()
-            check_blocks(layer.store, 0, layer.store.num_blocks)
             ids = _blocks(layer.store)
             stores[index] = layer.store, ids
-            described.append(_describe(layer))
+            described.append(_describe(layer, ids))
             tensors |= {prefix + name: tensor for name, tensor in _tensors(layer, ids).items()}
             digests |= {prefix + name: tensor for name, tensor in _digests(layer.store, ids).items()}
     tensors["padding"] = torch.from_numpy(padding.valid[:, : padding.seen].copy())
     with (folder / BLOCKS).open("wb") as file:
-        header = _write_blocks(file, stores, tensors)
-        size = file.tell()
+        block_size = padding.block_size
+        file.write(layout(described, block_size)[0])
+        for index, (store, ids) in stores.items():
+            tensors[f"layers.{index}.sums"] = torch.from_numpy(_write_blocks(file, store, ids))
         _sync(file)
-    about = {
-        **about, "format": FORMAT, "layers": described, "dense": padding.dense,
-        "blocks": {"header": hashlib.sha256(header).hexdigest(), "size": size},
-    }  # fmt: skip
+    about = {**about, "format": FORMAT, "layers": described, "dense": padding.dense}
     sums = {}
     for name, data in (
         (DIGESTS, save(digests)),
@@ -188,14 +191,16 @@ def _blocks(store: BlockStore) -> np.ndarray:
     return found
 
 
-def _describe(layer: HybridLayer) -> dict[str, Any]:
+def _describe(layer: HybridLayer, ids: np.ndarray) -> dict[str, Any]:
     store = layer.store
     assert store is not None
+    packed = int((store.pool.block_ptr[ids] & 1).sum())
     return {
         "batch": store.batch, "heads": store.num_kv_heads, "dim": store.head_dim,
         "dtype": str(store.dtype).removeprefix("torch."), "length": store.length, "sealed": store.sealed,
         "packed": store.packed_blocks, "frozen": store.digests is not None and store.digests.frozen,
-        "width": store.table.shape[1], "scale": layer.scale, "softcap": layer.softcap, "placed": not layer.unplaced,
+        "blocks": [len(ids) - packed, packed], "scale": layer.scale, "softcap": layer.softcap,
+        "placed": not layer.unplaced,
         "queries_end": 0 if layer.last_queries is None else layer.last_queries.end,
     }  # fmt: skip
 
@@ -205,7 +210,10 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
     assert store is not None
     numbers = np.zeros(store.pool.num_blocks, np.int32)
     numbers[ids] = np.arange(len(ids))
-    found = {"table": torch.from_numpy(numbers[store.table[:, : store.num_blocks]])}
+    # As wide as it is: what a device computes may be rounded by it.
+    table = np.zeros_like(store.table)
+    table[:, : store.num_blocks] = numbers[store.table[:, : store.num_blocks]]
+    found = {"table": torch.from_numpy(table)}
     if layer.last_queries is not None:
         found["queries"] = layer.last_queries.values
     for name, tensor in layer.policy.pack_state(layer.state).items():
@@ -232,53 +240,60 @@ def _digests(store: BlockStore, ids: np.ndarray) -> dict[str, torch.Tensor]:
     return found
 
 
-def _write_blocks(
-    file: BinaryIO, stores: dict[int, tuple[BlockStore, np.ndarray]], tensors: dict[str, torch.Tensor]
-) -> bytes:
-    """Write the file of the blocks and note their checksums among the tensors; returns the file's header."""
-    parts: list[tuple[BlockStore, np.ndarray, bool]] = []
-    entries: dict[str, Any] = {}
+def layout(described: list[dict[str, Any]], block_size: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
+    """What the file of the blocks begins with, by what is said of the layers, and what lies where behind that.
+
+    Args:
+        described: of each layer, as `_describe` does.
+        block_size: tokens a block.
+    """
+    entries: dict[str, dict[str, Any]] = {}
     end = 0
-    for index, (store, ids) in stores.items():
-        packed = store.pool.block_ptr[ids] & 1
+    for index, told in enumerate(described):
+        if "blocks" not in told:
+            continue
+        heads, dim, dtype = told["heads"], told["dim"], getattr(torch, told["dtype"])
         shapes = {
-            "blocks": (store.dtype, [*store.pool.block_shape], store.pool.block_bytes),
-            "packed": (torch.uint8, [store.num_kv_heads, store.pool.packed_record_bytes], 0),
+            "blocks": (dtype, [heads, 2, block_size, dim]),
+            "packed": (torch.uint8, [heads, packed_bytes(dim, block_size)]),
         }
-        for kind, (name, (dtype, shape, nbytes)) in enumerate(shapes.items()):
-            mine = ids[packed == kind]
-            if len(mine):
-                start, end = end, end + len(mine) * (nbytes or shape[0] * shape[1])
-                entries[f"layers.{index}.{name}"] = {
-                    "dtype": _NAMES[dtype], "shape": [len(mine), *shape], "data_offsets": [start, end],
+        for (kind, (dtype, shape)), count in zip(shapes.items(), told["blocks"], strict=True):
+            if count:
+                start, end = end, end + count * math.prod(shape) * dtype.itemsize
+                entries[f"layers.{index}.{kind}"] = {
+                    "dtype": _NAMES[dtype], "shape": [count, *shape], "data_offsets": [start, end],
                 }  # fmt: skip
-                parts.append((store, mine, kind == 1))
     header = json.dumps(entries).encode()
     header += b" " * (-(len(header) + 8) % ALIGNMENT)
-    file.write(len(header).to_bytes(8, "little") + header)
-    sums: dict[int, list[np.ndarray]] = {}
-    for store, ids, is_packed in parts:
-        sums.setdefault(id(store), []).append(_write_part(file, store, ids, is_packed))
-    for index, (store, _) in stores.items():
-        tensors[f"layers.{index}.sums"] = torch.from_numpy(np.concatenate(sums.get(id(store), [])))
-    return header
+    return len(header).to_bytes(8, "little") + header, entries
 
 
-def _write_part(file: BinaryIO, store: BlockStore, ids: np.ndarray, is_packed: bool) -> np.ndarray:
-    """Write the blocks of one kind of a layer; the checksums of their records, int64 `[n, Hkv]`."""
+def _write_blocks(file: BinaryIO, store: BlockStore, ids: np.ndarray) -> np.ndarray:
+    """Write the blocks of a layer, those not packed first; the checksums of their records, int64 `[n, Hkv]`."""
     pool, heads = store.pool, np.arange(store.num_kv_heads)
-    record = pool.packed_record_bytes if is_packed else pool.record_bytes
-    nbytes = record * store.num_kv_heads
     addresses = pool.block_ptr[ids].copy()
     tails = _tails(store, ids)
     for place, tail in tails.items():
         addresses[place] = tail.ctypes.data
-    step = record * heads
-    sums = record_sums((addresses[:, None] + step).ravel(), pool.record_bytes, pool.packed_record_bytes)
-    for start, stop in _runs(addresses & ~1, nbytes):
-        run = (ctypes.c_char * ((stop - start) * nbytes)).from_address(int(addresses[start]) & ~1)
-        file.write(memoryview(run))
-    return sums.reshape(len(ids), store.num_kv_heads)
+    packed = (addresses & 1).astype(bool)
+    for part, record in ((addresses[~packed], pool.record_bytes), (addresses[packed] - 1, pool.packed_record_bytes)):
+        nbytes = record * len(heads)
+        for start, stop in _runs(part, nbytes):
+            run = (ctypes.c_char * ((stop - start) * nbytes)).from_address(int(part[start]))
+            file.write(memoryview(run))
+    return record_sums(addresses, pool, len(heads))
+
+
+def record_sums(addresses: np.ndarray, pool: HostPool, heads: int) -> np.ndarray:
+    """Checksums of the records of blocks, whose addresses are marked as in `HostPool.block_ptr`; int64 `[n, heads]`."""
+    sums = np.zeros((len(addresses), heads), np.int64)
+    for kind, record in ((0, pool.record_bytes), (1, pool.packed_record_bytes)):
+        mine = (addresses & 1) == kind
+        records = (addresses[mine, None] - kind + record * np.arange(heads)).ravel()
+        part = np.zeros(len(records), np.int64)
+        checksum_records(records, record, part).run("checksums")
+        sums[mine] = part.reshape(-1, heads)
+    return sums
 
 
 def _tails(store: BlockStore, ids: np.ndarray) -> dict[int, np.ndarray]:

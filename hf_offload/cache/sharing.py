@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hf_offload.cache.unchecked import check_blocks
 from hf_offload.cpu.pool import copy_records
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ def own_block(store: BlockStore, block: int) -> None:
     if (pool.refcount[ids] == 1).all():
         return
     store.settle()
-    check_blocks(store, block, block + 1)
     for row in range(store.batch):
         old = ids[row]
         if pool.refcount[old] == 1:

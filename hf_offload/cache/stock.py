@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_offload.fields import Field, check_tensors
+from hf_offload.knobs import MOST, check_count, check_flag, shown
 
 
 def copy_layer(layer: Any, device: torch.device | None = None) -> Any:
@@ -77,5 +81,79 @@ def unpack(layer: Any, state: dict[str, Any], tensors: dict[str, torch.Tensor], 
             return {read(key): read(part) for key, part in content}
         return {"list": list, "tuple": tuple}[kind](read(part) for part in content)
 
-    vars(layer).update({name: read(value) for name, value in state.items()})
-    return layer
+    made = copy.copy(layer)
+    made.__dict__ = {name: read(value) for name, value in state.items()}
+    return made
+
+
+def check(name: str, layer: Any, examples: Sequence[Any], rows: int, tokens: int | None) -> None:
+    """Check a layer that `unpack` gave by others of its class.
+
+    Args:
+        name: of the layer.
+        layer: what is checked.
+        examples: an empty layer, and one that holds a row of one token; it must be like one of them.
+        rows: of the cache, 0: not known.
+        tokens: of each row; None: any number.
+
+    Raises:
+        ValueError: an attribute is missing, unknown, or of another type, dtype, shape or value.
+    """
+    most = MOST if tokens is None else tokens
+    recorded = getattr(layer, "record_past", None) is True
+
+    def compare(name: str, value: Any, like: Any) -> None:
+        if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
+            check_tensors("", {name: value}, {name: Field(like.dtype, _shape(name, like, rows, most, recorded))})
+            if like.ndim == 0 and value.item() != like.item():
+                raise ValueError(f"{name} is {value.item()}, not {like.item()}")
+        elif isinstance(like, dict) and isinstance(value, dict):
+            if odd := sorted(map(str, value.keys() ^ like.keys())):
+                raise ValueError(f"{name}.{shown(odd[0])} is missing, or none that belongs there")
+            for key, part in like.items():
+                compare(f"{name}.{key}", value[key], part)
+        elif name.endswith(".cumulative_length"):
+            check_count(name, value, what="a number of tokens", least=0, most=most)
+        elif name.endswith(".record_past"):
+            check_flag(name, value)
+        elif type(value) is not type(like) or not (isinstance(like, torch.device) or value == like):
+            raise ValueError(f"{name} is {shown(value)}, not {shown(like)}")
+
+    wrong: ValueError | None = None
+    for example in examples:
+        try:
+            compare(name, vars(layer), vars(example))
+            break
+        except ValueError as error:
+            wrong = error
+    else:
+        raise wrong or ValueError(f"{name} is like no other")
+    if isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None:
+        have, held = layer.get_seq_length(), layer.keys.shape[2]
+        seen = layer.get_mask_sizes(1)[0] - 1
+        if layer.values.shape[:3] != layer.keys.shape[:3] or tokens not in (None, have):
+            raise ValueError(f"{name} has {held} keys and {layer.values.shape[2]} values of {have} tokens")
+        if held < seen or (held > seen and not recorded):
+            raise ValueError(f"{name} has {held} keys of {have} tokens, not {seen}")
+
+
+def first_token(layer: Any) -> Any:
+    """An attention layer's first row and token, as an example for a layer that only an image fills."""
+    made = copy.copy(layer)
+    made.keys, made.values = layer.keys[:1, :, :1], layer.values[:1, :, :1]
+    return made
+
+
+def _shape(name: str, like: torch.Tensor, rows: int, tokens: int, recorded: bool) -> tuple[int | Container[int], ...]:
+    """What shape a tensor may have that for one row and token is `like`."""
+    any_row = range(1, MOST) if rows == 0 else (rows,)
+    shape: list[int | Container[int]] = [*like.shape]
+    if name.endswith((".keys", ".values")) and like.ndim == 4:
+        shape[0], shape[2] = any_row, range(tokens + 1)
+        return tuple(shape)
+    for axis, size in enumerate(like.shape):
+        if size == 1:
+            shape[axis] = any_row if axis == 0 else range(1, max(rows, tokens) + 1)
+        elif recorded and axis == like.ndim - 1:
+            shape[axis] = range(size, size + tokens + 1)
+    return tuple(shape)

@@ -17,7 +17,6 @@ from hf_offload.cache.packing import gathering_packed, pack_blocks, pack_tokens
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.sharing import own_block
 from hf_offload.cache.tiles import LOWER_TILE, TILE, tiles_ahead
-from hf_offload.cache.unchecked import check_blocks
 from hf_offload.cache.view import View
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
@@ -303,7 +302,6 @@ class BlockStore:
             first: token.
         """
         self.settle()
-        check_blocks(self, first // self.block_size, -(-(first + k.shape[2]) // self.block_size))
         if self.packs:
             return gathering_packed(self, k, v, first)
         return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
@@ -327,10 +325,8 @@ class BlockStore:
     def open(self, length: int) -> None:
         """Make the block that is the last one of `length` tokens fit to be appended to: unpack it; it stays whole."""
         block = length // self.block_size
-        if length % self.block_size:
-            check_blocks(self, block, block + 1)  # it will be written into
-            if (self.pool.block_ptr[self.table[:, block]] & 1).any():
-                self._reopen(block)
+        if length % self.block_size and (self.pool.block_ptr[self.table[:, block]] & 1).any():
+            self._reopen(block)
 
     def _release(self, keep: int) -> None:
         """Give back the physical blocks behind the first `keep` logical ones."""

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -20,13 +21,41 @@ from torch import nn
 
 from hf_offload.cache.fingerprint import unlikeness
 from hf_offload.cpu.network import Network, pack_network
+from hf_offload.fields import Check, Field, check_mapping, check_tensors, count, is_a, list_of
 from hf_offload.fluxion.features import FEATURES
 from hf_offload.fluxion.labels import DIGESTS, GRANULARITIES
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
 
 FORMAT = 4
 """Of the file: 3 had no checksum."""
-_PARTS = {"model", "features", "granularities", "digest", "sinks", "local", "predictors"}
+
+
+def _check_weights(name: str, value: Any) -> None:
+    is_a(dict, name, value)
+    for weight, said in value.items():
+        list_of(partial(is_a, list), f"{name}.{weight}", said, length=2)
+        list_of(count(0), f"{name}.{weight}[0]", said[0])
+        list_of(_check_value, f"{name}.{weight}[1]", said[1])
+
+
+def _check_predictors(name: str, value: Any) -> None:
+    is_a(dict, name, value)
+    for tau, settings in value.items():
+        check_number(name, float(tau), "a deviation", above=0, below=1)
+        is_a(dict, f"{name}.{tau}", settings)
+
+
+_check_value = partial(check_number, what="a weight")
+_PARTS: dict[str, Check] = {
+    "model": partial(check_mapping, checks={"config": partial(is_a, dict), "weights": _check_weights}),
+    "features": partial(is_a, list),
+    "granularities": partial(is_a, list),
+    "digest": partial(check_choice, allowed=tuple(DIGESTS)),
+    "sinks": partial(check_tokens, least=0),
+    "local": partial(check_tokens, least=0),
+    "predictors": _check_predictors,
+}
+"""What a file must say, and what that may be."""
 _TRAIN = "train it again with `hf-offload train-fluxion`"
 WIDTH = 312
 """Of the two layers that the three outputs share."""
@@ -238,7 +267,7 @@ class HeadPredictor(nn.Module):
         if about["features"] != list(FEATURES):
             raise ValueError(f"{path} was trained on other features than this version has; {_TRAIN}")
         if about["granularities"] != list(GRANULARITIES):
-            raise ValueError(f"{path} was trained for block sizes {about['granularities']}; {_TRAIN}")
+            raise ValueError(f"{path} was trained for block sizes {shown(about['granularities'])}; {_TRAIN}")
         names = {float(known): str(known) for known in about["predictors"]}
         if tau not in names:
             known = ", ".join(f"{value:g}" for value in sorted(names))
@@ -251,8 +280,9 @@ class HeadPredictor(nn.Module):
             settings = about["predictors"][names[tau]]
             made = cls(tau=tau, digest=about["digest"], sinks=about["sinks"], local=about["local"], **settings)
             check_predictor(made)
+            check_tensors("", mine, {n: Field(x.dtype, tuple(x.shape)) for n, x in made.state_dict().items()})
             made.load_state_dict(mine)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:  # what torch raises for missing weights
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a whole predictor: {error}; {_TRAIN}") from error
         if wrong := sorted(name for name, x in mine.items() if not x.isfinite().all()):
             raise ValueError(f"{path} holds values that are not finite ({wrong[0]}): its training failed; {_TRAIN}")
@@ -332,8 +362,8 @@ def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, 
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
         about = json.loads(metadata.get("about", "{}"))
-        known = about.get("format")
-    except (SafetensorError, ValueError, AttributeError, RecursionError, OSError) as error:
+        known, digest = about.get("format"), _digest(tensors, metadata.get("about", ""))
+    except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError, RuntimeError, OSError) as error:
         raise ValueError(f"{path} is no predictor, or a damaged one ({error}); {_TRAIN}") from error
     if known is None:
         raise ValueError(f"{path} is no predictor; use a file that `hf-offload train-fluxion` wrote for this model")
@@ -342,10 +372,15 @@ def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, 
             f"{path} is no predictor of format {FORMAT}, it says {shown(known)}; {_TRAIN}, into the same folder: the "
             "samples that are there serve again"
         )
-    if metadata.get("sha256") != _digest(tensors, metadata["about"]):
+    if metadata.get("sha256") != digest:
         raise ValueError(f"{path} is damaged: it does not agree with its checksum; {_TRAIN}")
-    if lacking := sorted(_PARTS - about.keys()):
+    if lacking := sorted(_PARTS.keys() - about.keys()):
         raise ValueError(f"{path} is not a whole predictor: it says nothing of {', '.join(lacking)}; {_TRAIN}")
+    try:
+        for name, check in _PARTS.items():
+            check(name, about[name])
+    except ValueError as error:
+        raise ValueError(f"{path} is not a whole predictor: {error}; {_TRAIN}") from error
     return about, tensors
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
+    from hf_offload.fields import Field, LayerSizes
     from hf_offload.policies.salience import SalienceRule
 
 
@@ -186,6 +187,10 @@ class Policy(ABC):
         """
         if state is not None:
             raise TypeError(f"{type(self).__name__} needs pack_state and unpack_state: its layers have states")
+        return {}
+
+    def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
+        """What `pack_state` gives for a layer, if it gives anything: what a saved cache holds is compared with it."""
         return {}
 
     def unpack_state(self, state: Any, packed: dict[str, torch.Tensor]) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_offload.fluxion.features import PromptStatistics, prompt_statistics
+from hf_offload.fields import Field, LayerSizes
+from hf_offload.fluxion.features import PROMPT_FEATURES, PromptStatistics, prompt_statistics
 from hf_offload.fluxion.foresight import Foresight
 from hf_offload.fluxion.labels import DIGESTS, GRANULARITIES
 from hf_offload.fluxion.partials import BLOCK, Tokens
@@ -192,6 +193,15 @@ class Fluxion(Policy):
         statistics = state.foresight.statistics
         tensors = {part.name: getattr(statistics, part.name) for part in dataclasses.fields(PromptStatistics)}
         return {**tensors, "blocks": torch.tensor(state.blocks)}
+
+    def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
+        heads = (sizes.rows, sizes.query_heads)
+        return {
+            "fixed": Field(torch.float32, (*heads, len(PROMPT_FEATURES))),
+            "directions": Field(torch.float32, (*heads, 2, sizes.head_dim)),
+            "half_variance": Field(torch.float32, heads),
+            "blocks": Field(torch.int64, (), 0, sizes.full_blocks),
+        }
 
     def unpack_state(self, state: FluxionState, packed: dict[str, torch.Tensor]) -> None:
         if packed:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_offload.knobs import check_number, check_tokens
+from hf_offload.fields import Field, LayerSizes
+from hf_offload.knobs import MOST, check_number, check_tokens
 from hf_offload.policies.base import Plan, Policy
 from hf_offload.policies.tokens import attend, scores, valid_tokens
 
@@ -139,6 +140,15 @@ class H2O(Policy):
             return {}
         packed = {part.name: getattr(state.kept, part.name) for part in dataclasses.fields(Kept)}
         return packed | {name: torch.tensor(packed[name]) for name in _NUMBERS}
+
+    def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
+        places, newest = (*sizes.lines, "places"), sizes.tokens - 1
+        tokens = Field(sizes.dtype, (*places, sizes.head_dim))
+        return {
+            "keys": tokens, "values": tokens, "score": Field(torch.float32, places),
+            "position": Field(torch.int64, places, EMPTY, newest), "recent": Field(torch.int64, (), 1, MOST),
+            "taken": Field(torch.int64, (), newest, newest),
+        }  # fmt: skip
 
     def unpack_state(self, state: H2OState, packed: dict[str, torch.Tensor]) -> None:
         if packed:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_offload.knobs import check_flag, check_number, check_tokens
+from hf_offload.fields import Field, LayerSizes
+from hf_offload.knobs import MOST, check_flag, check_number, check_tokens
 from hf_offload.policies.base import Plan, Policy
 from hf_offload.policies.tokens import attend, valid_tokens
 
@@ -109,6 +110,14 @@ class InfiniGen(Policy):
         if state.basis is None or state.partial is None:
             return {}
         return {"basis": state.basis, "partial": state.partial, "count": torch.tensor(state.count)}
+
+    def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
+        count, channels = sizes.tokens, self._channels(sizes.head_dim)
+        return {
+            "basis": Field(torch.float32, (*sizes.lines, sizes.head_dim, channels)),
+            "partial": Field(torch.float32, (*sizes.lines, range(count, MOST), channels)),
+            "count": Field(torch.int64, (), count, count),
+        }
 
     def unpack_state(self, state: InfiniGenState, packed: dict[str, torch.Tensor]) -> None:
         if packed:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_offload.fields import list_of
 from hf_offload.knobs import check_count, shown
 
 ADAPTIVE = "adaptive"
+_MOST_BYTES = 1 << 26  # of a profile: it may come from anywhere, a pipe or a device never ends
 
 
 def check_recall(recall: Any) -> None:
@@ -33,9 +37,11 @@ def load_intervals(path: Path) -> list[int]:
         ValueError: there is no such file, or it is not a profile.
     """
     try:
-        intervals = json.loads(path.read_text(encoding="utf-8"))["intervals"]
-        for steps in intervals:
-            check_count("intervals", steps, what="a number of steps")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            raise ValueError(f"it is no file of at most {_MOST_BYTES} bytes")
+        intervals = json.loads(path.read_bytes())["intervals"]
+        list_of(partial(check_count, what="a number of steps"), "intervals", intervals)
     except FileNotFoundError:
         raise ValueError(
             f'recall={str(path)!r} is neither "adaptive" nor a profile file; write one with `hf-offload profile`'

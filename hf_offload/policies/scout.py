@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from hf_offload.cache.digests import DIGESTS
+from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.base import EVER, Plan, Policy, Selection
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
@@ -173,6 +174,10 @@ class Scout(Policy):
 
     def pack_state(self, state: ScoutState) -> dict[str, torch.Tensor]:
         return {"since": state.clock.since, "ratio": state.clock.ratio}
+
+    def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
+        clock = Field(torch.float32)
+        return {"since": clock, "ratio": clock}
 
     def unpack_state(self, state: ScoutState, packed: dict[str, torch.Tensor]) -> None:
         state.clock.since.copy_(packed["since"])

@@ -1,0 +1,238 @@
+"""What the files of a saved cache must hold: bounds of every number, dtype, shape and range of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_offload.cache import knowledge
+from hf_offload.cache.budget import MOST_SLOTS, least_blocks
+from hf_offload.cache.digests import DigestStore
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.settings import Settings
+from hf_offload.cache.store import TABLE_STEP
+from hf_offload.fields import Check, Field, LayerSizes, check_mapping, count, is_a, list_of, optional, prefixed
+from hf_offload.knobs import MOST, check_choice, check_flag, check_number, shown
+from hf_offload.policies.base import Policy
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DIMS = range(16, 257, 16)
+_KNOBS = ("tier", "block_size", "resident", "device_budget", "host_dtype", "prefill_tile", "cuda_graph")
+
+
+def _choice(*allowed: str) -> Check:
+    return lambda name, value: check_choice(name, value, allowed)
+
+
+def _dim(name: str, value: Any) -> None:
+    if type(value) is not int or value not in _DIMS:
+        raise ValueError(f"{name}={shown(value)} is not a multiple of 16 up to 256")
+
+
+def _scalar(name: str, value: Any) -> None:
+    if not isinstance(value, str | int | float | None):
+        raise ValueError(f"{name}={shown(value)} is no value of a knob")
+
+
+def _samples(name: str, value: Any) -> None:
+    is_a(dict, name, value)
+    for weight, sample in value.items():
+        optional(count(0, 2**32 - 1))(f"{name}.{weight}", sample)
+
+
+_positive = partial(check_number, what="a factor", above=0, most=1e9)
+_LAYER: dict[str, Check] = {
+    "batch": count(1), "heads": count(1), "dim": _dim, "dtype": _choice(*DTYPES), "length": count(1),
+    "sealed": count(0), "packed": count(0), "frozen": check_flag, "scale": optional(_positive),
+    "softcap": optional(_positive), "placed": check_flag, "queries_end": count(0),
+    "blocks": partial(list_of, count(0), length=2),
+}  # fmt: skip
+_STOCK: dict[str, Check] = {"stock": partial(is_a, str), "state": partial(is_a, dict)}
+
+
+def _layer(name: str, value: Any) -> None:
+    is_a(dict, name, value)
+    if value:
+        check_mapping(name, value, _STOCK if "stock" in value else _LAYER)
+
+
+def check_about(about: Any) -> None:
+    """Check what a saved cache says of itself, its policy's knobs and stock layers aside.
+
+    Raises:
+        ValueError: a field is missing, unknown or has a value that cannot be.
+    """
+    checks: dict[str, Check] = {
+        "format": count(0),
+        "policy": partial(check_mapping, checks={"name": partial(is_a, str), "knobs": partial(is_a, dict)}),
+        "knobs": partial(check_mapping, checks=dict.fromkeys(_KNOBS, _scalar)),
+        "model": partial(check_mapping, checks={"config": partial(is_a, dict), "weights": _samples}),
+        "layers": partial(list_of, _layer),
+        "dense": check_flag,
+    }
+    is_a(dict, "about", about)
+    layers = about.get("layers")
+    last = len(layers) - 1 if isinstance(layers, list) else 0
+    checks["donors"] = partial(list_of, partial(list_of, count(0, last), length=2))
+    check_mapping("about", about, checks)
+
+
+def sizes_of(told: dict[str, Any], table: torch.Tensor | None, block_size: int, module: nn.Module) -> LayerSizes:
+    """What the shapes of a layer's tensors follow from.
+
+    Args:
+        told: what the cache says of the layer.
+        table: its block table, which has not been checked.
+        block_size: tokens a block.
+        module: the model's decoder layer.
+    """
+    heads = told["heads"]
+    groups = [part.num_key_value_groups for part in module.modules() if hasattr(part, "num_key_value_groups")]
+    query_heads: Collection[int] = (heads * groups[0] if groups else heads,)
+    if not groups and heads == 1:  # one that broadcasts its only KV head does not say to how many
+        query_heads = range(1, MOST)
+    width = table.shape[1] if table is not None and table.ndim == 2 else 0
+    return LayerSizes(
+        told["batch"], heads, query_heads, told["dim"], block_size, DTYPES[told["dtype"]], told["length"], width,
+        told["placed"],
+    )  # fmt: skip
+
+
+def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
+    """Check those numbers of a layer that depend on one another and on the cache, whose padding is there.
+
+    Args:
+        where: the layer's name, with its separator.
+        told: what the cache says of it, each number within its own bounds.
+        settings: of the cache.
+    """
+    full, packed = told["length"] // settings.block_size, told["blocks"][1]
+    sealed = {full}
+    if settings.policy.digest_name is not None and not told["frozen"]:  # blocks of padding alone teach nothing
+        sealed.add(0)
+    allowed: dict[str, tuple[int, Container[int]]] = {
+        "batch": (told["batch"], {len(settings.padding.valid)}),
+        "length": (told["length"], {settings.padding.seen}),
+        "sealed": (told["sealed"], sealed),
+        "packed": (told["packed"], range(full + 1) if settings.packs else {0}),
+        "blocks[1]": (packed, range(MOST) if settings.packs else {0}),
+        "queries_end": (told["queries_end"], range(told["length"] + 1)),
+    }
+    for name, (value, good) in allowed.items():
+        if value not in good:
+            raise ValueError(f"{where}{name}={value} does not agree with the other numbers ({good})")
+
+
+def layer_fields(
+    told: dict[str, Any], sizes: LayerSizes, found: dict[str, torch.Tensor], settings: Settings
+) -> dict[str, Field]:
+    """The tensors of a layer.
+
+    Args:
+        told: what the cache says of the layer, checked.
+        sizes: what shapes follow from.
+        found: the tensors that are there; some go together and may all be missing.
+        settings: of the cache.
+
+    Raises:
+        ValueError: numbers among the tensors on which shapes depend are wrong.
+    """
+    policy, size, plain, physical = settings.policy, settings.block_size, told["blocks"][0], sum(told["blocks"])
+    blocks = -(-sizes.tokens // size)
+    most = np.full(max(sizes.width, blocks), physical - 1)
+    if told["sealed"] < blocks:
+        most[blocks - 1] = plain - 1  # it is still written into
+    widths = range(-(-blocks // TABLE_STEP) * TABLE_STEP, MOST, TABLE_STEP)
+    fields = {
+        "table": Field(torch.int32, (sizes.rows, widths), 0, most.tolist()),
+        "sums": Field(torch.int64, (physical, sizes.kv_heads)),
+    }
+    if told["queries_end"]:
+        window = range(1, min(told["queries_end"], policy.query_window) + 1)
+        fields["queries"] = Field(torch.float32, (sizes.rows, sizes.query_heads, window, sizes.head_dim))
+    window_blocks = window_range(policy, sizes)
+    if "block_of" in found:
+        slots = _slots(settings, sizes, window_blocks)
+        fields |= {
+            "block_of": Field(torch.int32, (*sizes.lines, slots), -1, blocks + 1),
+            "worth": Field(torch.float32, (*sizes.lines, range(sizes.width + 1))),
+            "known": Field(torch.int32, (1,), 0, sizes.full_blocks),
+        }
+        if sizes.placed:
+            resident = found["block_of"].shape[-1:]
+            window_blocks = range(resident[0] - 1, resident[0]) if resident else range(0)
+    if policy.salience is not None:
+        tensors = {n.removeprefix("salience."): x for n, x in found.items() if n.startswith("salience.")}
+        fields |= prefixed("salience.", knowledge.fields(sizes, tensors, window_blocks))
+    if any(name.startswith("state.") for name in found):
+        fields |= prefixed("state.", policy.state_fields(sizes))
+    return fields
+
+
+def window_range(policy: Policy, sizes: LayerSizes) -> range:
+    """Of how many blocks a window may be, if the policy has one."""
+    tokens = policy.window_tokens(sizes.width * sizes.block_size)
+    return range(1, MOST_SLOTS if tokens is None else -(-tokens // sizes.block_size) + 1)
+
+
+def _slots(settings: Settings, sizes: LayerSizes, window_blocks: range) -> range:
+    """How many blocks of a row and KV head may be resident."""
+    policy, budget, size = settings.policy, settings.device_budget, settings.block_size
+    if policy.window_tokens(0) is not None:
+        return range(2, min(window_blocks.stop, MOST_SLOTS) + 1)
+    if budget is None:
+        return range(settings.resident // size, settings.resident // size + 1)
+    record = 2 * size * sizes.head_dim * sizes.dtype.itemsize
+    most = budget.blocks or budget.nbytes // budget.layers // (sizes.rows * sizes.kv_heads * record)
+    return range(least_blocks(policy, size), min(most, MOST_SLOTS) + 1)
+
+
+def digest_fields(digests: DigestStore | None, told: dict[str, Any]) -> dict[str, Field]:
+    """The tensors that stand for a layer's blocks.
+
+    Raises:
+        ValueError: it says that statistics are there, or not, against the kind of digest.
+    """
+    least, most = (False, False) if digests is None else (digests.frozen, True)
+    if not least <= told["frozen"] <= most:
+        raise ValueError(f"frozen={told['frozen']} does not agree with the policy's digest")
+    if digests is None:
+        return {}
+    fields, blocks = {}, sum(told["blocks"])
+    if told["sealed"]:
+        fields = {f"digest.{n}": Field(dtype, (blocks, *row)) for n, (row, dtype) in digests.tensors().items()}
+    if told["frozen"]:
+        shape = digests.num_kv_heads, digests.head_dim
+        fields |= {f"statistics.{name}": Field(torch.float32, shape) for name in digests.statistics}
+    return fields
+
+
+def check_resident(layer: HybridLayer, block_of: torch.Tensor) -> None:
+    """Check that a set of resident blocks `[B, Hkv, R]` holds none twice and each that a step relies on.
+
+    Args:
+        layer: its tokens are there.
+        block_of: the block of each slot, -1 or within the table.
+    """
+    store, policy = layer.store, layer.policy
+    assert store is not None
+    newest = store.length // store.block_size  # the block that the next token is written into
+    needed = torch.zeros(store.batch, 1, newest + 1, dtype=torch.bool)
+    needed[:, :, newest] = True
+    if layer.salience is not None:
+        needed[:, :, layer.salience.evicted :] = True
+    elif policy.retrieves:
+        low, high = (torch.from_numpy(end)[:, None, None] for end in store.padding.sinks(policy.sink_tokens))
+        number = torch.arange(newest + 1)
+        needed |= (number >= low) & (number < high)
+        needed[:, :, max(store.sealed - -(-policy.recent_tokens // store.block_size), 0) :] = True
+    held = torch.zeros(store.batch, store.num_kv_heads, store.num_blocks + 3, dtype=torch.int32)
+    held.scatter_add_(2, block_of.long() + 1, torch.ones_like(block_of))  # the first counts the free slots
+    held = held[:, :, 1:]
+    if (held > 1).any() or ((held[:, :, : newest + 1] == 0) & needed).any():
+        raise ValueError("block_of holds a block twice, or lacks one that is always resident")

@@ -1,0 +1,382 @@
+"""Goes through the forgeries of a saved cache, a predictor or a profile: each is refused by a ValueError, or runs.
+
+    python tests/forging.py CASE-TIER FOLDER EVERY
+    python tests/forging.py predictor FOLDER EVERY
+
+A forgery has its sums made anew; every so manieth is tried. A line says what comes before it is tried: the last line of
+a process that died tells what it died of.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from test_families import build
+from test_fork import CASES, SMALL, make
+from test_from_cache import decode, prefill
+from tiny import prompt, tiny_model
+
+from hf_offload import HybridCache
+from hf_offload.attention.hooks import find_layers
+from hf_offload.cache.fingerprint import likeness
+from hf_offload.fluxion.features import FEATURES
+from hf_offload.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole
+
+PROMPT, STEPS = 205, 3
+LAYER = 2  # whose fields are forged; the other layers' are alike
+SLOW = 20.0  # seconds
+MEMORY = 4 << 20  # KiB
+DEEP: Any = json.loads("[" * 300 + "]" * 300)
+NUMBERS = (-1, 2, 7, 2**20, 2**31, 2**63, 10**400, 0.5, 1e308, math.nan, True, "7", None, [], {}, DEEP)
+TEXTS = ("", "x", 7, None, [])
+
+Forgery = tuple[str, Callable[[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]], None]]
+"""Its name, and what it does to the text, the tensors and the digests of a cache."""
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The values in a JSON text, and the ways to them; of what there are many of a kind, one."""
+    if isinstance(value, dict | list) and value:
+        yield path, value
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if path == ("layers",) and key != LAYER:
+                continue
+            if path[:1] == ("model",) and len(path) == 2 and list(value).index(key) != 2:
+                continue
+            if isinstance(value, list) and len(value) > 8 and key > 1:
+                continue
+            yield from leaves(part, (*path, key))
+    else:
+        yield path, value
+
+
+def reach(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def text_forgeries(about: Any) -> Iterator[Forgery]:
+    for path, old in leaves(about):
+        if not path:
+            continue
+        plain = isinstance(old, str)
+        values = (*(TEXTS if plain else NUMBERS), *((old + 1, old - 1) if type(old) is int else ()))
+        for new in values:
+            if type(new) is type(old) and new == old:
+                continue
+
+            def put(text: Any, *_: Any, path: tuple[Any, ...] = path, new: Any = new) -> None:
+                reach(text, path[:-1])[path[-1]] = new
+
+            yield f"{'.'.join(map(str, path))} = {str(new)[:30]}", put
+
+        def drop(text: Any, *_: Any, path: tuple[Any, ...] = path) -> None:
+            del reach(text, path[:-1])[path[-1]]
+
+        def add(text: Any, *_: Any, path: tuple[Any, ...] = path) -> None:
+            there = reach(text, path[:-1])
+            there.append(7) if isinstance(there, list) else there.__setitem__("more", 7)
+
+        yield f"{'.'.join(map(str, path))} is missing", drop
+        yield f"{'.'.join(map(str, path))} has a neighbour", add
+
+
+def values_for(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Wrong forms of a tensor."""
+    if tensor.dtype == torch.bool:
+        wrong: tuple[float, ...] = (0, 1)
+    elif tensor.dtype.is_floating_point:
+        wrong = (math.nan, math.inf, -math.inf, -1.0, 1e38 if tensor.dtype != torch.float16 else 6e4)
+    else:
+        info = torch.iinfo(tensor.dtype)
+        wrong = (info.min, -1 if info.min else 2, 1, 64, info.max)
+    for value in wrong:
+        yield f"full of {value}", torch.full_like(tensor, value)
+        for place in {0, tensor.numel() - 1} if tensor.numel() else ():
+            found = tensor.clone()
+            found.view(-1)[place] = value
+            yield f"[{place}] = {value}", found
+    other = torch.int64 if tensor.dtype != torch.int64 else torch.int32
+    yield "as integers", tensor.nan_to_num().to(other)
+    yield "as float16", tensor.to(torch.float16 if tensor.dtype != torch.float16 else torch.float32)
+    yield "in one more axis", tensor[None]
+    yield "flat", tensor.reshape(-1)
+    if tensor.ndim > 1:
+        yield "transposed", tensor.transpose(-1, -2).contiguous()
+        yield "turned", tensor.permute(*reversed(range(tensor.ndim))).contiguous()
+    for axis in range(tensor.ndim):
+        yield f"twice as long along {axis}", torch.cat([tensor, tensor], axis)
+        yield f"shorter along {axis}", tensor.narrow(axis, 0, max(tensor.shape[axis] - 1, 0)).clone()
+        yield f"empty along {axis}", tensor.narrow(axis, 0, 0).clone()
+
+
+def tensor_forgeries(tensors: dict[str, torch.Tensor], which: int) -> Iterator[Forgery]:
+    for name, tensor in tensors.items():
+        if name.startswith("layers.") and not name.startswith(f"layers.{LAYER}."):
+            continue
+        for what, new in values_for(tensor):
+
+            def put(*files: Any, name: str = name, new: torch.Tensor = new) -> None:
+                files[which][name] = new
+
+            yield f"{name} {what}", put
+
+        def drop(*files: Any, name: str = name) -> None:
+            del files[which][name]
+
+        def rename(*files: Any, name: str = name) -> None:
+            files[which][f"{name}.more"] = files[which].pop(name)
+
+        yield f"{name} is missing", drop
+        yield f"{name} has another name", rename
+
+
+def write(folder: Path, about: Any, tensors: dict[str, torch.Tensor], digests: dict[str, torch.Tensor]) -> None:
+    text = about if isinstance(about, str) else json.dumps(about)
+    write_files(folder, {"cache.safetensors": save(tensors, {"about": text}), "digests.safetensors": save(digests)})
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    names = ("digests.safetensors", "cache.safetensors")
+    sums = (f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+    (folder / "SHA256SUMS").write_text("".join(sums))
+
+
+def header_forgeries(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """A safetensors file with other headers."""
+    size = int.from_bytes(data[:8], "little")
+    header, rest = data[8 : 8 + size], data[8 + size :]
+
+    def made(text: bytes) -> bytes:
+        return len(text).to_bytes(8, "little") + text + rest
+
+    for length in (0, size - 1, size + 1, len(data), 2**31, 2**63, 2**64 - 1):
+        yield f"header of {length} bytes", length.to_bytes(8, "little") + data[8:]
+    yield "no header", b""
+    yield "a deep header", made(b"[" * 100_000 + b"]" * 100_000)
+    yield "a header of text", made(b'"x"')
+    first = next((name for name in json.loads(header) if name != "__metadata__"), None)
+    for name, wrong in {
+        "data_offsets": ([0, 2**63], [-8, 0], [8, 0], [0], "x", [0, len(rest) + 8], [0.5, 8]),
+        "dtype": ("F4", "F64", "C64", "x", 7),
+        "shape": ([2**62, 4], [-1], [0, 2**62], "x", [0.5], []),
+    }.items():
+        for value in wrong if first else ():
+            said = json.loads(header)
+            said[first][name] = value
+            yield f"{first} {name} = {value}", made(json.dumps(said).encode())
+    said = json.loads(header)
+    for value in (None, 7, {}, {"about": "[" * 100_000 + "]" * 100_000}, {"about": "7"}, {"about": "{"}):
+        yield f"metadata {str(value)[:20]}", made(json.dumps(said | {"__metadata__": value}).encode())
+
+
+class Trial:
+    """Tries what was forged and counts what was wrong with that."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.seen = every, 0
+        self.tried = self.refused = 0
+        self.wrong: list[str] = []
+
+    def __call__(self, name: str, run: Callable[[], None]) -> None:
+        self.seen += 1
+        if self.seen % self.every:
+            return
+        print(name, flush=True)
+        self.tried += 1
+        began = time.perf_counter()
+        try:
+            run()
+            print("    runs", flush=True)
+        except ValueError as error:
+            self.refused += 1
+            print(f"    {error}", flush=True)
+            if "\n" in str(error) or len(str(error)) > 900:
+                self.wrong.append(f"{name}: {str(error)[:300]}")
+        except BaseException:
+            self.wrong.append(f"{name}: {traceback.format_exc()[-700:]}")
+        if time.perf_counter() - began > SLOW:
+            self.wrong.append(f"{name}: took {time.perf_counter() - began:.0f} s")
+
+    def end(self) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if peak > MEMORY:
+            self.wrong.append(f"{peak} KiB of memory")
+        print(f"{self.tried} forgeries, {self.refused} refused, {peak >> 10} MiB")
+        print("\n".join(["WRONG", *self.wrong]))
+        sys.exit(bool(self.wrong))
+
+
+def pipes(path: Path) -> Iterator[str]:
+    """What never ends in place of a file."""
+    for kind in ("a pipe", "a device", "a folder"):
+        path.unlink()
+        if kind == "a pipe":
+            os.mkfifo(path)
+        elif kind == "a device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.mkdir()
+        yield f"{path.name} is {kind}"
+        if kind == "a folder":
+            path.rmdir()
+        else:
+            path.unlink()
+        path.touch()
+
+
+def saved(case: str, tier: str, folder: Path) -> Callable[..., None]:
+    """Save a cache; what loads another folder like it and decodes."""
+    family = {"sliding": "gemma3", "linear": "linear"}.get(case, "llama")
+    model = build("qwen3_next", "hybrid_sparse") if family == "linear" else tiny_model(family)
+    ids, mask = prompt(2, PROMPT)
+    cache = make(model, case if case in CASES else "scout", tier)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        for part in (slice(90), slice(90, PROMPT)):  # a prompt in two chunks
+            out = model(
+                ids[:, part],
+                attention_mask=mask[:, : part.stop],
+                position_ids=positions[:, part],
+                past_key_values=cache,
+            )
+    token = out.logits[:, -1].argmax(-1, keepdim=True)
+    token = decode(model, cache, token, mask, 19)[0][:, -1:]
+    mask = torch.cat([mask, mask.new_ones(2, 19)], 1)
+    cache.save(folder)
+    want = decode(model, cache, token, mask, STEPS)[1]
+    assert torch.equal(decode(model, HybridCache.load(folder, model), token, mask, STEPS)[1], want) or "int8" in case
+
+    def run(forged: Path, *, verify: bool = True) -> None:
+        loaded = HybridCache.load(forged, model, verify=verify, timeout=10.0)
+        logits = decode(model, loaded, token, mask, STEPS)[1]
+        assert logits.shape == want.shape
+        if case in CASES:  # the others cannot forget
+            loaded.fork().reorder_cache(torch.tensor([1, 1]))
+            loaded.crop(-STEPS - 25)  # into the prompt
+            loaded.to_dynamic()
+
+    return run
+
+
+def caches(case: str, tier: str, folder: Path, every: int) -> None:
+    """Forgeries of a cache."""
+    genuine, forged = folder / "genuine", folder / "forged"
+    run, trial = saved(case, tier, genuine), Trial(every)
+    shutil.copytree(genuine, forged)
+    data = (genuine / "cache.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])
+    files: Any = about, load_file(genuine / "cache.safetensors"), load_file(genuine / "digests.safetensors")
+    for name, forge in [*text_forgeries(about), *tensor_forgeries(files[1], 1), *tensor_forgeries(files[2], 2)]:
+
+        def altered(forge: Any = forge) -> None:
+            mine = copy.deepcopy(files[0]), dict(files[1]), dict(files[2])
+            forge(*mine)
+            write(forged, *mine)
+            run(forged)
+
+        trial(name, altered)
+    for file in ("cache.safetensors", "digests.safetensors", "blocks.safetensors"):
+        write(forged, *files)
+        for what, made in header_forgeries((genuine / file).read_bytes()):
+            write_files(forged, {file: made})
+            trial(f"{file}: {what}", lambda: run(forged))
+        for what in pipes(forged / file):
+            trial(what, lambda: run(forged))
+        shutil.copy(genuine / file, forged / file)
+    write(forged, *files)
+    blocks = (genuine / "blocks.safetensors").read_bytes()
+    for value in (0x00, 0x7F, 0xFF):
+        (forged / "blocks.safetensors").write_bytes(blocks[:4096] + bytes([value]) * (len(blocks) - 4096))
+        trial(f"blocks full of {value}", lambda: run(forged, verify=False))
+    trial.end()
+
+
+def predictors(folder: Path, every: int) -> None:
+    """Forgeries of a file that `hf-offload train-fluxion` has written."""
+    torch.manual_seed(0)
+    model, path, trial = tiny_model("llama"), folder / "predictor.safetensors", Trial(every)
+    made = HeadPredictor(tau=0.1, digest="submean", sinks=16, local=32)
+    made.standardise(torch.randn(500, len(FEATURES)))
+    save_predictors(path, likeness(model.config, find_layers(model)[0]), {0.1: made}, {"samples": 3})
+    about, tensors, data = read_about(path), load_file(path), path.read_bytes()
+
+    def run() -> None:
+        work(model, HybridCache(model, "fluxion", predictor=path, tier="split"))
+
+    run()
+    whole = {f"layers.{LAYER}.{name}": tensor for name, tensor in tensors.items()}
+    for name, forge in [*text_forgeries(about), *tensor_forgeries(whole, 1)]:
+
+        def altered(forge: Any = forge) -> None:
+            text, mine = copy.deepcopy(about), dict(whole)
+            forge(text, mine, {})
+            write_whole(path, {name.removeprefix(f"layers.{LAYER}."): part for name, part in mine.items()}, text)
+            run()
+
+        trial(name, altered)
+    for what, forged in header_forgeries(data):
+        path.write_bytes(forged)
+        trial(what, run)
+    for what in pipes(path):
+        trial(what, run)
+    trial.end()
+
+
+def profiles(folder: Path, every: int) -> None:
+    """Forgeries of a file that `hf-offload profile` has written."""
+    model, path, trial = tiny_model("llama"), folder / "profile.json", Trial(every)
+    about = {"version": 1, "intervals": [3, 2, 1, 4]}
+
+    def run() -> None:
+        work(model, HybridCache(model, "scout", recall=path, tier="split", block_size=16, **SMALL))
+
+    def written(text: str) -> None:
+        path.write_text(text)
+        run()
+
+    written(json.dumps(about))
+    for name, forge in text_forgeries(about):
+        text = copy.deepcopy(about)
+        forge(text, {}, {})
+        trial(name, lambda text=text: written(json.dumps(text)))
+    for text in ("", "[", "7", "null", "[" * 100_000, '{"intervals": [1' + "0" * 5000 + "]}"):
+        trial(text[:30], lambda text=text: written(text))
+    for what in pipes(path):
+        trial(what, run)
+    trial.end()
+
+
+def work(model: Any, cache: HybridCache) -> None:
+    ids, mask = prompt(2, PROMPT)
+    decode(model, cache, prefill(model, cache, ids, mask), mask, STEPS)
+
+
+def main(case: str, folder: Path, every: int) -> None:
+    """Try forgeries and end with what was wrong."""
+    if case in ("predictor", "profile"):
+        {"predictor": predictors, "profile": profiles}[case](folder, every)
+    else:
+        caches(*case.rsplit("-", 1), folder, every)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,35 @@
+"""Files from strangers: whatever is in them, a ValueError says what is wrong, or they serve; no process dies by it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+QUICK = ("scout-split", "hgca-split", "full-int8-one", "linear-one", "predictor", "profile")
+OTHERS = (
+    "scout-one", "scout-attend-split", "scout-quest-int8-one", "full-int8-split", "window-split", "quest-split",
+    "hgca-one", "hgca-int8-one", "fixed_hybrid-split", "fluxion-one", "fluxion-split", "h2o-split", "infinigen-one",
+    "infinigen-int8-split", "sliding-split",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "every"),
+    [
+        *((case, 13) for case in QUICK),
+        *(pytest.param(case, 1, marks=pytest.mark.slow) for case in (*QUICK, *OTHERS)),
+    ],
+)
+def test_every_forged_field_is_refused_or_serves(tmp_path: Path, case: str, every: int) -> None:
+    paths = os.pathsep.join((str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, HERE / "forging.py", case, tmp_path, str(every)],
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    told = done.stdout[-4000:] if done.returncode == 1 else "\n".join(done.stdout.splitlines()[-3:])
+    assert done.returncode == 0, f"ended with {done.returncode} after:\n{told}\n{done.stderr[-2000:]}"
