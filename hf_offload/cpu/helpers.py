@@ -24,6 +24,7 @@ from .launch import Array, Launch, jit
 from .memory import add_to, address_of, count_up, hold, peek, swap_if
 from .serving import nap, pause
 from .standing import WORTH_BYTES, Standing
+from .threads import Thread, start
 
 # Entries of a call, a row of int64 [calls, WIDTH].
 STATE, ENTRY, PLACE, NANOSECONDS = range(4)
@@ -143,7 +144,7 @@ class Helpers:
         self.calls: Array = np.zeros((callers, WIDTH), np.int64)
         self.control: Array = np.zeros(CONTROL_WIDTH, np.int64)
         self._free, self._errors = list(range(callers)), dict[int, BaseException]()
-        self._lock, self._threads = threading.Lock(), list[threading.Thread]()
+        self._lock, self._threads = threading.Lock(), list[Thread]()
 
     def _start(self) -> int:
         """Have threads there; how many, as many as the system allows."""
@@ -152,14 +153,11 @@ class Helpers:
                 _compile()
                 weakref.finalize(self, _stop, self.control, os.getpid()).atexit = False
             while len(self._threads) < self.count:
-                args, name = (self.calls, self.control, self._errors), f"hf_offload-helper-{len(self._threads)}"
-                thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
+                args = self.calls, self.control, self._errors
                 try:
-                    thread.start()
-                except RuntimeError:  # no more can be had
+                    self._threads.append(start(_serve, args, "a helper"))
+                except MemoryError:  # no more can be had
                     self.count = len(self._threads)
-                    break
-                self._threads.append(thread)
         return self.count
 
     def ready(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ I32 = np.dtype(np.int32)
 I64 = np.dtype(np.int64)
 U8 = np.dtype(np.uint8)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+LOAD_BYTES, COMPILE_BYTES = 32 << 20, 256 << 20
+"""What must be free before a kernel is loaded or compiled: several times what that takes."""
+_UNTOUCHED: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 # Launches that read less are run by the caller alone. A team that sleeps between its works (OMP_WAIT_POLICY=passive)
 # takes 50 us to wake, one that waits for the next takes one or two.
@@ -114,12 +119,27 @@ class _KernelCache(FunctionCache):
 
         An index names all signatures that there ever were. One that cannot be read (a version before this one had types
         that are gone, or a file was cut short) is begun anew.
+
+        Raises:
+            MemoryError: too little is left to load it, or to compile it if it is not there.
         """
+        self._have_room(LOAD_BYTES, "load")
+        found = None
         try:
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except (ImportError, AttributeError, EOFError, UnpicklingError):
             self.flush()  # type: ignore[no-untyped-call]
-            return None
+        if found is None:
+            self._have_room(COMPILE_BYTES, "compile")
+        return found
+
+    def _have_room(self, nbytes: int, to: str) -> None:
+        """Raise MemoryError unless there is so much memory: LLVM ends the process where it gets none."""
+        try:
+            mmap.mmap(-1, nbytes, **_UNTOUCHED).close()
+        except OSError as error:
+            name = self._py_func.__name__
+            raise MemoryError(f"no host memory left to {to} the kernel {name} ({nbytes >> 20} MiB). {error}") from error
 
 
 def jit(function: Function) -> Function:
