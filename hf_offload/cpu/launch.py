@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from numba.core.caching import FunctionCache
 from numpy.typing import NDArray
 
 from .memory import count_up
+from .room import have_room
 from .team import ALONE, share, team
 
 Array = NDArray[Any]
@@ -29,9 +29,8 @@ I64 = np.dtype(np.int64)
 U8 = np.dtype(np.uint8)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
-LOAD_BYTES, COMPILE_BYTES = 32 << 20, 256 << 20
-"""What must be free before a kernel is loaded or compiled: several times what that takes."""
-_UNTOUCHED: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+LOAD_BYTES, COMPILE_BYTES = 64 << 20, 256 << 20
+"""What must be free before a kernel is loaded or compiled, more than that takes: LLVM ends a process that has none."""
 
 # Launches that read less are run by the caller alone. A team that sleeps between its works (OMP_WAIT_POLICY=passive)
 # takes 50 us to wake, one that waits for the next takes one or two.
@@ -123,23 +122,15 @@ class _KernelCache(FunctionCache):
         Raises:
             MemoryError: too little is left to load it, or to compile it if it is not there.
         """
-        self._have_room(LOAD_BYTES, "load")
+        have_room(LOAD_BYTES, f"the kernel {self._py_func.__name__}")
         found = None
         try:
             found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except (ImportError, AttributeError, EOFError, UnpicklingError):
             self.flush()  # type: ignore[no-untyped-call]
         if found is None:
-            self._have_room(COMPILE_BYTES, "compile")
+            have_room(COMPILE_BYTES, f"compiling the kernel {self._py_func.__name__}")
         return found
-
-    def _have_room(self, nbytes: int, to: str) -> None:
-        """Raise MemoryError unless there is so much memory: LLVM ends the process where it gets none."""
-        try:
-            mmap.mmap(-1, nbytes, **_UNTOUCHED).close()
-        except OSError as error:
-            name = self._py_func.__name__
-            raise MemoryError(f"no host memory left to {to} the kernel {name} ({nbytes >> 20} MiB). {error}") from error
 
 
 def jit(function: Function) -> Function:

@@ -13,6 +13,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from .room import have_room
+
+_HEAP = 136 << 20
+"""Address space that a thread wants for a heap of its own. One without takes a page for each little thing, and C++ ends
+the process where there are no more."""
 _PAUSE = 0.01  # seconds between two looks at a thread that has not begun
 _LOOKS = 3000
 
@@ -48,6 +53,7 @@ def start(run: Callable[..., Any], args: tuple[Any, ...], what: str) -> Thread:
     Raises:
         MemoryError: the system gives no thread, or it died before it began, or did not begin within half a minute.
     """
+    have_room(_HEAP, f"a thread for {what}")
     thread = Thread()
     thread._pid = os.getpid()
     body = functools.partial(_live, thread, run, args)
