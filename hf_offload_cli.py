@@ -196,7 +196,7 @@ def train_fluxion(
     asked: Annotated[int, typer.Option(min=0, help="Windows repeated with hidden facts and questions.")] = 4,
     interval: Annotated[int, typer.Option(help="Tokens between two sampled prompt lengths.")] = 1024,
     steps: Annotated[int, typer.Option(help="Decode steps sampled in each interval.")] = 8,
-    digest: Annotated[str, typer.Option(help="Block digest: submean or quest.")] = "submean",
+    digest: Annotated[str, typer.Option(help="Block digest: submean, quest or mean.")] = "submean",
     epochs: Annotated[int, typer.Option(help="Passes over the samples, at most.")] = 30,
     under: Annotated[float, typer.Option(help="Loss weight of budgets that are too low.")] = 1.0,
     streaming_at: Annotated[float, typer.Option(help="Probability from which a head is a streaming head.")] = 0.9,

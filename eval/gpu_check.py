@@ -7,13 +7,12 @@
 Four parts, each in a process of its own: a case that fails, crashes or hangs is noted and the others go on.
 
 - correctness: the tests marked `gpu`; the tests of exactness with the model on the GPU, once more with every hand-over
-  between CPU and GPU made late, and with recalled blocks copied (HF_OFFLOAD_TRANSFER=copy); CUDA graphs against eager
-  steps. Of a row, `failed` should be 0.
+  between CPU and GPU made late; CUDA graphs against eager steps. Of a row, `failed` should be 0.
 - kernels: each operation of `hf_offload.gpu`: p20, p50 and p80 of its time on the device with cold caches; the time
   that its bytes alone would take (`floor`: at the speed of a large copy, measured in the same run) and their ratio;
   what a launch costs the host; the time within a CUDA graph. All in microseconds.
-  The aim for `paged_attention` is `of_floor` below 1.3. Blocks come by a kernel (`fetch_…`) or by copies (`copies_…`),
-  and what the CPU attends with goes by `hand_over`, or by three copies and a signal (`hand_over_by_copies`).
+  The aim for `paged_attention` is `of_floor` below 1.3. Blocks come by `fetch_…`; what the CPU attends with goes by
+  `hand_over`, or by three copies and a signal (`hand_over_by_copies`).
 - handoff: a signal, the CPU's work, the wait for it: microseconds a layer, by flags and by events and futures; with
   blocks to attend, query and blocks go to the host too. The aim is 15 for an item that is nothing.
 - decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: `dynamic` and `offloading` are

@@ -113,7 +113,6 @@ class HybridCache(Portable):
             worker=Worker(default_threads(model) if threads is None else threads, timeout),
             padding=Padding(block_size),
             packs=host_dtype == "int8",
-            captured=cuda_graph,
             device_budget=budget,
             progress=PromptProgress() if check_progress(progress) else None,
         )

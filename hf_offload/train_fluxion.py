@@ -17,15 +17,16 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload.attention.hooks import find_layers
+from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.fingerprint import fingerprint, likeness
 from hf_offload.fluxion.asked import ask
 from hf_offload.fluxion.capture import capture
 from hf_offload.fluxion.fitting import Fitting, fit_predictor
-from hf_offload.fluxion.labels import DIGESTS
 from hf_offload.fluxion.partials import BLOCK
 from hf_offload.fluxion.predictor import save_predictors, write_whole
 from hf_offload.fluxion.report import quality
 from hf_offload.fluxion.samples import Samples, Sampling, layer_samples
+from hf_offload.knobs import check_choice
 
 PREDICTOR, REPORT, SETTINGS = "predictor.safetensors", "report.json", "settings.json"
 
@@ -128,8 +129,7 @@ def check_sampling(sampling: Sampling, context: int) -> None:
     Raises:
         ValueError: a value that is not allowed, with the remedy.
     """
-    if sampling.digest not in DIGESTS:
-        raise ValueError(f"digest={sampling.digest!r} is not supported; use one of {', '.join(DIGESTS)}")
+    check_choice("digest", sampling.digest, tuple(DIGESTS))
     for name in ("sinks", "local"):
         value = getattr(sampling, name)
         if value < BLOCK or value % BLOCK:

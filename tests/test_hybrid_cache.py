@@ -43,11 +43,11 @@ def test_import_does_nothing_but_register() -> None:
         "import transformers, torch, sys\n"
         "from transformers import AttentionInterface, AttentionMaskInterface\n"
         "names = set(AttentionInterface._global_mapping), set(AttentionMaskInterface._global_mapping)\n"
-        "import threading; threads = threading.active_count(); count = torch.get_num_threads()\n"
+        "import _thread; threads = _thread._count(); count = torch.get_num_threads()\n"
         "import hf_offload\n"
         "assert set(AttentionInterface._global_mapping) - names[0] == {'hybrid_sparse'}\n"
         "assert set(AttentionMaskInterface._global_mapping) - names[1] == {'hybrid_sparse'}\n"
-        "assert threading.active_count() == threads and torch.get_num_threads() == count\n"
+        "assert _thread._count() == threads and torch.get_num_threads() == count\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

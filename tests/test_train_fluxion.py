@@ -55,7 +55,7 @@ def test_too_little_text(texts: list[list[int]], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"digest": "mean"}, "digest='mean' is not supported; use one of quest, submean"),
+        ({"digest": "median"}, "digest='median' is not known; use one of submean, quest, mean"),
         ({"sinks": 20}, "sinks=20 is not a number of blocks; use a multiple of 16"),
         ({"taus": ()}, r"tau=\[\] are no deviations"),
         ({"taus": (0.1, 1.5)}, r"tau=\[0\.1, 1\.5\] are no deviations; use different numbers between 0 and 1"),
@@ -192,7 +192,7 @@ def test_command(letters: Path, tmp_path: Path) -> None:
 def test_command_tells_what_is_wrong(letters: Path, tmp_path: Path) -> None:
     for option, value, message in (
         ("--dtype", "int3", "dtype='int3' is not known"),
-        ("--digest", "mean", "digest='mean' is not supported"),
+        ("--digest", "median", "digest='median' is not known"),
         ("--epochs", "0", "epochs=0 leaves nothing to fit with"),
         ("--context", "9000", "fewer than context=9000"),
     ):

@@ -21,7 +21,7 @@ from gpu.supervise import Report, TimeUp
 from hf_offload.cpu.cores import LOCAL_RANKS
 
 ROOT = Path(__file__).parents[2]
-DEVICE, DELAY, TRANSFER = "HF_OFFLOAD_TEST_DEVICE", "HF_OFFLOAD_DELAY_MS", "HF_OFFLOAD_TRANSFER"
+DEVICE, DELAY = "HF_OFFLOAD_TEST_DEVICE", "HF_OFFLOAD_DELAY_MS"
 TEST_SECONDS = 90
 WORKERS = 8
 LOG_CHARACTERS = 12_000
@@ -37,7 +37,6 @@ SUITES: dict[str, tuple[list[str], dict[str, str], float]] = {
     "exactness": (["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda"}, 240),
     "graphs against eager steps": ([GRAPH, "-m", "gpu"], {}, 150),
     "exactness, every hand-over late": (["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda", DELAY: "2"}, 240),
-    "exactness, blocks copied": (["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda", TRANSFER: "copy"}, 240),
     "caches and models": ([*MODELS, *ON_GPU, "-k", NOT_ON_GPU], {DEVICE: "cuda"}, 240),
     "torch forms, compiling": (["tests/gpu", *ON_GPU], {}, 240),
 }

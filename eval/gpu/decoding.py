@@ -222,7 +222,6 @@ def counted(cache: HybridCache) -> dict[str, Any]:
         "cpu_ratio": total["cpu_ratio"], "recall_mib_per_step": total["recall_bytes"] / steps / 2**20,
         "host_wait_ms": 1000 * total["wait_seconds"] / steps, "query_cosine": total["query_cosine"],
         "device_kv_gib": total["device_bytes"] / 2**30, "host_kv_gib": total["host_bytes"] / 2**30,
-        "transfer": " ".join(total["transfer"]),
     }  # fmt: skip
 
 

@@ -51,7 +51,6 @@ class Operation:
         link_bytes: that have to come from pinned host memory (`back`: go there).
         prepare: done before each call, untimed.
         back: whether link_bytes go to the host.
-        synchronous: whether the host takes part, so that only the host's clock tells the time.
         keep: what the call reaches only by address.
     """
 
@@ -60,7 +59,6 @@ class Operation:
     link_bytes: int = 0
     prepare: Callable[[], Any] = nothing
     back: bool = False
-    synchronous: bool = False
     keep: tuple[Any, ...] = ()
 
 

@@ -88,13 +88,13 @@ def measure(timer: Timer, operation: Operation, speeds: dict[str, float]) -> dic
     # Both ways are used at once: a kernel that reads the host's memory writes the device's meanwhile.
     floor = max(operation.device_bytes / speeds["device"], operation.link_bytes / link)
     wall = timer.wall_time(call, prepare)
-    spread = wall if operation.synchronous else timer.device_time(call, prepare)
+    spread = timer.device_time(call, prepare)
     row = {
         **spread, "floor": floor, "of_floor": spread["p50"] / floor, "wall": wall["p50"],
         "device_bytes": operation.device_bytes, "link_bytes": operation.link_bytes, "launch": timer.launch_time(call),
     }  # fmt: skip
     try:
-        row["in_graph"] = None if operation.synchronous else timer.graph_time(call)
+        row["in_graph"] = timer.graph_time(call)
     except RuntimeError as error:  # it cannot be captured; the other figures stand
         row["note"] = str(error).splitlines()[0]
     return row

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from gpu.inputs import Inputs, Operation
@@ -167,36 +166,6 @@ def fetch_all(x: Inputs) -> Operation:
     return _fetch(x, 1.0)
 
 
-def _copies(x: Inputs, share: float) -> Operation:
-    """What a copy engine can do: a gather on the CPU into pinned memory, one copy, a scatter on the device."""
-    from hf_offload.cpu.pool import copy_records
-
-    pool, (slots, blocks, _) = x.pool(), _moves(x, share)
-    slab, addresses, table = x.records()
-    record = pool[0, 0, 0].nbytes
-    rows, heads, _ = np.indices(tuple(slots.shape))
-    physical = table.cpu().numpy()[rows, blocks.cpu().numpy()]
-    source = (addresses.cpu().numpy()[physical] + record * heads).ravel()
-    staging = torch.empty((source.size, *pool.shape[3:]), dtype=pool.dtype, pin_memory=x.options.on_gpu)
-    target = staging.data_ptr() + record * np.arange(source.size, dtype=np.int64)
-    index = torch.from_numpy((rows * x.size.kv_heads + heads) * x.size.chosen).to(slots.device) + slots
-    flat, places = pool.flatten(0, 2), index.flatten().long()
-
-    def call() -> None:
-        copy_records(source, target, record).run()
-        flat.index_copy_(0, places, staging.to(flat.device, non_blocking=True))
-
-    return Operation(call, 3 * staging.nbytes, staging.nbytes, synchronous=True, keep=(slab,))
-
-
-def copies_recall(x: Inputs) -> Operation:
-    return _copies(x, 0.08)
-
-
-def copies_all(x: Inputs) -> Operation:
-    return _copies(x, 1.0)
-
-
 def _sent(x: Inputs, by_kernel: bool) -> Operation:
     """What the CPU attends with for five blocks a head, announced by a flag."""
     from hf_offload.gpu.handover import Inbox
@@ -266,7 +235,7 @@ OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
     operation.__name__: operation
     for operation in (
         paged_attention, merge, merge_with_host, score_submeans, score_vectors, join_heads, select_blocks,
-        split_blocks, exchange, write_token, fetch_recall, copies_recall, fetch_all, copies_all, hand_over,
+        split_blocks, exchange, write_token, fetch_recall, fetch_all, hand_over,
         hand_over_by_copies, store_block,
         seal_submeans, update_weights,
     )

@@ -10,7 +10,7 @@ import torch
 
 from hf_offload.attention.retrieval import Retrieval
 from hf_offload.cache.copying import bring
-from hf_offload.gpu import move, transfer
+from hf_offload.gpu import move
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged import paged_attention
 from hf_offload.gpu.runs import choose_runs
@@ -34,7 +34,6 @@ class DeviceTasks:
         with torch.inference_mode(False):
             self.out = torch.zeros(query.shape, device=layer.device)
             self.lse = torch.zeros(query.shape[:2], device=layer.device)
-        self._asked_for = transfer.asked_for()
         self._stream: Any = None
         if layer.device.type == "cuda":
             self._stream = stream_for(TASKS, layer.device)
@@ -85,9 +84,9 @@ class DeviceTasks:
         slots, listed = places[None, :, :capacity], chosen[None, None]
         shape = (1, 1, capacity, 2, store.block_size, store.head_dim)
         pool = torch.empty(shape, dtype=store.dtype, device=device)
-        self._fetch(step, pool, row, head, slots, listed, count)
         layer = self._layer()
         assert layer is not None, "a task is done within its layer's step"
+        self._fetch(layer, pool, row, head, slots, listed, count)
         valid = layer.mirror.valid()
         limits = layer.mirror.limits("step", step.length, store.sealed)
         shares = paged_attention(
@@ -99,14 +98,14 @@ class DeviceTasks:
         return count
 
     def _fetch(
-        self, step: Step, pool: torch.Tensor, row: int, head: int, slots: torch.Tensor, blocks: torch.Tensor,
+        self, layer: HybridLayer, pool: torch.Tensor, row: int, head: int, slots: torch.Tensor, blocks: torch.Tensor,
         count: torch.Tensor,
     ) -> None:  # fmt: skip
         """Bring blocks of a row and KV head into `pool`: read where they lie, or else brought together by the CPU."""
-        store = step.store
-        on_gpu = pool.device.type == "cuda"
-        way = self._asked_for or ("uva" if on_gpu else "copy")
-        if way == "copy" or (on_gpu and not store.pool.pinned):
+        store = layer.store
+        assert store is not None
+        assert layer.resident is not None
+        if not layer.resident.read_by_kernels:
             bring(store, pool[0, 0], row, head, blocks[0, 0, : int(count)].cpu().numpy())
             return
         addresses, packed = store.tables.block_ptr()[store.tables.table()[row].long()], store.packed

@@ -1,8 +1,7 @@
-"""Blocks on their way into slots by copies: the CPU brings records together, the device takes them in."""
+"""Blocks on their way into slots by copies, where no kernel reads the pool: the CPU brings records together."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,16 +10,12 @@ import torch
 
 from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.mirror import sent
-from hf_offload.cache.padding import Padding
 from hf_offload.cache.store import BlockStore, narrow
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.packed import unpack_records
-from hf_offload.gpu import move, transfer
 
 PIECE_BYTES = 32 << 20
 """What is brought together at a time."""
-TRIAL_BLOCKS = 5
-"""Blocks of a KV head in a recall of a usual size."""
 
 
 class Moves(NamedTuple):
@@ -82,18 +77,18 @@ def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.
         source: addresses of the records, packed ones marked; int64 `[m]`.
         index: where each goes; `[m]`.
     """
-    dtype, pin = store.gather_dtype, store.pool.pinned and not store.packs
+    dtype = store.gather_dtype
     shape = (2, store.block_size, store.head_dim)
     most = max(PIECE_BYTES // (into[:1].numel() * dtype.itemsize), 1)
 
     def copy() -> None:
         for first in range(0, len(source), most):
             some, places = source[first : first + most], index[first : first + most]
-            together = host_empty((len(some), *shape), dtype, pin=pin, brief=True, what="a recall")
+            together = host_empty((len(some), *shape), dtype, brief=True, what="a recall")
             _bring_together(store, some, together)
             with memory_for("a recall", "fewer rows or a smaller budget need less"):
                 there = torch.empty((len(some), *shape), dtype=into.dtype, device=into.device)
-            there.copy_(narrow(together, store.dtype) if store.packs else together, non_blocking=True)
+            there.copy_(narrow(together, store.dtype) if store.packs else together)
             into.index_copy_(0, sent(places.astype(np.int64), into.device), there)
 
     return copy
@@ -110,37 +105,3 @@ def _bring_together(store: BlockStore, source: np.ndarray, together: torch.Tenso
         source, first, tokens, target, target + nbytes // 2, kv_dtype=store.dtype, dim=store.head_dim,
         block_size=store.block_size,
     )()  # fmt: skip
-
-
-def trials(like: BlockStore) -> dict[str, Callable[[], None]]:
-    """For each of `transfer.WAYS` that can be tried, a recall of a usual size, with blocks and slots of its own.
-
-    Args:
-        like: a store whose blocks have the size.
-    """
-    store = BlockStore(
-        1, like.num_kv_heads, like.head_dim, like.dtype, block_size=like.block_size, device=like.device, digest=None,
-        padding=Padding(like.block_size),
-    )  # fmt: skip
-    there = 2 * transfer.ROUNDS * TRIAL_BLOCKS
-    store.reserve(there * like.block_size)
-    heads = (1, like.num_kv_heads)
-    record = (2, like.block_size, like.head_dim)
-    pool = torch.zeros(*heads, TRIAL_BLOCKS, *record, dtype=like.dtype, device=like.device)
-
-    def each_head(line: np.ndarray) -> torch.Tensor:
-        return sent(np.tile(line.astype(np.int32), (*heads, 1)), like.device)
-
-    # Each time other blocks, which no cache of the CPU holds.
-    order = np.random.default_rng(0).permutation(there).reshape(-1, TRIAL_BLOCKS)
-    turn = itertools.cycle([each_head(line) for line in order])
-    slots = each_head(np.arange(TRIAL_BLOCKS))
-    counts = sent(np.full(heads, TRIAL_BLOCKS, np.int32), like.device)
-    tables = store.tables.block_ptr(), store.tables.table()
-    ways: dict[str, Callable[[], None]] = {
-        "uva": lambda: move.fetch(pool, slots, next(turn), counts, *tables, packed=None),
-        "copy": lambda: copies(store, pool, Moves(slots, next(turn), counts))(),
-    }
-    if like.pool.pinned and not store.pool.pinned:  # no more could be pinned; what a kernel cannot reach ends all
-        del ways["uva"]
-    return ways

@@ -29,11 +29,10 @@ class DeviceMirror:
         padding: of the cache.
         device: where the tensors live.
         worker: runs on the CPU what need not be waited for.
-        captured: whether steps are captured as CUDA graphs.
     """
 
-    def __init__(self, padding: Padding, device: torch.device, worker: Worker, *, captured: bool = False) -> None:
-        self.padding, self.device, self.worker, self.captured = padding, device, worker, captured
+    def __init__(self, padding: Padding, device: torch.device, worker: Worker) -> None:
+        self.padding, self.device, self.worker = padding, device, worker
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Recalls run here, beside the model."""
         self.capture: Any = None

@@ -28,6 +28,7 @@ def open_layer(
 
     Raises:
         ValueError: one memory is asked for, but the model lies on a device.
+        MemoryError: no memory is left for threads, or for what holds the tokens.
     """
     settings, policy = layer.settings, layer.policy
     layer.dtype, layer.device, layer.device_type = dtype, device, device.type
@@ -35,6 +36,8 @@ def open_layer(
     layer.keys = layer.values = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)  # Mllama looks here
     if settings.tier == "one" and device.type != "cpu":
         raise ValueError(f'tier="one" is for models on the CPU, but this one is on {device}; leave tier out')
+    if layer.has_slots or policy.salience is not None:
+        settings.worker.ready()
     name = policy.digest_name
     layer.store = store = BlockStore(
         batch, heads, dim, dtype, block_size=settings.block_size, device=device, digest=DIGESTS[name] if name else None,

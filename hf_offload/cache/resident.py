@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from hf_offload.cache.copying import Moves, copies, trials
-from hf_offload.cache.memory import host_empty, memory_for
+from hf_offload.cache.copying import Moves, copies
+from hf_offload.cache.memory import memory_for
 from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.worker import Job
 from hf_offload.gpu import exchange as exchanging
-from hf_offload.gpu import move, transfer
+from hf_offload.gpu import move
 
 FREE = -1
 RESIDENT, LOWER_RESIDENT = "resident blocks", "a smaller resident or device_budget or fewer rows need less"
 
 
-@dataclass(slots=True)
-class Transfer:
-    """Blocks on their way: the job that copies them, the event after the copy (CUDA), or an event after both."""
+class Transfer(NamedTuple):
+    """Blocks on their way, and what ends it: the job that copies them, or the event after the kernel that does."""
 
     moves: Moves
-    job: Job | None = None
-    event: torch.cuda.Event | None = None
+    end: Job | torch.cuda.Event
 
 
 class ResidentSet:
@@ -56,9 +54,6 @@ class ResidentSet:
             self.worth = torch.zeros((*shape[:2], 0), dtype=torch.float32, device=store.device)
             self.known = torch.zeros(1, dtype=torch.int32, device=store.device)
         self._transfer: Transfer | None = None
-        self._asked_for = transfer.asked_for()
-        self.came_by: str | None = None
-        """The way by which the last blocks came (`gpu.transfer`)."""
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +93,7 @@ class ResidentSet:
         wanted = (block_of >= 0) & (block_of < self.store.num_blocks)
         order = (~wanted).int().argsort(dim=-1, stable=True)  # slots that get data come first
         moves = Moves(order.int().to(device), block_of.gather(2, order).to(device), wanted.sum(-1).int().to(device))
-        self.fetch(moves, "a saved resident set", now=True)
+        self.fetch(moves, "a saved resident set")
         self.wait()
 
     def learn(self, score: torch.Tensor, limits: torch.Tensor, smoothing: float) -> None:
@@ -133,7 +128,7 @@ class ResidentSet:
         wide = torch.full((*self.slot_of.shape[:2], beyond + 1), FREE, dtype=torch.int32, device=blocks.device)
         wide.scatter_(2, torch.where(meant, blocks, beyond).long(), slots.expand_as(blocks))
         self.slot_of.copy_(wide[:, :, :beyond])
-        self.fetch(Moves(slots.expand_as(blocks).contiguous(), blocks, counts), label, now=True)
+        self.fetch(Moves(slots.expand_as(blocks).contiguous(), blocks, counts), label)
         self.wait()
 
     def exchange(self, limits: torch.Tensor, sink_end: torch.Tensor, recent: int, due: torch.Tensor | None) -> Moves:
@@ -159,28 +154,23 @@ class ResidentSet:
             block_size=self.store.block_size, recent=recent,
         )  # fmt: skip
 
-    def fetch(self, moves: Moves, label: str, *, now: bool = False) -> None:
+    def fetch(self, moves: Moves, label: str) -> None:
         """Bring the data of blocks whose metadata have changed; they are there after the next `wait`.
 
         Args:
             moves: where they go.
             label: what an error message calls it.
-            now: they are waited for at once.
         """
         self.wait()
-        self.came_by = self._way()
-        stream = self.mirror.stream
-        if self.came_by == "uva":
+        if self.read_by_kernels:
             self._read(moves)
-        elif stream is None:
+        elif self.mirror.stream is None:
             job = self.mirror.worker.submit(
                 copies(self.store, self.pool, moves), label, keep=(self.store.pool, self.pool)
             )
-            self._transfer = Transfer(moves, job=job)
-        elif now or not self.store.pool.pinned:
-            copies(self.store, self.pool, moves)()
+            self._transfer = Transfer(moves, job)
         else:
-            self._copy_beside(moves, stream, label)
+            copies(self.store, self.pool, moves)()
 
     def bring(self, moves: Moves, into: torch.Tensor | None = None) -> None:
         """Bring the data of blocks in the order of the model's stream, which waits for them.
@@ -190,26 +180,19 @@ class ResidentSet:
             into: `[B, Hkv, M, 2, block_size, D]`, in place of the slots.
         """
         self.wait()
-        self.came_by, pool = self._way(), self.pool if into is None else into
-        if self.came_by == "uva":
+        pool = self.pool if into is None else into
+        if self.read_by_kernels:
             move.fetch(pool, *moves, self.tables.block_ptr(), self.tables.table(), packed=self.store.packed)
         else:
             copies(self.store, pool, moves)()
 
-    def _way(self) -> str:
-        """How the blocks that are wanted now come: "uva" or "copy"."""
-        if self.mirror.capture is not None:  # what a graph replays cannot ask the host for addresses
-            return "uva"
-        if self.mirror.stream is None:
-            return self._asked_for or "copy"
-        if not self.store.pool.pinned:
-            return "copy"
-        # Packed blocks are unpacked on the device; and a capture refuses a kernel that was never launched before.
-        if self.store.packs or self.mirror.captured:
-            return "uva"
-        return self._asked_for or transfer.way_for(
-            self.pool.device, self.store.pool.record_bytes, lambda: trials(self.store)
-        )
+    @property
+    def read_by_kernels(self) -> bool:
+        """Whether kernels read the host's blocks where they lie; they cannot where memory could not be pinned.
+
+        What a graph replays must, since it cannot ask the host for addresses.
+        """
+        return self.store.pool.pinned or self.mirror.capture is not None
 
     def _read(self, moves: Moves) -> None:
         """Let a kernel read the blocks where they lie, beside the model."""
@@ -221,30 +204,7 @@ class ResidentSet:
         elif stream is not None:
             for tensor in (self.pool, *moves, *tables):  # whoever lets go of them does not wait for this stream
                 tensor.record_stream(stream)
-            self._transfer = Transfer(moves, event=stream.record_event())
-
-    def _copy_beside(self, moves: Moves, stream: torch.cuda.Stream, label: str) -> None:
-        """Let a thread bring the blocks together and copy them, beside the model."""
-        device = self.pool.device
-        told = Moves(*(host_empty(part.shape, part.dtype, pin=True, brief=True, what="a recall") for part in moves))
-        for target, source in zip(told, moves, strict=True):
-            target.copy_(source, non_blocking=True)
-        # The slots are free, and the host's blocks written, when the lists have arrived.
-        arrived = torch.cuda.current_stream(device).record_event()
-        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-        def copy() -> None:
-            arrived.synchronize()
-            with self.mirror.current(), torch.cuda.stream(stream):
-                self.mirror.pause()
-                try:
-                    copies(self.store, self.pool, told)()
-                finally:
-                    ended.record(stream)
-
-        self.pool.record_stream(stream)
-        job = self.mirror.worker.submit(copy, label, keep=(self.store.pool, self.pool))
-        self._transfer = Transfer(moves, job, ended)
+            self._transfer = Transfer(moves, stream.record_event())
 
     def wait(self) -> None:
         """Everything that was asked for has arrived, for whatever follows in the stream.
@@ -255,21 +215,17 @@ class ResidentSet:
         under_way = self._transfer
         if under_way is None:
             return
-        job = under_way.job
-        if job is not None:
+        moves, end = under_way
+        if isinstance(end, Job):
             try:
-                job.result()
+                end.result()
             except BaseException:
-                if job.done():  # otherwise it still writes into the slots, and is waited for again
-                    self._forget(under_way.moves)
-                    self._follow(under_way)
+                if end.done():  # otherwise it still writes into the slots, and is waited for again
+                    self._forget(moves)
+                    self._transfer = None
                 raise
-        self._follow(under_way)
-
-    def _follow(self, under_way: Transfer) -> None:
-        """Let the current stream go on behind a transfer whose job, if it has one, has ended."""
-        if under_way.event is not None:
-            torch.cuda.current_stream(self.pool.device).wait_event(under_way.event)
+        else:
+            torch.cuda.current_stream(self.pool.device).wait_event(end)
         self._transfer = None
 
     def _forget(self, moves: Moves) -> None:

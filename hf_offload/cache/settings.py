@@ -74,7 +74,6 @@ class Settings:
         worker: threads beside the model's.
         padding: validity of the cached tokens.
         packs: whether the host keeps older blocks in int8.
-        captured: whether steps are captured as CUDA graphs.
         mirrors: what `mirror` has made.
         device_budget: what decides the size of the resident sets in place of `resident`, or None.
         drafts: tokens that may be taken back.
@@ -89,7 +88,6 @@ class Settings:
     worker: Worker
     padding: Padding
     packs: bool = False
-    captured: bool = False
     device_budget: DeviceBudget | None = None
     mirrors: dict[torch.device, DeviceMirror] = field(default_factory=dict)
     drafts: Drafts = field(default_factory=Drafts)
@@ -98,5 +96,5 @@ class Settings:
     def mirror(self, device: torch.device) -> DeviceMirror:
         """Sizes and padding on a device, for all layers there."""
         if device not in self.mirrors:
-            self.mirrors[device] = DeviceMirror(self.padding, device, self.worker, captured=self.captured)
+            self.mirrors[device] = DeviceMirror(self.padding, device, self.worker)
         return self.mirrors[device]

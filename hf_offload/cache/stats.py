@@ -48,7 +48,6 @@ class LayerStats:
             blocks that a query head took (`head_budget`) and that its group attended (`retrieved_share`), bytes of
             them (`retrieved_bytes`), the same of the blocks whose digests were read (`scored_share`, and with the
             digests' bytes `scored_bytes`), share of groups by tokens of a run (`granularities`); empty otherwise.
-        transfer: how the last blocks were copied to the device: "uva" (by a kernel) or "copy"; None: none were.
     """
 
     layer: int
@@ -76,7 +75,6 @@ class LayerStats:
     reevaluations: int = 0
     reevaluation_seconds: float = 0.0
     retrievals: dict[str, Any] = field(default_factory=dict)
-    transfer: str | None = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -112,7 +110,6 @@ def report(layer: HybridLayer) -> LayerStats:
         stats.resident_bytes += layer.resident.nbytes if layer.resident is not None else 0
         digest = 0 if store.digests is None else store.digests.block_bytes
         stats.retrievals = layer.retrievals.as_dict(store.pool.record_bytes, digest / store.num_kv_heads)
-        stats.transfer = layer.resident.came_by if layer.resident is not None else None
     if salience is not None:
         tokens = salience.evicted * salience.store.block_size
         outside = int(np.count_nonzero(salience.store.padding.valid[:, :tokens]))
@@ -277,7 +274,6 @@ class Stats:
         total["device_bytes"] = self.device_bytes
         total["stock_layers"] = self.stock
         total["time_between_tokens"] = self.seconds
-        total["transfer"] = sorted({row["transfer"] for row in rows if row["transfer"] is not None})
         total["layers"] = rows
         return total
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from . import serving
 from .launch import Array, Launch
+from .threads import Thread, start
 from .worker import WorkerError
 
 _TURNS = 2000  # how many turns of waiting are timed
@@ -160,7 +161,7 @@ class _Crew:
     def __init__(self, items: Sequence[Item], threads: int, control: Array) -> None:
         self.items, self.control, self.count = tuple(items), control, threads
         control[serving.STOP] = 0
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._pid = 0
         self._tickets = np.zeros((len(items), serving.TICKET_WIDTH), np.int64)
         self._tickets[:, 2] = threads
@@ -183,7 +184,11 @@ class _Crew:
         self.start()
 
     def start(self) -> None:
-        """Have threads there, with nobody inside an item: a forked child has none of its parent's."""
+        """Have threads there, with nobody inside an item: a forked child has none of its parent's.
+
+        Raises:
+            MemoryError: none can be started.
+        """
         if self._pid == os.getpid():
             return
         self._pid, self._threads = os.getpid(), []
@@ -196,13 +201,17 @@ class _Crew:
                 item.launch.counters.fill(0)
         # Items are an epoch apart at most. Whoever starts at the older one walks past what is over.
         oldest = min(epochs, key=lambda epoch: _wrapped(epoch - epochs[0]))
-        for i in range(self.count):
+        for _ in range(self.count):
             position = np.zeros(serving.POSITION_WIDTH, np.int64)
             position[serving.EPOCH] = oldest
             args = (self._rows, self._tickets, self.control, position, self.items, self._launches)
-            thread = threading.Thread(target=_serve, args=args, name=f"hf_offload-bell-{i}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            try:
+                self._threads.append(start(_serve, args, "the CPU's part of a CUDA graph"))
+            except MemoryError:
+                if not self._threads:
+                    self._pid = 0
+                    raise
+                break  # those that are there do all items
 
     def settle(self, timeout: float) -> None:
         """Wait until all that was announced is done."""
@@ -235,7 +244,7 @@ class _Crew:
         self.control[serving.STOP] = 1
         limit = time.monotonic() + timeout
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.ident != threading.get_ident():
                 thread.join(max(0.0, limit - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 

@@ -23,6 +23,7 @@ from .launch import Array, Launch, jit
 from .memory import add_to, address_of, count_up, hold, peek, swap_if
 from .openmp_team import call_entry
 from .serving import nap, pause
+from .threads import Thread, start
 
 WORTH_BYTES = 1 << 16
 """A launch that reads less is done before a thread that sleeps has woken."""
@@ -143,7 +144,7 @@ class Helpers:
         self.calls: Array = np.zeros((callers, WIDTH), np.int64)
         self.control: Array = np.zeros(CONTROL_WIDTH, np.int64)
         self._free = list(range(callers))
-        self._lock, self._threads = threading.Lock(), list[threading.Thread]()
+        self._lock, self._threads = threading.Lock(), list[Thread]()
 
     def _start(self) -> int:
         """Have threads there; how many, as many as the system allows."""
@@ -152,14 +153,10 @@ class Helpers:
                 _compile()
                 weakref.finalize(self, _stop, self.control, os.getpid()).atexit = False
             while len(self._threads) < self.count:
-                args, name = (self.calls, self.control), f"hf_offload-helper-{len(self._threads)}"
-                thread = threading.Thread(target=serve, args=args, name=name, daemon=True)
                 try:
-                    thread.start()
-                except RuntimeError:  # no more can be had
+                    self._threads.append(start(serve, (self.calls, self.control), "a helper"))
+                except MemoryError:  # no more can be had
                     self.count = len(self._threads)
-                    break
-                self._threads.append(thread)
         return self.count
 
     def ready(self) -> int:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from .memory import count_up, get_word, put_word
 from .openmp_team import ALONE, ENTRY, call_entry, call_team, team
+from .room import have_room
 from .vector import lowered, pointer
 
 Array = NDArray[Any]
@@ -31,6 +32,9 @@ I32 = np.dtype(np.int32)
 I64 = np.dtype(np.int64)
 U8 = np.dtype(np.uint8)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+LOAD_BYTES, COMPILE_BYTES = 64 << 20, 256 << 20
+"""What must be free before a kernel is loaded or compiled, more than that takes: LLVM ends a process that has none."""
 
 # Launches that read less are run by the caller alone. A team that sleeps between its works (OMP_WAIT_POLICY=passive)
 # takes 50 us to wake, one that waits for the next takes one or two.
@@ -224,12 +228,19 @@ class _KernelCache(FunctionCache):
 
         An index names all signatures that there ever were. One that cannot be read (a version before this one had types
         that are gone, or a file was cut short) is begun anew.
+
+        Raises:
+            MemoryError: too little is left to load it, or to compile it if it is not there.
         """
+        have_room(LOAD_BYTES, f"the kernel {self._py_func.__name__}")
+        found = None
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except (ImportError, AttributeError, EOFError, UnpicklingError):
             self.flush()
-            return None
+        if found is None:
+            have_room(COMPILE_BYTES, f"compiling the kernel {self._py_func.__name__}")
+        return found
 
 
 def jit(function: Function) -> Function:

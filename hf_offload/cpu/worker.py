@@ -19,6 +19,7 @@ from ..knobs import check_count, check_number
 from .helpers import Helpers
 from .jobs import Job, WorkerError
 from .launch import Launch
+from .threads import Thread, start
 
 __all__ = ["DELAY", "JOBS", "Job", "Worker", "WorkerError"]
 
@@ -50,7 +51,7 @@ def _delay() -> float:
 
 
 class Worker:
-    """A few threads, started at the first job and ended with the object.
+    """A few threads, started by `ready` or the first job and ended with the object.
 
     Args:
         threads: how many threads compute (at least 1); as many jobs are under way at once, `JOBS` at most.
@@ -70,9 +71,7 @@ class Worker:
         self._jobs = min(threads, JOBS)
         self._helpers = Helpers(threads - 1, self._jobs)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._pool: list[threading.Thread] = []
-        self._gone: list[threading.Thread] = []
-        """Threads that have ended since `_ensure_threads` looked: to ask each of them takes longer than a hand-over."""
+        self._pool: list[Thread] = []
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
@@ -83,23 +82,27 @@ class Worker:
     def _begin_anew(self) -> None:
         """In a forked child, which has none of its parent's threads, and maybe a held queue."""
         self._queue, self._pool, self._lock, self._pid = queue.SimpleQueue(), [], threading.Lock(), os.getpid()
-        self._gone = []
         self._helpers = Helpers(self.threads - 1, self._jobs)
 
     def _ensure_threads(self) -> None:
         if self._pid != os.getpid():
             self._begin_anew()
-        if len(self._pool) == self._jobs and not self._gone:
+        if len(self._pool) == self._jobs and all(thread.is_alive() for thread in self._pool):
             return
         with self._lock:
-            gone = [self._gone.pop() for _ in range(len(self._gone))]
-            self._pool = [thread for thread in self._pool if thread.is_alive() and thread not in gone]
+            self._pool = [thread for thread in self._pool if thread.is_alive()]
             while len(self._pool) < self._jobs:
-                args, name = (self._queue, self._gone), f"hf_offload-{len(self._pool)}"
-                thread = threading.Thread(target=_live, args=args, name=name, daemon=True)
-                thread.start()
-                self._pool.append(thread)
+                self._pool.append(start(_serve, (self._queue,), "work beside the model"))
                 weakref.finalize(self, self._queue.put, None)
+
+    def ready(self) -> None:
+        """Have all threads there: where memory is short later on, there are no more to be had.
+
+        Raises:
+            MemoryError: a thread cannot be started.
+        """
+        self._ensure_threads()
+        self._helpers.ready()
 
     def submit(self, work: Callable[[], Any], label: str = "job", keep: Any = None) -> Job:
         """Queue a piece of work and return at once.
@@ -108,6 +111,9 @@ class Worker:
             work: what to call.
             label: what an error message calls it.
             keep: what the work reaches only by address: it lives until the work has ended, whoever drops it.
+
+        Raises:
+            MemoryError: a thread was needed and cannot be started.
         """
         self._ensure_threads()
         job = Job(self, label)
@@ -135,13 +141,6 @@ class Worker:
             label = "waiting for all work"
             for job in [self.submit(lambda: meeting.wait(self.timeout), label) for _ in range(self._jobs)]:
                 job.result()
-
-
-def _live(jobs: queue.SimpleQueue[Any], gone: list[threading.Thread]) -> None:
-    try:
-        _serve(jobs)
-    finally:
-        gone.append(threading.current_thread())
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:

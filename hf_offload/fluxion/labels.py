@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_offload.cache.digests import DIGESTS
 from hf_offload.fluxion.partials import BLOCK, Partial, Tokens, join_blocks, logits
 
 GRANULARITIES = (1, 16, 32, 64, 128)
 """Tokens of the blocks that budgets are found for; 1 only offline."""
-DIGESTS = ("quest", "submean")
-"""Digests whose scores can be joined over blocks."""
 FITS = ("online", "paper")
 """Through which budgets the line of Eq. 1 is laid."""
 _FIRST, _MOST = 64, 1024  # entries of a ranking that are looked at at a time
@@ -20,24 +19,19 @@ _FIRST, _MOST = 64, 1024  # entries of a ranking that are looked at at a time
 def join_scores(scores: torch.Tensor, run: int, digest: str) -> torch.Tensor:
     """Scores of `run` consecutive blocks each, from those of blocks of 16.
 
-    Quest's upper bound of a run is the largest of its blocks' bounds; masses of sub-means add up.
+    Quest's upper bound of a run is the largest of its blocks' bounds; masses add up.
 
     Args:
         scores: `[…, n]`, log masses by the digest; −inf for blocks without tokens.
         run: blocks to join.
-        digest: `"quest"` or `"submean"`.
+        digest: its name.
 
     Returns:
         `[…, ⌈n / run⌉]`.
-
-    Raises:
-        ValueError: another digest.
     """
-    if digest not in DIGESTS:
-        raise ValueError(f"digest={digest!r} cannot be joined over blocks; use one of {', '.join(DIGESTS)}")
     short = -scores.shape[-1] % run
     runs = torch.unflatten(torch.nn.functional.pad(scores, (0, short), value=-torch.inf), -1, (-1, run))
-    return runs.amax(-1) if digest == "quest" else runs.logsumexp(-1)
+    return runs.logsumexp(-1) if DIGESTS[digest].sums else runs.amax(-1)
 
 
 def deviation_limit(full: torch.Tensor, taus: Sequence[float]) -> torch.Tensor:

@@ -19,11 +19,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.fingerprint import unlikeness
 from hf_offload.cpu.network import Network, pack_network
 from hf_offload.fields import Check, Field, check_mapping, check_tensors, count, is_a, list_of
 from hf_offload.fluxion.features import FEATURES
-from hf_offload.fluxion.labels import DIGESTS, GRANULARITIES
+from hf_offload.fluxion.labels import GRANULARITIES
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
 
 FORMAT = 4
@@ -116,7 +117,7 @@ def check_predictor(predictor: Any) -> None:
             "hf_offload.ConstantPredictor()"
         )
     check_number("tau", predictor.tau, "a deviation", above=0, below=1)
-    check_choice("digest", predictor.digest, DIGESTS)
+    check_choice("digest", predictor.digest, tuple(DIGESTS))
     check_tokens("sinks", predictor.sinks, least=0)
     check_tokens("local", predictor.local, least=0)
 
@@ -130,7 +131,7 @@ class ConstantPredictor:
             to 0 … 1.
         streaming: True: all heads need only sinks and newest tokens.
         tau: deviation of the output, equal to `Fluxion(tau=...)`.
-        digest: `"submean"` or `"quest"`.
+        digest: `"submean"`, `"quest"` or `"mean"`.
         sinks, local: first and newest tokens that are always attended.
 
     Raises:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hf_offload.cache.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.fluxion.features import PROMPT_FEATURES, PromptStatistics, prompt_statistics
 from hf_offload.fluxion.foresight import Foresight
-from hf_offload.fluxion.labels import DIGESTS, GRANULARITIES
+from hf_offload.fluxion.labels import GRANULARITIES
 from hf_offload.fluxion.partials import BLOCK, Tokens
 from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, Predictor, check_predictor
 from hf_offload.knobs import check_choice, check_flag, check_number, shown

@@ -15,8 +15,8 @@ from tiny import prompt, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_offload
+from hf_offload.cache.resident import ResidentSet
 from hf_offload.fluxion.predictor import ConstantPredictor
-from hf_offload.gpu import transfer
 
 OURS = str(Path(hf_offload.__file__).parent)
 PROMPT, STEPS = 150, 40
@@ -108,7 +108,7 @@ QUICK = ("full-fetch", "scout-attend", "quest", "fluxion", "hgca")
 @pytest.mark.parametrize("policy", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES])
 def test_a_step_asks_for_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks close meanwhile, and padded rows are among them. Recalls come as kernels bring them."""
-    monkeypatch.setenv(transfer.VARIABLE, "uva")
+    monkeypatch.setattr(ResidentSet, "read_by_kernels", True)
     model = tiny_model("llama")
     ids, mask = prompt(3, PROMPT + STEPS)
     name, knobs = POLICIES[policy]

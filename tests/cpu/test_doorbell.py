@@ -157,10 +157,9 @@ def test_an_error_that_nobody_asked_for_is_raised_at_the_end(bell: Doorbell) -> 
 def test_who_waits_for_an_announcement_can_be_stopped() -> None:
     for spin in (0.0, 1.0):
         bell, (launch, _, _) = Doorbell(2, spin, timeout=3600), answering(1)
-        before = set(threading.enumerate())
         bell.replace([item(flags(1)[0], launch)])
         time.sleep(0.02)
-        threads = set(threading.enumerate()) - before
+        threads = list(bell._crew._threads)
         assert len(threads) == 2
         bell.stop()
         assert not any(thread.is_alive() for thread in threads)
@@ -203,7 +202,7 @@ def test_what_is_not_done_in_time_is_an_error() -> None:
 def test_threads_end_with_the_doorbell() -> None:
     bell, (launch, _, _) = Doorbell(3), answering(1)
     bell.replace([item(flags(1)[0], launch)])
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("hf_offload-bell")]
+    threads = list(bell._crew._threads)
     assert len(threads) == 3
     del bell
     gc.collect()

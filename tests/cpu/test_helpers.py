@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hf_offload.cpu import helpers
 from hf_offload.cpu.helpers import FUTEX, WORTH_BYTES, Helpers
 from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
@@ -141,14 +142,14 @@ def test_an_error_keeps_nobody_alive() -> None:
 
 @pytest.mark.parametrize("had", [0, 2])
 def test_threads_that_cannot_be_had_are_done_without(monkeypatch: pytest.MonkeyPatch, had: int) -> None:
-    start, left = threading.Thread.start, threading.Semaphore(had)
+    start, left = helpers.start, threading.Semaphore(had)
 
-    def scarce(thread: threading.Thread) -> None:
+    def scarce(*args: Any) -> Any:
         if not left.acquire(blocking=False):
-            raise RuntimeError("can't start new thread")
-        start(thread)
+            raise MemoryError("no thread")
+        return start(*args)
 
-    monkeypatch.setattr(threading.Thread, "start", scarce)
+    monkeypatch.setattr(helpers, "start", scarce)
     crew = Helpers(5, 1)
     for _ in range(3):
         launch = marking(60, 2_000)

@@ -209,7 +209,7 @@ def test_a_file_that_is_not_whole(tmp_path: Path) -> None:
         (({}, "0.1/first.bias", nan), r"values that are not finite \(first\.bias\): its training failed"),
         (({"sinks": -1},), "is not a whole predictor: sinks=-1 is not a number of tokens"),
         (({"local": "256"},), "is not a whole predictor: local='256' is not a number of tokens"),
-        (({"digest": "mean"},), "is not a whole predictor: digest='mean' is not known"),
+        (({"digest": "median"},), "is not a whole predictor: digest='median' is not known"),
         (({"predictors": {"0.1": {"streaming_at": 2}}},), "is not a whole predictor: streaming_at=2"),
         (({"model": None, "sinks": None},), "is not a whole predictor: it says nothing of model, sinks"),
     ]

@@ -111,17 +111,6 @@ def test_threads_may_capture_at_once() -> None:
             assert torch.equal(got, want)
 
 
-def test_what_is_captured_was_launched_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever way recalls would take: a graph's is the kernel, which has to be loaded before a capture."""
-    monkeypatch.setenv("HF_OFFLOAD_TRANSFER", "copy")
-    model, ids = tiny_model("llama").cuda(), prompt(1, 150)[0].cuda()
-    cache = HybridCache(model, "scout", cuda_graph=True, **MEMORY, **AHEAD)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
-    assert {layer.resident.came_by for layer in cache.layers} == {"uva"}
-
-
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_part_that_fails_in_the_last_step_is_told_by_generate(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
     """Also where `generate()` makes the cache itself, which is gone at its end."""

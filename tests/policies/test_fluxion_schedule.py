@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 from hf_offload.attention import device_tasks, schedule, scheduled_part
+from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu.worker import WorkerError
 from hf_offload.fluxion.predictor import ConstantPredictor
 from hf_offload.policies import Fluxion
@@ -66,17 +67,17 @@ def test_with_a_budget_of_one_every_schedule_is_full_attention(llama: PreTrained
         ("submean", None, "cpu"),
         ("submean", None, "device"),
         ("quest", None, "device"),
-        ("quest", None, "device, uva"),
+        ("quest", None, "device, by kernel"),
         ("quest", "int8", "device"),
-        ("quest", "int8", "device, uva"),
+        ("quest", "int8", "device, by kernel"),
     ],
 )
 def test_either_side_chooses_and_attends_alike(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, digest: str, host_dtype: str | None, side: str
 ) -> None:
-    side, _, way = side.partition(", ")
-    if way:
-        monkeypatch.setenv("HF_OFFLOAD_TRANSFER", way)
+    side, _, by_kernel = side.partition(", ")
+    if by_kernel:
+        monkeypatch.setattr(ResidentSet, "read_by_kernels", True)
     knobs = {"host_dtype": host_dtype} if host_dtype else {}
     alone = make_cache(llama, digest=digest, **knobs)
     want = decode(llama, alone)

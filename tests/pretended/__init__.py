@@ -15,6 +15,7 @@ Not imitated: memory that another stream still reads when it is let go, register
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import dataclasses
@@ -56,9 +57,9 @@ def _launching(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _threads(run: Callable[..., None]) -> Callable[..., None]:
-    def pretending(thread: threading.Thread) -> None:
+    def pretending(*args: Any) -> None:
         with Pretending():
-            run(thread)
+            run(*args)
 
     return pretending
 
@@ -92,6 +93,8 @@ def install() -> None:
 
     interpreter.GridExecutor.__call__ = _launching(interpreter.GridExecutor.__call__)
     threading.Thread.run = _threads(threading.Thread.run)
+    begin = _thread.start_new_thread
+    _thread.start_new_thread = lambda run, args: begin(_threads(run), args)
     there: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "_sleep": lambda cycles: None,
