@@ -15,7 +15,7 @@ from tiny import prompt, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_offload
-from hf_offload.fluxion.predictor import ConstantPredictor
+from hf_offload import ConstantPredictor
 from hf_offload.gpu import transfer
 
 OURS = str(Path(hf_offload.__file__).parent)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from hf_offload import WorkerError
 from hf_offload.cache import memory, tiles
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.launch import Launch, new_ticket
-from hf_offload.cpu.worker import Worker, WorkerError
+from hf_offload.cpu.worker import Worker
 
 from ._streams import Device
 
