@@ -21,6 +21,7 @@ import csv
 import io
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -210,4 +211,5 @@ def main(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the sides end with this process
     command(main)()
