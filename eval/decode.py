@@ -21,6 +21,7 @@ import typer
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
+import hf_offload
 from common import (
     RESULTS,
     DtypeOption,
@@ -41,6 +42,7 @@ from common import (
     window,
     write_csv,
 )
+from turns import turn
 
 WARM_UP = 2
 ROW_OFFSET = 997  # tokens from where one row of a batch begins in the text to where the next does
@@ -56,6 +58,10 @@ def make_rows(length: int, tier: str | None) -> list[Row]:
         Row("scout-1024-int8", "scout", {"budget": 1024, "host_dtype": "int8"} | memory),
         Row("full", "full", memory),
         Row("full-int8", "full", {"host_dtype": "int8"} | memory),
+        Row("hgca", "hgca", memory),
+        Row("fixed_hybrid", "fixed_hybrid", memory),
+        # Needs no trained predictor; what a network takes is not in it (eval/predictor_share.py has that).
+        Row("fluxion", "fluxion", {"predictor": hf_offload.ConstantPredictor(budget0=0.05)} | memory),
     ]
 
 
@@ -114,7 +120,7 @@ def main(
     ),
     batch: Annotated[int, typer.Option(min=1, help="Rows that are decoded at once.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps that count, per round.")] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")] = 3,
     tier: TierOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = "bfloat16",
@@ -130,14 +136,15 @@ def main(
     ids = ids.to(language_model.device)
     records: list[dict[str, Any]] = []
     bare: float | None = None  # a step without context to speak of, which no cache can beat
-    with torch.inference_mode(), tqdm(total=len(lengths) * repeats) as progress:
+    with torch.inference_mode(), tqdm(total=len(lengths) * rounds) as progress:
         for length in lengths:
             progress.set_description(f"{length} tokens: filling")
-            chosen = choose(make_rows(length + repeats * round_steps, tier), rows)
+            chosen = choose(make_rows(length + rounds * round_steps, tier), rows)
             caches = {row.name: fill(language_model, row, ids[:, :length]) for row in chosen}
             times: dict[str, list[float]] = {row.name: [] for row in chosen}
             progress.set_description(f"{length} tokens")
-            for _ in range(repeats):
+            for _ in range(rounds):
+                turn()
                 for row in chosen:
                     tokens = ids[:, length : length + round_steps]
                     times[row.name] += time_steps(language_model, row, caches[row.name], tokens, steps)
@@ -149,7 +156,7 @@ def main(
                 summary = percentiles(times[row.name])
                 ratio = None if base is None else base / summary["p50"]
                 beyond = None if bare is None else summary["p50"] - bare
-                size = {"batch": batch, "steps": steps * repeats, "dtype": dtype, "tier": tier}
+                size = {"batch": batch, "steps": steps * rounds, "dtype": dtype, "tier": tier}
                 records.append(
                     {"context": length, "row": row.name, **summary, "speedup": ratio, "beyond_bare": beyond, **size}
                 )

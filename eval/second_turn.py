@@ -145,9 +145,9 @@ def main(
     out: OutOption = RESULTS / "second_turn.csv",
 ) -> None:
     """Count the numbers that a cache loses when they are asked for in a second turn."""
-    chosen = choose(make_rows(tier), rows)
-    sources = {kind: text_of(kind, prose) for kind in kinds_of(kinds)}
+    chosen, names = choose(make_rows(tier), rows), kinds_of(kinds)
     language_model, tokenizer = load(model, dtype, threads)
+    sources = {kind: text_of(kind, prose) for kind in names}
     question = next_turn(tokenizer, assets.QUESTION).to(language_model.device)
     records: list[dict[str, Any]] = []
 

@@ -12,9 +12,8 @@ from tiny import in_memory, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_offload import HybridCache
+from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.fluxion.predictor import ConstantPredictor
 
 BLOCK = 8
 TIERS: dict[str, dict[str, Any]] = {"one": {"tier": "one"}, "split": {"tier": "split", "resident": 48}}

@@ -11,9 +11,9 @@ from tiny import FAMILIES, in_memory, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
+from hf_offload import ConstantPredictor
 from hf_offload.attention import function
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.fluxion.predictor import ConstantPredictor
 
 STEPS = 45
 PROMPT = 75

@@ -12,13 +12,13 @@ from test_exactness import decode_logits
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
-from hf_offload import HybridCache
+from hf_offload import HybridCache, WorkerError
 from hf_offload.attention import host_step, tiered_step
 from hf_offload.cache import host_pool
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import LaunchSequence
-from hf_offload.cpu.worker import Worker, WorkerError
+from hf_offload.cpu.worker import Worker
 
 KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16}
 SPLIT: dict[str, Any] = {"tier": "split", "lookahead": "off", "resident": 64}

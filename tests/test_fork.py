@@ -12,9 +12,8 @@ from test_from_cache import TIERS, decode, prefill
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
-from hf_offload import HybridCache
+from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.fluxion.predictor import ConstantPredictor
 
 BLOCK = 16
 PROMPT = 205

@@ -13,8 +13,7 @@ from test_exactness import decode_logits
 from tiny import DEVICE, FAMILIES, prompt, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, RoFormerConfig, T5Config
 
-from hf_offload import HybridCache, Scout
-from hf_offload.fluxion.predictor import ConstantPredictor
+from hf_offload import ConstantPredictor, HybridCache, Scout
 
 BLOCK = 16
 COVERING: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": BLOCK, "lookahead": "off"}

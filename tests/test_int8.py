@@ -10,8 +10,7 @@ from test_exactness import decode_logits
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
-from hf_offload import HybridCache
-from hf_offload.fluxion.predictor import ConstantPredictor
+from hf_offload import ConstantPredictor, HybridCache
 
 KNOBS: dict[str, Any] = {"block_size": 16}
 SCOUT: dict[str, Any] = {**KNOBS, "budget": 640, "sinks": 16, "recent": 16}

@@ -19,8 +19,7 @@ from histories import History, Setting, check_books, empty
 from tiny import DEVICE, prompt
 
 import hf_offload
-from hf_offload import HybridCache
-from hf_offload.fluxion.predictor import ConstantPredictor
+from hf_offload import ConstantPredictor, HybridCache
 
 PACKAGE = str(Path(hf_offload.__file__).parent)
 SCOUT: dict[str, Any] = {

@@ -18,10 +18,10 @@ from test_interruptions import tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_offload
+from hf_offload import ConstantPredictor, WorkerError
 from hf_offload.cache import memory
 from hf_offload.cpu.launch import Launch, LaunchSequence
-from hf_offload.cpu.worker import Worker, WorkerError
-from hf_offload.fluxion.predictor import ConstantPredictor
+from hf_offload.cpu.worker import Worker
 
 SCOUT: dict[str, Any] = {
     "budget": 1024, "sinks": 8, "recent": 0, "block_size": 8, "prefill_tile": 32, "lookahead": "select",

@@ -11,8 +11,7 @@ from tiny import prompt, tiny_model
 from transformers import AutoConfig, DeepseekV3Config, MambaConfig, PreTrainedConfig, T5Config
 from typer.testing import CliRunner
 
-from hf_offload import HybridCache, assets
-from hf_offload.fluxion.predictor import ConstantPredictor
+from hf_offload import ConstantPredictor, HybridCache, assets
 from hf_offload.plan import memory_of, most_rows, parse_setting, shape_of
 from hf_offload_cli import app
 

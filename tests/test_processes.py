@@ -18,7 +18,7 @@ import torch
 torch.set_num_threads(1)
 from tiny import prompt, tiny_model
 from hf_offload import HybridCache
-from hf_offload.cpu.worker import WorkerError
+from hf_offload import WorkerError
 model = tiny_model("llama")
 knobs = dict(budget=64, sinks=16, recent=0, block_size=16, tier={tier!r}, lookahead={lookahead!r},
              synchronous_layers=(0,), recall=1)

@@ -29,9 +29,8 @@ from hypothesis.stateful import (
 )
 from tiny import DEVICE
 
-from hf_offload import HybridCache
+from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.cache.budget import least_blocks
-from hf_offload.fluxion.predictor import ConstantPredictor
 from hf_offload.policies import make_policy
 
 COVERING = 2048

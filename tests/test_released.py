@@ -16,9 +16,8 @@ from test_hybrid_cache import hooks_on
 from tiny import DEVICE, prompt, tiny_model
 from transformers import PreTrainedModel
 
-from hf_offload import HybridCache
+from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.fluxion.predictor import ConstantPredictor
 
 KNOBS: dict[str, Any] = {"budget": 64, "sinks": 16, "recent": 0, "block_size": 16, "synchronous_layers": (0,)}
 ONE: dict[str, Any] = {"tier": "one"} if DEVICE == "cpu" else {}

@@ -13,10 +13,10 @@ from tiny import prompt, tiny_model
 from typer.testing import CliRunner
 
 import hf_offload.tune as tuning
-from hf_offload import HybridCache, assets
+from hf_offload import ConstantPredictor, HybridCache, assets
 from hf_offload.cache.fingerprint import likeness
 from hf_offload.cli import app
-from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, save_predictors
+from hf_offload.fluxion.predictor import HeadPredictor, save_predictors
 from hf_offload.measuring import cost, read
 from hf_offload.policies import POLICIES
 from hf_offload.tune import Trial, Tuning, tune

@@ -11,11 +11,10 @@ from test_families import build
 from tiny import prompt, tiny_model
 from transformers import DynamicCache
 
-from hf_offload import HybridCache
+from hf_offload import HybridCache, WorkerError
 from hf_offload.attention.decode import FEW_QUERIES
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.worker import WorkerError
 
 
 def turns(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, cuts: list[int]) -> torch.Tensor:

@@ -16,12 +16,11 @@ from recording import CpuRecorder
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from hf_offload import HybridCache
+from hf_offload import HybridCache, WorkerError
 from hf_offload.attention import capture, graph, tiered
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cpu import serving
-from hf_offload.cpu.worker import WorkerError
 
 from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
 

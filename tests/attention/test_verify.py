@@ -13,14 +13,13 @@ from recording import CpuRecorder
 from tiny import FAMILIES, in_memory, prompt, tiny_model
 from transformers import PreTrainedModel
 
-from hf_offload import HybridCache
+from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.attention import verify
 from hf_offload.attention.decode import decode
 from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.fluxion.predictor import ConstantPredictor
 
 BLOCK = 8
 NEW = 34

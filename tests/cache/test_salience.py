@@ -12,12 +12,12 @@ from test_from_cache import decode, prefill
 from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_offload import HybridCache
+from hf_offload import HybridCache, WorkerError
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache import context, host_pool, keeping, salience
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.worker import DELAY, WorkerError
+from hf_offload.cpu.worker import DELAY
 
 BLOCK = 16
 KNOBS: dict[str, Any] = {"window": 40, "block_size": BLOCK, "prefill_tile": 64}

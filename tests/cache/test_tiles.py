@@ -10,11 +10,12 @@ import pytest
 import torch
 from breaking import UNDONE, broken_launch
 
+from hf_offload import WorkerError
 from hf_offload.cache import memory, tiles
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.worker import Worker, WorkerError
+from hf_offload.cpu.worker import Worker
 
 from ._streams import Device
 

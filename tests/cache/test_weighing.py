@@ -11,10 +11,9 @@ import torch
 from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_offload import HybridCache
+from hf_offload import HGCA, HybridCache
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.weighing import Weighing, newest
-from hf_offload.policies import HGCA
 
 BLOCK = 16
 Piece = tuple[torch.Tensor, torch.Tensor]

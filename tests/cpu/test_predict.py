@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from hf_offload import ConstantPredictor
 from hf_offload.attention.partial import merge_partials
 from hf_offload.cpu.join import join_parts
 from hf_offload.cpu.needs import budget_of
 from hf_offload.cpu.network import Network, pack_network
 from hf_offload.cpu.predict import Known, count_tokens, predict_needs
 from hf_offload.fluxion.features import FEATURES, PROMPT_FEATURES, PromptStatistics, step_features
-from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, Predictor
+from hf_offload.fluxion.predictor import HeadPredictor, Predictor
 
 from ._pools import run
 

@@ -12,6 +12,7 @@ import context_attention
 import cpu_ratio
 import decode
 import fidelity
+import frames
 import needle
 import overhead
 import perplexity
@@ -77,6 +78,7 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (decode.main, "--contexts"),
         (fidelity.main, "--rows"),
         (fidelity.main, "--kinds"),
+        (frames.main, "--context"),
         (needle.main, "--row"),
         (needle.main, "--kinds"),
         (soak.main, "--rows"),

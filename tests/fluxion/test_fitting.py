@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from hf_offload import ConstantPredictor
 from hf_offload.fluxion.features import FEATURES
 from hf_offload.fluxion.fitting import Fitting, fit_predictor
 from hf_offload.fluxion.labels import GRANULARITIES
-from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor
+from hf_offload.fluxion.predictor import HeadPredictor
 from hf_offload.fluxion.report import quality, r_squared
 
 OF = {"tau": 0.1, "digest": "quest", "sinks": 64, "local": 256}

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 
+from hf_offload import ConstantPredictor
 from hf_offload.attention.hooks import find_layers
 from hf_offload.cache.fingerprint import likeness
 from hf_offload.fluxion import predictor
 from hf_offload.fluxion.features import FEATURES
-from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, read_about, save_predictors, write_whole
+from hf_offload.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole
 
 
 def made(tau: float = 0.1, seed: int = 0, streaming_at: float = 0.5, digest: str = "quest") -> HeadPredictor:

@@ -13,10 +13,9 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 import hf_offload
-from hf_offload import HybridCache
+from hf_offload import HybridCache, WorkerError
 from hf_offload.attention.graph import StepGraph
 from hf_offload.cpu import serving
-from hf_offload.cpu.worker import WorkerError
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, TASKS, TILES, stream_for
 
 pytestmark = pytest.mark.gpu

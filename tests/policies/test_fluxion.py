@@ -11,14 +11,14 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
+from hf_offload import ConstantPredictor, Fluxion
 from hf_offload.attention.host_near import HostNear
 from hf_offload.attention.host_step import HostStep
 from hf_offload.attention.retrieved_part import RetrievedPart
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.network import Network
 from hf_offload.fluxion.features import FEATURES
-from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, HeadProperties, save_predictors
-from hf_offload.policies import Fluxion
+from hf_offload.fluxion.predictor import HeadPredictor, HeadProperties, save_predictors
 
 TIERS = ("one", "split")
 SINKS, LOCAL, BLOCK = 16, 32, 16

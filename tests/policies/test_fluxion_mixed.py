@@ -10,8 +10,9 @@ from tiny import tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
+from hf_offload import ConstantPredictor
 from hf_offload.fluxion.features import FEATURES
-from hf_offload.fluxion.predictor import ConstantPredictor, HeadProperties
+from hf_offload.fluxion.predictor import HeadProperties
 
 SINKS, LOCAL = 16, 32
 LENGTHS = (512, 64, 40, 304)

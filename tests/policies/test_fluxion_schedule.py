@@ -17,11 +17,9 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
+from hf_offload import ConstantPredictor, Fluxion, WorkerError
 from hf_offload.attention import device_tasks, schedule, scheduled_part
 from hf_offload.cache.resident import ResidentSet
-from hf_offload.cpu.worker import WorkerError
-from hf_offload.fluxion.predictor import ConstantPredictor
-from hf_offload.policies import Fluxion
 
 SINKS, LOCAL = 16, 32
 SHARED = ("priority", "uniform", "length")

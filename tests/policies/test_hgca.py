@@ -11,10 +11,10 @@ from tiny import FAMILIES, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
+from hf_offload import HGCA
 from hf_offload.attention import function
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.policies import HGCA
 
 BLOCK = 16
 TURNS = (40, 33, 21, 50)  # a prompt and three appends

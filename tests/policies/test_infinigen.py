@@ -9,9 +9,8 @@ import torch
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
-from hf_offload import HybridCache
+from hf_offload import HybridCache, InfiniGen
 from hf_offload.attention.step import Step
-from hf_offload.policies.infinigen import InfiniGen
 
 LENGTH, STEPS = 300, 12
 

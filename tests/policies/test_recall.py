@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_offload.policies.recall import RecallClock, check_recall, load_intervals
+from hf_offload import Scout
+from hf_offload.policies.recall import RecallClock
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,7 @@ def test_adaptive_follows_the_running_ratio() -> None:
 def test_a_profile_gives_each_layer_its_interval(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"intervals": [1, 4]}))
-    check_recall(str(file))
+    assert Scout(recall=str(file)).recall == str(file)
     assert steps_of(RecallClock.of(file, 0.12, 1, CPU), [0.0] * 8) == [3, 7]
     with pytest.raises(ValueError, match="has 2 layers"):
         RecallClock.of(file, 0.12, 2, CPU)
@@ -46,10 +47,10 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "wrong.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"wrong\.json.*not a profile"):
-        load_intervals(file)
+        Scout(recall=file)
 
 
 @pytest.mark.parametrize("recall", [-1, True, 1.5, None])
 def test_wrong_values_are_named(recall: object) -> None:
     with pytest.raises(ValueError, match=f"recall={recall!r}"):
-        check_recall(recall)
+        Scout(recall=recall)  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""How much Python a decode step runs in one layer: frames of the package, changes of file, files.
+
+    python eval/frames.py
+    python eval/frames.py --row hgca --row scout:budget=1024,lookahead=off --tiers one
+    python eval/versus.py v0.1.0 --script frames
+
+Counted is all that the calling thread does from the call of a decoder layer to its return: hooks, `update` and the
+attention function. The model is a random one with four layers (nine query heads, three KV heads, 64 channels); with
+two memories the work of a GPU is done by torch operators where there is none.
+
+Steps differ: the `first` one after a prompt makes what later ones find, the `second` one may still plan; one `begins` a
+block, one `fills` it; the `usual` one is neither. Numbers are medians over the steps of a kind.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel
+
+import hf_offload
+from common import RESULTS, OutOption, Row, command, numbers, prefill, row_of, show, write_csv
+
+PACKAGE = str(Path(hf_offload.__file__).parent)
+BLOCK_SIZE, BLOCKS = 32, 2
+LAYER = 2  # neither the first nor the last
+KINDS = ("first", "second", "begins", "usual", "fills")
+
+
+class Counter:
+    """Watches the calls of one module.
+
+    Attributes:
+        files: of the last call's frames, in the order in which they began.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.files: list[str] = []
+        kind = type(module)
+
+        def call(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.files = []
+            sys.setprofile(self._see)
+            try:
+                return kind.__call__(this, *args, **kwargs)
+            finally:
+                sys.setprofile(None)
+
+        module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+    def _see(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            self.files.append(frame.f_code.co_filename)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Frames, changes of file and files of the last call."""
+        changes = sum(one != other for one, other in pairwise(self.files))
+        return len(self.files), changes, len(set(self.files))
+
+
+def make_model(context: int) -> PreTrainedModel:
+    """The model."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=160, hidden_size=576, intermediate_size=96, num_hidden_layers=4, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, max_position_embeddings=context + BLOCKS * BLOCK_SIZE,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def kind_of(number: int, length: int) -> str:
+    """The kind of a step: its number, and how many tokens were there before it."""
+    if number < 2:
+        return KINDS[number]
+    return {0: "begins", BLOCK_SIZE - 1: "fills"}.get(length % BLOCK_SIZE, "usual")
+
+
+def measure(model: PreTrainedModel, counter: Counter, cache: Cache, ids: torch.Tensor, context: int) -> dict[str, Any]:
+    """Frames, changes and files of each kind of step."""
+    prefill(model, cache, ids[:, :context], chunk=2048)
+    found = defaultdict(list)
+    for number, token in enumerate(ids[:, context:].split(1, 1)):
+        model(token, past_key_values=cache)
+        found[kind_of(number, context + number)].append(counter.counts())
+    return {kind: [statistics.median_low(column) for column in zip(*found[kind], strict=True)] for kind in KINDS}
+
+
+def main(
+    row: Annotated[list[str], typer.Option(help="A policy with its knobs; repeat it.")] = ["scout:budget=1024"],  # noqa: B006
+    tiers: Annotated[str, typer.Option(help='"one", "split" or both, comma-separated.')] = "one,split",
+    context: Annotated[str, typer.Option(help="Tokens of the prompt; k is 1,024.")] = "2k",
+    out: OutOption = RESULTS / "frames.csv",
+) -> None:
+    """Count the Python frames of a decode step."""
+    rows = [row_of(text) for text in row]
+    (length,) = numbers(context)
+    model = make_model(length)
+    ids = torch.randint(3, 150, (1, length + BLOCKS * BLOCK_SIZE))
+    counter = Counter(model.model.layers[LAYER])
+    records = []
+    with torch.inference_mode():
+        for one in rows:
+            for tier in tiers.split(","):
+                options = {**one.options, "tier": tier, "block_size": BLOCK_SIZE}
+                cache = Row(one.name, one.policy, options).make_cache(model)
+                for kind, (frames, changes, files) in measure(model, counter, cache, ids, length).items():
+                    told = {"step": kind, "frames": frames, "changes": changes, "files": files}
+                    records.append({"row": one.name, "tier": tier, "context": length, **told})
+    write_csv(out, records)
+    show("Python frames of the package in one layer of a decode step", records)
+
+
+if __name__ == "__main__":
+    command(main)()

@@ -1,0 +1,113 @@
+"""One script on two commits, in turns, each with a package of its own."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import common
+import versus
+
+SCRIPT = """
+import csv, os, sys
+import hf_offload
+from turns import turn
+
+def tell(word):
+    with open(sys.argv[1], "a") as file:
+        print(hf_offload.SPEED, word, file=file)
+
+assert hf_offload.Scout == "of a module"
+assert hf_offload.demo_text("code") == "of this checkout"
+tell("prepares")
+for number in range(3):
+    turn()
+    tell(number)
+    if number == int(sys.argv[2]):
+        raise ArithmeticError("seven")
+with open(sys.argv[sys.argv.index("--out") + 1], "w", newline="") as file:
+    writer = csv.writer(file)
+    writer.writerow(["row", "p20", "p50", "p80", "threads"])
+    writer.writerow(["scout", hf_offload.SPEED, 2 * hf_offload.SPEED, 7, 3])
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with a package that has become twice as fast, and a script."""
+    package = tmp_path / "hf_offload"
+    package.mkdir()
+    (package / "inner.py").write_text('Scout = "of a module"\n')
+    (package / "__init__.py").write_text("from hf_offload import inner\nSPEED = 2\n")
+    for line in ("init -q", "add .", "-c user.name=a -c user.email=a@b.c commit -q -m 1"):
+        subprocess.run(["git", *line.split()], cwd=tmp_path, check=True)
+    (package / "__init__.py").write_text("from hf_offload import inner\nSPEED = 1\n")
+    (tmp_path / "steps.py").write_text(SCRIPT)
+    (tmp_path / "texts.py").write_text('def demo_text(kind):\n    return "of this checkout"\n')
+    texts = SimpleNamespace(__name__="hf_offload.texts", __file__=str(tmp_path / "texts.py"))
+    monkeypatch.setitem(sys.modules, "hf_offload.texts", texts)
+    monkeypatch.setattr(versus.hf_offload.load_demo_model, "__module__", "hf_offload.texts")
+    monkeypatch.setattr(versus, "ROOT", tmp_path)
+    monkeypatch.setattr(versus, "EVAL", tmp_path)
+    return tmp_path
+
+
+def invoke(checkout, *arguments):
+    options = ["HEAD", "--script", "steps", "--out", str(checkout / "out.csv"), *arguments]
+    return CliRunner().invoke(common.command(versus.main), options)
+
+
+def test_two_commits_take_turns(checkout, monkeypatch):
+    monkeypatch.setattr(versus.torch, "set_num_threads", lambda threads: None)
+    result = invoke(checkout, "--", str(checkout / "log"), "9")
+    assert result.exit_code == 0, result.output
+    order = (checkout / "log").read_text().splitlines()
+    assert order == ["2 prepares", "1 prepares", "1 0", "2 0", "2 1", "1 1", "1 2", "2 2"]
+    with (checkout / "out.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    told = {"script": "steps", "row": "scout", "p50_base": "4", "p50": "2", "p50_ratio": "0.5", "p20_ratio": "0.5"}
+    assert told.items() <= row.items()
+    assert row["base"] == versus.git("rev-parse", "--short=12", "HEAD").decode().strip()
+    assert "p80_base" not in row
+
+
+def test_a_script_that_fails_is_shown_and_the_other_process_ended(checkout, monkeypatch):
+    made = []
+    start = subprocess.Popen
+    monkeypatch.setattr(versus.subprocess, "Popen", lambda *a, **k: made.append(start(*a, **k)) or made[-1])
+    result = invoke(checkout, "--", str(checkout / "log"), "1")
+    assert "ArithmeticError: seven" in str(result.exception)
+    assert "the script ended with status 1" in str(result.exception)
+    assert not (checkout / "out.csv").exists()
+    sides = [process for process in made if "turns.py" in str(process.args)]
+    assert len(sides) == 2
+    assert all(process.poll() is not None for process in sides)
+
+
+def test_what_cannot_be_compared_is_refused(checkout):
+    assert "nonesuch" in invoke(checkout, "--script", "nonesuch").output
+    result = CliRunner().invoke(common.command(versus.main), ["nonesuch", "--script", "steps"])
+    assert (result.exit_code, "revision" in result.output) == (2, True)
+
+
+def test_numbers_are_medians_over_runs():
+    def rows(*times):
+        return [[{"row": "a", "p50": str(one), "p80": str(one + 1), "commit": "c"}] for one in times]
+
+    assert versus.compare(rows(4, 2, 9), rows(3, 1, 2)) == [{"row": "a", "p50_base": 4, "p50": 2, "p50_ratio": 0.5}]
+
+
+def test_of_a_script_without_percentiles_all_that_differs_is_compared():
+    base = [{"row": "a", "kl": "0.5", "same": "True", "top1": "1", "note": ""}]
+    here = [{"row": "a", "kl": "0", "same": "False", "top1": "1", "note": ""}]
+    assert versus.compare([base], [here]) == [
+        {"row": "a", "top1": "1", "note": "", "kl_base": 0.5, "kl": 0, "kl_ratio": 0,
+         "same_base": "True", "same": "False"}
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="the other commit has 2 rows and this one 1"):
+        versus.compare([2 * base], [here])
