@@ -77,8 +77,8 @@ def move_averages(
     """Prepare taking one step's attention weights into the averages of tokens first..length-1 of every row.
 
     A weight is exp(score - lse). Without `share` an average moves towards it; with it, it becomes the larger of
-    (1 - alpha) * average and share * weight. The newest token is one step old. As a `Standing`, `first` and `length`
-    may be set, as long as they are within what the arrays cover: length - first at most W, length at most T.
+    (1 - alpha) * average and share * weight. The newest token is one step old. Between two runs
+    `first` and `length` may be set, within what the arrays cover: length - first at most W, length at most T.
 
     Args:
         average: float32 [B, Hq, T], finite where a token is valid, written.
