@@ -61,6 +61,22 @@ def test_a_prompt_that_was_cropped_is_a_shorter_prompt(model: PreTrainedModel, p
 
 
 @pytest.mark.parametrize("policy", COVERING)
+def test_a_row_learns_from_its_own_last_queries(model: PreTrainedModel, policy: str) -> None:
+    """As many as the policy asks for, in chunks as in one prompt, wherever the row has moved to."""
+    ids = prompt(1, 2 * LENGTH)[0].view(2, LENGTH)
+    found = []
+    for rows, cuts in ((ids, [100, 20]), (ids[1:], [LENGTH])):
+        cache = HybridCache(model, policy, block_size=16, prompt_queries=30, **COVERING[policy])
+        for part in rows.split(cuts, 1):
+            feed(model, cache, part)
+        cache.batch_select_indices(torch.tensor([len(rows) - 1]))
+        feed(model, cache, ids[1:, :1])
+        found.append(learnt(cache, policy))
+    for moved, alone in zip(*found, strict=True):
+        torch.testing.assert_close(moved, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", COVERING)
 def test_a_turn_after_decoding_brings_queries_of_its_own(model: PreTrainedModel, policy: str) -> None:
     """They are not joined with those from before the tokens that were decoded."""
     ids, _ = prompt(1, LENGTH)
