@@ -146,14 +146,13 @@ def decode(
     salience = layer.salience
     if salience is not None:
         salience.catch_up()
-    dtype, query = query.dtype, readable(query)
-    if fresh:
-        key, value = readable(key), readable(value)
     length = store.length + fresh
     view = store.view(length)
     store.length = length
-    kind = query.shape, query.stride(), dtype
+    kind = query.shape, query.stride(), query.dtype
     form = Form(kind, key.stride(), value.stride(), scale, softcap, fresh, sinks is not None)
+    if not form.readable:
+        query, key, value = readable(query), readable(key), readable(value)
     step: HostStep | None = layer.steps.get(fresh)
     if step is None or step.view is not view or step.form != form:
         written = (key, value) if fresh else ()

@@ -39,7 +39,8 @@ class Form(NamedTuple):
     """What a step's launches are made for, beside the view.
 
     Args:
-        query, key, value: shape, strides and dtype of each.
+        query: shape, strides and dtype, as the model gives it.
+        key, value: strides.
         scale, softcap: of the scores.
         fresh: whether the token is still to be written: layers may share keys and values.
         sinks: whether the model has attention sinks.
@@ -52,6 +53,11 @@ class Form(NamedTuple):
     softcap: float | None
     fresh: bool = False
     sinks: bool = False
+
+    @property
+    def readable(self) -> bool:
+        """Whether launches can read such tensors as they are."""
+        return self.query[2] in TAGS and self.query[1][-1] == self.key[-1] == self.value[-1] == 1
 
 
 Action = Callable[["HostStep"], None]
@@ -96,6 +102,7 @@ class HostStep(Step):
         for launch in self._arrival:
             launch.keep = ()  # it gets other tensors at each step
         self._departure: Launch | None = None
+        self._target: Word | None = None
         self._answer = query.new_empty(0)
         self._begin_plan()
         self._arrive(query, key, value, length)
@@ -141,11 +148,12 @@ class HostStep(Step):
         self._answer = answer = query.new_empty((batch, 1, heads, dim), dtype=dtype)
         self.model_sinks, self.length, self.num_blocks = model_sinks, length, -(-length // self.block_size)
         self._arrive(query, key, value, length)
-        if self._serves():
-            self._set_numbers()
-            self._run(self._actions)
-        else:
+        if not self._serves():
             self._make_plan()
+            return answer
+        self._set_numbers()
+        for action in self._actions:
+            action.run() if isinstance(action, LaunchSequence) else action(self)
         return answer
 
     def _make_plan(self) -> None:
@@ -165,7 +173,7 @@ class HostStep(Step):
             self.plan is not None
             and self.num_blocks in self._served
             and self.store.sealed == self.num_blocks - 1
-            and all(holds() for holds in self._conditions)
+            and (not self._conditions or all(holds() for holds in self._conditions))
         )
 
     def _arrive(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, length: int) -> None:
@@ -183,8 +191,9 @@ class HostStep(Step):
         length, sealed = self.length, self.store.sealed
         for words, i in self._lengths:
             words[i] = length
-        if self._departure is not None:
-            self._set_target()
+        if self._target is not None:
+            words, i = self._target
+            words[i] = self._answer.data_ptr()
         if sealed != self._sealed:
             self._sealed = sealed
             for (words, i), (others, j) in self._block_numbers:
@@ -205,14 +214,8 @@ class HostStep(Step):
             actions += [LaunchSequence(items)] if isinstance(items[0], Launch) else items  # type: ignore[arg-type]
         self._actions += actions
         self._sealed = self.store.sealed
-        self._run(actions)
-
-    def _run(self, actions: list[LaunchSequence | Action]) -> None:
         for action in actions:
-            if isinstance(action, LaunchSequence):
-                action.run()
-            else:
-                action(self)
+            action.run() if isinstance(action, LaunchSequence) else action(self)
 
     def _launch(self, launch: Launch, what: str) -> Launch:
         launch.label = f"{what} of layer {self.layer.index}"
@@ -415,13 +418,11 @@ class HostStep(Step):
             out = self.buffers.out
             self._departure = self._launch(narrow(out.reshape(len(out), -1), self._answer), "the output")
             self._departure.keep = ()
-        self._set_target()
-        self._queue.append(self._departure)
-
-    def _set_target(self) -> None:
-        assert self._departure is not None
-        words, i = self._departure.word("target")
+            self._target = self._departure.word("target")
+        assert self._target is not None
+        words, i = self._target
         words[i] = self._answer.data_ptr()
+        self._queue.append(self._departure)
 
     @property
     def window_buffers(self) -> WindowBuffers:
@@ -476,7 +477,7 @@ def _copy_answer(step: HostStep) -> None:
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that launches read: of a dtype they know, the last dimension contiguous."""
+    """A tensor that launches can read: of a dtype that they know, the last dimension contiguous."""
     if tensor.dtype not in TAGS:
         tensor = tensor.float()
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
