@@ -135,7 +135,7 @@ def test_memory_that_ends_is_an_error_in_time() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_memory_that_ends_anywhere(setting: str) -> None:
     compile_kernels(setting)
-    cases = [(act, mib) for act in ACTS for mib in (0, 30, 60, 100, 150, 200, 300, 500)]
+    cases = [(act, mib) for act in ACTS for mib in (0, 30, 100, 200, 500, 4096)]
     found = dict(zip(cases, run(setting, cases), strict=True))
     assert found["make", 0] != "done"
-    assert found["fork", 500] == "done"
+    assert found["fork", 4096] == "done"
