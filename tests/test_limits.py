@@ -61,6 +61,8 @@ acts = dict(
 threads = dict(threads=3, timeout={seconds} / 4)
 
 def of_memory(error):
+    if isinstance(error, SystemError):  # NumPy, which has no memory for the error either
+        return "exception" in str(error)
     while error is not None and not isinstance(error, MemoryError) and "memory" not in str(error).lower():
         error = error.__cause__
     return error is not None
@@ -72,7 +74,8 @@ def live(limited, mib):
             resource.setrlimit(resource.RLIMIT_AS, (size + int(mib * 2**20), -1))
         try:
             act()
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError, SystemError) as error:
+            resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
             told = repr(error)
             if not of_memory(error):
                 raise
