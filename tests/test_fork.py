@@ -196,11 +196,19 @@ def test_a_short_prompt_leaves_each_its_own_statistics(models: dict[str, PreTrai
     assert torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("case", [pytest.param("scout", marks=pytest.mark.slow), "scout-attend-int8", "hgca"])
-def test_forks_run_in_threads_of_their_own(models: dict[str, PreTrainedModel], case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "tier"),
+    [
+        pytest.param("scout", "one", marks=pytest.mark.slow),
+        ("scout-quest-int8", "one"),
+        ("scout-attend-int8", "split"),
+        ("hgca", "one"),
+    ],
+)
+def test_forks_run_in_threads_of_their_own(models: dict[str, PreTrainedModel], case: str, tier: str) -> None:
     model = models["llama"]
     ids, mask = prompt(1, PROMPT)
-    cache = make(model, case, "one")
+    cache = make(model, case, tier)
     token = prefill(model, cache, ids, mask)
     starts = [torch.full_like(token, 30 + i) for i in range(3)]
     want = [decode(model, cache.fork(), start, mask, 40) for start in starts]
