@@ -13,7 +13,8 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, WorkerError
-from hf_offload.attention import host_step, tiered_step
+from hf_offload.attention import tiered_step
+from hf_offload.attention.host_part import HostPart
 from hf_offload.cache import host_pool
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu import pool as movers
@@ -41,9 +42,9 @@ def broken_call(*args: Any, **kwargs: Any) -> Any:
     ("knobs", "module", "name"),
     [
         ({}, LaunchSequence, "run"),
-        ({**SPLIT}, host_step.cpu_decode, "sparse_decode"),
+        ({**SPLIT}, HostPart, "launch"),
         # All blocks resident: how an early part is attended would depend on when they were placed.
-        ({**SPLIT, "resident": 512, "lookahead": "attend"}, host_step.cpu_decode, "sparse_decode"),
+        ({**SPLIT, "resident": 512, "lookahead": "attend"}, HostPart, "launch"),
         ({**SPLIT, "resident": 512, "lookahead": "attend", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, "recall": 1}, movers, "copy_records"),

@@ -44,7 +44,7 @@ ctypes.CDLL = refuse
 
 import hf_offload
 from hf_offload.cache.memory import host_empty
-from hf_offload.cpu import team
+from hf_offload.cpu import openmp_team as team
 from hf_offload.gpu import backend
 
 assert backend.triton is None and team.team()[0] == 0

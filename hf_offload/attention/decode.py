@@ -93,7 +93,7 @@ def _attend_past(
     store = layer.store
     assert store is not None
     batch, heads, length, dim = query.shape
-    step = _lone_step(layer, query.reshape(batch, heads * length, dim), store.length, scale, softcap)
+    step = lone_step(layer, query.reshape(batch, heads * length, dim), store.length, scale, softcap)
     out, lse = step.attend_host(step.all_blocks())
     return out.view(query.shape), lse.view(query.shape[:3])
 
@@ -106,7 +106,7 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     if layer.ahead is not None or layer.host_part is not None:
         layer.drain_ahead()
     if not layer.has_slots:  # nothing that autocast would change
-        layer.policy.before_layer(_lone_step(layer, query, store.length + 1, layer.scale, layer.softcap))
+        layer.policy.before_layer(lone_step(layer, query, store.length + 1, layer.scale, layer.softcap))
         return
     if query.dtype is not layer.dtype:  # under autocast
         query = query.to(layer.dtype)
@@ -171,7 +171,9 @@ def decode(
     return given
 
 
-def _lone_step(layer: HybridLayer, query: torch.Tensor, length: int, scale: float, softcap: float | None) -> HostStep:
+def lone_step(
+    layer: HybridLayer, query: torch.Tensor, length: int, scale: float, softcap: float | None = None
+) -> HostStep:
     """A step with a query `[B, Hq, D]` or `[B, Hq, 1, D]` that writes no token."""
     assert layer.store is not None
     query = readable(query)

@@ -180,6 +180,7 @@ class HostStep(Step):
         """Write where a token's tensors are into the launches that take them."""
         if not 0 < length <= self.view.covered:
             raise ValueError(f"length {length} is not within 1..{self.view.covered}, which the arrays cover")
+        self._alive = query, key, value
         words, i = self._places[0]
         words[i] = query.data_ptr()
         if key is not None and value is not None and len(self._places) > 1:

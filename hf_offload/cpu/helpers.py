@@ -175,20 +175,19 @@ class Helpers:
         helpers = 0
         if launch.cost >= WORTH_BYTES and launch.tasks > 1:
             helpers = min(self.ready(), launch.tasks - 1)
-        launch.open(helpers + 1)
         if not helpers:
             began = time.perf_counter()
             launch()
-            spent = time.perf_counter() - began
-        else:
-            call = self._free.pop()
-            try:
-                spent = lead(self.calls, self.control, call, *launch.address, helpers) / 1e9
-            finally:
-                dismiss(self.calls, call)
-                self._free.append(call)
+            return time.perf_counter() - began
+        launch.open(helpers + 1)
+        call = self._free.pop()
+        try:
+            spent = lead(self.calls, self.control, call, *launch.address, helpers)
+        finally:
+            dismiss(self.calls, call)
+            self._free.append(call)
         launch.check()
-        return spent
+        return spent / 1e9
 
 
 def _stop(control: Array, pid: int) -> None:

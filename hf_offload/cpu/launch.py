@@ -121,14 +121,20 @@ class Launch:
         return self.bound.words, self.bound.offsets[self.kernel.names.index(name)]  # type: ignore[attr-defined]
 
     def open(self, participants: int) -> None:
-        """Make ready for so many participants, each of which calls this object or its `address`."""
+        """Make ready for so many participants, each of which calls `address`; when all have returned, see `check`."""
         self.ticket[:3] = 0, 0, participants
         if self.counters is not None:
             self.counters.fill(0)
 
     def __call__(self) -> None:
-        """Do one participant's share, after `open`; when every participant has returned, all tasks are done."""
+        """Do all tasks now, in this thread alone.
+
+        Raises:
+            MemoryError: not all tasks were done.
+        """
+        self.open(1)
         _call(*self.address)
+        self.check()
 
     def check(self) -> None:
         """After all participants have returned: raise MemoryError unless all tasks were done."""

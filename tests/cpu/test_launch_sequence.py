@@ -137,16 +137,16 @@ def test_a_single_launch_says_what_it_was() -> None:
         adding(np.zeros(2), limit=1).run("an append")
 
 
-def test_participants_share_what_was_opened() -> None:
+def test_a_thread_alone_does_all_tasks_or_says_so() -> None:
     total = np.zeros(5)
-    launch = adding(total)
+    launch = adding(total, SHARE_BYTES)
     add(launch, 2)
     for _ in range(2):
-        launch.open(2)
         launch()
-        launch()
-        launch.check()
     assert total.tolist() == [22] * 5
+    assert launch.ticket[2] == 1
+    with pytest.raises(MemoryError, match="adding: only 3 of 5"):
+        adding(np.zeros(5), limit=3)()
     launch.open(1)
     with pytest.raises(MemoryError, match="adding: only 0 of 5"):
         launch.check()

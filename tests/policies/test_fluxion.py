@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 from hf_offload import ConstantPredictor, Fluxion
-from hf_offload.attention.host_near import HostNear
+from hf_offload.attention.decode import lone_step
 from hf_offload.attention.host_step import HostStep
+from hf_offload.attention.retrieval import Retrieval
 from hf_offload.attention.retrieved_part import RetrievedPart
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.network import Network
@@ -113,18 +115,18 @@ def test_both_memories_choose_alike(llama: PreTrainedModel, batch: int, monkeypa
     net.outputs.bias.data -= net(features).median(0).values - torch.tensor([0.3, 0.0, 0.0])
     needs: list[torch.Tensor] = []
 
-    def watch(cls: type, name: str) -> None:
+    def watch(cls: type, name: str, choice_of: Callable[[Any], Retrieval]) -> None:
         work = getattr(cls, name)
 
         def watched(part: Any, *args: Any) -> Any:
             found = work(part, *args)
-            needs.append(torch.cat([one.float().reshape(-1) for one in part.choice.needs]))
+            needs.append(torch.cat([one.float().reshape(-1) for one in choice_of(part).needs]))
             return found
 
         monkeypatch.setattr(cls, name, watched)
 
-    watch(HostNear, "retrieve")
-    watch(RetrievedPart, "partial")
+    watch(HostStep, "run", lambda step: step.buffers.near.choice)
+    watch(RetrievedPart, "partial", lambda part: part.choice)
     caches, logits = [], []
     for tier in TIERS:
         caches.append(hf_offload.HybridCache(llama, "fluxion", predictor=net, tier=tier))
@@ -158,11 +160,11 @@ def test_every_token_is_in_one_segment(llama: PreTrainedModel) -> None:
     layer = cache.layers[0]
     assert isinstance(layer, HybridLayer)
     query = torch.randn(3, llama.config.num_attention_heads, layer.store.head_dim)  # type: ignore[union-attr]
-    step = HostStep(layer, query, 201, layer.scale or 1.0)
+    step = lone_step(layer, query, 201, layer.scale or 1.0)
     found = step.segments(query)
     far = list(found.far)
     pieces = [found.sinks, *far, found.newest]
-    lengths = HostStep(layer, query, 200, layer.scale or 1.0).lengths()
+    lengths = lone_step(layer, query, 200, layer.scale or 1.0).lengths()
     for row in range(3):
         keys, values = (torch.cat([p[i][row][:, p[2][row]] for p in pieces], 1) for i in (0, 1))
         real = mask[row].bool()
