@@ -167,8 +167,9 @@ def test_drafts_change_nothing(llama: PreTrainedModel, monkeypatch: pytest.Monke
     name, knobs = POLICIES[policy]
     packs = "host_dtype" in knobs
     ids, _ = prompt(1, 160 if packs else PROMPT)  # none but old blocks are packed
-    # A block that has lost its slot to a rejected draft comes back from the host, where it may be packed by now.
-    atol = 1e-2 if packs and tier == "split" else 1e-4
+    # A block that has lost its slot to a rejected draft comes back from the host, where it may be packed by now; and
+    # keys that differ in their last bit may differ in a code.
+    atol = (1e-2 if tier == "split" else 1e-3) if packs else 1e-4
     alone, helped = (HybridCache(llama, name, **(TIERS[tier] | in_memory(tier, knobs))) for _ in range(2))
     want = generate(llama, alone, ids)
     got, drafter = drafted(monkeypatch, llama, helped, ids, want.sequences)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from generate._modes import BLOCK, DRAFTED, LENGTH, MODES, NEW, ONE_ROW, POLICIES, SMALL, TIERS
-from tiny import in_memory, tiny_model
+from tiny import tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
@@ -16,7 +16,7 @@ MATRIX = [
     (mode, policy, tier, batch)
     for mode in MODES
     for policy in POLICIES
-    for tier in TIERS
+    for tier in (("split",) if policy == "scout, select" else TIERS)
     for batch in (1, 3)
     if batch == 1 or mode not in ONE_ROW
 ]
@@ -68,7 +68,7 @@ def test_a_covering_budget_gives_the_tokens_of_dynamic_cache(
     if (oracle, batch) not in wanted:
         wanted[oracle, batch] = MODES[oracle](stock, DynamicCache(config=stock.config), batch)
     name, knobs = POLICIES[policy]
-    cache = HybridCache(ours, name, block_size=BLOCK, prefill_tile=32, **(TIERS[tier] | in_memory(tier, knobs)))
+    cache = HybridCache(ours, name, block_size=BLOCK, prefill_tile=32, **(TIERS[tier] | knobs))
     assert torch.equal(MODES[mode](ours, cache, batch), wanted[oracle, batch])
 
 
@@ -90,8 +90,8 @@ def test_a_small_budget_gives_what_the_policy_defines(
 ) -> None:
     name, knobs = SMALL[policy]
 
-    def run(which: str, tier: str) -> torch.Tensor:
-        cache = HybridCache(ours, name, block_size=8, **(TIERS[tier] | in_memory(tier, knobs)))
+    def run(which: str, tier: str, **memory: Any) -> torch.Tensor:
+        cache = HybridCache(ours, name, block_size=8, **(TIERS[tier] | knobs | memory))
         return MODES[which](ours, cache, batch)
 
     tokens = run(mode, "split")
@@ -101,5 +101,7 @@ def test_a_small_budget_gives_what_the_policy_defines(
     assert ((tokens >= 0) & (tokens < 160)).all()
     if mode in SAME:
         assert torch.equal(tokens, run(SAME[mode], "split")[:, -tokens.shape[1] :])
-    elif policy != "attend":  # every block meets the real query, wherever it lies
+    elif policy == "select":  # every block meets the real query, wherever it lies
+        assert torch.equal(tokens, run(mode, "split", resident=512))
+    elif policy != "attend":
         assert torch.equal(tokens, run(mode, "one"))
