@@ -32,8 +32,10 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -66,12 +68,14 @@ from common import (
     window,
     write_csv,
 )
-from hf_offload.attention.host_step import HostStep
+from hf_offload.cpu.launch import LaunchSequence
 from hf_offload.fluxion.predictor import read_about
 from hf_offload.measuring import divergence
 
 WARM_UP = 2
 BLOCK_SIZE = 32
+RETRIEVAL = ("the needs of the heads", "the choice of blocks", "counts of the choice", "attention to the host")
+"""What the CPU does of a step to choose and attend blocks of the host."""
 TIMES = ("attention", "retrieval", "step")
 TURN = 128
 """Tokens behind a context that is filled by repetition, which all rows read themselves."""
@@ -121,15 +125,25 @@ class Watch:
     @contextmanager
     def watching(self, name: str, cache: Cache) -> Iterator[None]:
         """Let the watch run in the attention function of a name and in a cache's `update`."""
-        attend, retrieve = AttentionInterface()[name], HostStep.retrieve
+        attend, run = AttentionInterface()[name], LaunchSequence.run
+        parts: WeakKeyDictionary[LaunchSequence, list[tuple[bool, LaunchSequence]]] = WeakKeyDictionary()
+        retrieve = self.timed(run, "retrieving")
+
+        def run_parts(sequence: LaunchSequence) -> None:
+            if sequence not in parts:
+                groups = groupby(sequence.launches, lambda launch: launch.label.startswith(RETRIEVAL))
+                parts[sequence] = [(timed, LaunchSequence(launches)) for timed, launches in groups]
+            for timed, part in parts[sequence]:
+                (retrieve if timed else run)(part)
+
         AttentionInterface.register(name, self.timed(attend))
-        HostStep.retrieve = self.timed(retrieve, "retrieving")
+        LaunchSequence.run = run_parts
         cache.update = self.timed(cache.update)
         try:
             yield
         finally:
             AttentionInterface.register(name, attend)
-            HostStep.retrieve = retrieve
+            LaunchSequence.run = run
             del cache.update  # the class's own is behind it
 
 

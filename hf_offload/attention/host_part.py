@@ -96,7 +96,7 @@ class HostPart:
         self.host, self.predicted, self._correct = host, step.query, correct
         capture = self.layer.mirror.capture
         if capture is not None:
-            launching = functools.partial(self.launch, step.scale, step.softcap)
+            launching = functools.partial(self.make_launch, step.scale, step.softcap)
             self._send(step.query, host, capture.flag_of(self, launching, step.label(label)), capture.epoch)
             return self
         self._send(step.query, host)
@@ -139,20 +139,25 @@ class HostPart:
         hand_over(self._inbox, *nothing, flag=capture.flags[0, :1], epoch=capture.epoch)
 
     def launch(self, scale: float, softcap: float | None) -> Launch:
-        """The launch that attends what the buffers hold when it runs: the same one as long as the store's view is."""
+        """The launch of a step in Python: the same one as long as the store's view is."""
         store = self.layer.store
         assert store is not None
         view, form = store.view(store.length), (scale, softcap, self._correct)
         if self._planned is None or self._planned[0] is not view or self._planned[1] != form:
-            # Blocks on the host are full, so that the rows' length says nothing more.
-            launch = cpu_decode.sparse_decode(
-                self.query.numpy(), view.block_ptr, view.table, self.blocks.numpy(), self.counts.numpy(), view.holes,
-                view.valid, view.covered, self.out.numpy(), self.lse.numpy(),
-                self.kbar.numpy() if self._correct else None, kv_dtype=store.dtype, block_size=store.block_size,
-                scale=scale, softcap=softcap, packed=store.packs,
-            )  # fmt: skip
-            self._planned = view, form, launch
+            self._planned = view, form, self.make_launch(scale, softcap)
         return self._planned[2]
+
+    def make_launch(self, scale: float, softcap: float | None) -> Launch:
+        """A launch that attends what the buffers hold when it runs, with counters and scratch of its own."""
+        store = self.layer.store
+        assert store is not None
+        view = store.view(store.length)
+        # Blocks on the host are full, so that the rows' length says nothing more.
+        return cpu_decode.sparse_decode(
+            self.query.numpy(), view.block_ptr, view.table, self.blocks.numpy(), self.counts.numpy(), view.holes,
+            view.valid, view.covered, self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None,
+            kv_dtype=store.dtype, block_size=store.block_size, scale=scale, softcap=softcap, packed=store.packs,
+        )  # fmt: skip
 
     def read(self, step: Step, host: Selection) -> None:
         """Bring host blocks into the CPU's caches, off the critical path."""

@@ -59,6 +59,9 @@ class KeptPart(HostPart):
         self.query.copy_(query, non_blocking=True)
 
     def launch(self, scale: float, softcap: float | None) -> Launch:
+        return self.make_launch(scale, softcap)  # lists may have grown at any step
+
+    def make_launch(self, scale: float, softcap: float | None) -> Launch:
         context = self.context
         assert context is not None
         lists, dim = context.lists, self.shape[2]

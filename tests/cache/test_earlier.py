@@ -179,7 +179,10 @@ def test_a_chunk_that_fails_and_comes_again_counts_once(model: PreTrainedModel, 
         hook.remove()
         talk.say(part)
         other.say(part)
-    assert same(talk.known(), other.known())
+    for mine, theirs in zip(talk.known(), other.known(), strict=True):
+        assert mine[0] == theirs[0]
+        for got, want in zip(mine[1:], theirs[1:], strict=True):  # averages of a chunk that comes again round otherwise
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("way", ["fork", "rows", "file"])

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 import common
 import context_attention
+from hf_offload.attention.hooks import find_layers
+from hf_offload.cache.fingerprint import likeness
 from hf_offload.fluxion.predictor import HeadPredictor, save_predictors
 
 BLOCK = {"block_size": 32}
@@ -147,7 +149,8 @@ def test_bytes_of_what_the_cpu_chose():
 def test_a_predictor_has_a_row_for_every_deviation_that_it_knows(tmp_path):
     path = tmp_path / "predictor.safetensors"
     made = {tau: HeadPredictor(tau=tau, digest="quest", sinks=16, local=32, streaming_at=0.5) for tau in (0.2, 0.05)}
-    save_predictors(path, {}, made, {})
+    model = tiny_model("llama")
+    save_predictors(path, likeness(model.config, find_layers(model)[0]), made, {})
     rows = [row for row in context_attention.make_rows("one", path) if row.policy == "fluxion"]
     assert [row.name for row in rows] == ["fluxion-0.05", "fluxion-0.2"]
     assert rows[1].options == {"predictor": path, "tau": 0.2, "tier": "one"}
