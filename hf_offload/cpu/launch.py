@@ -121,7 +121,7 @@ class Launch:
         return self.bound.words, self.bound.offsets[self.kernel.names.index(name)]  # type: ignore[attr-defined]
 
     def open(self, participants: int) -> None:
-        """Make ready for so many participants, each of which calls `address`; when all have returned, see `check`."""
+        """Make ready for so many participants, each of which calls `address` or `take_part`."""
         self.ticket[:3] = 0, 0, participants
         if self.counters is not None:
             self.counters.fill(0)
@@ -133,8 +133,12 @@ class Launch:
             MemoryError: not all tasks were done.
         """
         self.open(1)
-        _call(*self.address)
+        self.take_part()
         self.check()
+
+    def take_part(self) -> None:
+        """Do one participant's share, after `open`; when all have returned, see `check`."""
+        _call(*self.address)
 
     def check(self) -> None:
         """After all participants have returned: raise MemoryError unless all tasks were done."""

@@ -23,12 +23,14 @@ def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def run(launch: Launch, threads: int = 1) -> None:
     """Run a launch on this thread and on `threads - 1` others."""
-    helpers = [threading.Thread(target=launch) for _ in range(threads - 1)]
+    launch.open(threads)
+    helpers = [threading.Thread(target=launch.take_part) for _ in range(threads - 1)]
     for helper in helpers:
         helper.start()
-    launch()
+    launch.take_part()
     for helper in helpers:
         helper.join()
+    launch.check()
 
 
 @dataclass
