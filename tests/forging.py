@@ -2,8 +2,9 @@
 
     python tests/forging.py FOLDER EVERY CASE…
 
-A case is a policy's and a tier, such as scout-split, or predictor, or profile. A forgery has its sums made anew; every so
-manieth is tried. A line says what comes before it is tried: the last line of a process that died tells what it died of.
+A case is a policy's and a tier, such as scout-split, or predictor, or profile. A forgery has its sums made anew; every
+so manieth is tried. A line says what comes before it is tried: the last line of a process that died tells what it died
+of.
 """
 
 from __future__ import annotations
