@@ -167,6 +167,7 @@ class Portable(Changing):
 
         Raises:
             ValueError: no saved cache, a file that was cut short, altered or forged, another model, or another knob.
+            FileNotFoundError: the file of the policy's predictor is gone.
             MemoryError: the host has no memory left for the cache.
         """
         check_flag("verify", verify)

@@ -259,7 +259,7 @@ class SavedCache:
             if kind == "digest":
                 getattr(digests, mine)[: len(saved)] = saved.to(digests.device)
             else:
-                setattr(digests, mine, saved.to(digests.device))
+                setattr(digests, mine, saved.to(digests.device, copy=True))  # wherever it begins in the file
         digests.frozen = told["frozen"]
 
     def _slabs(self, kind: str, layer: HybridLayer, blocks: _Blocks) -> list[torch.Tensor]:
