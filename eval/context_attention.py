@@ -74,7 +74,7 @@ from hf_offload.measuring import divergence
 
 WARM_UP = 2
 BLOCK_SIZE = 32
-RETRIEVAL = ("the needs of the heads", "the choice of blocks", "counts of the choice", "attention to the host")
+RETRIEVAL = ("the needs of the heads", "the choice of host blocks", "counts of the choice", "attention to the host")
 """What the CPU does of a step to choose and attend blocks of the host."""
 TIMES = ("attention", "retrieval", "step")
 TURN = 128

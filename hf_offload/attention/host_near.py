@@ -68,7 +68,7 @@ class HostNear:
         bundle = choice.bundle(digests, step.scale)
         if digests.of_query:
             step.then(lambda step: digests.fill(bundle, buffers.query, step.scale))
-        step.add(choice.choosing(store, bundle, step.scale), "the choice of blocks")
+        step.add(choice.choosing(store, bundle, step.scale), "the choice of host blocks")
         counting = count_choice(
             choice.spans, choice.runs, choice.counts, choice.first, choice.end, choice.granularities, totals
         )
