@@ -31,7 +31,7 @@ MODELS = [f"tests/test_{name}.py" for name in ("families", "int8", "odd_cases", 
 ON_GPU = ["-m", "not slow and not gpu"]
 ELSEWHERE = ["--ignore=tests/eval"]
 """Nothing there is marked `gpu`, and one module that lacks a package that only evaluations need stops a whole run."""
-NOT_ON_GPU = "not copy_records and not Standing and not Row-run"  # what they break only models on the CPU call
+NOT_ON_GPU = "not copy_records and not LaunchSequence-run"  # what they break only models on the CPU call
 SUITES: dict[str, tuple[list[str], dict[str, str], float]] = {
     "kernels against their references": (["tests", *ELSEWHERE, f"--ignore={GRAPH}", "-m", "gpu"], {}, 240),
     "exactness": (["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda"}, 240),

@@ -79,7 +79,7 @@ class HybridLayer(CacheLayerMixin):
         """Whether what is pending reached the attention function, but not as it was announced."""
         self.state: Any = None
         self.kernels: dict[Any, Any] = {}
-        """The buffers of steps (`attention.step_buffers.StepBuffers`)."""
+        """The buffers of steps (`attention.host_step.StepBuffers`)."""
         self.steps: dict[bool, Any] = {}
         """The steps that are planned, with one memory (`attention.host_step.HostStep`): that of the layer itself, which
         writes its token, and that of others which share its tokens."""
