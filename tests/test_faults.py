@@ -38,6 +38,7 @@ def broken_call(*args: Any, **kwargs: Any) -> Any:
     raise Broken("the kernel died")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("knobs", "module", "name"),
     [

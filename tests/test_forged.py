@@ -21,7 +21,7 @@ OTHERS = (
 @pytest.mark.parametrize(
     ("every", "cases"),
     [
-        pytest.param(17, QUICK, id="some"),
+        pytest.param(50, QUICK, id="some"),
         *(pytest.param(1, (case,), id=case, marks=pytest.mark.slow) for case in (*QUICK, *OTHERS)),
     ],
 )

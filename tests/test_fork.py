@@ -200,7 +200,7 @@ def test_a_short_prompt_leaves_each_its_own_statistics(models: dict[str, PreTrai
     ("case", "tier"),
     [
         pytest.param("scout", "one", marks=pytest.mark.slow),
-        ("scout-quest-int8", "one"),
+        pytest.param("scout-quest-int8", "one", marks=pytest.mark.slow),
         ("scout-attend-int8", "split"),
         ("hgca", "one"),
     ],

@@ -174,6 +174,7 @@ def test_a_schedule_needs_a_device() -> None:
         memory_of(shape, "fluxion", options, context=64, batch=1, two=False)
 
 
+@pytest.mark.slow
 def test_smollm2s_config_is_that_of_its_file() -> None:
     try:
         file = assets.find_smollm2()

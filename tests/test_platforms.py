@@ -60,7 +60,8 @@ print("the same tokens")
 """
 
 
-@pytest.mark.parametrize("platform", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
 def test_the_cpu_path_needs_nothing_of_linux(platform: str) -> None:
     source = SCRIPT.format(platform=platform, hidden=FORBIDDEN)
     places = [str(Path(__file__).parent), str(Path(hf_offload.__file__).parent.parent)]

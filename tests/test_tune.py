@@ -160,6 +160,7 @@ def test_wrong_settings(change: dict[str, Any], told: str) -> None:
         tune(tiny_model("llama"), prompt(1, 500)[0], options.pop("target", 0.5), **options)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, ladders: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assets, "load_demo_model", lambda *_, **options: (tiny_model("llama"), tokenize))
     text = tmp_path / "text.txt"

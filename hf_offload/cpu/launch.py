@@ -91,7 +91,7 @@ class Launch:
         self._bound: _Bound | None = None
 
     def with_ticket(self, ticket: Array, label: str) -> Launch:
-        """The same launch over a ticket that lies elsewhere, under another name."""
+        """The same launch over a ticket that lies elsewhere, under another name; the two share counters and buffers."""
         form = (self.kernel, self.tasks, self.args, self.cost, self.keep, self.counters)
         return Launch(*form, ticket=ticket, dealt=self.dealt, label=label)
 
@@ -122,6 +122,7 @@ class Launch:
 
     def open(self, participants: int) -> None:
         """Make ready for so many participants, each of which calls `address` or `take_part`."""
+        _ = self.bound  # before others come: each of two that lay it out at once would free what the other reads
         self.ticket[:3] = 0, 0, participants
         if self.counters is not None:
             self.counters.fill(0)
@@ -319,19 +320,12 @@ def _borrow(context: Any, builder: Any, kind: Any, value: Any) -> Any:
     return value
 
 
-@lowered
-def _emit_layout(typing: Any, args: Any) -> Any:
+def _offsets_of(context: Any, args: Any) -> tuple[int, ...]:
     """Bytes from a place to each argument, and the bytes of all."""
-    count = len(args.types)
-
-    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-        data, kind = context.target_data, _stored(context, args)
-        begin = kind.get_element_offset(data, 1)
-        found = [begin + kind.elements[1].get_element_offset(data, i) for i in range(count)]
-        numbers = [ir.Constant(ir.IntType(64), number) for number in (*found, kind.get_abi_size(data))]
-        return context.make_tuple(builder, sig.return_type, numbers)
-
-    return types.UniTuple(types.int64, count + 1)(args), emit
+    data, kind = context.target_data, _stored(context, args)
+    begin, count = kind.get_element_offset(data, 1), len(args.types)
+    found = [begin + kind.elements[1].get_element_offset(data, i) for i in range(count)]
+    return (*found, kind.get_abi_size(data))
 
 
 @lowered
@@ -355,11 +349,6 @@ def _emit_entry(typing: Any, target: Any, args: Any, place: Any) -> Any:
         return builder.ptrtoint(entry, ir.IntType(64))
 
     return types.int64(types.int64, args, types.int64), emit
-
-
-@jit
-def _layout(args: Any) -> tuple[int, ...]:
-    return _emit_layout(args)  # type: ignore[no-any-return]
 
 
 @jit
@@ -390,11 +379,11 @@ def _bind(compiled: Any, args: tuple[Any, ...]) -> _Bound:
         raise TypeError(f"{compiled!r} is not a compiled kernel")
     key = compiled, _kinds_of(args)
     if key not in _layouts:
-        kinds = tuple(numba.typeof(args).types)
-        compiled.compile(kinds)
-        result = compiled.overloads[kinds]
+        kinds = numba.typeof(args)
+        compiled.compile(kinds.types)
+        result = compiled.overloads[kinds.types]
         target = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
-        _layouts[key] = target, tuple([number // 8 for number in _layout(args)])
+        _layouts[key] = target, tuple([number // 8 for number in _offsets_of(compiled.targetctx, kinds)])
     target, (*offsets, words) = _layouts[key]
     memory: Array = np.zeros(words + 1, np.int64)
     return _Bound(_enter(target, args, memory.ctypes.data), memory.ctypes.data, memory.data, tuple(offsets))

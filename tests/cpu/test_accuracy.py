@@ -59,7 +59,9 @@ CASES = [(seed, "random") for seed in range(20)] + [(seed, kind) for kind in KIN
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
+    ids=str,
 )
 @pytest.mark.parametrize(("seed", "kind"), CASES)
 def test_decode(seed: int, kind: str, dtype: torch.dtype) -> None:

@@ -52,6 +52,18 @@ def add(launch: Launch, number: int) -> None:
     words[i] = number
 
 
+def test_a_launch_that_is_open_lies_where_it_lies() -> None:
+    """Threads that take part at the same moment read the same place, which nobody frees."""
+    launch = adding(np.zeros(4, np.int64))
+    launch.open(2)
+    place = launch._bound
+    assert place is not None
+    launch.take_part()
+    launch.take_part()
+    launch.check()
+    assert launch._bound is place
+
+
 @pytest.fixture(params=[1, 2, 5])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()

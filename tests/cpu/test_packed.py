@@ -195,10 +195,10 @@ def test_rounding_to_int16_is_within_its_bounds(outlier: int) -> None:
 
 def test_a_query_that_is_not_finite_does_not_go_unnoticed() -> None:
     pool, _ = packed_pool(1, 16, 8, 2, torch.float32)
-    query = torch.ones(1, 1, 16)
-    query[0, 0, 5] = float("nan")
+    query = torch.ones(1, 2, 16)  # of two heads
+    query[0, :, 5] = float("nan")
     one = np.ones((1, 1), np.int32)
-    out, lse = np.zeros((1, 1, 16), np.float32), np.zeros((1, 1), np.float32)
+    out, lse = np.zeros((1, 2, 16), np.float32), np.zeros((1, 2), np.float32)
     valid, holes, table = np.ones((1, 16), np.uint8), np.zeros((1, 2), np.uint8), np.array([[0, 1]], np.int32)
     sparse_decode(
         query.numpy(), pool.block_ptr, table, one[None], one, holes, valid, 16, out, lse, None,

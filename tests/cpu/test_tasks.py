@@ -78,7 +78,7 @@ class Work:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("length", [170, 2600])
+@pytest.mark.parametrize("length", [170, pytest.param(2600, marks=pytest.mark.slow)])
 def test_tasks_give_what_the_two_launches_give(length: int) -> None:
     one, other = Work(3, length), Work(3, length)
     for launch in one.launches():

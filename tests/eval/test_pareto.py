@@ -66,6 +66,7 @@ def test_bytes_of_the_host(policy: str, options: dict[str, Any], tokens: int) ->
     torch.testing.assert_close(one.kl, found.kl, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_every_row_is_measured_and_a_stopped_run_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(1, 240)[0]
 

@@ -85,7 +85,11 @@ def few_layers(
 
 
 @pytest.mark.parametrize("size", ["few_layers", pytest.param("smollm2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("page", CODE_PAGES, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page.name == "README.md" else pytest.mark.slow) for page in CODE_PAGES],
+    ids=name_of,
+)
 def test_blocks_run(
     page: Path, size: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
