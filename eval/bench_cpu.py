@@ -391,8 +391,8 @@ def scoring_cases(read: Case) -> list[Case]:
             turn[0] = (turn[0] + 1) % copies
             table = np.arange(turn[0] * blocks, (turn[0] + 1) * blocks, dtype=np.int32)[None]
             return choose_blocks(
-                query, digest, table, blocks, masses, tail, score, join="max", scale=dim**-0.5, kv_dtype=torch.bfloat16,
-                select=(low, low + 1, 4, blocks, count, chosen, counts),
+                query, digest, table, blocks, masses, tail, score, join="max", scale=dim**-0.5, softcap=None,
+                kv_dtype=torch.bfloat16, select=(low, low + 1, 4, blocks, count, chosen, counts),
             )  # fmt: skip
 
         facts = {"digest": kind, "dim": dim, "group": group, "context": 32 * blocks, "kernel_threads": 1}

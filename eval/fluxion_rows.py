@@ -67,7 +67,7 @@ class Needing(Fluxion):
         segments = step.segments(near.query)
         key, value, valid = zip(*segments.far, strict=True)
         far = Tokens(torch.cat(key, 2), torch.cat(value, 2), torch.cat(valid, 1))
-        kept, blocks = merge_partials([near.sinks, near.newest]), attend_blocks(near.query, far, step.scale)
+        kept, blocks = merge_partials([near.sinks, near.newest]), attend_blocks(near.query, far, step.scores.scale)
         name, _, number = self.criterion.partition("-")
         digest, scores = self.known.digest, segments.scores
         if name == "score":

@@ -15,6 +15,7 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.queries import joined
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.window import window_blocks
+from hf_offload.scores import Scores
 
 FEW_QUERIES = 16
 """Appends of at most so many tokens read the cached blocks where they lie; more are worth bringing them together."""
@@ -27,8 +28,7 @@ def append(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     *,
-    scale: float,
-    softcap: float | None,
+    scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Take in a prompt, a chunk of one, or a new turn: exact attention, then the tokens go to the host.
@@ -37,7 +37,7 @@ def append(
         layer: the layer; its announced K and V are `key` and `value` `[B, Hkv, Q, D]`.
         query: `[B, Hq, Q, D]`.
         mask: None, `[B, past + Q]` or dense (see `MaskPieces`).
-        scale, softcap, sinks: as the model gives them.
+        scores, sinks: as the model gives them.
 
     Returns:
         `[B, Q, Hq, D]`.
@@ -50,7 +50,7 @@ def append(
     store.pack_old(past)
     tile = layer.settings.prefill_tile
     few = fresh and 0 < query.shape[2] <= FEW_QUERIES and past > 0 and (mask is None or mask.ndim == 2)
-    before = _attend_past(layer, query, scale, softcap) if few and store.device.type == "cpu" else None
+    before = _attend_past(layer, query, scores) if few and store.device.type == "cpu" else None
     tiles = store.tiles(past, tile) if before is None else ()
     out = append_attention(
         query,
@@ -59,8 +59,7 @@ def append(
         past,
         tiles,
         mask,
-        scale=scale,
-        softcap=softcap,
+        scores=scores,
         sinks=sinks,
         tile=tile,
         before=before,
@@ -71,8 +70,8 @@ def append(
         store.append(key, value)
         seal(store, tile, key)
         if layer.salience is not None:
-            layer.salience.take_in(query, window_blocks(layer), scale=scale, softcap=softcap)
-    layer.scale, layer.softcap = scale, softcap
+            layer.salience.take_in(query, window_blocks(layer), scores=scores)
+    layer.scores = scores
     window = layer.policy.query_window
     # Of layers that share keys and values only the one that brought them counts, in chunks as in one prompt.
     if fresh and window and (layer.has_slots or layer.policy.retrieves or not layer.policy.attends_blocks):
@@ -86,14 +85,12 @@ def _progress(layer: HybridLayer, past: int, tokens: int) -> Callable[[int], Non
     return None if progress is None or tokens == 1 or drafts else progress.attend(past, tokens)
 
 
-def _attend_past(
-    layer: HybridLayer, query: torch.Tensor, scale: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_past(layer: HybridLayer, query: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend all cached tokens where they lie, with a few queries `[B, Hq, Q, D]` as more heads of each group."""
     store = layer.store
     assert store is not None
     batch, heads, length, dim = query.shape
-    step = lone_step(layer, query.reshape(batch, heads * length, dim), store.length, scale, softcap)
+    step = lone_step(layer, query.reshape(batch, heads * length, dim), store.length, scores)
     out, lse = step.attend_host(step.all_blocks())
     return out.view(query.shape), lse.view(query.shape[:3])
 
@@ -101,18 +98,18 @@ def _attend_past(
 def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     """Let the policy begin with the token that comes next, whose query `[B, Hq, 1, D]` is predicted."""
     store = layer.store
-    assert layer.scale is not None
+    assert layer.scores is not None
     assert store is not None
     if layer.ahead is not None or layer.host_part is not None:
         layer.drain_ahead()
     if not layer.has_slots:  # nothing that autocast would change
-        layer.policy.before_layer(lone_step(layer, query, store.length + 1, layer.scale, layer.softcap))
+        layer.policy.before_layer(lone_step(layer, query, store.length + 1, layer.scores))
         return
     if query.dtype is not layer.dtype:  # under autocast
         query = query.to(layer.dtype)
     with uncast(layer.device_type), layer.mirror.current():
         tiered.place(layer, query)
-        step = TieredStep(layer, query[:, :, 0], layer.past + 1, layer.scale, layer.softcap)
+        step = TieredStep(layer, query[:, :, 0], layer.past + 1, layer.scores)
         layer.policy.before_layer(step)
 
 
@@ -122,8 +119,7 @@ def decode(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    scale: float,
-    softcap: float | None,
+    scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend with one token: append it and run the policy's plan.
@@ -131,15 +127,15 @@ def decode(
     Args:
         layer: the layer, with at least one token cached.
         query: `[B, Hq, 1, D]`; key, value: `[B, Hkv, 1, D]`.
-        scale, softcap, sinks: as the model gives them.
+        scores, sinks: as the model gives them.
 
     Returns:
         `[B, 1, Hq, D]` in the query's dtype.
     """
-    layer.scale, layer.softcap = scale, softcap
+    layer.scores = scores
     if layer.has_slots:
         with layer.mirror.current():
-            return tiered.decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
+            return tiered.decode(layer, query, key, value, scores=scores, sinks=sinks)
     store = layer.store
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
@@ -150,7 +146,7 @@ def decode(
     view = store.view(length)
     store.length = length
     kind = query.shape, query.stride(), query.dtype
-    form = Form(kind, key.stride(), value.stride(), scale, softcap, fresh, sinks is not None)
+    form = Form(kind, key.stride(), value.stride(), scores, fresh, sinks is not None)
     if not form.readable:
         query, key, value = readable(query), readable(key), readable(value)
     step: HostStep | None = layer.steps.get(fresh)
@@ -171,11 +167,9 @@ def decode(
     return given
 
 
-def lone_step(
-    layer: HybridLayer, query: torch.Tensor, length: int, scale: float, softcap: float | None = None
-) -> HostStep:
+def lone_step(layer: HybridLayer, query: torch.Tensor, length: int, scores: Scores) -> HostStep:
     """A step with a query `[B, Hq, D]` or `[B, Hq, 1, D]` that writes no token."""
     assert layer.store is not None
     query = readable(query)
-    form = Form((query.shape, query.stride(), query.dtype), (), (), scale, softcap)
+    form = Form((query.shape, query.stride(), query.dtype), (), (), scores)
     return HostStep(layer, layer.store.view(layer.store.length), form, query, length)

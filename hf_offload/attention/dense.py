@@ -8,6 +8,7 @@ import torch
 
 from hf_offload.attention.partial import merge_partials
 from hf_offload.cache.memory import memory_for
+from hf_offload.scores import Scores
 
 MASKED_QUERIES = 512
 """Queries whose mask or scores are in memory at a time."""
@@ -59,8 +60,7 @@ def attend(
     value: torch.Tensor,
     bias: torch.Tensor | None,
     causal: bool,
-    scale: float,
-    softcap: float | None,
+    scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense attention with its log-sum-exp.
 
@@ -68,17 +68,17 @@ def attend(
         query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, T, D]`.
         bias: additive mask that broadcasts to `[B, Hq, Q, T]`, or None.
         causal: whether query i sees keys 0…i only (Q = T).
-        scale: softmax scale; softcap: bound of the scores or None.
+        scores: the model's.
 
     Returns:
         out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` (natural log), fp32.
     """
     group = query.shape[1] // key.shape[1]
     fused = {"cpu": _attend_on_cpu, "cuda": _attend_on_cuda}.get(query.device.type)
-    if softcap is not None or fused is None:
-        return _attend_by_matmul(query, key, value, bias, causal, scale, softcap)
+    if scores.softcap is not None or fused is None:
+        return _attend_by_matmul(query, key, value, bias, causal, scores)
     key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
-    return fused(query, key, value, bias, causal, scale)
+    return fused(query, key, value, bias, causal, scores.scale)
 
 
 def _attend_on_cpu(
@@ -115,8 +115,7 @@ def _attend_by_matmul(
     value: torch.Tensor,
     bias: torch.Tensor | None,
     causal: bool,
-    scale: float,
-    softcap: float | None,
+    scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, length, dim = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -124,17 +123,15 @@ def _attend_by_matmul(
     for start in range(0, length, MASKED_QUERIES):
         stop = min(start + MASKED_QUERIES, length)
         grouped = query[:, :, start:stop].float().reshape(batch, kv_heads, -1, dim)
-        scores = (grouped @ key.float().transpose(2, 3)).view(batch, heads, stop - start, keys) * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
+        found = scores.of((grouped @ key.float().transpose(2, 3)).view(batch, heads, stop - start, keys))
         if causal:
             later = torch.arange(keys, device=key.device) > torch.arange(start, stop, device=key.device)[:, None]
-            scores = scores.masked_fill(later, float("-inf"))
+            found = found.masked_fill(later, float("-inf"))
         if bias is not None:
-            scores = scores + (bias[:, :, start:stop].float() if bias.shape[2] > 1 else bias.float())
-        lse = scores.logsumexp(-1)
+            found = found + (bias[:, :, start:stop].float() if bias.shape[2] > 1 else bias.float())
+        lse = found.logsumexp(-1)
         weights = (
-            (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp().view(batch, kv_heads, -1, keys)
+            (found - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp().view(batch, kv_heads, -1, keys)
         )
         outs.append((weights @ value.float()).view(batch, heads, stop - start, dim))
         lses.append(lse)
@@ -149,8 +146,7 @@ def append_attention(
     tiles: Iterable[tuple[int, torch.Tensor, torch.Tensor]],
     mask: torch.Tensor | None,
     *,
-    scale: float,
-    softcap: float | None = None,
+    scores: Scores,
     sinks: torch.Tensor | None = None,
     tile: int = 4096,
     before: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -162,7 +158,7 @@ def append_attention(
         query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, Q, D]`, the new tokens.
         past: cached tokens; tiles: their K and V in pieces, (first token, K, V `[B, Hkv, t, D]`).
         mask: see `MaskPieces`.
-        scale, softcap, sinks (`[Hq]` extra logits): as the model gives them.
+        scores, sinks (`[Hq]` extra logits): as the model gives them.
         tile: keys that a masked piece spans at most.
         before: out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` over cached tokens that `tiles` leave out.
         attended: called after each tile and masked piece, with the number of its keys.
@@ -183,7 +179,7 @@ def append_attention(
                 continue  # all of these keys come later than all of these queries
             bias, causal = pieces.piece(q0, q1, first, stop, query.device)
             with memory_for(f"attention of {q1 - q0} queries to {stop - first} keys", lower):
-                partial = attend(query[:, :, q0:q1], k, v, bias, causal, scale, softcap)
+                partial = attend(query[:, :, q0:q1], k, v, bias, causal, scores)
             done = total[i]
             total[i] = partial if done is None else merge_partials([done, partial])
         if attended is not None:

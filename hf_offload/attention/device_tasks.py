@@ -77,7 +77,7 @@ class DeviceTasks:
         assert digests is not None, "a policy without a digest cannot choose"
         mine = digests.of_head(store.table[row, low : choice.end], head, device)
         places = torch.arange(blocks, dtype=torch.int32, device=device)[None]
-        masses = mine.score(query, places, places.new_full((2,), blocks), step.scale)[0]
+        masses = mine.score(query, places, places.new_full((2,), blocks), step.scores)[0]
         capacity = min(sum(wanted) * span, blocks)
         chosen, count = choose_runs(masses, wanted, span=span, sums=digests.sums, capacity=capacity)
         chosen += low
@@ -91,9 +91,9 @@ class DeviceTasks:
         limits = layer.mirror.limits("step", step.length, store.sealed)
         shares = paged_attention(
             query, pool, slots.contiguous(), listed, count.view(1, 1), limits,
-            None if valid is None else valid[row : row + 1], scale=step.scale, softcap=step.softcap,
+            None if valid is None else valid[row : row + 1], **step.scores._asdict(),
         )  # fmt: skip
-        out, lse = merge(*shares, None, query, None, scale=step.scale, dtype=torch.float32)
+        out, lse = merge(*shares, None, query, None, scale=step.scores.scale, dtype=torch.float32)
         self.out[row, heads], self.lse[row, heads] = out[0], lse[0]
         return count
 

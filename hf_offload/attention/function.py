@@ -17,6 +17,7 @@ from hf_offload.attention.fallback import first_mask, note_changed
 from hf_offload.attention.verify import verify
 from hf_offload.cache.around import uncast, uncompiled
 from hf_offload.cache.layer import HybridLayer, HybridLength
+from hf_offload.scores import Scores
 
 NAME = "hybrid_sparse"
 _UNSUPPORTED = ("position_bias", "indices", "cache")  # additive biases, indexed sparse attention, paged caches
@@ -113,13 +114,17 @@ def _without(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over the K and V of another cache: Transformers' sdpa."""
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if softcap is None and sinks is None:
+    scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
+    if scores.softcap is None and sinks is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return _stock_attention(module, query, key, value, attention_mask, dropout, scale, softcap, sinks), None
+    return _stock_attention(query, key, value, attention_mask, dropout, scores, sinks), None
+
+
+def _scores(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scores:
+    """What a model says of its scores."""
+    return Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), kwargs.get("softcap"))
 
 
 @uncompiled
@@ -145,8 +150,7 @@ def _attend(
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = first_mask(module, query, key, attention_mask)
         return _without(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
     dense = attention_mask is not None and attention_mask.ndim == 4
     batch, _, length, _ = query.shape
     asks = dropout or length > 1 or query.requires_grad or not _TELLING.isdisjoint(kwargs)
@@ -178,15 +182,15 @@ def _attend(
         if layer.revision != padding.revision:
             layer.heed_padding()
     if decoding:
-        return decode(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks), None
+        return decode(layer, query, key, value, scores=scores, sinks=sinks), None
     singles = _singles(layer, module, length, dense)
     if not dense:  # padding that an earlier mask told of is still padding
         seen = padding.valid[:, : total - singles]
         attention_mask = torch.from_numpy(seen != 0).to(query.device) if padding.ragged else None
     if singles:
-        out = verify(layer, query, key, value, attention_mask, singles, scale=scale, softcap=softcap, sinks=sinks)
+        out = verify(layer, query, key, value, attention_mask, singles, scores=scores, sinks=sinks)
     else:
-        out = append(layer, query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)
+        out = append(layer, query, key, value, attention_mask, scores=scores, sinks=sinks)
     return out, None
 
 
@@ -250,14 +254,12 @@ def _key_mask(mask: torch.Tensor | None, decoding: bool) -> torch.Tensor | None:
 
 
 def _stock_attention(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     dropout: float,
-    scale: float,
-    softcap: float | None,
+    scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention over another cache's K and V, for softcaps and sinks, which sdpa does not know (Gemma 2, GPT-OSS)."""
@@ -268,7 +270,7 @@ def _stock_attention(
     past = key.shape[2] - query.shape[2]
     tiles = [(0, key[:, :, :past], value[:, :, :past])] if past else []
     new_k, new_v = key[:, :, past:], value[:, :, past:]
-    return append_attention(query, new_k, new_v, past, tiles, mask, scale=scale, softcap=softcap, sinks=sinks)
+    return append_attention(query, new_k, new_v, past, tiles, mask, scores=scores, sinks=sinks)
 
 
 def _check(

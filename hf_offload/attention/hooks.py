@@ -89,7 +89,7 @@ class Attachment:
             return
         target = index + 1
         layer = cache.layers[target] if target < min(len(cache.layers), len(self.layers)) else None
-        if hidden is None or hidden.shape[-2] != 1 or not isinstance(layer, HybridLayer) or layer.scale is None:
+        if hidden is None or hidden.shape[-2] != 1 or not isinstance(layer, HybridLayer) or layer.scores is None:
             return
         if not layer.past or not layer.policy.looks_ahead(layer):
             return

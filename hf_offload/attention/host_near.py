@@ -65,10 +65,10 @@ class HostNear:
         digests, retrievals = store.digests, layer.retrievals
         totals = retrievals.totals
         assert digests is not None, "a policy without a digest cannot choose"
-        bundle = choice.bundle(digests, step.scale)
+        bundle = choice.bundle(digests, step.scores)
         if digests.of_query:
-            step.then(lambda step: digests.fill(bundle, buffers.query, step.scale))
-        step.add(choice.choosing(store, bundle, step.scale), "the choice of host blocks")
+            step.then(lambda step: digests.fill(bundle, buffers.query, step.scores.scale))
+        step.add(choice.choosing(store, bundle, step.scores), "the choice of host blocks")
         counting = count_choice(
             choice.spans, choice.runs, choice.counts, choice.first, choice.end, choice.granularities, totals
         )

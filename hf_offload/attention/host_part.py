@@ -18,6 +18,7 @@ from hf_offload.cpu.worker import Job, WorkerError
 from hf_offload.gpu.handover import Inbox, hand_over
 from hf_offload.gpu.merge import HostPartial
 from hf_offload.policies.base import Selection
+from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.attention.capture import Capture
@@ -71,7 +72,7 @@ class HostPart:
         """The query on the device that the running job attends with."""
         self._correct = False
         self._job: Job | None = None
-        self._planned: tuple[View, tuple[float, float | None, bool], Launch] | None = None
+        self._planned: tuple[View, tuple[Scores, bool], Launch] | None = None
 
     @property
     def layer(self) -> HybridLayer:
@@ -96,11 +97,11 @@ class HostPart:
         self.host, self.predicted, self._correct = host, step.query, correct
         capture = self.layer.mirror.capture
         if capture is not None:
-            launching = functools.partial(self.make_launch, step.scale, step.softcap)
+            launching = functools.partial(self.make_launch, step.scores)
             self._send(step.query, host, capture.flag_of(self, launching, step.label(label)), capture.epoch)
             return self
         self._send(step.query, host)
-        arrived, launch = self._arrived(), self.launch(step.scale, step.softcap)
+        arrived, launch = self._arrived(), self.launch(step.scores)
         worker = self.layer.settings.worker
 
         def attend() -> None:
@@ -138,16 +139,16 @@ class HostPart:
         nothing = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
         hand_over(self._inbox, *nothing, flag=capture.flags[0, :1], epoch=capture.epoch)
 
-    def launch(self, scale: float, softcap: float | None) -> Launch:
+    def launch(self, scores: Scores) -> Launch:
         """The launch of a step in Python: the same one as long as the store's view is."""
         store = self.layer.store
         assert store is not None
-        view, form = store.view(store.length), (scale, softcap, self._correct)
+        view, form = store.view(store.length), (scores, self._correct)
         if self._planned is None or self._planned[0] is not view or self._planned[1] != form:
-            self._planned = view, form, self.make_launch(scale, softcap)
+            self._planned = view, form, self.make_launch(scores)
         return self._planned[2]
 
-    def make_launch(self, scale: float, softcap: float | None) -> Launch:
+    def make_launch(self, scores: Scores) -> Launch:
         """A launch that attends what the buffers hold when it runs, with counters and scratch of its own."""
         store = self.layer.store
         assert store is not None
@@ -156,7 +157,7 @@ class HostPart:
         return cpu_decode.sparse_decode(
             self.query.numpy(), view.block_ptr, view.table, self.blocks.numpy(), self.counts.numpy(), view.holes,
             view.valid, view.covered, self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None,
-            kv_dtype=store.dtype, block_size=store.block_size, scale=scale, softcap=softcap, packed=store.packs,
+            kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.packs,
         )  # fmt: skip
 
     def read(self, step: Step, host: Selection) -> None:

@@ -26,6 +26,7 @@ from hf_offload.cpu.narrow import SHORT, narrow
 from hf_offload.cpu.scoring import CHUNK_BLOCKS, Digest
 from hf_offload.cpu.widen import widen
 from hf_offload.policies.base import EVER, Plan, Selection
+from hf_offload.scores import Scores
 
 LIST_BLOCKS = 16
 """A list of all blocks has room for a multiple of this, known from the length alone: attention is rounded by it."""
@@ -40,7 +41,7 @@ class Form(NamedTuple):
     Args:
         query: shape, strides and dtype, as the model gives it.
         key, value: strides.
-        scale, softcap: of the scores.
+        scores: the model's.
         fresh: whether the token is still to be written: layers may share keys and values.
         sinks: whether the model has attention sinks.
     """
@@ -48,8 +49,7 @@ class Form(NamedTuple):
     query: tuple[torch.Size, tuple[int, ...], torch.dtype]
     key: tuple[int, ...]
     value: tuple[int, ...]
-    scale: float
-    softcap: float | None
+    scores: Scores
     fresh: bool = False
     sinks: bool = False
 
@@ -122,7 +122,7 @@ class HostStep(Step):
         self, layer: HybridLayer, view: View, form: Form, query: torch.Tensor, length: int,
         key: torch.Tensor | None = None, value: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(layer, length, form.scale, form.softcap)
+        super().__init__(layer, length, form.scores)
         self.view, self.form, self.buffers = view, form, buffers_of(layer, query.shape)
         self.model_sinks: torch.Tensor | None = None
         """`[Hq]`, of models that have attention sinks."""
@@ -333,7 +333,7 @@ class HostStep(Step):
         tail = np.full(buffers.query.shape[:2], -np.inf, np.float32)
         launch = choosing.choose_blocks(
             buffers.query, self._digest(), store.table, last, buffers.masses, tail, buffers.score, join=join,
-            scale=self.scale, kv_dtype=store.dtype, unsealed=unsealed, select=select,
+            **self.scores._asdict(), kv_dtype=store.dtype, unsealed=unsealed, select=select,
         )  # fmt: skip
         self.add(launch, "the choice of blocks", length=unsealed is not None)
         numbers = launch.word("n_sealed"), launch.word("n_blocks")
@@ -347,9 +347,9 @@ class HostStep(Step):
         """What blocks are scored with; where that is made of the query, by Python behind what brings the query."""
         digests, query = self.store.digests, self.buffers.query
         assert digests is not None
-        bundle = digests.arrays(query, self.scale)
+        bundle = digests.arrays(query, self.scores.scale)
         if digests.of_query:
-            self.then(lambda step: digests.fill(bundle, query, step.scale))
+            self.then(lambda step: digests.fill(bundle, query, step.scores.scale))
         return bundle
 
     def select(self, score: np.ndarray, blocks: int) -> Selection:
@@ -419,7 +419,7 @@ class HostStep(Step):
         launch = cpu_decode.sparse_decode(
             buffers.query, view.block_ptr, view.table, host.blocks, host.counts, view.holes, view.valid, view.covered,
             *(to or (buffers.out, buffers.lse)), None, kv_dtype=store.dtype, block_size=self.block_size,
-            scale=self.scale, softcap=self.softcap, packed=store.packs, scores=scores,
+            **self.scores._asdict(), packed=store.packs, scores=scores,
         )  # fmt: skip
         self.add(launch, what, length=True)
 

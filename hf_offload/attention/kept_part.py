@@ -12,6 +12,7 @@ from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu.merge import HostPartial
 from hf_offload.policies.base import Selection
+from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -58,10 +59,10 @@ class KeptPart(HostPart):
         self.layer.mirror.pause()
         self.query.copy_(query, non_blocking=True)
 
-    def launch(self, scale: float, softcap: float | None) -> Launch:
-        return self.make_launch(scale, softcap)  # lists may have grown at any step
+    def launch(self, scores: Scores) -> Launch:
+        return self.make_launch(scores)  # lists may have grown at any step
 
-    def make_launch(self, scale: float, softcap: float | None) -> Launch:
+    def make_launch(self, scores: Scores) -> Launch:
         context = self.context
         assert context is not None
         lists, dim = context.lists, self.shape[2]
@@ -69,6 +70,6 @@ class KeptPart(HostPart):
         return cpu_decode.sparse_decode(
             self.query.numpy().reshape(*rows, dim), context.pool.block_ptr, context.table, context.blocks,
             context.block_counts, context.holes, context.valid, context.capacity, self.out.numpy().reshape(*rows, dim),
-            self.lse.numpy().reshape(rows), None, kv_dtype=context.dtype, block_size=context.block_size, scale=scale,
-            softcap=softcap,
+            self.lse.numpy().reshape(rows), None, kv_dtype=context.dtype, block_size=context.block_size,
+            **scores._asdict(),
         )  # fmt: skip

@@ -17,6 +17,7 @@ from hf_offload.cpu.network import Network
 from hf_offload.cpu.predict import Known
 from hf_offload.cpu.retrieve import retrieve_blocks
 from hf_offload.cpu.scoring import Digest
+from hf_offload.scores import Scores
 
 Properties: TypeAlias = tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]
 """What the query heads need of the host: budget0 and slope of the share budget0 + slope · log₂(tokens of a run), which
@@ -138,12 +139,12 @@ class Retrieval:
         self.runs.fill(0)
         self.lse.fill(-np.inf)
 
-    def bundle(self, digests: DigestStore, scale: float) -> Digest:
+    def bundle(self, digests: DigestStore, scores: Scores) -> Digest:
         """What this step's query is scored with: the same object as long as the digests' arrays are the same."""
-        self._bundle = digests.arrays(self.query, scale, self._bundle)
+        self._bundle = digests.arrays(self.query, scores.scale, self._bundle)
         return self._bundle
 
-    def choosing(self, store: BlockStore, bundle: Digest, scale: float) -> Launch:
+    def choosing(self, store: BlockStore, bundle: Digest, scores: Scores) -> Launch:
         """Prepare the choice."""
         digests = store.digests
         assert digests is not None, "a policy without a digest cannot choose"
@@ -153,14 +154,14 @@ class Retrieval:
         )  # fmt: skip
         return retrieve_blocks(
             self.query, bundle, store.table, self.first, self.end, needs, self.masses, self.spans, self.runs,
-            self.blocks, self.counts, sums=digests.sums, scale=scale,
+            self.blocks, self.counts, sums=digests.sums, **scores._asdict(),
         )  # fmt: skip
 
-    def attending(self, store: BlockStore, scale: float, softcap: float | None) -> Launch:
+    def attending(self, store: BlockStore, scores: Scores) -> Launch:
         """Prepare attention to what will have been chosen; blocks on the host are full."""
         padding = store.padding
         return cpu_decode.sparse_decode(
             self.query, store.pool.block_ptr, store.table, self.blocks, self.counts, padding.holes, padding.valid,
             padding.valid.shape[1], self.out, self.lse, None, kv_dtype=store.dtype, block_size=store.block_size,
-            scale=scale, softcap=softcap, packed=store.packs,
+            **scores._asdict(), packed=store.packs,
         )  # fmt: skip

@@ -58,8 +58,8 @@ class RetrievedPart(HostPart):
         """The choice, and the attention to what it chose."""
         digests = step.store.digests
         assert digests is not None
-        yield self.choice.choosing(step.store, self.choice.bundle(digests, step.scale), step.scale)
-        yield self.choice.attending(step.store, step.scale, step.softcap)
+        yield self.choice.choosing(step.store, self.choice.bundle(digests, step.scores), step.scores)
+        yield self.choice.attending(step.store, step.scores)
 
     def partial(self) -> HostPartial:
         """Wait for the job; what the merge needs."""

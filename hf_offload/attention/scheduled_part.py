@@ -72,11 +72,11 @@ class ScheduledPart(RetrievedPart):
                 return self._launch
             if self._sent is not None:
                 self._sent.synchronize()
-            store, choice, scale = step.store, self.choice, step.scale
+            store, choice, scores = step.store, self.choice, step.scores
             assert store.digests is not None, "a policy without a digest cannot choose"
-            bundle = choice.bundle(store.digests, scale)  # of some digests made of the query
+            bundle = choice.bundle(store.digests, scores)  # of some digests made of the query
             launch = whole_tasks(
-                choice.choosing(store, bundle, scale), choice.attending(store, scale, step.softcap), self.queue.hands
+                choice.choosing(store, bundle, scores), choice.attending(store, scores), self.queue.hands
             )
             tasks = choice.rank(store)
             lengths = (choice.end - choice.first.clip(max=choice.end))[tasks // store.num_kv_heads]

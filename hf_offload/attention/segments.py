@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.scores import Scores
 
 Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Keys and values `[B, Hkv, T, D]` and which of the tokens count, bool `[B, T]`."""
@@ -28,7 +29,7 @@ class Segments(NamedTuple):
     scores: torch.Tensor
 
 
-def segments_of(layer: HybridLayer, query: torch.Tensor, length: int, end: int, scale: float) -> Segments:
+def segments_of(layer: HybridLayer, query: torch.Tensor, length: int, end: int, scores: Scores) -> Segments:
     """The segments of a layer's first `length` tokens.
 
     Args:
@@ -36,7 +37,7 @@ def segments_of(layer: HybridLayer, query: torch.Tensor, length: int, end: int, 
         query: `[B, Hq, D]` fp32, that blocks are scored with.
         length: tokens.
         end: the first of the newest blocks, behind the sinks of at least one row.
-        scale: softmax scale.
+        scores: the model's.
     """
     layer.write_back()
     store, size, tile = layer.store, layer.settings.block_size, layer.settings.prefill_tile
@@ -57,6 +58,6 @@ def segments_of(layer: HybridLayer, query: torch.Tensor, length: int, end: int, 
     far = (piece(first, min(first + step, stop), False) for first in range(begin, stop, step))
     limits = torch.tensor([stop, end], dtype=torch.int32, device=digests.device)
     table = torch.from_numpy(store.table[:, :end].copy()).to(digests.device)
-    scores = digests.score(query.to(digests.device).contiguous(), table, limits, scale)
-    scores = scores[:, :, begin // size :].to(query.device)
-    return Segments(piece(0, int(behind.max()), True), piece(stop, length, None), far, scores)
+    masses = digests.score(query.to(digests.device).contiguous(), table, limits, scores)
+    masses = masses[:, :, begin // size :].to(query.device)
+    return Segments(piece(0, int(behind.max()), True), piece(stop, length, None), far, masses)

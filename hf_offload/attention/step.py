@@ -15,6 +15,7 @@ from hf_offload.attention.token_fetch import TokenFetch
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.mirror import sent
 from hf_offload.policies.base import EVER, Plan, Selection
+from hf_offload.scores import Scores
 
 
 class Near(NamedTuple):
@@ -40,17 +41,16 @@ class Step(ABC):
     Args:
         layer: the layer.
         length: tokens of a row, this step's own included.
-        scale: softmax scale.
-        softcap: bound of the scores, or None.
+        scores: the model's.
     """
 
     query: Any
     """`[B, Hq, D]` fp32 (for `place`: `[B, Hq, n, D]`), the real or the predicted query."""
 
-    def __init__(self, layer: HybridLayer, length: int, scale: float, softcap: float | None = None) -> None:
+    def __init__(self, layer: HybridLayer, length: int, scores: Scores) -> None:
         assert layer.store is not None
         self.layer, self.store = layer, layer.store
-        self.length, self.scale, self.softcap = length, scale, softcap
+        self.length, self.scores = length, scores
         self.block_size = self.store.block_size
         self.num_blocks = -(-length // self.block_size)
 
@@ -203,7 +203,7 @@ class Step(ABC):
     def segments(self, query: torch.Tensor) -> Segments:
         """Keys and values of the tokens before this step's own, and the scores `query` `[B, Hq, D]` gives blocks."""
         self.begin()
-        return segments_of(self.layer, query, self.length - 1, self.host_end, self.scale)
+        return segments_of(self.layer, query, self.length - 1, self.host_end, self.scores)
 
     def lengths(self) -> torch.Tensor:
         """Tokens that count, of each row: those that are not near, and those that are; fp32 `[B, 2]` on the device."""

@@ -10,6 +10,7 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.window import load_averages, make_room
 from hf_offload.gpu.merge import merge
+from hf_offload.scores import Scores
 
 
 def place(layer: HybridLayer, query: torch.Tensor) -> None:
@@ -32,8 +33,8 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     starts_block = store.length % store.block_size == 0
     slots = resident.slots - starts_block
     queries = query if layer.last_queries is None else layer.last_queries.values
-    assert layer.scale is not None
-    step = TieredStep(layer, queries, store.length, layer.scale, layer.softcap)
+    assert layer.scores is not None
+    step = TieredStep(layer, queries, store.length, layer.scores)
     chosen = layer.policy.place(step, slots)
     # Ascending order ends with the tail, which must have a slot: what does not fit is left out from the front.
     counts = chosen.counts.clamp(max=slots)
@@ -75,8 +76,7 @@ def decode(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    scale: float,
-    softcap: float | None,
+    scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend with one token on both sides; arguments as in `attention.decode.decode`."""
@@ -93,7 +93,7 @@ def decode(
     if fresh:
         store.reserve(store.length + 1)
         store.length += 1
-    step = TieredStep(layer, query[:, :, 0], store.length, scale, softcap)
+    step = TieredStep(layer, query[:, :, 0], store.length, scores)
     if fresh:
         resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
     plan = layer.policy.plan(step)
@@ -121,7 +121,7 @@ def decode(
             host = part.partial()
     layer.ahead = None
     logits = None if sinks is None else sinks.float()
-    merged, _ = merge(out, lse, host, step.query, logits, scale=scale, dtype=query.dtype)
+    merged, _ = merge(out, lse, host, step.query, logits, scale=scores.scale, dtype=query.dtype)
     stats.steps += 1
     ratio = step.host_ratio(plan)
     layer.count("cpu_ratio", step.cpu_ratio(plan) if ratio is None else ratio)

@@ -27,6 +27,7 @@ from hf_offload.gpu.paged import paged_attention
 from hf_offload.gpu.select import select_blocks, split_blocks
 from hf_offload.gpu.weights import update_weights
 from hf_offload.policies.base import Plan, Selection
+from hf_offload.scores import Scores
 
 COMPARE_EVERY = 8  # steps between two looks at what the prediction missed
 
@@ -40,15 +41,13 @@ class TieredStep(Step):
     Args:
         layer: the layer.
         query: `[B, Hq, D]` (for `place`: `[B, Hq, n, D]`), the real or the predicted query.
-        length, scale, softcap: as in `Step`.
+        length, scores: as in `Step`.
     """
 
     query: torch.Tensor
 
-    def __init__(
-        self, layer: HybridLayer, query: torch.Tensor, length: int, scale: float, softcap: float | None = None
-    ) -> None:
-        super().__init__(layer, length, scale, softcap)
+    def __init__(self, layer: HybridLayer, query: torch.Tensor, length: int, scores: Scores) -> None:
+        super().__init__(layer, length, scores)
         assert layer.resident is not None
         self.query, self.resident, self.mirror = fp32(query), layer.resident, layer.mirror
         self.limits = self.mirror.limits("step", length, self.store.sealed)
@@ -71,7 +70,7 @@ class TieredStep(Step):
         kv_heads = store.num_kv_heads
         if not digests.frozen:  # no block has a digest, or all are padding
             return query.new_full((store.batch, kv_heads, store.table.shape[1]), float("-inf"))
-        masses = digests.score(query, self.resident.tables.table(), self.limits, self.scale)
+        masses = digests.score(query, self.resident.tables.table(), self.limits, self.scores)
         return join_heads(masses, self._tail(query), self.limits, kv_heads=kv_heads, join=join)
 
     def _tail(self, query: torch.Tensor) -> torch.Tensor:
@@ -85,10 +84,9 @@ class TieredStep(Step):
         there = self.limits  # a layer ahead, this step's own token is not
         if store.length != self.length:
             there = self.mirror.limits("ahead", store.length, store.sealed)
-        # No softcap: digests know none either, and the two are compared.
         _, lse = paged_attention(
             query, self.resident.pool, slot, block, torch.ones_like(block[:, :, 0]), there, self.mirror.valid(),
-            scale=self.scale,
+            **self.scores._asdict(),
         )  # fmt: skip
         return lse.logsumexp(-1)
 
@@ -154,7 +152,7 @@ class TieredStep(Step):
         """Attend resident blocks on the device: splits out `[B, Hq, S, D]`, lse `[B, Hq, S]` fp32."""
         return paged_attention(
             self.query, self.resident.pool, device.slots, device.blocks, device.counts, self.limits,
-            self.mirror.valid(), scale=self.scale, softcap=self.softcap,
+            self.mirror.valid(), **self.scores._asdict(),
         )  # fmt: skip
 
     def fetch(self, score: torch.Tensor, chosen: Selection) -> Plan:
@@ -181,9 +179,9 @@ class TieredStep(Step):
             resident.bring(Moves(slots, blocks, counts), tile)
             out, lse = paged_attention(
                 self.query, tile, slots, blocks, counts, self.limits, self.mirror.valid(),
-                scale=self.scale, softcap=self.softcap,
+                **self.scores._asdict(),
             )  # fmt: skip
-            parts.append(merge(out, lse, None, self.query, None, scale=self.scale, dtype=torch.float32))
+            parts.append(merge(out, lse, None, self.query, None, scale=self.scores.scale, dtype=torch.float32))
         self.layer.count("moves", host.counts)
         return torch.stack([out for out, _ in parts], 2), torch.stack([lse for _, lse in parts], 2)
 
@@ -214,7 +212,7 @@ class TieredStep(Step):
         before = None if silent is None else average[silent]
         update_weights(
             average, self.query, self.resident.pool, device.slots, device.blocks, device.counts,
-            self.limits, self.mirror.valid(), lse.logsumexp(-1), scale=self.scale, softcap=self.softcap,
+            self.limits, self.mirror.valid(), lse.logsumexp(-1), **self.scores._asdict(),
             **salience.weighing.moving(salience.alpha, salience.window_size),
         )  # fmt: skip
         if before is not None:
@@ -227,7 +225,7 @@ class TieredStep(Step):
         found = []
         for part in near.parts(sinks, self.host_end, self.num_blocks, store.num_kv_heads):
             out, lse = self.attend_device(replace(part, slots=self.resident.slot_of.gather(2, part.slots)))
-            found.append(merge(out, lse, None, self.query, None, scale=self.scale, dtype=torch.float32))
+            found.append(merge(out, lse, None, self.query, None, scale=self.scores.scale, dtype=torch.float32))
         return Near(self.query, *found)
 
     def shares(self, near: Near) -> tuple[torch.Tensor, torch.Tensor]:

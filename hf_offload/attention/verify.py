@@ -17,7 +17,7 @@ def verify(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     singles: int,
-    **score: Any,
+    **given: Any,
 ) -> torch.Tensor:
     """Attend with the tokens of a forward that ends with drafts.
 
@@ -29,7 +29,7 @@ def verify(
         query: `[B, Hq, Q, D]`.
         mask: None, or `[B, past + Q - singles]`.
         singles: how many of the last tokens are attended one by one.
-        score: scale, softcap and sinks, as in `decode`.
+        given: scores and sinks, as in `decode`.
 
     Returns:
         `[B, Q, Hq, D]`.
@@ -42,12 +42,12 @@ def verify(
         layer.pending = tensors[1:]
         return tensors
 
-    outs = [append(layer, *part(0, first), mask, **score)] if first else []
+    outs = [append(layer, *part(0, first), mask, **given)] if first else []
     for token in range(first, length):
         layer.rollback.save(layer)
-        if predicted is not None and layer.scale is not None:  # one that was taken over has not attended yet
+        if predicted is not None and layer.scores is not None:  # one that was taken over has not attended yet
             look_ahead(layer, predicted[:, :, token - first : token - first + 1])
-        outs.append(decode(layer, *part(token, token + 1), **score))
+        outs.append(decode(layer, *part(token, token + 1), **given))
     return torch.cat(outs, 1)
 
 

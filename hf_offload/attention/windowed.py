@@ -93,7 +93,7 @@ def _attend_context(step: HostStep, context: Context) -> None:
     launch = cpu_decode.sparse_decode(
         query.reshape(shape), context.pool.block_ptr, context.table, context.blocks, context.block_counts,
         context.holes, context.valid, context.capacity, mine.out.reshape(shape), mine.lse.reshape(shape[:2]),
-        None, kv_dtype=context.dtype, block_size=context.block_size, scale=step.scale, softcap=step.softcap,
+        None, kv_dtype=context.dtype, block_size=context.block_size, **step.scores._asdict(),
     )  # fmt: skip
     salience = step.layer.salience
     assert salience is not None

@@ -1,8 +1,7 @@
 """What stands for a block when it is scored: built once when the block is full, read at every step.
 
 A `DigestStore` holds the summaries of one layer by physical block, builds them and scores them. The score of a block
-is its **log mass**: an estimate of log Σ exp(scale·q·k) over its valid tokens, per query head; −inf for a block without
-valid tokens.
+is its **log mass**: an estimate of log Σ exp(score) over its valid tokens, per query head; −inf without any.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from hf_offload.cpu.scoring import Digest, Vectors, vectors
 from hf_offload.cpu.submeans import submeans
 from hf_offload.gpu.score import score_submeans, score_vectors
 from hf_offload.gpu.seal import pairs_of, seal_submeans, seal_vectors
+from hf_offload.scores import Scores
 
 
 class DigestStore(ABC):
@@ -82,14 +82,14 @@ class DigestStore(ABC):
         raise TypeError(f"{type(self).__name__} scores every query with the same arrays")
 
     @abstractmethod
-    def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
+    def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scores: Scores) -> torch.Tensor:
         """Log masses on the digests' device.
 
         Args:
             query: `[B, Hq, D]` fp32.
             table: `[B, N]` int32, the physical block of each logical one.
             limits: int32 `[2]`, (length, sealed): blocks from `sealed` on get −inf.
-            scale: softmax scale.
+            scores: the model's.
 
         Returns:
             `[B, Hq, N]` fp32.
@@ -194,8 +194,10 @@ class _VectorStore(DigestStore):
         assert isinstance(known, Vectors)
         np.copyto(known.query, self._transform(torch.from_numpy(query), scale).numpy())
 
-    def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
-        return score_vectors(self._transform(query, scale), self.vectors, self.bias, table, limits)
+    def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scores: Scores) -> torch.Tensor:
+        return score_vectors(
+            self._transform(query, scores.scale), self.vectors, self.bias, table, limits, softcap=scores.softcap
+        )
 
 
 class MeanStore(_VectorStore):
@@ -225,8 +227,8 @@ class SubMeanStore(DigestStore):
     """Pairs of consecutive keys: their mean in int4 with a scale a pair, half their difference in 2 bits a channel.
 
     A pair's keys are μ ± δ, so that log mass = logsumexp over pairs j of log(tokens in j) + scale·q·μ_j +
-    log cosh(scale·q·δ_j). A channel is divided by the root of its standard deviation: half way between the same
-    relative and the same absolute rounding for all channels.
+    log cosh(scale·q·δ_j); a softcap bends the scores of both keys. A channel is divided by the root of its standard
+    deviation: half way between the same relative and the same absolute rounding for all channels.
     """
 
     frozen = False
@@ -284,9 +286,18 @@ class SubMeanStore(DigestStore):
                 self.bundle = submeans(kept["codes"], kept["levels"], kept["sizes"], kept["bias"], center, sigma)
             return self.bundle
 
-    def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float) -> torch.Tensor:
+    def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scores: Scores) -> torch.Tensor:
         return score_submeans(
-            query, self.codes, self.levels, self.sizes, self.bias, self.center, self.sigma, table, limits, scale=scale
+            query,
+            self.codes,
+            self.levels,
+            self.sizes,
+            self.bias,
+            self.center,
+            self.sigma,
+            table,
+            limits,
+            **scores._asdict(),
         )
 
 

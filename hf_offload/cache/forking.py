@@ -33,7 +33,7 @@ def fork_layers(source: list[Any], target: list[Any], padding: Padding, copied: 
 
 
 def _fork(source: HybridLayer, target: HybridLayer) -> None:
-    target.scale, target.softcap, target.revision = source.scale, source.softcap, target.settings.padding.revision
+    target.scores, target.revision = source.scores, target.settings.padding.revision
     if source.store is None:
         return
     source.rollback.clear()  # what it would put back is shared from here on

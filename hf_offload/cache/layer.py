@@ -25,6 +25,7 @@ from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.worker import WorkerError
+from hf_offload.scores import Scores
 
 
 class HybridLength(int):
@@ -58,9 +59,8 @@ class HybridLayer(CacheLayerMixin):
         """The last module that did."""
         self.compact_masks = True
         """Whether all layers that share this layer's mask are ours."""
-        self.scale: float | None = None
-        """Of the softmax; not known before the attention function was called."""
-        self.softcap: float | None = None
+        self.scores: Scores | None = None
+        """The model's; not known before the attention function was called."""
         self.reset()
 
     def reset(self) -> None:

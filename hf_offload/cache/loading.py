@@ -39,6 +39,7 @@ from hf_offload.cache.takeover import device_of
 from hf_offload.cache.window import load_averages
 from hf_offload.fields import Field, check_tensors
 from hf_offload.knobs import MOST, shown
+from hf_offload.scores import Scores
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _MEMORY = "a saved cache", 'a shorter context, fewer rows or host_dtype="int8" when it is saved need less'
@@ -227,7 +228,7 @@ class SavedCache:
         store.reserve_digests()
         store.revision += 1
         self._fill_digests(layer, told)
-        layer.scale, layer.softcap = told["scale"], told["softcap"]
+        layer.scores = None if told["scores"] is None else Scores(**told["scores"])
         if "queries" in tensors:
             layer.last_queries = LastQueries(tensors["queries"].to(layer.device), told["queries_end"])
         state = {name.removeprefix("state."): part for name, part in tensors.items() if name.startswith("state.")}

@@ -22,6 +22,7 @@ from hf_offload.cpu.query_lse import query_lse
 from hf_offload.cpu.weigh import weigh_tokens
 from hf_offload.cpu.worker import Job, Worker
 from hf_offload.policies.salience import SalienceRule
+from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.cache.near import NearAverages
@@ -169,13 +170,13 @@ class Salience:
 
     # --- a prompt or an append ---------------------------------------------------------------------------------------
 
-    def take_in(self, query: torch.Tensor, window: int, *, scale: float, softcap: float | None) -> None:
+    def take_in(self, query: torch.Tensor, window: int, *, scores: Scores) -> None:
         """Let the queries `[B, Hq, Q, D]` of the newest Q tokens, which are stored, weigh what is cached.
 
         Args:
             query: of the newest tokens.
             window: blocks of the window from here on.
-            scale, softcap: of the scores.
+            scores: the model's.
         """
         self.settle()
         store, rule, count, weighing = self.store, self.rule, query.shape[2], self.weighing
@@ -204,15 +205,13 @@ class Salience:
             wait()
             store.settle()
             for span in spans:
-                yield from self._weigh(span, queries, length, scale, softcap)
+                yield from self._weigh(span, queries, length, scores)
             yield from keep_tokens(self, context, kept, range(first, evicted), border, length, silent)
 
         decision = _Decision(evicted, self.context.counts.copy(), context, kept)
         self._start(stages(), decision, f"what {count} tokens leave to the CPU in layer {self.stats.layer}")
 
-    def _weigh(
-        self, span: Span, queries: np.ndarray, length: int, scale: float, softcap: float | None
-    ) -> Iterator[Launch]:
+    def _weigh(self, span: Span, queries: np.ndarray, length: int, scores: Scores) -> Iterator[Launch]:
         store, padding = self.store, self.store.padding
         mine = np.ascontiguousarray(queries[:, :, queries.shape[2] - span.queries :])
         lse = np.empty(mine.shape[:3], np.float32)
@@ -221,7 +220,7 @@ class Salience:
             length - span.queries, lse,
         )  # fmt: skip
         form: dict[str, Any] = {
-            "kv_dtype": store.dtype, "block_size": store.block_size, "scale": scale, "softcap": softcap,
+            "kv_dtype": store.dtype, "block_size": store.block_size, **scores._asdict(),
             "packed": store.packs, "kv_heads": store.num_kv_heads,
         }  # fmt: skip
         yield query_lse(*where, **form)

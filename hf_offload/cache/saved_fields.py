@@ -46,11 +46,18 @@ def _samples(name: str, value: Any) -> None:
 
 
 _positive = partial(check_number, what="a factor", above=0, most=1e9)
+_SCORES: dict[str, Check] = {"scale": _positive, "softcap": optional(_positive)}
+
+
+def _scores(name: str, value: Any) -> None:
+    if value is not None:
+        check_mapping(name, value, _SCORES)
+
+
 _LAYER: dict[str, Check] = {
     "batch": count(1), "heads": count(1), "dim": _dim, "dtype": _choice(*DTYPES), "length": count(1),
-    "sealed": count(0), "packed": count(0), "frozen": check_flag, "scale": optional(_positive),
-    "softcap": optional(_positive), "placed": check_flag, "queries_end": count(0),
-    "blocks": partial(list_of, count(0), length=2),
+    "sealed": count(0), "packed": count(0), "frozen": check_flag, "scores": _scores, "placed": check_flag,
+    "queries_end": count(0), "blocks": partial(list_of, count(0), length=2),
 }  # fmt: skip
 _STOCK: dict[str, Check] = {"stock": partial(is_a, str), "state": partial(is_a, dict)}
 

@@ -13,7 +13,7 @@ import numpy as np
 from .launch import Array, jit
 from .memory import LINE, get, prefetch, put
 from .tile import dot_quad, load_columns, load_tile, outer_fma, spread, store_quads, store_tile
-from .vector import MASKED, NOTHING, choose_less, exp, fma, lane_max, lane_sum, load_f32, splat, store, vmax
+from .vector import MASKED, NOTHING, bend, choose_less, exp, lane_max, lane_sum, load_f32, splat, store, vmax
 
 # Scores of this many tokens go through one softmax step: enough to fill vectors when blocks are small.
 STEP_TOKENS = 128
@@ -42,22 +42,10 @@ def score_block(
 @jit
 def soften_scores(count: int, scores: int, stride: int, tokens: int, cap: float) -> None:
     """score = cap * tanh(score / cap), in place, for `count` heads."""
-    one, inverse, scale = splat(np.float32(1.0)), splat(np.float32(1.0 / cap)), splat(np.float32(cap))
     for head in range(count):
         for token in range(0, tokens, 16):
             place = scores + head * stride + 4 * token
-            x = load_f32(place) * inverse
-            size = vmax(x, splat(np.float32(0.0)) - x)
-            # Near 0 the quotient below loses digits; the series has none to lose.
-            square = x * x
-            series = fma(square, splat(np.float32(62.0 / 2835.0)), splat(np.float32(-17.0 / 315.0)))
-            series = fma(series, square, splat(np.float32(2.0 / 15.0)))
-            series = fma(series, square, splat(np.float32(-1.0 / 3.0)))
-            series = fma(series * square, x, x)
-            bounded = choose_less(splat(np.float32(20.0)), size, splat(np.float32(20.0)), size)
-            tail = one - splat(np.float32(2.0)) / (exp(bounded + bounded) + one)
-            tail = choose_less(x, splat(np.float32(0.0)), splat(np.float32(0.0)) - tail, tail)
-            store(place, choose_less(size, splat(np.float32(0.2)), series, tail) * scale)
+            store(place, bend(load_f32(place), cap))
 
 
 @jit

@@ -18,6 +18,7 @@ from .scoring import (
     JOINS,
     SPARE_BLOCKS,
     Digest,
+    cap_of,
     check_digest,
     join_chunks,
     soften_chunk,
@@ -44,6 +45,7 @@ def choose_kernel(
     length: int,
     block_size: int,
     scale: float,
+    cap: Any,
     mode: int,
     masses: Array,
     peaks: Array,
@@ -75,7 +77,7 @@ def choose_kernel(
         end = min(begin + CHUNK_BLOCKS, n_sealed)
         reach, at = min(end + CHUNK_BLOCKS, n_sealed), address_of(scores)
         if begin < end:
-            write_scores(digest, full, rest, query, group, table, b, h, scale, begin, end, reach, at, 4 * row)
+            write_scores(digest, full, rest, query, group, table, b, h, scale, cap, begin, end, reach, at, 4 * row)
         for g in range(group):
             peaks[b, h * group + g, chunk] = soften_chunk(
                 runs, address_of(scores) + 4 * g * row, end - begin, mode == 2,
@@ -86,7 +88,7 @@ def choose_kernel(
             if reads_tail:
                 tail_of_head(
                     tag, full, rest, query[b, heads], block_ptr, table[b], h, kv_heads, n_sealed, length, holes[b],
-                    valid[b], block_size, scale, tail[b, heads],
+                    valid[b], block_size, scale, cap, tail[b, heads],
                 )  # fmt: skip
             join_chunks(masses[b, heads], peaks[b, heads], tail[b, heads], n_sealed, mode, score[b, h])
             if k >= 0:
@@ -112,6 +114,7 @@ def choose_blocks(
     *,
     join: str,
     scale: float,
+    softcap: float | None,
     kv_dtype: torch.dtype,
     unsealed: tuple[Array, Array, Array, int, int] | None = None,
     select: tuple[Array, Array, int, int, int, Array, Array] | None = None,
@@ -132,7 +135,7 @@ def choose_blocks(
         tail: float32 [B, Hq], log of the mass of the tokens without a digest; may be -inf. Written with `unsealed`.
         score: float32 [B, Hkv, N], written up to n_sealed rounded up to a multiple of 16.
         join: "max", "mean" or "raw".
-        scale: factor of the scores, usually D ** -0.5.
+        scale, softcap: of the scores, as in `decode.sparse_decode`.
         kv_dtype: dtype of the pool, whether it is read or not (there is one compiled kernel for each).
         unsealed: where the tokens without a digest are read, to fill `tail`: block_ptr, holes and valid (as in
             `decode.sparse_decode`), length in tokens, block size.
@@ -172,7 +175,7 @@ def choose_blocks(
     peaks, finished = np.empty((batch, query_heads, chunks), np.float32), np.zeros(batch * kv_heads, np.int64)
     args = (
         digest, tag_of(kv_dtype), full, rest, query, block_ptr, table, holes, valid, int(n_sealed), int(length),
-        int(block_size), float(scale), JOINS[join], masses, peaks, finished, tail, unsealed is not None, score,
-        sink_lo, sink_hi, int(recent), int(n_blocks), int(k), blocks, counts,
+        int(block_size), float(scale), cap_of(softcap), JOINS[join], masses, peaks, finished, tail,
+        unsealed is not None, score, sink_lo, sink_hi, int(recent), int(n_blocks), int(k), blocks, counts,
     )  # fmt: skip
     return Launch(choose_kernel, batch * kv_heads * chunks, args, cost, counters=finished)

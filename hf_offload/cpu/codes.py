@@ -24,6 +24,7 @@ from .vector import (
     MASKED,
     WORDS,
     constant,
+    emit_bend,
     emit_fma,
     emit_splat,
     lowered,
@@ -195,13 +196,23 @@ def _emit_log_cosh(builder: Any, y: Any) -> Any:
 
 @lowered
 def store_scores(
-    typing: Any, sums: Any, swings: Any, places: Any, pieces: Any, facts: Any, target: Any, stride: Any, heads: Any
+    typing: Any,
+    sums: Any,
+    swings: Any,
+    places: Any,
+    pieces: Any,
+    facts: Any,
+    cap: Any,
+    target: Any,
+    stride: Any,
+    heads: Any,
 ) -> Any:
     """Write the scores that the integer sums stand for, two registers a head, heads `stride` bytes apart.
 
-    score = sum * scale * unit + middle + bias + log cosh((swing - rest) * size * unit), MASKED where the bias is
-    -inf. The addresses of the words that hold scale (high half) and size (low half) as bfloat16, then those of the
-    biases, are listed at `places`; a head's unit, middle and rest are float32 at facts + 12 * head.
+    score = mean + bias + log cosh(swing), where mean = sum * scale * unit + middle and swing = (swing - rest) * size *
+    unit; a cap (None: none) bends the scores of the two keys, mean +- swing. MASKED where the bias is -inf. The
+    addresses of the words that hold scale (high half) and size (low half) as bfloat16, then those of the biases, are
+    listed at `places`; a head's unit, middle and rest are float32 at facts + 12 * head.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -222,15 +233,21 @@ def store_scores(
                 emit_splat(builder, builder.load(pointer(builder, at(args[4], 12 * head + i), FLOAT), align=4))
                 for i in (0, 4, 8)
             )
-            row = builder.add(args[5], builder.mul(args[6], ir.Constant(_LONG, head)))
+            row = builder.add(args[6], builder.mul(args[7], ir.Constant(_LONG, head)))
             for i in range(2):
                 dots, swing = (builder.sitofp(builder.extract_value(x, 2 * head + i), FLOATS) for x in args[:2])
-                score = builder.fadd(emit_fma(builder, builder.fmul(dots, scales[i]), unit, middle), biases[i])
+                mean = emit_fma(builder, builder.fmul(dots, scales[i]), unit, middle)
                 swing = builder.fmul(builder.fmul(builder.fsub(swing, rest), sizes[i]), unit)
-                score = builder.fadd(score, _emit_log_cosh(builder, swing))
+                if not isinstance(cap, types.NoneType):
+                    more = emit_bend(builder, builder.fadd(mean, swing), args[5])
+                    less = emit_bend(builder, builder.fsub(mean, swing), args[5])
+                    half = constant(0.5)
+                    mean = builder.fmul(builder.fadd(more, less), half)
+                    swing = builder.fmul(builder.fsub(more, less), half)
+                score = builder.fadd(builder.fadd(mean, biases[i]), _emit_log_cosh(builder, swing))
                 score = builder.select(empty[i], constant(float(MASKED)), score)
                 builder.store(score, pointer(builder, at(row, 64 * i), FLOATS), align=4)
         return context.get_dummy_value()
 
     address = types.int64
-    return types.void(sums, swings, address, pieces, address, address, address, heads), emit
+    return types.void(sums, swings, address, pieces, address, cap, address, address, heads), emit

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from hf_offload.scores import Scores
+
 
 def row_tokens(
     pool: Tensor, table: Tensor, blocks: Tensor, head: int, valid: Tensor, length: int
@@ -108,13 +110,14 @@ def listed_scores(
 
 
 def tail_lse(
-    query: Tensor, pool: Tensor, table: Tensor, first_block: int, length: int, valid: Tensor, *, scale: float
-) -> Tensor:
+    query: Tensor, pool: Tensor, table: Tensor, first_block: int, length: int, valid: Tensor, *, scale: float,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return lse [B, Hq], float64, of the tokens from a block on, as `tail.tail_of_head` defines it."""
     end = max(first_block, -(-length // pool.shape[3]))
     blocks = torch.arange(first_block, end).expand(query.shape[0], pool.shape[1], -1)
     counts = torch.full(blocks.shape[:2], end - first_block)
-    return sparse_decode(query, pool, table, blocks, counts, valid, length, scale=scale, softcap=None)[1]
+    return sparse_decode(query, pool, table, blocks, counts, valid, length, scale=scale, softcap=softcap)[1]
 
 
 def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,14 +142,16 @@ def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[T
     return blocks[:, :, :, 0].transpose(1, 2), blocks[:, :, :, 1].transpose(1, 2)
 
 
-def score_vectors(query: Tensor, vectors: Tensor, bias: Tensor, table: Tensor, n_blocks: int) -> Tensor:
+def score_vectors(
+    query: Tensor, vectors: Tensor, bias: Tensor, table: Tensor, n_blocks: int, softcap: float | None = None
+) -> Tensor:
     """Return logmass [B, Hq, n_blocks], float64, of `scoring.Vectors`."""
     group = query.shape[1] // vectors.shape[1]
     physical = table[:, :n_blocks].long()
     chosen = vectors[physical].double().repeat_interleave(group, 2)  # [B, n, Hq, W]
     dots = torch.einsum("bhw,bnhw->bhn", query.double(), chosen)
     shift = bias[physical][:, None].double()
-    return torch.where(shift == -math.inf, -math.inf, dots + shift)
+    return torch.where(shift == -math.inf, -math.inf, Scores(1.0, softcap).of(dots) + shift)
 
 
 def score_submeans(
@@ -162,6 +167,7 @@ def score_submeans(
     n_blocks: int,
     *,
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return logmass [B, Hq, n_blocks], float64, of `submeans.SubMeans`, from codes and levels [P, Hkv, S, D].
 
@@ -178,8 +184,9 @@ def score_submeans(
         for x, y in ((scales, codes), (sizes, levels - 1.5))
     )
     shift = bias[physical][:, None].double()
-    scores = scale * (means + middle[..., None, None]) + torch.cosh(scale * halves).log()
-    return torch.where(shift == -math.inf, -math.inf, scores + shift).logsumexp(-1)
+    means += middle[..., None, None]
+    pair = [Scores(scale, softcap).of(key) for key in (means + halves, means - halves)]
+    return torch.where(shift == -math.inf, -math.inf, torch.logaddexp(*pair) - math.log(2) + shift).logsumexp(-1)
 
 
 def join_scores(logmass: Tensor, tail: Tensor, kv_heads: int, *, join: str) -> Tensor:

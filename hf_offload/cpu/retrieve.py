@@ -15,7 +15,7 @@ from .best import SPARE, clear_marks, copy_scores, list_marked, mark_best
 from .launch import F32, I32, U8, Array, Launch, group_size, head_tiles, jit, kernel, require
 from .memory import address_of, count_up, get, hold, put
 from .needs import Needs, budget_of, granularity_of, runs_wanted
-from .scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, check_digest, soften_chunk, write_scores
+from .scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, cap_of, check_digest, soften_chunk, write_scores
 from .vector import choose_less, exp, lane_max, load_f32, splat, store, vmax
 
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
@@ -72,15 +72,15 @@ def _widen_marks(runs: int, span: int, count: int, narrow: int, marks: int) -> N
 
 @jit
 def score_run(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
-    stop: int, reach: int, scores: Array, masses: Array,
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
+    begin: int, stop: int, reach: int, scores: Array, masses: Array,
 ) -> None:  # fmt: skip
     """Write the masses [B, Hq, N'] of blocks begin..stop-1, at most `CHUNK_BLOCKS`; scores is scratch [G * row].
 
     reach: as in `write_scores`.
     """
     row, at = len(scores) // group, address_of(scores)
-    write_scores(digest, full, rest, query, group, table, b, h, scale, begin, stop, reach, at, 4 * row)
+    write_scores(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, reach, at, 4 * row)
     for g in range(group):
         mine = address_of(masses[b, h * group + g]) + 4 * begin
         soften_chunk(digest.runs, address_of(scores) + 4 * g * row, stop - begin, True, mine)
@@ -130,6 +130,7 @@ def retrieve_kernel(
     query: Array,
     table: Array,
     scale: float,
+    cap: Any,
     first: Array,
     end: int,
     sums: bool,
@@ -168,7 +169,7 @@ def retrieve_kernel(
         begin, stop = chunk * CHUNK_BLOCKS, min((chunk + 1) * CHUNK_BLOCKS, end)
         if span and max(begin, low) < stop:
             reach = min(stop + CHUNK_BLOCKS, end)
-            score_run(digest, full, rest, query, group, table, b, h, scale, begin, stop, reach, scores, masses)
+            score_run(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, reach, scores, masses)
         if count_up(finished, b * kv_heads + h) == chunks - 1:
             take_blocks(
                 b, h, group, span, low, end, masses, sums, budget0, slope, streaming, block_size, scratch, word, runs,
@@ -194,6 +195,7 @@ def retrieve_blocks(
     *,
     sums: bool,
     scale: float,
+    softcap: float | None,
 ) -> Launch:
     """Prepare the choice of the host's blocks, ascending, for each (row, KV head).
 
@@ -212,7 +214,7 @@ def retrieve_blocks(
         blocks: int32 [B, Hkv, C], C at least `end`, written up to the count.
         counts: int32 [B, Hkv], written.
         sums: a run's mass is the sum of its blocks'; otherwise its score is their largest.
-        scale: softmax scale.
+        scale, softcap: of the scores, as in `decode.sparse_decode`.
 
     Raises:
         ValueError: shapes that contradict each other, or granularities that are none.
@@ -245,8 +247,8 @@ def retrieve_blocks(
     chunks = max(1, -(-end // CHUNK_BLOCKS))
     finished = np.zeros(batch * kv_heads, np.int64)
     args = (
-        digest, full, rest, query, table, float(scale), first, int(end), bool(sums), needs.budget0, needs.slope,
-        needs.streaming, needs.granularities, int(needs.block_size), float(needs.digest_bytes),
+        digest, full, rest, query, table, float(scale), cap_of(softcap), first, int(end), bool(sums), needs.budget0,
+        needs.slope, needs.streaming, needs.granularities, int(needs.block_size), float(needs.digest_bytes),
         float(needs.block_bytes), masses, finished, spans, runs, blocks, counts,
     )  # fmt: skip
     return Launch(retrieve_kernel, batch * kv_heads * chunks, args, cost, counters=finished)

@@ -22,6 +22,7 @@ from .tile import dot_quad, repeat_quad, store_quads
 from .vector import (
     MASKED,
     NOTHING,
+    bend,
     choose_less,
     exp,
     lane_max,
@@ -107,17 +108,30 @@ def check_digest(digest: Digest, query_shape: tuple[int, ...], kv_heads: int, n_
     return batch * n_blocks * record
 
 
+def cap_of(softcap: float | None) -> float | None:
+    """A softcap as kernels take it.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap")
+    return None if softcap is None else float(softcap)
+
+
 @jit
-def _score_quad(tag: Any, heads: Any, rows: Any, biases: Any, query: int, width: int, target: int, stride: int) -> None:
+def _score_quad(
+    tag: Any, heads: Any, rows: Any, biases: Any, query: int, width: int, cap: Any, target: int, stride: int
+) -> None:
     """Scores of 4 blocks for one register tile of heads."""
-    dots = dot_quad(tag, heads, rows, query, width)
+    dots = bend(dot_quad(tag, heads, rows, query, width), cap)
     store_quads(target, stride, heads, choose_less(biases, splat(_LOWEST), splat(MASKED), dots + biases))
 
 
 @jit
 def _score_vectors(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
-    end: int, reach: int, out: int, stride: int,
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
+    begin: int, end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     kv_heads, width = digest.vectors.shape[1:]
     row = width * digest.vectors.itemsize
@@ -140,26 +154,26 @@ def _score_vectors(
         while done < group:
             place = queries + 4 * done * width
             if done + len(full) <= group:
-                _score_quad(digest.vectors, full, rows, biases, place, width, target + done * stride, stride)
+                _score_quad(digest.vectors, full, rows, biases, place, width, cap, target + done * stride, stride)
                 done += len(full)
             else:
-                _score_quad(digest.vectors, rest, rows, biases, place, width, target + done * stride, stride)
+                _score_quad(digest.vectors, rest, rows, biases, place, width, cap, target + done * stride, stride)
                 done += len(rest)
 
 
 @jit
 def _score_submeans(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
-    end: int, reach: int, out: int, stride: int,
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
+    begin: int, end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     heads = query[b, h * group : (h + 1) * group]
-    submeans.score_chunk(digest, full, rest, heads, table[b], h, scale, begin, end, reach, out, stride)
+    submeans.score_chunk(digest, full, rest, heads, table[b], h, scale, cap, begin, end, reach, out, stride)
 
 
 @jit
 def _copy_masses(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
-    end: int, reach: int, out: int, stride: int,
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
+    begin: int, end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     for g in range(group):
         for n in range(begin, end):
@@ -168,8 +182,8 @@ def _copy_masses(
 
 
 def write_scores(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, begin: int,
-    end: int, reach: int, out: int, stride: int,
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
+    begin: int, end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     """Write the S scores of blocks begin..end-1 of row b for the query heads of KV head h, MASKED where none is valid.
 
@@ -177,6 +191,7 @@ def write_scores(
         digest: one of the bundles above.
         full, rest: tags of `launch.head_tiles`.
         query: float32 [B, Hq, D]; table: int32 [B, N].
+        scale, cap: of the scores; cap is None or the softcap.
         reach: this head's share of blocks end..reach-1 is prefetched, of all KV heads (see `sweep.py`).
         out: address of float32 [group, (end - begin + SPARE_BLOCKS) * S], rows `stride` bytes apart.
     """
@@ -188,16 +203,16 @@ _WRITERS = {SubMeans: _score_submeans, Vectors: _score_vectors, LogMasses: _copy
 
 @overload(write_scores)
 def _write_scores(
-    digest: Any, full: Any, rest: Any, query: Any, group: Any, table: Any, b: Any, h: Any, scale: Any, begin: Any,
-    end: Any, reach: Any, out: Any, stride: Any,
+    digest: Any, full: Any, rest: Any, query: Any, group: Any, table: Any, b: Any, h: Any, scale: Any, cap: Any,
+    begin: Any, end: Any, reach: Any, out: Any, stride: Any,
 ) -> Any:  # fmt: skip
     writer = _WRITERS[digest.instance_class]
 
     def write(
-        digest: Any, full: Any, rest: Any, query: Any, group: Any, table: Any, b: Any, h: Any, scale: Any, begin: Any,
-        end: Any, reach: Any, out: Any, stride: Any,
+        digest: Any, full: Any, rest: Any, query: Any, group: Any, table: Any, b: Any, h: Any, scale: Any, cap: Any,
+        begin: Any, end: Any, reach: Any, out: Any, stride: Any,
     ) -> None:  # fmt: skip
-        writer(digest, full, rest, query, group, table, b, h, scale, begin, end, reach, out, stride)
+        writer(digest, full, rest, query, group, table, b, h, scale, cap, begin, end, reach, out, stride)
 
     return write
 

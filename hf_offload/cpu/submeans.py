@@ -95,7 +95,7 @@ def _prepare_query(
 @jit
 def _score_step(
     heads: Any, pieces: Any, dim: int, count: int, places: int, later: int, octets: int, starts: int, facts: int,
-    scores: int, stride: int,
+    cap: Any, scores: int, stride: int,
 ) -> None:  # fmt: skip
     """Scores of two registers of pairs for one register tile of heads, `stride` bytes apart.
 
@@ -118,7 +118,7 @@ def _score_step(
             prefetch_word_pair(later + 2 * right, later + 3 * right, d // 4 * count, pieces)
         words = load_word_pair(places + 2 * right, places + 3 * right, d // 4 * count, pieces)
         swings = add_level_dots(swings, words, octets + d, dim, heads)
-    store_scores(sums, swings, places + 4 * right, pieces, facts, scores, stride, heads)
+    store_scores(sums, swings, places + 4 * right, pieces, facts, cap, scores, stride, heads)
 
 
 @jit
@@ -143,14 +143,15 @@ def _find_places(
 
 @jit
 def score_chunk(
-    digest: Any, full: Any, rest: Any, query: Array, table: Array, h: int, scale: float, begin: int, end: int,
-    reach: int, out: int, stride: int,
+    digest: Any, full: Any, rest: Any, query: Array, table: Array, h: int, scale: float, cap: Any,
+    begin: int, end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     """Write the scores of the pairs of blocks begin..end-1 of one KV head, query heads `stride` bytes apart.
 
     Args:
         query: float32 [G, D].
         table: int32 [N].
+        cap: None, or the softcap of the scores.
         reach: as in `scoring.write_scores`.
         out: address of the scores; up to 7 blocks beyond the last may be written.
     """
@@ -183,13 +184,13 @@ def score_chunk(
                 if done + len(full) <= group:
                     _score_step(
                         full, pieces, dim, count, address_of(places), later, queries, begins,
-                        address_of(facts) + 12 * done, at + done * stride, stride,
+                        address_of(facts) + 12 * done, cap, at + done * stride, stride,
                     )  # fmt: skip
                     done += len(full)
                 else:
                     _score_step(
                         rest, pieces, dim, count, address_of(places), later, queries, begins,
-                        address_of(facts) + 12 * done, at + done * stride, stride,
+                        address_of(facts) + 12 * done, cap, at + done * stride, stride,
                     )  # fmt: skip
                     done += len(rest)
                 later = 0

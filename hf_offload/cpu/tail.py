@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .block import clear_scores, mask_scores, score_block, softmax_step
+from .block import clear_scores, mask_scores, score_block, soften_scores, softmax_step
 from .launch import I64, U8, Array, check_geometry, jit, require
 from .memory import address_of, get, hold, put
 from .vector import NOTHING, load_f32, splat, store
@@ -15,11 +15,13 @@ from .vector import NOTHING, load_f32, splat, store
 @jit
 def _absorb(
     tag: Any, heads: Any, keys: int, query: int, dim: int, block_size: int, valid: Array, begin: int, masked: bool,
-    length: int, scores: int, state: int, state_step: int,
+    length: int, cap: Any, scores: int, state: int, state_step: int,
 ) -> None:  # fmt: skip
     """Add one block's tokens to the log-sum-exp of one register tile of heads."""
     count, stride = len(heads), 4 * max(block_size, 16)
     score_block(tag, heads, keys, 0, query, dim, block_size, scores, stride)
+    if cap is not None:
+        soften_scores(count, scores, stride, block_size, cap)
     clear_scores(count, scores, stride, block_size, stride // 4)
     if masked:
         mask_scores(count, scores, stride, valid, begin, length - begin, block_size)
@@ -29,7 +31,7 @@ def _absorb(
 @jit
 def tail_of_head(
     tag: Any, full: Any, rest: Any, query: Array, block_ptr: Array, table: Array, h: int, kv_heads: int,
-    first_block: int, length: int, holes: Array, valid: Array, block_size: int, scale: float, lse: Array,
+    first_block: int, length: int, holes: Array, valid: Array, block_size: int, scale: float, cap: Any, lse: Array,
 ) -> None:  # fmt: skip
     """Write the log-sum-exp of the scores of the tokens from a block on, for the query heads of KV head h of one row.
 
@@ -61,13 +63,13 @@ def tail_of_head(
             place, place_state = queries + 4 * done * dim, state + 4 * done
             if done + len(full) <= group:
                 _absorb(
-                    tag, full, keys, place, dim, block_size, valid, begin, masked, length, scores, place_state,
+                    tag, full, keys, place, dim, block_size, valid, begin, masked, length, cap, scores, place_state,
                     state_step,
                 )  # fmt: skip
                 done += len(full)
             else:
                 _absorb(
-                    tag, rest, keys, place, dim, block_size, valid, begin, masked, length, scores, place_state,
+                    tag, rest, keys, place, dim, block_size, valid, begin, masked, length, cap, scores, place_state,
                     state_step,
                 )  # fmt: skip
                 done += len(rest)

@@ -26,8 +26,8 @@ from .vector import load_f32, splat, store
 @jit
 def _choose(choice: Any, b: int, h: int) -> None:
     (
-        digest, full, rest, query, table, scale, first, end, sums, budget0, slope, streaming, _1, block_size, _2, _3,
-        masses, _4, spans, runs, blocks, counts,
+        digest, full, rest, query, table, scale, cap, first, end, sums, budget0, slope, streaming, _1, block_size, _2,
+        _3, masses, _4, spans, runs, blocks, counts,
     ) = choice  # fmt: skip
     group, low = query.shape[1] // counts.shape[1], min(max(first[b], 0), end)
     row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(digest.runs)
@@ -35,7 +35,7 @@ def _choose(choice: Any, b: int, h: int) -> None:
     scratch = np.empty((4, end + SPARE), np.float32)
     for begin in range(low // CHUNK_BLOCKS * CHUNK_BLOCKS, end, CHUNK_BLOCKS):
         stop = min(begin + CHUNK_BLOCKS, end)
-        score_run(digest, full, rest, query, group, table, b, h, scale, begin, stop, stop, scores, masses)
+        score_run(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, stop, scores, masses)
     take_blocks(
         b, h, group, spans[b, h], low, end, masses, sums, budget0, slope, streaming, block_size, scratch, word, runs,
         blocks, counts,

@@ -221,6 +221,40 @@ def exp(typing: Any, x: Any) -> Any:
     return VECTOR(VECTOR), lambda c, b, sig, args: _emit_exp(b, args[0])
 
 
+def emit_bend(builder: Any, x: Any, cap: Any) -> Any:
+    """cap * tanh(x / cap); cap: a float64."""
+    whole, inverse = (
+        emit_splat(builder, builder.fptrunc(value, FLOAT))
+        for value in (cap, builder.fdiv(ir.Constant(ir.DoubleType(), 1.0), cap))
+    )
+    zero, one = constant(0.0), constant(1.0)
+    x = builder.fmul(x, inverse)
+    minus = builder.fsub(zero, x)
+    size = builder.select(builder.fcmp_ordered("<", x, zero), minus, x)
+    # Near 0 the quotient below loses digits; the series has none to lose.
+    square = builder.fmul(x, x)
+    series = emit_fma(builder, square, constant(62.0 / 2835.0), constant(-17.0 / 315.0))
+    series = emit_fma(builder, series, square, constant(2.0 / 15.0))
+    series = emit_fma(builder, series, square, constant(-1.0 / 3.0))
+    series = emit_fma(builder, builder.fmul(series, square), x, x)
+    most = constant(20.0)
+    bounded = builder.select(builder.fcmp_ordered("<", most, size), most, size)
+    power = builder.fadd(_emit_exp(builder, builder.fadd(bounded, bounded)), one)
+    far = builder.fsub(one, builder.fdiv(constant(2.0), power))
+    far = builder.select(builder.fcmp_ordered("<", x, zero), builder.fsub(zero, far), far)
+    return builder.fmul(builder.select(builder.fcmp_ordered("<", size, constant(0.2)), series, far), whole)
+
+
+@lowered
+def bend(typing: Any, x: Any, cap: Any) -> Any:
+    """cap * tanh(x / cap) of every lane; x itself where the cap, known at compile time, is None."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return args[0] if isinstance(cap, types.NoneType) else emit_bend(builder, *args)
+
+    return VECTOR(VECTOR, cap), emit
+
+
 def _emit_log(builder: Any, x: Any) -> Any:
     # x = 2^n m with m in [sqrt(1/2), sqrt(2)), then Cephes' polynomial in m - 1.
     bits = builder.bitcast(x, WORDS)

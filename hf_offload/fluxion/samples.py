@@ -14,6 +14,7 @@ from hf_offload.fluxion.capture import CapturedLayer
 from hf_offload.fluxion.features import FEATURES, PromptStatistics, prompt_statistics, step_features
 from hf_offload.fluxion.labels import deviation_limit, needed_budgets
 from hf_offload.fluxion.partials import BLOCK, Tokens, attend, attend_blocks, join_blocks
+from hf_offload.scores import Scores
 
 _BUDGETS = [FEATURES.index(f"anchor_budget_{size}") for size in (16, 32, 64, 128)]
 _ANSWER = 24  # tokens behind a question that are taken for its answer
@@ -122,7 +123,7 @@ class _Layer:
         device = self.seen.key.device
         table = torch.arange(first // BLOCK, stop // BLOCK, dtype=torch.int32, device=device)[None]
         limits = torch.tensor([stop, table.shape[1]], dtype=torch.int32, device=device)
-        return self.store.score(query.float(), table, limits, self.seen.scale)
+        return self.store.score(query.float(), table, limits, Scores(self.seen.scale))
 
     def statistics(self, anchor: torch.Tensor, length: int) -> list[PromptStatistics]:
         """Those of a prompt, for each τ; anchor: `[1, Hq, D]`."""

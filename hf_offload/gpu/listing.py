@@ -66,8 +66,7 @@ def scores_by_torch(
     """Scores fp32 `[B, Hkv, G, n]` against keys `[B, Hkv, n, D]`; −inf where `seen` `[B, Hkv, n]` is False."""
     batch, heads, _, dim = k.shape
     scores = query.float().view(batch, heads, -1, dim) @ k.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = bent(scores, softcap)
     return scores.masked_fill(~seen.unsqueeze(2), float("-inf"))
 
 
@@ -89,3 +88,8 @@ def tile_sizes(query: torch.Tensor, pool: torch.Tensor) -> dict[str, int]:
         "HEADS": heads, "GROUP": query.shape[1] // heads, "ROWS": 16,
         "D": dim, "D_PAD": padded, "SIZE": size, "TILE": tile,
     }  # fmt: skip
+
+
+def bent(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Scores below a bound: `cap·tanh(score / cap)`; as they are without one."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap

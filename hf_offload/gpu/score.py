@@ -9,6 +9,7 @@ import torch
 
 from .backend import on_triton
 from .groups import MOST_HEADS, join_parts, split_heads
+from .listing import bent
 from .require import require
 
 F32, I32 = (torch.float32,), (torch.int32,)
@@ -17,9 +18,10 @@ AT_ONCE = 256
 
 
 def score_vectors(
-    ready: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, limits: torch.Tensor
-) -> torch.Tensor:
-    """Score sealed blocks by one dot product each: log mass = ready · vector + bias.
+    ready: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, *,
+    softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Score sealed blocks by one dot product each: log mass = ready · vector, below the softcap, + bias.
 
     Args:
         ready: fp32 `[B, Hq, W]`, the query as the digest wants it, scaled.
@@ -27,6 +29,7 @@ def score_vectors(
         bias: fp32 `[P]`, -inf for blocks without valid tokens.
         table: int32 `[B, N]`, physical block of each logical one.
         limits: int32 `[2]`: tokens of a row, sealed blocks.
+        softcap: bound of the scores, or None.
 
     Returns:
         fp32 `[B, Hq, N]`; -inf for blocks without valid tokens and for those that are not sealed.
@@ -44,17 +47,20 @@ def score_vectors(
     require("table", table, I32, (batch, table.shape[-1]), device)
     require("limits", limits, I32, (2,), device)
     if not on_triton(ready):
-        return _vectors_by_torch(ready, vectors, bias, table, limits)
+        return _vectors_by_torch(ready, vectors, bias, table, limits, softcap)
     if query_heads > MOST_HEADS * kv_heads:
         parts = split_heads(ready, kv_heads)
-        return join_parts([score_vectors(part, vectors, bias, table, limits) for part in parts], kv_heads)
+        return join_parts(
+            [score_vectors(part, vectors, bias, table, limits, softcap=softcap) for part in parts], kv_heads
+        )
     from . import score_kernels
 
     masses = torch.empty(batch, query_heads, table.shape[1], dtype=torch.float32, device=device)
     constants = vector_sizes(query_heads // kv_heads, width)
     score_kernels.vectors_kernel[(-(-table.shape[1] // constants["TILE"]), kv_heads, batch)](
-        ready, vectors, bias, table, limits, masses, kv_heads, table.shape[1], **constants, num_warps=4, num_stages=3
-    )
+        ready, vectors, bias, table, limits, masses, softcap or 1.0, kv_heads, table.shape[1], **constants,
+        CAPPED=softcap is not None, num_warps=4, num_stages=3,
+    )  # fmt: skip
     return masses
 
 
@@ -64,8 +70,9 @@ def vector_sizes(group: int, width: int) -> dict[str, Any]:
 
 
 def _vectors_by_torch(
-    ready: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, limits: torch.Tensor
-) -> torch.Tensor:
+    ready: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, limits: torch.Tensor,
+    softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
     sealed, grouped = _sealed(table, limits), ready.view(len(ready), vectors.shape[1], -1, ready.shape[2])
     ids = torch.where(sealed, table, 0).long()
     masses = [
@@ -73,7 +80,7 @@ def _vectors_by_torch(
         for some in torch.split(ids, max(AT_ONCE // len(ids), 1), 1)
     ]
     shift = torch.where(sealed, bias[ids], -torch.inf)[:, None]
-    return torch.where(shift > -torch.inf, torch.cat(masses, -1).flatten(1, 2) + shift, -torch.inf)
+    return torch.where(shift > -torch.inf, bent(torch.cat(masses, -1).flatten(1, 2), softcap) + shift, -torch.inf)
 
 
 def score_submeans(
@@ -88,6 +95,7 @@ def score_submeans(
     limits: torch.Tensor,
     *,
     scale: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Score sealed blocks by pairs of keys μ ± δ: log mass = logsumexp(bias + scale·q·μ + log cosh(scale·q·δ)).
 
@@ -102,7 +110,7 @@ def score_submeans(
         center, sigma: fp32 `[Hkv, D]`.
         table: int32 `[B, N]`, physical block of each logical one.
         limits: int32 `[2]`: tokens of a row, sealed blocks.
-        scale: softmax scale.
+        scale: softmax scale; softcap: bound of the scores (`cap·tanh(score / cap)`), or None.
 
     Returns:
         fp32 `[B, Hq, N]`; -inf for blocks without valid tokens and for those that are not sealed.
@@ -126,18 +134,18 @@ def score_submeans(
     require("table", table, I32, (batch, table.shape[-1]), device)
     require("limits", limits, I32, (2,), device)
     if not on_triton(query):
-        return _submeans_by_torch(query, codes, levels, sizes, bias, center, sigma, table, limits, scale)
+        return _submeans_by_torch(query, codes, levels, sizes, bias, center, sigma, table, limits, scale, softcap)
     if query_heads > MOST_HEADS * kv_heads:
         rest = (codes, levels, sizes, bias, center, sigma, table, limits)
-        parts = [score_submeans(part, *rest, scale=scale) for part in split_heads(query, kv_heads)]
+        parts = [score_submeans(part, *rest, scale=scale, softcap=softcap) for part in split_heads(query, kv_heads)]
         return join_parts(parts, kv_heads)
     from . import score_kernels
 
     masses = torch.empty(batch, query_heads, table.shape[1], dtype=torch.float32, device=device)
     constants = submean_sizes(query_heads // kv_heads, pairs, dim)
     score_kernels.submeans_kernel[(-(-table.shape[1] // constants["TILE"]), kv_heads, batch)](
-        query, codes.view(torch.int32), levels, sizes, bias, center, sigma, table, limits, masses, scale, kv_heads,
-        table.shape[1], **constants, num_warps=4, num_stages=3,
+        query, codes.view(torch.int32), levels, sizes, bias, center, sigma, table, limits, masses, scale,
+        softcap or 1.0, kv_heads, table.shape[1], **constants, CAPPED=softcap is not None, num_warps=4, num_stages=3,
     )  # fmt: skip
     return masses
 
@@ -154,6 +162,7 @@ def submean_sizes(group: int, pairs: int, dim: int) -> dict[str, Any]:
 def _submeans_by_torch(
     query: torch.Tensor, codes: torch.Tensor, levels: torch.Tensor, sizes: torch.Tensor, bias: torch.Tensor,
     center: torch.Tensor, sigma: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
     (batch, _, dim), (physical, kv_heads, pairs) = query.shape, sizes.shape
     sealed, grouped = _sealed(table, limits), query.view(batch, kv_heads, -1, dim)
@@ -178,9 +187,10 @@ def _submeans_by_torch(
             sizes[some].transpose(1, 2)[:, :, None, ..., None].view(torch.bfloat16).float().unbind(-1)
         )
         mean, swing = scale * code_scale * product(nibbles, 8.0), scale * level_scale * product(bits, 1.5)
-        swing = torch.logaddexp(swing, -swing) - math.log(2)
+        mean = mean + scale * middle
+        more, less = (bent(key, softcap) for key in (mean + swing, mean - swing))
         shift = bias[some][:, None, None]
-        score = torch.where(shift > -torch.inf, mean + scale * middle + swing + shift, -torch.inf)
+        score = torch.where(shift > -torch.inf, torch.logaddexp(more, less) - math.log(2) + shift, -torch.inf)
         parts.append(score.logsumexp(-1).flatten(1, 2))
     return torch.where(sealed[:, None], torch.cat(parts, -1), -torch.inf)
 

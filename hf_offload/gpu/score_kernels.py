@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from .paged_kernels import bend
+
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -15,6 +17,7 @@ def vectors_kernel(
     table_ptr,  # [B, N]
     limits_ptr,  # [2]
     out_ptr,  # [B, Hq, N]
+    softcap,
     kv_heads,
     blocks,  # N
     GROUP: tl.constexpr,
@@ -22,6 +25,7 @@ def vectors_kernel(
     WIDTH: tl.constexpr,  # W
     STEP: tl.constexpr,
     TILE: tl.constexpr,  # blocks of a program
+    CAPPED: tl.constexpr,
 ):
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     sealed = tl.load(limits_ptr + 1)
@@ -45,6 +49,8 @@ def vectors_kernel(
             vectors_ptr + place[None, :] + start + w[:, None], mask=alive[None, :] & inside[:, None], other=0.0
         )
         dots = tl.dot(query, vector, dots, input_precision="ieee")
+    if CAPPED:
+        dots = bend(dots, softcap)
     mass = tl.where((bias > float("-inf"))[None, :], dots + bias[None, :], float("-inf"))
     tl.store(out_ptr, mass, mask=meant)
 
@@ -79,6 +85,7 @@ def submeans_kernel(
     limits_ptr,  # [2]
     out_ptr,  # [B, Hq, N]
     scale,
+    softcap,
     kv_heads,
     blocks,  # N
     GROUP: tl.constexpr,
@@ -89,6 +96,7 @@ def submeans_kernel(
     STEP: tl.constexpr,  # dimensions that are unpacked at a time
     TILE: tl.constexpr,  # blocks of a program
     COLUMNS: tl.constexpr,  # TILE * PAIRS
+    CAPPED: tl.constexpr,
 ):
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     sealed = tl.load(limits_ptr + 1)
@@ -149,8 +157,12 @@ def submeans_kernel(
     sizes, bias = tl.reshape(sizes, (1, COLUMNS)), tl.reshape(bias, (1, COLUMNS))
     code_scale = ((sizes >> 16) << 16).to(tl.float32, bitcast=True)
     level_scale = (sizes << 16).to(tl.float32, bitcast=True)
-    mean = tl.where(bias > float("-inf"), code_scale * dots + middle + bias, float("-inf"))
-    swing = tl.where(bias > float("-inf"), tl.abs(level_scale * swings), 0.0)
+    mean, swing = code_scale * dots + middle, tl.abs(level_scale * swings)
+    if CAPPED:  # of both keys
+        more, less = bend(mean + swing, softcap), bend(mean - swing, softcap)
+        mean, swing = 0.5 * (more + less), 0.5 * (more - less)
+    mean = tl.where(bias > float("-inf"), mean + bias, float("-inf"))
+    swing = tl.where(bias > float("-inf"), swing, 0.0)
     mean, swing = tl.reshape(mean, (HALF, TILE, PAIRS)), tl.reshape(swing, (HALF, TILE, PAIRS))
     peak = tl.max(mean + swing, 2)
     peak = tl.where(peak > float("-inf"), peak, 0.0)

@@ -235,5 +235,5 @@ class Fluxion(Policy):
         return prompt_statistics(
             step.layer.index, anchor, Tokens(*segments.sinks), Tokens(*segments.newest),
             (Tokens(*piece) for piece in segments.far), segments.scores, tau=self.tau, digest=self.known.digest,
-            scale=step.scale,
+            scale=step.scores.scale,
         )  # fmt: skip

@@ -13,7 +13,8 @@ import torch
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_number, check_tokens
 from hf_offload.policies.base import Plan, Policy
-from hf_offload.policies.tokens import attend, scores, valid_tokens
+from hf_offload.policies.tokens import attend, valid_tokens
+from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -60,9 +61,9 @@ class Kept:
         self.position.scatter_(2, place, numbers)
         self.taken = number
 
-    def attend(self, query: torch.Tensor, scale: float, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, query: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend all of them with `[B, Hq, D]` fp32, and let their scores grow: out as the query, lse `[B, Hq]`."""
-        out, lse, weights = attend(query, self.keys, self.values, self.position != EMPTY, scale, softcap)
+        out, lse, weights = attend(query, self.keys, self.values, self.position != EMPTY, scores)
         self.score += weights.sum(2)
         return out, lse
 
@@ -175,7 +176,7 @@ class H2O(Policy):
         if number > state.kept.taken:  # layers may share keys and values, and each of them asks
             state.kept.take_in(*step.newest(), number, valid)
         query = torch.as_tensor(step.query).to(state.kept.keys.device)
-        return Plan(attended=state.kept.attend(query, step.scale, step.softcap))
+        return Plan(attended=state.kept.attend(query, step.scores))
 
     def _choose(self, step: Step) -> Kept:
         """The heavy and the newest of the tokens before this step's own."""
@@ -217,7 +218,7 @@ def _weighed(step: Step, count: int) -> torch.Tensor:
     def tiles() -> Iterator[tuple[int, int, torch.Tensor]]:
         for first, key, _ in step.earlier():
             stop = first + key.shape[2]
-            logits = scores(grouped, key, step.scale, step.softcap)
+            logits = step.scores.of(grouped @ key.float().transpose(2, 3))
             logits = logits.view(*logits.shape[:2], -1, query.shape[2], stop - first)
             seen = torch.arange(first, stop, device=store.device) <= last[:, None]
             seen = seen & valid[:, None, first:stop] & counts[..., None]

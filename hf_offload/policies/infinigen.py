@@ -148,7 +148,7 @@ class InfiniGen(Policy):
         query = torch.as_tensor(step.query).to(key.device)
         out, lse, _ = attend(
             query, torch.cat((key, new_key[:, :, None]), 2), torch.cat((value, new_value[:, :, None]), 2),
-            torch.cat((fetch.there, own), 2), step.scale, step.softcap,
+            torch.cat((fetch.there, own), 2), step.scores,
         )  # fmt: skip
         return Plan(attended=(out, lse))
 
@@ -162,7 +162,7 @@ class InfiniGen(Policy):
         assert state.partial is not None
         shape = (*state.basis.shape[:2], -1, state.basis.shape[2])
         query = torch.as_tensor(step.query).to(state.basis.device).view(shape) @ state.basis
-        score = step.scale * (query @ state.partial[:, :, :count].transpose(2, 3))
+        score = step.scores.of(query @ state.partial[:, :, :count].transpose(2, 3))
         score = score.masked_fill(~valid_tokens(step, count)[:, None, None], -math.inf)
         best = score.amax(-1, keepdim=True)
         below = (score - best.masked_fill(best == -math.inf, 0.0)).amax(2)  # one head of a group is enough

@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_offload.scores import Scores
+
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-
-
-def scores(query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Scores fp32 `[B, Hkv, n, T]` of queries `[B, Hkv, n, D]` fp32 and keys `[B, Hkv, T, D]`."""
-    found = scale * (query @ key.float().transpose(2, 3))
-    return found if softcap is None else softcap * (found / softcap).tanh()
 
 
 def attend(
@@ -22,8 +18,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     there: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attend tokens of each KV head.
 
@@ -31,13 +26,14 @@ def attend(
         query: `[B, Hq, D]` fp32.
         key, value: `[B, Hkv, T, D]`.
         there: bool `[B, Hkv, T]`, which of them are attended.
-        scale, softcap: of the model's attention.
+        scores: the model's.
 
     Returns:
         out `[B, Hq, D]`, lse `[B, Hq]`, and the weights `[B, Hkv, G, T]`; fp32.
     """
     batch, heads, _, dim = key.shape
-    found = scores(query.view(batch, heads, -1, dim), key, scale, softcap).masked_fill(~there[:, :, None], -math.inf)
+    found = scores.of(query.view(batch, heads, -1, dim) @ key.float().transpose(2, 3))
+    found = found.masked_fill(~there[:, :, None], -math.inf)
     lse = found.logsumexp(-1)
     weights = (found - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
     out = weights @ value.float().masked_fill(~there[..., None], 0.0)

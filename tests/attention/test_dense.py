@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention.dense import append_attention, attend
+from hf_offload.scores import Scores
 
 
 def dense(
@@ -47,7 +48,7 @@ def test_equals_dense_attention(past: int, new: int, tile: int, kind: str, softc
         seen[..., 0] = True
         mask = seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     tiles = [(i, k[:, :, i : min(i + tile, past)], v[:, :, i : min(i + tile, past)]) for i in range(0, past, tile)]
-    got = append_attention(q, k[:, :, past:], v[:, :, past:], past, tiles, mask, scale=0.3, softcap=softcap, tile=tile)
+    got = append_attention(q, k[:, :, past:], v[:, :, past:], past, tiles, mask, scores=Scores(0.3, softcap), tile=tile)
     want = dense(q, k, v, seen, 0.3, softcap)
     rows = seen.any(-1)[:, 0]  # queries that are padding themselves see nothing, and nobody reads them
     assert torch.isfinite(got).all()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from hf_offload.cache.digests import DIGESTS, DigestStore
 from hf_offload.cpu.choose import choose_blocks
+from hf_offload.scores import Scores
 
 HEADS, GROUP, DIM = 2, 3, 32
 
@@ -29,23 +32,25 @@ def sealed(name: str, block: int, blocks: int = 12, spread: float = 1.0):  # typ
     return store, k, valid, query, table
 
 
-def log_masses(store: DigestStore, query: torch.Tensor, table: np.ndarray, scale: float) -> torch.Tensor:
+def log_masses(store: DigestStore, query: torch.Tensor, table: np.ndarray, *scores: Any) -> torch.Tensor:
     limits = torch.tensor([0, table.shape[1]], dtype=torch.int32)
-    return store.score(query, torch.from_numpy(table), limits, scale)
+    return store.score(query, torch.from_numpy(table), limits, Scores(*scores))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("block", [8, 32, 64, 128])
 @pytest.mark.parametrize("name", DIGESTS)
-def test_launch_equals_torch(name: str, block: int) -> None:
+def test_launch_equals_torch(name: str, block: int, softcap: float | None) -> None:
     store, k, _, query, table = sealed(name, block)
     masses, score = np.full((1, HEADS * GROUP, 16), np.nan, np.float32), np.full((1, HEADS, 16), np.nan, np.float32)
     tail = np.zeros((1, HEADS * GROUP), np.float32)
     arrays = store.arrays(query.numpy(), 0.2)
     choose_blocks(
-        query.numpy(), arrays, table, k.shape[0], masses, tail, score, join="raw", scale=0.2, kv_dtype=torch.float32
-    )()
-    want = log_masses(store, query, table, 0.2).view(HEADS, GROUP, -1).mean(1)
+        query.numpy(), arrays, table, k.shape[0], masses, tail, score, join="raw", scale=0.2, softcap=softcap,
+        kv_dtype=torch.float32,
+    )()  # fmt: skip
+    want = log_masses(store, query, table, 0.2, softcap).view(HEADS, GROUP, -1).mean(1)
     got = torch.from_numpy(score)[0, :, : k.shape[0]]
     assert torch.equal(got.isneginf(), want.isneginf())
     assert want.isneginf()[:, 4].all()
@@ -53,16 +58,17 @@ def test_launch_equals_torch(name: str, block: int) -> None:
     assert torch.allclose(got, want, atol=0.03 if name == "submean" else 1e-4, rtol=1e-4)
 
 
-def exact_mass(k: torch.Tensor, valid: torch.Tensor, query: torch.Tensor, scale: float) -> torch.Tensor:
+def exact_mass(k: torch.Tensor, valid: torch.Tensor, query: torch.Tensor, *scores: Any) -> torch.Tensor:
     grouped = query.view(1, HEADS, GROUP, DIM)
-    scores = torch.einsum("bhgd,nhtd->bhgnt", grouped, k) * scale
-    return scores.masked_fill(~valid, float("-inf")).logsumexp(-1).flatten(1, 2)
+    found = Scores(*scores).of(torch.einsum("bhgd,nhtd->bhgnt", grouped, k))
+    return found.masked_fill(~valid, float("-inf")).logsumexp(-1).flatten(1, 2)
 
 
-def test_submeans_estimate_the_log_mass() -> None:
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_submeans_estimate_the_log_mass(softcap: float | None) -> None:
     store, k, valid, query, table = sealed("submean", 32)
-    want = exact_mass(k, valid, query, DIM**-0.5)
-    got = log_masses(store, query, table, DIM**-0.5)
+    want = exact_mass(k, valid, query, DIM**-0.5, softcap)
+    got = log_masses(store, query, table, DIM**-0.5, softcap)
     seen = ~want.isneginf()
     correlation = torch.corrcoef(torch.stack([got[seen], want[seen]]))[0, 1]
     assert correlation > 0.9

@@ -40,7 +40,7 @@ def _run(
     blocks, counts = np.full((batch, kv_heads, end + 2), -1, np.int32), np.full((batch, kv_heads), -1, np.int32)
     launch = retrieve_blocks(
         query.numpy(), digest, table.numpy(), np.array(first, np.int32), end, needs, masses, spans, runs, blocks,
-        counts, sums=sums, scale=1.0,
+        counts, sums=sums, scale=1.0, softcap=None,
     )  # fmt: skip
     run(launch, threads=2)
     got = [[blocks[b, h, : counts[b, h]].tolist() for h in range(kv_heads)] for b in range(batch)]

@@ -30,14 +30,14 @@ def _table(batch: int, physical: int, blocks: int) -> torch.Tensor:
 
 def _score(
     query: torch.Tensor, digest: Digest, table: torch.Tensor, kv_heads: int, blocks: int, tail: torch.Tensor, join: str,
-    scale: float = 1.0, kv_dtype: torch.dtype = torch.float32, **options: Any,
+    scale: float = 1.0, softcap: float | None = None, kv_dtype: torch.dtype = torch.float32, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
     width = (blocks + 15) // 16 * 16 + 3
     masses = np.full((*query.shape[:2], width), np.nan, np.float32)
     score = torch.full((len(query), kv_heads, width), 7.0)
     launch = choose_blocks(
         query.numpy(), digest, table.numpy(), blocks, masses, tail.numpy(), score.numpy(), join=join, scale=scale,
-        kv_dtype=kv_dtype, **options,
+        softcap=softcap, kv_dtype=kv_dtype, **options,
     )  # fmt: skip
     run(launch, threads=2)
     assert (score[..., (blocks + 15) // 16 * 16 :] == 7).all()
@@ -54,16 +54,16 @@ def _check(score: torch.Tensor, logmass: torch.Tensor, tail: torch.Tensor, join:
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize(
-    ("group", "width", "dtype", "blocks"),
+    ("group", "width", "dtype", "blocks", "softcap"),
     [
-        (3, 128, torch.bfloat16, 37),
-        (3, 64, torch.bfloat16, 4),
-        (3, 16, torch.bfloat16, 1),
-        (1, 160, torch.float32, 1031),
-        pytest.param(12, 128, torch.float16, 30, marks=pytest.mark.slow),
+        (3, 128, torch.bfloat16, 37, None),
+        (3, 64, torch.bfloat16, 4, 0.7),
+        (3, 16, torch.bfloat16, 1, None),
+        (1, 160, torch.float32, 1031, None),
+        pytest.param(12, 128, torch.float16, 30, 0.7, marks=pytest.mark.slow),
     ],
 )
-def test_vectors(group: int, width: int, dtype: torch.dtype, blocks: int, join: str) -> None:
+def test_vectors(group: int, width: int, dtype: torch.dtype, blocks: int, softcap: float | None, join: str) -> None:
     torch.manual_seed(group)
     query, digests = torch.randn(2, 2 * group, width) / 4, torch.randn(blocks + 3, 2, width).to(dtype)
     bias, tail = torch.randn(blocks + 3), torch.randn(2, 2 * group)
@@ -71,28 +71,28 @@ def test_vectors(group: int, width: int, dtype: torch.dtype, blocks: int, join: 
     dead = int(table[0, 0])
     bias[dead], digests[dead] = -math.inf, math.nan
     digest = vectors(query.numpy(), bits(digests), bias.numpy(), dtype=dtype)
-    score = _score(query, digest, table, 2, blocks, tail, join)
+    score = _score(query, digest, table, 2, blocks, tail, join, softcap=softcap)
     assert (score[0, :, 0] == -math.inf).all()
-    _check(score, reference.score_vectors(query, digests, bias, table, blocks), tail, join)
+    _check(score, reference.score_vectors(query, digests, bias, table, blocks, softcap), tail, join)
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize(
-    ("count", "dim", "group", "blocks"),
+    ("count", "dim", "group", "blocks", "softcap"),
     [
-        (8, 64, 3, 1037),
-        (8, 80, 3, 5),
-        (4, 16, 3, 33),
-        pytest.param(4, 128, 5, 21, marks=pytest.mark.slow),
-        (16, 64, 3, 275),
-        (16, 64, 3, 1),
-        pytest.param(16, 64, 7, 1, marks=pytest.mark.slow),
-        pytest.param(32, 96, 3, 18, marks=pytest.mark.slow),
-        pytest.param(64, 64, 4, 19, marks=pytest.mark.slow),
+        (8, 64, 3, 1037, None),
+        (8, 80, 3, 5, 1.5),
+        (4, 16, 3, 33, None),
+        pytest.param(4, 128, 5, 21, 0.5, marks=pytest.mark.slow),
+        (16, 64, 3, 275, None),
+        (16, 64, 3, 1, 3.0),
+        pytest.param(16, 64, 7, 1, None, marks=pytest.mark.slow),
+        pytest.param(32, 96, 3, 18, None, marks=pytest.mark.slow),
+        pytest.param(64, 64, 4, 19, 1.5, marks=pytest.mark.slow),
     ],
 )
-def test_submeans(count: int, dim: int, group: int, blocks: int, join: str) -> None:
+def test_submeans(count: int, dim: int, group: int, blocks: int, softcap: float | None, join: str) -> None:
     torch.manual_seed(count)
     physical = blocks + 3
     codes = torch.randint(-7, 8, (physical, 2, count, dim), dtype=torch.int8)
@@ -104,11 +104,13 @@ def test_submeans(count: int, dim: int, group: int, blocks: int, join: str) -> N
     table = _table(2, physical, blocks)
     query, tail, scale = torch.randn(2, 2 * group, dim), torch.randn(2, 2 * group), dim**-0.5
     logmass = reference.score_submeans(
-        query, codes, levels, scales, sizes, bias, center, sigma, table, blocks, scale=scale
+        query, codes, levels, scales, sizes, bias, center, sigma, table, blocks, scale=scale, softcap=softcap
     )
     scales[bias[:, None].expand(scales.shape) == -math.inf] = math.nan
     arrays = (pack_codes(codes), pack_levels(levels), pack_halves(scales, sizes), bias, center, sigma)
-    score = _score(query, submeans(*(x.numpy() for x in arrays)), table, 2, blocks, tail, join, scale=scale)
+    score = _score(
+        query, submeans(*(x.numpy() for x in arrays)), table, 2, blocks, tail, join, scale=scale, softcap=softcap
+    )
     _check(score, logmass, tail, join, atol=1e-3)  # log cosh is a polynomial
 
 
@@ -144,8 +146,11 @@ def test_nothing_to_score(join: str) -> None:
     assert _score(query, LogMasses(np.empty((1, 2, 0), np.float32)), table, 1, 0, tail, join).shape == (1, 1, 0)
 
 
-@pytest.mark.parametrize(("group", "block_size"), [(3, 8), (3, 32), pytest.param(12, 128, marks=pytest.mark.slow)])
-def test_the_tail_is_read(group: int, block_size: int) -> None:
+@pytest.mark.parametrize(
+    ("group", "block_size", "softcap"),
+    [(3, 8, None), (3, 32, 2.0), pytest.param(12, 128, 5.0, marks=pytest.mark.slow)],
+)
+def test_the_tail_is_read(group: int, block_size: int, softcap: float | None) -> None:
     torch.manual_seed(4)
     length = 3 * block_size + 1
     case = make_case(3, 2, 64, block_size, length, torch.bfloat16, padding=(0, block_size + 2, length))
@@ -163,10 +168,13 @@ def test_the_tail_is_read(group: int, block_size: int) -> None:
             tail,
             "max",
             scale=0.125,
+            softcap=softcap,
             kv_dtype=torch.bfloat16,
             unsealed=where,
         )
-        want = reference.tail_lse(query, case.clean, case.table, sealed, length, case.valid, scale=0.125)
+        want = reference.tail_lse(
+            query, case.clean, case.table, sealed, length, case.valid, scale=0.125, softcap=softcap
+        )
         torch.testing.assert_close(tail.double(), want, rtol=0, atol=1e-5 * (1 + 20))
         assert (want[2] == -math.inf).all()
         _check(score, logmass, want, "max")

@@ -53,7 +53,7 @@ class Work:
         table, length = self.case.table.numpy(), self.case.length
         choice = retrieve_blocks(
             self.query.numpy(), self.digest, table, self.first, self.end, self.needs, self.masses, self.spans,
-            self.runs, self.blocks, self.counts, sums=False, scale=1.0,
+            self.runs, self.blocks, self.counts, sums=False, scale=1.0, softcap=None,
         )  # fmt: skip
         attention = sparse_decode(
             self.query.numpy(), self.case.block_ptr, table, self.blocks, self.counts, self.case.holes.numpy(),

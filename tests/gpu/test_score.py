@@ -12,6 +12,7 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.cpu import reference
 from hf_offload.gpu.packing import pack_codes, pack_halves, pack_levels
 from hf_offload.gpu.score import score_submeans, score_vectors
+from hf_offload.scores import Scores
 
 from ._forms import device_of, every_form
 
@@ -57,7 +58,7 @@ def check(masses: torch.Tensor, want: torch.Tensor, atol: float) -> None:
     ],
 )
 def test_vectors(form: str, group: int, width: int, blocks: int, sealed: int, request: pytest.FixtureRequest) -> None:
-    device = device_of(form, request)
+    device, softcap = device_of(form, request), 2.0 if width % 32 else None
     torch.manual_seed(group)
     ready, vectors, bias = torch.randn(2, 2 * group, width), torch.randn(2 * blocks, 2, width), torch.randn(2 * blocks)
     table, limits = tables(2, 2 * blocks, blocks, sealed)
@@ -65,21 +66,22 @@ def test_vectors(form: str, group: int, width: int, blocks: int, sealed: int, re
     if sealed > 1:
         dead = int(table[0, 1])
         bias[dead], vectors[dead] = -math.inf, math.nan
-    want = reference.score_vectors(ready, vectors, bias, table, sealed)
-    masses = score_vectors(*(x.to(device) for x in (ready, vectors, bias, table, limits)))
+    want = reference.score_vectors(ready, vectors, bias, table, sealed, softcap)
+    masses = score_vectors(*(x.to(device) for x in (ready, vectors, bias, table, limits)), softcap=softcap)
     assert masses.shape == (2, 2 * group, blocks)
     check(masses, want, 1e-5 * width**0.5)
 
 
 def truth(
     query: torch.Tensor, means: torch.Tensor, swings: torch.Tensor, bias: torch.Tensor, table: torch.Tensor,
-    scale: float,
+    scale: float, softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """Log masses [B, Hq, n], float64, of pairs means ± swings [P, Hkv, S, D]."""
     ids = table.long()
     grouped = query.double().unflatten(1, (means.shape[1], -1))
-    mean, swing = (scale * torch.einsum("bhgd,bnhsd->bhgns", grouped, x[ids]) for x in (means, swings))
-    score = mean + torch.cosh(swing).log() + bias[ids][:, None, None].double()
+    mean, swing = (torch.einsum("bhgd,bnhsd->bhgns", grouped, x[ids]) for x in (means, swings))
+    pair = [Scores(scale, softcap).of(key) for key in (mean + swing, mean - swing)]
+    score = torch.logaddexp(*pair) - math.log(2) + bias[ids][:, None, None].double()
     return torch.where(bias[ids][:, None, None] > -math.inf, score, -math.inf).logsumexp(-1).flatten(1, 2)
 
 
@@ -104,7 +106,7 @@ def truth(
 def test_submeans(
     form: str, pairs: int, dim: int, group: int, blocks: int, sealed: int, request: pytest.FixtureRequest
 ) -> None:
-    device = device_of(form, request)
+    device, softcap = device_of(form, request), 2.0 if group % 2 else None
     torch.manual_seed(pairs + dim)
     physical = 2 * blocks
     codes = torch.randint(-7, 8, (physical, 2, pairs, dim), dtype=torch.int8)
@@ -121,11 +123,11 @@ def test_submeans(
     query[1, -1] *= 1e-6
     means = center[:, None].double() + (sigma[:, None] * codes * scales[..., None]).double()
     swings = (sigma[:, None].double() * sizes[..., None]) * (levels - 1.5).double()
-    want = truth(query, means, swings, bias, table[:, :sealed], scale)
+    want = truth(query, means, swings, bias, table[:, :sealed], scale, softcap)
     scales[empty], sizes[empty] = math.nan, math.inf
     poison(table, sealed, scales, sizes, bias)
     digest = (pack_codes(codes), pack_levels(levels), pack_halves(scales, sizes), bias, center, sigma)
-    masses = score_submeans(*(x.to(device) for x in (query, *digest, table, limits)), scale=scale)
+    masses = score_submeans(*(x.to(device) for x in (query, *digest, table, limits)), scale=scale, softcap=softcap)
     assert masses.shape == (2, 2 * group, blocks)
     check(masses, want, 3e-5)
 

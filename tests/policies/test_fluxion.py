@@ -21,6 +21,7 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.network import Network
 from hf_offload.fluxion.features import FEATURES
 from hf_offload.fluxion.predictor import HeadPredictor, HeadProperties, save_predictors
+from hf_offload.scores import Scores
 
 TIERS = ("one", "split")
 SINKS, LOCAL, BLOCK = 16, 32, 16
@@ -160,11 +161,11 @@ def test_every_token_is_in_one_segment(llama: PreTrainedModel) -> None:
     layer = cache.layers[0]
     assert isinstance(layer, HybridLayer)
     query = torch.randn(3, llama.config.num_attention_heads, layer.store.head_dim)  # type: ignore[union-attr]
-    step = lone_step(layer, query, 201, layer.scale or 1.0)
+    step = lone_step(layer, query, 201, layer.scores or Scores(1.0))
     found = step.segments(query)
     far = list(found.far)
     pieces = [found.sinks, *far, found.newest]
-    lengths = lone_step(layer, query, 200, layer.scale or 1.0).lengths()
+    lengths = lone_step(layer, query, 200, layer.scores or Scores(1.0)).lengths()
     for row in range(3):
         keys, values = (torch.cat([p[i][row][:, p[2][row]] for p in pieces], 1) for i in (0, 1))
         real = mask[row].bool()

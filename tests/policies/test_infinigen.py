@@ -36,7 +36,7 @@ def recalls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Step, torch.Tensor, t
     def record(step: Step, numbers: torch.Tensor, counts: torch.Tensor) -> Any:
         key = torch.cat([key for _, key, _ in step.earlier()], 2)
         query = torch.as_tensor(step.query).view(*key.shape[:2], -1, key.shape[3])
-        scores = step.scale * (query @ key.transpose(2, 3))
+        scores = step.scores.of(query @ key.transpose(2, 3))
         scores = scores.masked_fill(
             torch.from_numpy(step.store.padding.valid[:, None, None, : key.shape[2]] == 0), -1e9
         )
