@@ -26,7 +26,7 @@ class Letters:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "prose" else ()) for kind in assets.KINDS]
+    "kind", [pytest.param(kind, marks=() if kind == "code" else pytest.mark.slow) for kind in assets.KINDS]
 )
 def test_texts_are_long_and_the_same_each_time(kind):
     text = assets.demo_text(kind)

@@ -116,7 +116,7 @@ def combinations() -> list[Any]:
     return rows
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("family", "policy", "batch", "chunk", "tier"), combinations())
 def test_covering_budget_is_full_attention(
     oracle: dict[Any, Any], family: str, policy: str, batch: int, chunk: int | None, tier: str

@@ -162,7 +162,7 @@ def test_a_first_prompt_is_interrupted_anywhere(memory: str, most: int) -> None:
         check_books([history], leaks=True)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("memory", SETTINGS)
 @pytest.mark.parametrize("most", [3, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_a_crop_is_interrupted_anywhere(memory: str, most: int) -> None:

@@ -119,6 +119,7 @@ def test_a_capture_leaves_no_weights_behind(monkeypatch: pytest.MonkeyPatch, tmp
     assert set(seen) == {(False, True)}
 
 
+@pytest.mark.slow
 def test_a_short_cut_is_proved_again_when_weights_go_away(wanted: Any, tmp_path: Path) -> None:
     model = tiny_model("llama")
     held = generate(model, MODES[1])[2]

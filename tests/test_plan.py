@@ -41,7 +41,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     [
         *(("llama", setting, 2, 301) for setting in SETTINGS),
         ("gemma3", "scout", 3, 43),
-        ("opt", "scout, int8", 1, 1001),
+        pytest.param("opt", "scout, int8", 1, 1001, marks=pytest.mark.slow),
         ("gpt_neox", "hgca", 1, 1003),
     ],
 )

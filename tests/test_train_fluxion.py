@@ -90,6 +90,7 @@ def test_a_predictor_is_trained_and_serves_its_model(tmp_path: Path) -> None:
         HeadPredictor.load(tmp_path / "predictor.safetensors", {**identity, "weights": {}}, 0.05)
 
 
+@pytest.mark.slow
 def test_what_was_collected_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the third window: two files stay as they are, and the others are those of an undisturbed run."""
     model, cut, calls = tiny_model("llama", "sdpa"), windows(), []

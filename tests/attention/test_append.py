@@ -76,6 +76,7 @@ def test_a_gather_that_fails_in_a_thread_can_be_repeated(monkeypatch: pytest.Mon
         assert torch.allclose(got, model(ids).logits[:, 200:], atol=5e-5)
 
 
+@pytest.mark.slow
 def test_a_short_append_reads_packed_blocks() -> None:
     model = tiny_model("llama")
     ids, mask = prompt(2, 400)

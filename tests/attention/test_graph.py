@@ -54,6 +54,7 @@ def test_replayed_steps_are_those_in_python(policy: str, knobs: dict[str, Any], 
         assert mine[key] == other[key]
 
 
+@pytest.mark.slow
 def test_generate_replays_and_a_turn_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     records = []
@@ -71,6 +72,7 @@ def test_generate_replays_and_a_turn_captures_again(monkeypatch: pytest.MonkeyPa
     assert len(records) == 2
 
 
+@pytest.mark.slow
 def test_blocks_that_fill_up_behind_a_long_prompt_capture_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt takes all blocks of the pool, which grows before steps are captured."""
     model = tiny_model("llama")

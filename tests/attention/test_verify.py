@@ -151,7 +151,7 @@ def assert_same(got: HybridCache, want: HybridCache, atol: float) -> None:
                 assert value == b[name], name
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("policy", "tier"),
     [

@@ -137,6 +137,7 @@ def test_tokens_are_the_same_however_late_and_by_however_many_threads(
         assert got[1] == want[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 def test_threads_that_are_killed_are_replaced(model: PreTrainedModel, tier: str) -> None:
     cache, want, steps = make(model, tier, threads=2), converse(model, make(model, tier)), [0]
@@ -169,8 +170,7 @@ def test_a_job_that_hangs_is_given_up_in_time(model: PreTrainedModel) -> None:
     ("tier", "host_dtype"),
     [
         ("one", None),
-        ("split", "int8"),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("one", "int8"), ("split", None))),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("split", "int8"), ("one", "int8"), ("split", None))),
     ],
 )
 def test_memory_that_nobody_wrote_is_never_read(

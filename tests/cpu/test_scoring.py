@@ -59,7 +59,7 @@ def _check(score: torch.Tensor, logmass: torch.Tensor, tail: torch.Tensor, join:
         (3, 128, torch.bfloat16, 37, None),
         (3, 64, torch.bfloat16, 4, 0.7),
         (3, 16, torch.bfloat16, 1, None),
-        (1, 160, torch.float32, 1031, None),
+        pytest.param(1, 160, torch.float32, 1031, None, marks=pytest.mark.slow),
         pytest.param(12, 128, torch.float16, 30, 0.7, marks=pytest.mark.slow),
     ],
 )
@@ -85,8 +85,8 @@ def test_vectors(group: int, width: int, dtype: torch.dtype, blocks: int, softca
         (8, 80, 3, 5, 1.5),
         (4, 16, 3, 33, None),
         pytest.param(4, 128, 5, 21, 0.5, marks=pytest.mark.slow),
-        (16, 64, 3, 275, None),
-        (16, 64, 3, 1, 3.0),
+        pytest.param(16, 64, 3, 275, None, marks=pytest.mark.slow),
+        pytest.param(16, 64, 3, 1, 3.0, marks=pytest.mark.slow),
         pytest.param(16, 64, 7, 1, None, marks=pytest.mark.slow),
         pytest.param(32, 96, 3, 18, None, marks=pytest.mark.slow),
         pytest.param(64, 64, 4, 19, 1.5, marks=pytest.mark.slow),
@@ -121,7 +121,7 @@ def test_submeans(count: int, dim: int, group: int, blocks: int, softcap: float 
     [
         (3, 37),
         (3, 1),
-        (5, 513),
+        pytest.param(5, 513, marks=pytest.mark.slow),
         pytest.param(1, 16, marks=pytest.mark.slow),
         pytest.param(2, 513, marks=pytest.mark.slow),
     ],

@@ -120,6 +120,7 @@ def test_nothing_depends_on_the_number_of_threads() -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
+@pytest.mark.slow
 def test_packed_blocks() -> None:
     torch.manual_seed(6)
     case = make_case(2, 2, 64, 32, 200, torch.bfloat16, padding=(0, 40))

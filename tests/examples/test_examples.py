@@ -78,6 +78,7 @@ def test_chat_reads_the_document_once(run: Run, document: Path, monkeypatch: pyt
     assert max(read, more) < 60
 
 
+@pytest.mark.slow
 def test_questions_share_a_document_that_is_read_in_the_first_run_only(
     run: Run, document: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def test_questions_share_a_document_that_is_read_in_the_first_run_only(
         assert "7482915" in output
 
 
+@pytest.mark.slow
 def test_a_batch_is_summarised(run: Run, document: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("The cat is called Mathilda. She sleeps in the sun all day.", encoding="utf-8")
     output = run("batch_summaries", str(document), str(tmp_path / "short.txt"), "--answer", "12")

@@ -21,6 +21,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("peak", [{}, {"share": 0.5, "after": 9}], ids=["mean", "peak"])
 @pytest.mark.parametrize("extra", [{}, {"padded": True, "softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))

@@ -112,6 +112,7 @@ def test_recall_lowers_the_share_of_the_cpu(model: PreTrainedModel) -> None:
     assert ratios[1] < 0.8 * ratios[0]
 
 
+@pytest.mark.slow
 def test_the_correction_brings_attending_ahead_nearer_to_the_truth(model: PreTrainedModel) -> None:
     """Teacher-forced logits: with the correction the distance to the real query's is smaller."""
     ids = prompt(1, 340)[0]
