@@ -20,8 +20,9 @@ MAY_IMPORT = {
     "policies": {"policies", "cache.digests", "fluxion"},
     "attention": {"attention", "cache", "cpu", "gpu", *CONTRACT},
 }
-ALL_MAY_IMPORT = {"fields", "knobs"}
-"""The checks of what files hold and of users' values, which import nothing else of the package."""
+ALL_MAY_IMPORT = {"fields", "knobs", "scores"}
+"""The checks of what files hold and of users' values, and what a model's scores are: they import nothing else of the
+package."""
 
 
 def own_imports(path: Path) -> set[str]:
