@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .launch import F32, I32, Array, Launch, group_size, head_tiles, kernel, require, tag_of
+from .launch import F32, I32, Array, Launch, cap_of, group_size, head_tiles, kernel, require, tag_of
 from .memory import address_of, count_up, hold
 from .scoring import (
     CHUNK_BLOCKS,
     JOINS,
     SPARE_BLOCKS,
     Digest,
-    cap_of,
     check_digest,
     join_chunks,
     soften_chunk,

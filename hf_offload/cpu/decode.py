@@ -28,6 +28,7 @@ from .launch import (
     U8,
     Array,
     Launch,
+    cap_of,
     check_geometry,
     group_size,
     head_tiles,
@@ -324,8 +325,6 @@ def sparse_decode(
         require("scores", scores, F32, (batch, query_heads, capacity * block_size))
     if min(valid.shape[1], holes.shape[1] * block_size) < length:
         raise ValueError(f"valid {valid.shape} or holes {holes.shape} covers fewer tokens than length {length}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap")
     tag = tag_of(kv_dtype)
     heads, tokens = batch * kv_heads, capacity * block_size
     # The cut depends on shapes and counts: results are the same on any number of threads.
@@ -334,7 +333,7 @@ def sparse_decode(
     partial, finished = partial_results(heads * parts, group, dim, kbar is not NO_KBAR), np.zeros(heads, np.int64)
     args = (
         tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, int(length), out, lse, kbar, scores,
-        int(block_size), float(scale), float(softcap or 0.0), parts, partial, finished,
+        int(block_size), float(scale), cap_of(softcap) or 0.0, parts, partial, finished,
         0 if packed else None, packed_bytes(dim, block_size), bool(prefetch),
     )  # fmt: skip
     cost = heads * tokens * 2 * dim * tag.itemsize

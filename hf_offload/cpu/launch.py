@@ -432,6 +432,17 @@ def check_geometry(dim: int, block_size: int) -> None:
         raise ValueError(f"block_size {block_size} is not one of {BLOCK_SIZES}")
 
 
+def cap_of(softcap: float | None) -> float | None:
+    """A softcap as kernels take it.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap")
+    return None if softcap is None else float(softcap)
+
+
 def group_size(query_heads: int, kv_heads: int) -> int:
     """Return how many query heads share a KV head.
 

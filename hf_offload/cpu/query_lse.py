@@ -15,6 +15,7 @@ from .launch import (
     U8,
     Array,
     Launch,
+    cap_of,
     check_geometry,
     group_size,
     kernel,
@@ -143,8 +144,7 @@ def check_queries(
         )
     if queries < 1 or not 0 <= start <= valid.shape[1] - queries:
         raise ValueError(f"{queries} queries from position {start} on: valid covers {valid.shape[1]} tokens")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap")
+    cap_of(softcap)
 
 
 def step_share(tokens: int, parts: int, block_size: int) -> int:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from .best import SPARE, clear_marks, copy_scores, list_marked, mark_best
-from .launch import F32, I32, U8, Array, Launch, group_size, head_tiles, jit, kernel, require
+from .launch import F32, I32, U8, Array, Launch, cap_of, group_size, head_tiles, jit, kernel, require
 from .memory import address_of, count_up, get, hold, put
 from .needs import Needs, budget_of, granularity_of, runs_wanted
-from .scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, cap_of, check_digest, soften_chunk, write_scores
+from .scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, check_digest, soften_chunk, write_scores
 from .vector import choose_less, exp, lane_max, load_f32, splat, store, vmax
 
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller

@@ -108,17 +108,6 @@ def check_digest(digest: Digest, query_shape: tuple[int, ...], kv_heads: int, n_
     return batch * n_blocks * record
 
 
-def cap_of(softcap: float | None) -> float | None:
-    """A softcap as kernels take it.
-
-    Raises:
-        ValueError: it is not positive.
-    """
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap")
-    return None if softcap is None else float(softcap)
-
-
 @jit
 def _score_quad(
     tag: Any, heads: Any, rows: Any, biases: Any, query: int, width: int, cap: Any, target: int, stride: int

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hf_offload.scores import Scores
+
 from .require import FLOATS, require
 
 _TILE_CHANNELS = 8192  # tokens times D: 16 KiB of 16-bit keys; two buffers for K and V each then take 64 KiB
@@ -65,8 +67,7 @@ def scores_by_torch(
 ) -> torch.Tensor:
     """Scores fp32 `[B, Hkv, G, n]` against keys `[B, Hkv, n, D]`; −inf where `seen` `[B, Hkv, n]` is False."""
     batch, heads, _, dim = k.shape
-    scores = query.float().view(batch, heads, -1, dim) @ k.transpose(2, 3) * scale
-    scores = bent(scores, softcap)
+    scores = Scores(scale, softcap).of(query.float().view(batch, heads, -1, dim) @ k.transpose(2, 3))
     return scores.masked_fill(~seen.unsqueeze(2), float("-inf"))
 
 
@@ -88,8 +89,3 @@ def tile_sizes(query: torch.Tensor, pool: torch.Tensor) -> dict[str, int]:
         "HEADS": heads, "GROUP": query.shape[1] // heads, "ROWS": 16,
         "D": dim, "D_PAD": padded, "SIZE": size, "TILE": tile,
     }  # fmt: skip
-
-
-def bent(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Scores below a bound: `cap·tanh(score / cap)`; as they are without one."""
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap

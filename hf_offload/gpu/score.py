@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from hf_offload.scores import Scores
+
 from .backend import on_triton
 from .groups import MOST_HEADS, join_parts, split_heads
-from .listing import bent
 from .require import require
 
 F32, I32 = (torch.float32,), (torch.int32,)
@@ -80,7 +81,9 @@ def _vectors_by_torch(
         for some in torch.split(ids, max(AT_ONCE // len(ids), 1), 1)
     ]
     shift = torch.where(sealed, bias[ids], -torch.inf)[:, None]
-    return torch.where(shift > -torch.inf, bent(torch.cat(masses, -1).flatten(1, 2), softcap) + shift, -torch.inf)
+    return torch.where(
+        shift > -torch.inf, Scores(1.0, softcap).of(torch.cat(masses, -1).flatten(1, 2)) + shift, -torch.inf
+    )
 
 
 def score_submeans(
@@ -188,7 +191,7 @@ def _submeans_by_torch(
         )
         mean, swing = scale * code_scale * product(nibbles, 8.0), scale * level_scale * product(bits, 1.5)
         mean = mean + scale * middle
-        more, less = (bent(key, softcap) for key in (mean + swing, mean - swing))
+        more, less = (Scores(1.0, softcap).of(key) for key in (mean + swing, mean - swing))
         shift = bias[some][:, None, None]
         score = torch.where(shift > -torch.inf, torch.logaddexp(more, less) - math.log(2) + shift, -torch.inf)
         parts.append(score.logsumexp(-1).flatten(1, 2))
