@@ -11,9 +11,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.settings import Settings
-from hf_offload.cache.turn import Turn
+from hf_offload.cache.transaction import Transaction
 from hf_offload.knobs import MOST, shown
 
 
@@ -21,13 +20,7 @@ class Changing(Cache):
     """A cache that is changed as a whole or not at all, by one thread at a time."""
 
     settings: Settings
-    _turn: Turn
-    _undo_to: int | None
-    """Tokens before the forward that is running; None between forwards."""
-
-    def undo(self) -> None:
-        """Forget the tokens of a forward that did not end."""
-        raise NotImplementedError
+    transaction: Transaction
 
     def drain(self) -> None:
         """Wait for the work in flight of all layers."""
@@ -52,23 +45,9 @@ class Changing(Cache):
         except (TypeError, ValueError):
             raise TypeError(f"crop({tokens_to_remove!r}): use a whole number, -n to drop n tokens") from None
         with self.alone():
-            hybrid = hybrid_layers(self)
-            lengths = [layer.past for layer in hybrid] or [self.get_seq_length()]
+            lengths = [layer.past for layer in hybrid_layers(self)] or [self.get_seq_length()]
             tokens = max(tokens, -max(lengths))
-            for layer in hybrid:
-                layer.prepare_crop(tokens)
-            # From here on an interruption is made up for by going on.
-            self._undo_to = max(min(lengths) + tokens, 0)
-            stock: list[Any] = [layer for layer in self.layers if not isinstance(layer, HybridLayer)]
-            try:
-                for layer in stock:
-                    layer.crop(tokens)
-            except Exception:  # they refuse
-                self._undo_to = None
-                raise
-            for layer in hybrid:
-                layer.crop(tokens)
-            self._undo_to = None
+            self.transaction.crop(tokens, max(min(lengths) + tokens, 0))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search; rows share host blocks by reference.
@@ -121,13 +100,13 @@ class Changing(Cache):
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Have the cache to oneself, as a whole forward left it and with no work in flight."""
-        self._turn.take()
+        self.transaction.take()
         try:
-            self.undo()
+            self.transaction.rollback()
             self.drain()
             yield
         finally:
-            self._turn.leave()
+            self.transaction.leave()
 
     @contextmanager
     def _rows(
@@ -139,7 +118,7 @@ class Changing(Cache):
             IndexError, TypeError, ValueError: as `batch_select_indices`; nothing has happened.
         """
         rows = _row_numbers(what, index, self._row_count(), dtypes)
-        with self._turn.changing(what):
+        with self.transaction.changing_rows(what):
             yield rows
             self.settings.padding.select_rows(rows.numpy())
 

@@ -19,13 +19,12 @@ from hf_offload.attention.spread import on_device, two_memories
 from hf_offload.cache.budget import least_blocks, make_budget, resident_tokens
 from hf_offload.cache.fingerprint import likeness
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.mending import halt, mend
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
 from hf_offload.cache.settings import Settings, check_progress, check_sizes, check_tier
 from hf_offload.cache.stats import Pace, Stats, report
-from hf_offload.cache.turn import Turn
+from hf_offload.cache.transaction import Transaction
 from hf_offload.cpu.cores import cores
 from hf_offload.cpu.worker import Worker, WorkerError
 from hf_offload.policies import Policy, make_policy
@@ -141,13 +140,10 @@ class HybridCache(Portable):
         self._attachment, self._watch = attach(model), watch(model)
         self._looks_ahead: bool | None = None
         self._may_look_ahead = self.policy.may_look_ahead(beside_device=on_device(model))
-        self.calls: dict[int, Any] = {}
-        """The keyword arguments of the decoder layers that the forward now running has reached."""
         self.donors: dict[int, int] = {}
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
-        self._pace, self._turn = Pace(), Turn()
-        self._undo_to: int | None = None
-        """Tokens before the forward that is running; None between forwards."""
+        self._pace = Pace()
+        self.transaction = Transaction(self.layers, settings, self.fallback.undo)
         self.graph = StepGraph(self) if cuda_graph else None
         self._graphed = graphed(model) if cuda_graph else None
         owned = weakref.WeakSet(model.modules())
@@ -238,20 +234,9 @@ class HybridCache(Portable):
             RuntimeError: the forward before was interrupted; the cache has been put back to what it was before it. Or
                 another thread is at work with this cache.
         """
-        self._turn.take()
+        self.transaction.begin(self.get_seq_length())
         if self.settings.progress is not None:
             self.settings.progress.begin(len(hybrid_layers(self)))
-        if self._undo_to is not None:
-            try:
-                self.undo()
-            finally:
-                self._turn.leave()
-            raise RuntimeError(
-                f"the last forward was interrupted; the cache holds the {self.get_seq_length()} tokens from before it; "
-                "run it again with the inputs that follow these"
-            )
-        self.calls.clear()
-        self._undo_to = min((layer.past for layer in hybrid_layers(self)), default=self.get_seq_length())
         self.settings.drafts.begin()
         if self.settings.drafts.recording:
             for layer in hybrid_layers(self):
@@ -259,54 +244,26 @@ class HybridCache(Portable):
 
     def end(self, finished: bool) -> None:
         """A forward ends (the model's hook calls this); one that raised is undone."""
-        if not self._turn.mine:  # it never began
+        transaction = self.transaction
+        if not transaction.mine:  # it never began
             return
-        self.calls.clear()
         self.settings.drafts.end()
         if self.settings.progress is not None:
             self.settings.progress.end(finished)
         if finished:
-            self._pace.forward(self.get_seq_length() - (self._undo_to or 0))
-            self._undo_to = None
+            self._pace.forward(self.get_seq_length() - (transaction.committed or 0))
+            transaction.commit()
         with suppress(RuntimeError):  # told at the next forward: this one has an error of its own to tell
-            self.undo(interrupted=False)
-        self._turn.leave()
+            transaction.rollback(interrupted=False)
+        transaction.leave()
 
     def fail(self, past: int) -> None:
         """Undo a forward that failed when its layers had ended; the cache held `past` tokens before it."""
-        self._turn.take()
-        self._undo_to = past
+        self.transaction.take()
+        self.transaction.committed = past
         with suppress(RuntimeError):
-            self.undo()
-        self._turn.leave()
-
-    def undo(self, *, interrupted: bool = True) -> None:
-        """Forget the tokens of a forward that did not end.
-
-        Args:
-            interrupted: whether it ended between any two instructions, not by an error that passed through it.
-
-        Raises:
-            RuntimeError: layers with sliding windows or linear attention have taken them in and cannot forget.
-            WorkerError: work in flight does not end in time.
-        """
-        if self._undo_to is None:
-            return
-        layers = hybrid_layers(self)
-        self.calls.clear()  # they hold this cache, too
-        self.drain(quiet=True)  # the fault that ended that forward is on its way to the caller
-        if interrupted:
-            halt(layers, self.settings)
-        for layer in layers:
-            layer.pending = None
-            layer.rollback.clear()
-            layer.crop(min(self._undo_to - layer.past, 0))
-            layer.forget_plans()
-        self.settings.padding.truncate(self._undo_to)
-        if interrupted:
-            mend(layers, self.settings)
-        self.fallback.undo(self._undo_to)
-        self._undo_to = None
+            self.transaction.rollback()
+        self.transaction.leave()
 
     def reset(self) -> None:
         """Drop all tokens and statistics; the next batch may have other rows.
@@ -314,12 +271,12 @@ class HybridCache(Portable):
         Raises:
             RuntimeError: another thread uses the cache.
         """
-        self._turn.take(torn=True)
-        with self._turn.changing("reset()"):
+        self.transaction.take(torn=True)
+        with self.transaction.changing_rows("reset()"):
             self.drain(quiet=True)
             if self.graph is not None:
                 self.graph.close()
-            self._looks_ahead = self._undo_to = None
+            self._looks_ahead = self.transaction.committed = None
             self._pace = Pace()
             self.settings.drafts.forget()
             for i, fresh in enumerate(stock_layers(self._config)):
@@ -329,7 +286,7 @@ class HybridCache(Portable):
                     layer.reset()
                 else:  # Transformers' own resets keep old keys in some versions
                     self.layers[i] = fresh
-        self._turn.leave()
+        self.transaction.leave()
 
     @property
     def is_initialized(self) -> bool:

@@ -93,7 +93,7 @@ class Attachment:
             return
         if not layer.past or not layer.policy.looks_ahead(layer):
             return
-        call = cache.calls.get(cache.donors.get(target))
+        call = cache.transaction.calls.get(cache.donors.get(target))
         if call is None:
             return  # not called yet, or the first layer of its kind in this forward: it uses its real query
         if not (layer.device_type == "cpu" and hidden.is_cpu):
@@ -103,7 +103,7 @@ class Attachment:
 
 def _learn_donor(cache: Any, index: int, kwargs: dict[str, Any]) -> None:
     """Layers with the very same position tensors may lend each other their arguments (Gemma 3 has two kinds)."""
-    calls = cache.calls
+    calls = cache.transaction.calls
     last = calls.get(index - 1)
     if last is not None and len(last) == len(kwargs) and all(map(operator.is_, last.values(), kwargs.values())):
         cache.donors[index] = index - 1  # all is the same, as in most models

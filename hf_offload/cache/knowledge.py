@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from hf_offload.cache.context import LIST_STEP
-from hf_offload.cache.earlier import earlier_fields
 from hf_offload.cache.keeping import copy_marked
 from hf_offload.cache.salience import Salience
 from hf_offload.cache.weighing import Weighing
-from hf_offload.fields import Field, LayerSizes, prefixed
+from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST
 
 
@@ -65,7 +64,7 @@ def copy(source: Salience, target: Salience) -> None:
     target.average, target.kept = source.average.copy(), source.kept.copy()
     target.window_blocks, target.evicted, target.known = source.window_blocks, source.evicted, source.known.copy()
     target.weighing = replace(source.weighing)
-    target.earlier.copy_from(source.earlier)
+    target.since = source.since
 
 
 def pack(salience: Salience) -> dict[str, torch.Tensor]:
@@ -74,7 +73,7 @@ def pack(salience: Salience) -> dict[str, torch.Tensor]:
         salience.near.write_back()
     weighing, length = salience.weighing, salience.store.length
     numbers = (
-        salience.window_blocks, salience.evicted, weighing.border, weighing.prompt, weighing.decoded,
+        salience.window_blocks, salience.evicted, weighing.border, weighing.prompt, weighing.decoded, salience.since,
     )  # fmt: skip
     return {
         "average": torch.from_numpy(salience.average[:, :, :length]),
@@ -83,37 +82,23 @@ def pack(salience: Salience) -> dict[str, torch.Tensor]:
         "queries": torch.from_numpy(weighing.queries),
         "numbers": torch.tensor(numbers, dtype=torch.int64),
         "room": torch.tensor(salience.context.table.shape[1]),
-    } | {f"earlier.{name}": torch.from_numpy(part) for name, part in salience.earlier.pack().items()}
+    }
 
 
-def fields(sizes: LayerSizes, found: dict[str, torch.Tensor], windows: range) -> dict[str, Field]:
-    """What `pack` gives for a layer.
-
-    Args:
-        sizes: of the layer.
-        found: the tensors that are there.
-        windows: blocks that the window may have.
-
-    Raises:
-        ValueError: numbers among them on which shapes depend are wrong.
-    """
+def fields(sizes: LayerSizes, windows: range) -> dict[str, Field]:
+    """What `pack` gives for a layer, whose window may have so many blocks."""
     rows, tokens, known = sizes.rows, sizes.tokens, sizes.query_heads
     # A cache that was taken over does not know the query heads before something is resident.
     heads = known if sizes.placed or sizes.kv_heads in known else {sizes.kv_heads, *known}
-    least, most = (windows.start, 0, 0, 0, 0), (windows.stop - 1, sizes.full_blocks, tokens, 1, 1)
-    table = {
+    least, most = (windows.start, 0, 0, 0, 0, 0), (windows.stop - 1, sizes.full_blocks, tokens, 1, 1, tokens)
+    return {
         "average": Field(torch.float32, (rows, heads, tokens)),
         "kept": Field(torch.uint8, (*sizes.lines, tokens), 0, 1),
         "known": Field(torch.bool, (rows,)),
         "queries": Field(torch.int64, (rows,), 0, MOST),
-        "numbers": Field(torch.int64, (5,), least, most),
+        "numbers": Field(torch.int64, (6,), least, most),
         "room": Field(torch.int64, (), 0, sizes.width * 5 // 4 + LIST_STEP),
     }
-    for place in ("earlier.0.", "earlier.1."):
-        mine = {name.removeprefix(place): part for name, part in found.items() if name.startswith(place)}
-        if mine:
-            table |= prefixed(place, earlier_fields(sizes, mine, heads, windows.stop - 1))
-    return table
 
 
 def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool) -> None:
@@ -121,13 +106,9 @@ def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool)
     average, kept = packed["average"].numpy(), packed["kept"].numpy()
     salience.reserve(average.shape[2], average.shape[1])
     salience.average[:, :, : average.shape[2]], salience.kept[:, :, : kept.shape[2]] = average, kept
-    blocks, salience.evicted, border, prompt, decoded = packed["numbers"].tolist()
+    blocks, salience.evicted, border, prompt, decoded, salience.since = packed["numbers"].tolist()
     salience.window_blocks = blocks if window else salience.window_blocks
     salience.known = packed["known"].numpy().copy()
     queries = packed["queries"].numpy().copy()
     salience.weighing = Weighing(salience.rule, queries, border, bool(prompt), bool(decoded))
     salience.context = copy_marked(salience, salience.kept, salience.evicted, int(packed["room"]))
-    earlier = {
-        name.removeprefix("earlier."): part.numpy() for name, part in packed.items() if name.startswith("earlier.")
-    }
-    salience.earlier.unpack(earlier, salience.rule, None if window else salience.window_blocks)

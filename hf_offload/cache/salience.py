@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hf_offload.cache.context import Context
-from hf_offload.cache.earlier import Earlier
 from hf_offload.cache.keeping import copy_marked, keep_tokens
 from hf_offload.cache.mirror import brought
 from hf_offload.cache.stats import LayerStats
@@ -49,6 +48,26 @@ class _Decision:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What was known before a chunk of a prompt or append, which wrote beside it: no array of it is written any more.
+
+    Args:
+        length: tokens that there were.
+        since, window_blocks, evicted, average, kept, known, context, weighing: as in `Salience`.
+    """
+
+    length: int
+    since: int
+    window_blocks: int
+    evicted: int
+    average: np.ndarray
+    kept: np.ndarray
+    known: np.ndarray
+    context: Context
+    weighing: Weighing
+
+
 class Salience:
     """The moving averages of attention weights of a layer's tokens, and the tokens that are kept by them.
 
@@ -79,7 +98,12 @@ class Salience:
         self.known = np.ones(store.batch, bool)
         """`[B]`, whether averages come from attention: a cache that was taken over has none, and keeps every token."""
         self.weighing = Weighing(rule, np.zeros(store.batch, np.int64))
-        self.earlier = Earlier()
+        self.since = 0
+        """Tokens before the last prompt or append, all its chunks: what was known of these is gone."""
+        self._before: _Before | None = None
+        """Until something else happens than that the chunk is taken back."""
+        self._whole: tuple[int, int, np.ndarray, Context] | None = None
+        """Of a crop that is prepared: tokens, and what `_keep_whole` gave for them."""
         self.near: NearAverages | None = None
         """The averages of what is resident, with two memories."""
         self._job: Job | None = None
@@ -87,8 +111,8 @@ class Salience:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the averages and marks of all tokens, and of what they were before the last append."""
-        return self.average.nbytes + self.kept.nbytes + self.earlier.nbytes
+        """Bytes of the averages and marks of all tokens."""
+        return self.average.nbytes + self.kept.nbytes
 
     @property
     def window_size(self) -> int:
@@ -183,10 +207,15 @@ class Salience:
         length, past, size = store.length, store.length - query.shape[2], store.block_size
         valid = store.padding.valid[:, past:length]
         self.reserve(length, query.shape[1])
-        self.earlier.note(self, past, chunk=not weighing.decoded)
+        self._before = _Before(
+            past, self.since, self.window_blocks, self.evicted, self.average, self.kept, self.known, self.context,
+            replace(weighing),
+        )  # fmt: skip
+        self.average, self.known = self.average.copy(), self.known.copy()
         self.window_blocks = window
         self.average[:, :, past:length] = 0.0
-        weighing.begin(past, self.evicted * size)
+        if weighing.begin(past, self.evicted * size):
+            self.since = past
         border = weighing.border
         anew = rule.reevaluate or weighing.prompt or not self.known.any()
         spans = weighing.spans(valid, length, self.alpha, self.window_size, anew=anew)
@@ -241,9 +270,7 @@ class Salience:
 
     def advance(self) -> None:
         """After a decode step: begin to look at the tokens of blocks that have left the window."""
-        if not self.weighing.decoded:
-            self.weighing.decoded = True
-            self.earlier.decoded()
+        self.weighing.decoded, self._before = True, None
         length, evicted = self.store.length, self.due(self.store.length)
         if evicted == self.evicted:
             return
@@ -266,15 +293,22 @@ class Salience:
 
     def keep_all(self) -> None:
         """Keep every valid token until the next append: nobody knows how much they were attended."""
-        self.earlier.clear()
-        self.known[:] = False
-        length = self.store.length
-        self.crop(length)
+        self._before = None
+        self._cut(self.store.length)
+        self._adopt_whole(*self._keep_whole(self.store.length))
+
+    def _keep_whole(self, length: int) -> tuple[int, np.ndarray, Context]:
+        """Blocks out of the window, marks and lists, where the first `length` tokens are all kept."""
+        size, valid = self.store.block_size, self.store.padding.valid
         self.reserve(length, max(self.average.shape[1], self.store.num_kv_heads))
-        self.evicted = self.due(length)
-        if stop := self.evicted * self.store.block_size:  # without any token nobody knows how many rows come
-            self.kept[:, :, :stop] = self.store.padding.valid[:, None, :stop]
-        self.context = copy_marked(self, self.kept, self.evicted)
+        evicted, kept = max(self._outside(length), min(self.evicted, length // size)), np.zeros_like(self.kept)
+        if stop := evicted * size:  # without any token nobody knows how many rows come
+            kept[:, :, :stop] = valid[:, None, :stop]
+        return evicted, kept, copy_marked(self, kept, evicted)
+
+    def _adopt_whole(self, evicted: int, kept: np.ndarray, context: Context) -> None:
+        self.evicted, self.kept, self.context, self.since = evicted, kept, context, 0
+        self.known, self.weighing.decoded = np.zeros_like(self.known), True
 
     def catch_up(self) -> None:
         """Have all that should have left the window out of it: what is decided now is waited for.
@@ -289,13 +323,35 @@ class Salience:
 
     def prepare_crop(self, length: int) -> None:
         """Do what may fail of a crop; nothing is in flight."""
-        self.earlier.prepare(self, length)
+        self._whole = (length, *self._keep_whole(length)) if self._loses_all(length) else None
+
+    def _loses_all(self, length: int) -> bool:
+        """Whether a crop takes the last append whole, and nobody can tell any more what was known before it."""
+        before = self._before
+        since = self.since if before is None or length > before.length else before.since
+        return 0 < length <= since
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens, and what was known before appends that go; nothing is in flight."""
-        size = self.store.block_size
-        if not self.earlier.crop(self, length):  # what comes next is no part of what has been cropped
+        """Keep the first `length` tokens; nothing is in flight.
+
+        What was known before the last chunk of a prompt or append comes back where that alone is taken back, as when
+        its forward fails. A crop that reaches further back keeps every token.
+        """
+        loses_all, before, whole = self._loses_all(length), self._before, self._whole
+        self._before = self._whole = None
+        if before is not None and length <= before.length:
+            self.since, self.window_blocks, self.evicted = before.since, before.window_blocks, before.evicted
+            self.average, self.kept, self.known = before.average, before.kept, before.known
+            self.context, self.weighing = before.context, before.weighing
+        if before is None or length != before.length:  # what comes next is no part of what has been cropped
             self.weighing.decoded = True
+        self._cut(length)
+        if loses_all:
+            self._adopt_whole(*(whole[1:] if whole is not None and whole[0] == length else self._keep_whole(length)))
+
+    def _cut(self, length: int) -> None:
+        """Know nothing of the tokens from `length` on."""
+        size = self.store.block_size
         self.evicted = min(self.evicted, length // size)
         self.weighing.border = min(self.weighing.border, self.evicted * size)
         self.average[:, :, length:] = 0.0
@@ -308,7 +364,7 @@ class Salience:
         self.context.select_lists((rows[:, None] * heads + np.arange(heads)).ravel())
         self.average, self.kept, self.known = self.average[rows], self.kept[rows], self.known[rows]
         self.weighing.select_rows(rows)
-        self.earlier.select_rows(rows)
+        self._before = self._whole = None
         if self.near is not None:
             self.near.select_rows(rows)
 

@@ -174,8 +174,7 @@ def layer_fields(
             resident = found["block_of"].shape[-1:]
             window_blocks = range(resident[0] - 1, resident[0]) if resident else range(0)
     if policy.salience is not None:
-        tensors = {n.removeprefix("salience."): x for n, x in found.items() if n.startswith("salience.")}
-        fields |= prefixed("salience.", knowledge.fields(sizes, tensors, window_blocks))
+        fields |= prefixed("salience.", knowledge.fields(sizes, window_blocks))
     if any(name.startswith("state.") for name in found):
         fields |= prefixed("state.", policy.state_fields(sizes))
     return fields

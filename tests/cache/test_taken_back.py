@@ -1,4 +1,4 @@
-"""What a crop behind an append brings back: all that was known before it."""
+"""What a crop behind an append brings back: all that was known before it, or every token."""
 
 from __future__ import annotations
 
@@ -91,78 +91,89 @@ SHARE = {"window": None, "gpu_ratio": 0.3}
 
 
 @pytest.mark.parametrize(
-    ("chunk", "knobs", "tier"),
-    [
-        (40, {}, "one"),
-        (13, SHARE, "split"),
-        pytest.param(13, SHARE, "one", marks=pytest.mark.slow),
-        pytest.param(40, {}, "split", marks=pytest.mark.slow),
-    ],
+    ("knobs", "tier"),
+    [({}, "one"), (SHARE, "split"), pytest.param(SHARE, "one", marks=pytest.mark.slow)],
     ids=str,
 )
-def test_a_turn_that_is_taken_back_leaves_nothing(
-    model: PreTrainedModel, chunk: int, knobs: dict[str, Any], tier: str
+def test_an_append_that_is_taken_back_at_once_leaves_nothing(
+    model: PreTrainedModel, knobs: dict[str, Any], tier: str
 ) -> None:
     talk, other = Talk(model, tier, **knobs).begin(), Talk(model, tier, **knobs).begin()
-    before, length = talk.known(), talk.cache.get_seq_length()
-    talk.append(5, chunk=chunk)
-    changed = talk.known()
-    assert not same(changed, before)
-    talk.steps(6)
-    talk.cache.crop(-4)
-    talk.cache.crop(length - talk.cache.get_seq_length())
-    assert same(talk.known(), before)
-    for _ in range(2):  # the same place again
-        assert torch.equal(talk.append(7), other.append(7))
-        assert torch.equal(talk.steps(8), other.steps(8))
-        assert same(talk.known(), other.known())
-        for one in (talk, other):
-            one.cache.crop(length - one.cache.get_seq_length())
-        assert same(talk.known(), before)
-
-
-@pytest.mark.parametrize("tier", ["one", pytest.param("split", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("length", [PROMPT - 20, 4 * BLOCK])  # within the window and before it
-def test_a_crop_behind_a_turn_is_a_crop_of_what_was_before_it(model: PreTrainedModel, length: int, tier: str) -> None:
-    talk, other = Talk(model, tier).begin(), Talk(model, tier).begin()
-    talk.append(5)
-    talk.steps(6)
-    for one in (talk, other):
-        one.cache.crop(length - one.cache.get_seq_length())
-    assert same(talk.known(), other.known())
-    assert torch.equal(talk.steps(7), other.steps(7))
-
-
-def test_a_system_prompt_serves_one_question_after_the_other(model: PreTrainedModel) -> None:
-    """Nothing was decoded before the questions, which count as chunks of the prompt."""
-    ids, mask = prompt(2, PROMPT)
-    talk, kept = Talk(model, "one"), []
-    talk.say(ids, mask)
     before = talk.known()
-    for question in (5, 6, 7):
-        talk.append(question)
-        kept.append([parts[2] for parts in talk.known()])
-        talk.steps(8)
-        talk.cache.crop(PROMPT - talk.cache.get_seq_length())
+    for seed in (5, 6):  # the same place again
+        talk.append(seed)
+        assert not same(talk.known(), before)
+        talk.cache.crop(-40)
         assert same(talk.known(), before)
-    assert any(not np.array_equal(*pair) for pair in zip(kept[0], kept[1], strict=True))
+    assert torch.equal(talk.append(7), other.append(7))
+    assert torch.equal(talk.steps(8), other.steps(8))
+    assert same(talk.known(), other.known())
 
 
-def test_files_hold_chunks_of_a_prompt_and_what_a_crop_went_back_to(model: PreTrainedModel, tmp_path: Path) -> None:
+def every_token(talk: Talk) -> bool:
+    """Whether lists hold all valid tokens before the window, and nobody claims to know their weights."""
+    talk.cache.drain()
+    return all(
+        np.array_equal(
+            layer.salience.context.positions[index, : layer.salience.context.counts[index]],
+            np.flatnonzero(talk.mask[index // 2, : layer.salience.evicted * BLOCK]),
+        )
+        and not layer.salience.known.any()
+        for layer in hybrid_layers(talk.cache)
+        for index in range(layer.salience.context.lists)
+    )
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize("left", [0, 20, 100])  # what goes with the append: nothing, within the window, more
+def test_a_crop_across_an_append_keeps_every_token(model: PreTrainedModel, left: int, tier: str) -> None:
+    talk = Talk(model, tier).begin()
+    length = talk.cache.get_seq_length()
+    talk.append(5, chunk=13)
+    talk.steps(6)
+    assert not every_token(talk)
+    talk.cache.crop(length - left - talk.cache.get_seq_length())
+    assert every_token(talk)
+    if left > STEPS:  # the prompt alone, whose keys and values are those of full attention
+        other = Talk(model, tier)
+        other.cache = HybridCache(model, "full", tier=tier)
+        ids, mask = prompt(2, PROMPT)
+        first = PROMPT + STEPS - left
+        other.say(ids[:, :first], mask[:, :first])
+        torch.testing.assert_close(talk.steps(8), other.steps(8), rtol=1e-5, atol=1e-5)
+    talk.append(9)
+    assert not every_token(talk)  # its queries have weighed them
+
+
+def test_a_crop_within_the_steps_behind_an_append_keeps_what_was_kept(model: PreTrainedModel) -> None:
+    talk = Talk(model, "one").begin()
+    talk.append(5)
+    known = talk.known()
+    talk.steps(6, count=4)
+    talk.cache.crop(-3)
+    for mine, before in zip(talk.known(), known, strict=True):
+        border = before[0][1] * BLOCK
+        assert np.array_equal(mine[2][:, :, :border], before[2][:, :, :border])
+
+
+def test_files_hold_chunks_of_a_prompt(model: PreTrainedModel, tmp_path: Path) -> None:
     ids, mask = prompt(2, PROMPT)
     talk, other = Talk(model, "one"), Talk(model, "one")
     for one in (talk, other):
         for part, real in zip(ids.split(60, 1), mask.split(60, 1), strict=True):
             one.say(part, real)
-    for act in ("save", "crop", "save", "append", "save"):
-        if act == "save":
-            talk.reload(tmp_path / "cache")
-        for one in (talk, other):
-            if act == "crop":
-                one.cache.crop(-50)  # the last chunk
-            elif act == "append":
-                one.append(7)
-        assert same(talk.known(), other.known())
+    talk.reload(tmp_path / "cache")
+    assert same(talk.known(), other.known())
+    for one in (talk, other):
+        one.steps(3)
+        one.append(7)
+    talk.reload(tmp_path / "cache")
+    assert same(talk.known(), other.known())
+    for one in (talk, other):
+        one.steps(4, count=1)
+        one.cache.crop(-50)
+        assert every_token(one)
+    assert same(talk.known(), other.known())
 
 
 @pytest.mark.parametrize("append", ["max", "mean"])
@@ -181,21 +192,22 @@ def test_a_chunk_that_fails_and_comes_again_counts_once(model: PreTrainedModel, 
         other.say(part)
     for mine, theirs in zip(talk.known(), other.known(), strict=True):
         assert mine[0] == theirs[0]
-        for got, want in zip(mine[1:], theirs[1:], strict=True):  # averages of a chunk that comes again round otherwise
+        for got, want in zip(mine[1:], theirs[1:], strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("way", ["fork", "rows", "file"])
-def test_forks_rows_and_files_have_their_part_of_it(model: PreTrainedModel, tmp_path: Path, way: str) -> None:
-    talk, other = Talk(model, "split").begin(), Talk(model, "split").begin()
+def test_behind_forks_rows_and_files_a_crop_across_an_append_keeps_every_token(
+    model: PreTrainedModel, tmp_path: Path, way: str
+) -> None:
+    talk = Talk(model, "split").begin()
     talk.append(5)
     if way == "fork":
         talk.cache = talk.cache.fork()
     elif way == "file":
         talk.reload(tmp_path / "cache")
     else:
-        for one in (talk, other):
-            one.cache.batch_select_indices(torch.tensor([1, 0, 1]))
-            one.mask = one.mask[[1, 0, 1]]
+        talk.cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        talk.mask = talk.mask[[1, 0, 1]]
     talk.cache.crop(-40)
-    assert same(talk.known(), other.known())
+    assert every_token(talk)

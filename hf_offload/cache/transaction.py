@@ -1,0 +1,190 @@
+"""Guards a cache: one thread at a time, and each forward and each change of it as a whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.sealing import seal
+from hf_offload.cache.settings import Settings
+from hf_offload.cpu.worker import WorkerError
+
+
+class Transaction:
+    """A forward or a change of a cache, by the thread that has begun it.
+
+    An interruption (Ctrl-C) may come between any two instructions, so that nobody ends what was begun. Whoever begins
+    next rolls it back first; a rollback may run twice.
+
+    Args:
+        layers: of the cache, ours and Transformers' own.
+        settings: what ours share.
+        undo_stock: crops Transformers' own layers to so many tokens.
+    """
+
+    def __init__(self, layers: list[Any], settings: Settings, undo_stock: Callable[[int], None]) -> None:
+        self._layers, self._settings, self._undo_stock = layers, settings, undo_stock
+        self._holder: dict[str, int] = {}  # `setdefault` decides between two threads
+        self._torn: str | None = None
+        self.committed: int | None = None
+        """Tokens that a rollback goes back to; None: there is nothing to roll back."""
+        self.calls: dict[int, Any] = {}
+        """The keyword arguments of the decoder layers that the forward now running has reached."""
+
+    @property
+    def hybrid(self) -> list[HybridLayer]:
+        """Those of the layers that hold blocks."""
+        return [layer for layer in self._layers if isinstance(layer, HybridLayer)]
+
+    # --- one thread --------------------------------------------------------------------------------------------------
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has the cache."""
+        return self._holder.get("thread") == threading.get_ident()
+
+    def take(self, *, torn: bool = False) -> None:
+        """Have the cache for this thread.
+
+        Args:
+            torn: whether layers may differ in their rows.
+
+        Raises:
+            RuntimeError: another thread has it, or a change of the rows did not come to its end.
+        """
+        me = threading.get_ident()
+        holder = self._holder.setdefault("thread", me)
+        if holder != me:
+            thread = next((thread for thread in threading.enumerate() if thread.ident == holder), None)
+            if thread is not None:
+                raise RuntimeError(
+                    f"the thread {thread.name!r} is at work with this cache, or was interrupted in it; a cache serves "
+                    "one thread at a time: give each its own (caches of one model may run at once), or call crop(0) "
+                    "there"
+                )
+            self._holder["thread"] = me
+        if self._torn is not None and not torn:
+            what = self._torn
+            self.leave()
+            raise RuntimeError(f"{what} did not come to its end, so that layers differ in their rows; call reset()")
+
+    def leave(self) -> None:
+        """Let others have the cache."""
+        self._holder.clear()
+
+    @contextmanager
+    def changing_rows(self, what: str) -> Iterator[None]:
+        """What is inside changes the rows of all layers; where it does not end, only `reset()` helps."""
+        self._torn = what
+        yield
+        self._torn = None
+
+    # --- a forward ---------------------------------------------------------------------------------------------------
+
+    def begin(self, past: int) -> None:
+        """Begin a forward behind `past` tokens.
+
+        Raises:
+            RuntimeError: the forward before was interrupted and has been rolled back now, or another thread has the
+                cache.
+        """
+        self.take()
+        if self.committed is not None:
+            try:
+                self.rollback()
+                held = max((layer.past for layer in self.hybrid), default=past)
+            finally:
+                self.leave()
+            raise RuntimeError(
+                f"the last forward was interrupted; the cache holds the {held} tokens from before it; run it again "
+                "with the inputs that follow these"
+            )
+        self.calls.clear()
+        self.committed = min((layer.past for layer in self.hybrid), default=past)
+
+    def commit(self) -> None:
+        """Keep what the forward has done."""
+        self.calls.clear()
+        self.committed = None
+
+    def rollback(self, *, interrupted: bool = True) -> None:
+        """Forget the tokens of a forward that did not end; nothing if there is none.
+
+        Args:
+            interrupted: whether it ended between any two instructions, not by an error that passed through it.
+
+        Raises:
+            RuntimeError: layers with sliding windows or linear attention have taken them in and cannot forget.
+            WorkerError: work in flight does not end in time.
+        """
+        length = self.committed
+        if length is None:
+            return
+        self.calls.clear()  # they hold the cache, too
+        layers = self.hybrid
+        for layer in layers:
+            with suppress(WorkerError):  # the fault that ended that forward is on its way to the caller
+                layer.drain()
+        if interrupted:
+            self._halt(layers)
+        for layer in layers:
+            layer.pending = None
+            layer.rollback.clear()
+            layer.crop(min(length - layer.past, 0))
+            layer.forget_plans()
+        self._settings.padding.truncate(length)
+        if interrupted:
+            self._derive(layers)
+        self._undo_stock(length)
+        self.committed = None
+
+    def _halt(self, layers: list[HybridLayer]) -> None:
+        """Have no work in flight, known or not, and nothing resident."""
+        self._settings.worker.settle()
+        for mirror in self._settings.mirrors.values():
+            if mirror.stream is not None:
+                mirror.stream.synchronize()
+        for layer in layers:
+            if layer.is_initialized:
+                layer.unplace()
+                layer.kernels.clear()
+
+    def _derive(self, layers: list[HybridLayer]) -> None:
+        """Derive anew what is derived from the tokens: any of it may be half done."""
+        self._settings.padding.look_again()
+        for layer in layers:
+            store = layer.store
+            if store is not None:
+                store.revision += 1
+                store.pool.revision += 1
+                if layer.salience is not None:
+                    layer.salience.keep_all()
+                if store.sealed < store.length // store.block_size:
+                    seal(store, self._settings.prefill_tile)
+
+    # --- a change ----------------------------------------------------------------------------------------------------
+
+    def crop(self, tokens: int, left: int) -> None:
+        """Drop the last `-tokens` tokens of every layer, or none if a layer refuses.
+
+        Args:
+            tokens: 0 or less.
+            left: how many are left in all layers, to which a rollback goes if this is interrupted.
+        """
+        layers = self.hybrid
+        for layer in layers:
+            layer.prepare_crop(tokens)
+        self.committed = left
+        try:
+            for stock in self._layers:
+                if not isinstance(stock, HybridLayer):
+                    stock.crop(tokens)
+        except Exception:  # they refuse
+            self.committed = None
+            raise
+        for layer in layers:
+            layer.crop(tokens)
+        self.committed = None
