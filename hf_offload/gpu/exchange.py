@@ -51,7 +51,7 @@ def exchange(
     """
     _check(worth, known, block_of, slot_of, high, limits, recent)
     if due is not None:
-        require("due", due, I32, (1,), worth.device)
+        require(worth.device, due=(due, I32, (1,)))
     if not on_triton(worth):
         return _by_torch(worth, known, block_of, slot_of, high, limits, recent, due)
     from . import exchange_kernels
@@ -118,12 +118,15 @@ def _check(
     check_width(blocks)
     if not 1 <= slots <= MOST_SLOTS:
         raise ValueError(f"{slots} slots a KV head are not within 1..{MOST_SLOTS}")
-    require("worth", worth, F32, (batch, heads, blocks), worth.device)
-    require("known", known, I32, (1,), worth.device)
-    require("block_of", block_of, I32, (batch, heads, slots), worth.device)
-    require("slot_of", slot_of, I32, (batch, heads, blocks), worth.device)
-    require("high", high, I32, (batch,), worth.device)
-    require("limits", limits, I32, (2,), worth.device)
+    require(
+        worth.device,
+        worth=(worth, F32, (batch, heads, blocks)),
+        known=(known, I32, (1,)),
+        block_of=(block_of, I32, (batch, heads, slots)),
+        slot_of=(slot_of, I32, (batch, heads, blocks)),
+        high=(high, I32, (batch,)),
+        limits=(limits, I32, (2,)),
+    )
     if recent < 0:
         raise ValueError(f"recent {recent} must not be negative")
 

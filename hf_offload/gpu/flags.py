@@ -52,7 +52,7 @@ def wait(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, *, spins: 
         TypeError: another dtype.
     """
     check(flag, epoch)
-    require("late", late, (torch.int32,), (1,), late.device)
+    require(None, late=(late, (torch.int32,), (1,)))
     if spins < 0:
         raise ValueError(f"spins={spins} is not a number of looks")
     if not on_triton(epoch):
@@ -76,8 +76,7 @@ def _wait_by_torch(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, 
 
 def check(flag: torch.Tensor, epoch: torch.Tensor) -> None:
     """Raise unless the epoch can be stored in the flag; as `signal` does."""
-    require("flag", flag, (torch.int32,), (1,), flag.device)
-    require("epoch", epoch, (torch.int32,), (1,), epoch.device)
+    require(None, flag=(flag, (torch.int32,), (1,)), epoch=(epoch, (torch.int32,), (1,)))
     capturing = epoch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     # A capture allows few questions; there the flags are the business of whoever captures.
     if epoch.device.type == "cuda" and not capturing and not (flag.device.type == "cpu" and flag.is_pinned()):

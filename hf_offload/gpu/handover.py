@@ -57,13 +57,18 @@ def hand_over(
         TypeError: another dtype.
     """
     batch, heads = counts.shape
-    for name, dtypes, shape, source, target in (
-        ("query", F32, query.shape, query, to.query),
-        ("blocks", I32, (batch, heads, blocks.shape[-1]), blocks, to.blocks),
-        ("counts", I32, counts.shape, counts, to.counts),
-    ):
-        require(name, source, dtypes, shape, query.device)
-        require(f"to.{name}", target, dtypes, shape, target.device)
+    kinds = {
+        "query": (F32, query.shape),
+        "blocks": (I32, (batch, heads, blocks.shape[-1])),
+        "counts": (I32, counts.shape),
+    }
+    require(
+        query.device,
+        query=(query, *kinds["query"]),
+        blocks=(blocks, *kinds["blocks"]),
+        counts=(counts, *kinds["counts"]),
+    )
+    require(None, **{f"to.{name}": (getattr(to, name), *kind) for name, kind in kinds.items()})
     if query.ndim != 3 or query.shape[0] != batch or query.shape[1] % heads:
         raise ValueError(f"query {tuple(query.shape)} does not fit counts {tuple(counts.shape)}")
     if (flag is None) != (epoch is None):

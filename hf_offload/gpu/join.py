@@ -41,9 +41,12 @@ def join_heads(
         raise ValueError(f"join {join!r} is not one of {JOINS}")
     if kv_heads < 1 or query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads")
-    require("masses", masses, F32, (batch, query_heads, blocks), masses.device)
-    require("tail", tail, F32, (batch, query_heads), masses.device)
-    require("limits", limits, (torch.int32,), (2,), masses.device)
+    require(
+        masses.device,
+        masses=(masses, F32, (batch, query_heads, blocks)),
+        tail=(tail, F32, (batch, query_heads)),
+        limits=(limits, (torch.int32,), (2,)),
+    )
     if not on_triton(masses):
         return _by_torch(masses, tail, limits, kv_heads, join)
     if query_heads > MOST_HEADS * kv_heads:

@@ -34,14 +34,17 @@ def check_listing(
     group = query.shape[1] // heads
     if size < 8 or size & (size - 1):
         raise ValueError(f"block_size {size} is not a power of two of at least 8")
-    require("pool", pool, FLOATS, pool.shape, query.device)
-    require("query", query, (torch.float32, pool.dtype), query.shape, query.device)
-    require("slots", slots, (torch.int32,), (batch, heads, slots.shape[-1]), query.device)
-    require("blocks", blocks, (torch.int32,), slots.shape, query.device)
-    require("counts", counts, (torch.int32,), (batch, heads), query.device)
-    require("limits", limits, (torch.int32,), (2,), query.device)
+    require(
+        query.device,
+        pool=(pool, FLOATS, pool.shape),
+        query=(query, (torch.float32, pool.dtype), query.shape),
+        slots=(slots, (torch.int32,), (batch, heads, slots.shape[-1])),
+        blocks=(blocks, (torch.int32,), slots.shape),
+        counts=(counts, (torch.int32,), (batch, heads)),
+        limits=(limits, (torch.int32,), (2,)),
+    )
     if valid is not None:
-        require("valid", valid, (torch.uint8,), (batch, valid.shape[-1]), query.device)
+        require(query.device, valid=(valid, (torch.uint8,), (batch, valid.shape[-1])))
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap {softcap} is not positive; pass None for no softcap")
     return batch, heads, group

@@ -103,18 +103,20 @@ def _check(
         raise TypeError(f"cannot merge into {dtype}")
     batch, heads, splits, dim = out.shape
     fp32 = (torch.float32,)
-    require("out", out, fp32, out.shape, out.device)
-    require("lse", lse, fp32, (batch, heads, splits), out.device)
-    require("query", query, FLOATS, (batch, heads, dim), out.device)
+    require(
+        out.device,
+        out=(out, fp32, out.shape),
+        lse=(lse, fp32, (batch, heads, splits)),
+        query=(query, FLOATS, (batch, heads, dim)),
+    )
     if sinks is not None:
-        require("sinks", sinks, fp32, (heads,), out.device)
+        require(out.device, sinks=(sinks, fp32, (heads,)))
     if host is None:
         return
-    require("host.lse", host.lse, fp32, (batch, heads), host.lse.device)
-    for name in ("out", "kbar", "predicted"):
-        tensor = getattr(host, name)
-        if tensor is not None:
-            require(f"host.{name}", tensor, fp32, (batch, heads, dim), tensor.device)
+    each = (batch, heads, dim)
+    found = (("lse", host.lse, (batch, heads)), ("out", host.out, each), ("kbar", host.kbar, each))
+    parts = (*found, ("predicted", host.predicted, each))
+    require(None, **{f"host.{name}": (part, fp32, shape) for name, part, shape in parts if part is not None})
 
 
 def _by_torch(

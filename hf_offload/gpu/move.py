@@ -53,8 +53,11 @@ def write_token(
         TypeError: an unexpected dtype.
     """
     batch, heads, slots, size, dim = _check_pool(pool)
-    require("slot_of", slot_of, (torch.int32,), (batch, heads, slot_of.shape[-1]), pool.device)
-    require("limits", limits, (torch.int32,), (2,), pool.device)
+    require(
+        pool.device,
+        slot_of=(slot_of, (torch.int32,), (batch, heads, slot_of.shape[-1])),
+        limits=(limits, (torch.int32,), (2,)),
+    )
     for name, x in (("k", k), ("v", v)):
         if x.dtype != pool.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}; the pool has {pool.dtype}")
@@ -112,9 +115,12 @@ def fetch(
     """
     batch, heads, there, size, dim = _check_pool(pool)
     moves = slots.shape[-1]
-    require("slots", slots, (torch.int32,), (batch, heads, moves), pool.device)
-    require("blocks", blocks, (torch.int32,), (batch, heads, moves), pool.device)
-    require("counts", counts, (torch.int32,), (batch, heads), pool.device)
+    require(
+        pool.device,
+        slots=(slots, (torch.int32,), (batch, heads, moves)),
+        blocks=(blocks, (torch.int32,), (batch, heads, moves)),
+        counts=(counts, (torch.int32,), (batch, heads)),
+    )
     _check_host(block_ptr, table, batch)
     if packed is not None and (packed.record_bytes % 16 or packed.key_scales % 16 or packed.value_scales % 16):
         raise ValueError(f"{packed} is not aligned: all of these must be multiples of 16 bytes")
@@ -167,7 +173,7 @@ def store_block(
         TypeError: an unexpected dtype.
     """
     batch, heads, slots, size, dim = _check_pool(pool)
-    require("slot_of", slot_of, (torch.int32,), (batch, heads, slot_of.shape[-1]), pool.device)
+    require(pool.device, slot_of=(slot_of, (torch.int32,), (batch, heads, slot_of.shape[-1])))
     _check_host(block_ptr, table, batch)
     if not 0 <= block < min(slot_of.shape[2], table.shape[1]):
         raise ValueError(f"block {block} is beyond slot_of {tuple(slot_of.shape)} or table {tuple(table.shape)}")
@@ -225,8 +231,11 @@ def store_tokens(
             f"v has shape {tuple(v.shape)}, strides {v.stride()} on {v.device}; k has {tuple(k.shape)} on {k.device}, "
             "and the last stride must be 1"
         )
-    require("block_ptr", block_ptr, (torch.int64,), (block_ptr.shape[0],), k.device)
-    require("table", table, (torch.int32,), (batch, table.shape[-1]), k.device)
+    require(
+        k.device,
+        block_ptr=(block_ptr, (torch.int64,), (block_ptr.shape[0],)),
+        table=(table, (torch.int32,), (batch, table.shape[-1])),
+    )
     if first < 0 or first + tokens > table.shape[1] * block_size:
         raise ValueError(f"tokens {first}..{first + tokens} exceed the table's {table.shape[1] * block_size}")
     if not on_triton(k):
@@ -309,5 +318,8 @@ def _check_geometry(size: int, dim: int) -> None:
 
 
 def _check_host(block_ptr: torch.Tensor, table: torch.Tensor, batch: int) -> None:
-    require("block_ptr", block_ptr, (torch.int64,), (block_ptr.shape[0],), block_ptr.device)
-    require("table", table, (torch.int32,), (batch, table.shape[-1]), table.device)
+    require(
+        None,
+        block_ptr=(block_ptr, (torch.int64,), (block_ptr.shape[0],)),
+        table=(table, (torch.int32,), (batch, table.shape[-1])),
+    )

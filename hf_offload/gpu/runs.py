@@ -29,7 +29,7 @@ def choose_runs(
         TypeError: another dtype.
     """
     heads, blocks = masses.shape
-    require("masses", masses, (torch.float32,), (heads, blocks), masses.device)
+    require(masses.device, masses=(masses, (torch.float32,), (heads, blocks)))
     if len(wanted) != heads or span < 1:
         raise ValueError(f"{len(wanted)} numbers of runs of {span} blocks for {heads} heads; one for each is needed")
     joined = torch.nn.functional.pad(masses, (0, -blocks % span), value=-torch.inf).view(heads, -1, span)

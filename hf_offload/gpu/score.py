@@ -42,11 +42,14 @@ def score_vectors(
     (batch, query_heads, width), (physical, kv_heads, _) = ready.shape, vectors.shape
     device = ready.device
     _check_heads(query_heads, kv_heads)
-    require("ready", ready, F32, (batch, query_heads, width), device)
-    require("vectors", vectors, F32, (physical, kv_heads, width), device)
-    require("bias", bias, F32, (physical,), device)
-    require("table", table, I32, (batch, table.shape[-1]), device)
-    require("limits", limits, I32, (2,), device)
+    require(
+        device,
+        ready=(ready, F32, (batch, query_heads, width)),
+        vectors=(vectors, F32, (physical, kv_heads, width)),
+        bias=(bias, F32, (physical,)),
+        table=(table, I32, (batch, table.shape[-1])),
+        limits=(limits, I32, (2,)),
+    )
     if not on_triton(ready):
         return _vectors_by_torch(ready, vectors, bias, table, limits, softcap)
     if query_heads > MOST_HEADS * kv_heads:
@@ -127,15 +130,18 @@ def score_submeans(
     _check_heads(query_heads, kv_heads)
     if dim % 16 or pairs & (pairs - 1) or not 4 <= pairs <= 64:
         raise ValueError(f"D {dim} must be a multiple of 16, and {pairs} pairs a block a power of two in 4..64")
-    require("query", query, F32, (batch, query_heads, dim), device)
-    require("codes", codes, (torch.uint8,), (physical, kv_heads, pairs * dim // 2), device)
-    require("levels", levels, I32, (physical, kv_heads, dim // 16, pairs), device)
-    require("sizes", sizes, I32, (physical, kv_heads, pairs), device)
-    require("bias", bias, F32, (physical, pairs), device)
-    require("center", center, F32, (kv_heads, dim), device)
-    require("sigma", sigma, F32, (kv_heads, dim), device)
-    require("table", table, I32, (batch, table.shape[-1]), device)
-    require("limits", limits, I32, (2,), device)
+    require(
+        device,
+        query=(query, F32, (batch, query_heads, dim)),
+        codes=(codes, (torch.uint8,), (physical, kv_heads, pairs * dim // 2)),
+        levels=(levels, I32, (physical, kv_heads, dim // 16, pairs)),
+        sizes=(sizes, I32, (physical, kv_heads, pairs)),
+        bias=(bias, F32, (physical, pairs)),
+        center=(center, F32, (kv_heads, dim)),
+        sigma=(sigma, F32, (kv_heads, dim)),
+        table=(table, I32, (batch, table.shape[-1])),
+        limits=(limits, I32, (2,)),
+    )
     if not on_triton(query):
         return _submeans_by_torch(query, codes, levels, sizes, bias, center, sigma, table, limits, scale, softcap)
     if query_heads > MOST_HEADS * kv_heads:

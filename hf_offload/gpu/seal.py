@@ -39,8 +39,11 @@ def seal_vectors(
     """
     blocks, heads, tokens, dim = _check_keys(ids, k, valid)
     width = 2 * dim if bounds else dim
-    require("vectors", vectors, (torch.float32,), (len(vectors), heads, width), k.device)
-    require("bias", bias, (torch.float32,), (len(vectors),), k.device)
+    require(
+        k.device,
+        vectors=(vectors, (torch.float32,), (len(vectors), heads, width)),
+        bias=(bias, (torch.float32,), (len(vectors),)),
+    )
     if not on_triton(k):
         vectors[ids], bias[ids] = (_bounds if bounds else _mean)(k.float(), valid)
         return
@@ -100,12 +103,15 @@ def seal_submeans(
     physical, pairs, device = len(codes), tokens // 2, k.device
     if dim % 16 or tokens < 2 or tokens & (tokens - 1):
         raise ValueError(f"D {dim} must be a multiple of 16, and {tokens} tokens a block a power of two")
-    require("codes", codes, (torch.uint8,), (physical, heads, pairs * dim // 2), device)
-    require("levels", levels, (torch.int32,), (physical, heads, dim // 16, pairs), device)
-    require("sizes", sizes, (torch.int32,), (physical, heads, pairs), device)
-    require("bias", bias, (torch.float32,), (physical, pairs), device)
-    require("center", center, (torch.float32,), (heads, dim), device)
-    require("sigma", sigma, (torch.float32,), (heads, dim), device)
+    require(
+        device,
+        codes=(codes, (torch.uint8,), (physical, heads, pairs * dim // 2)),
+        levels=(levels, (torch.int32,), (physical, heads, dim // 16, pairs)),
+        sizes=(sizes, (torch.int32,), (physical, heads, pairs)),
+        bias=(bias, (torch.float32,), (physical, pairs)),
+        center=(center, (torch.float32,), (heads, dim)),
+        sigma=(sigma, (torch.float32,), (heads, dim)),
+    )
     if not on_triton(k):
         codes[ids], levels[ids], sizes[ids], bias[ids] = _submeans_by_torch(k, valid, center, sigma)
         return
@@ -154,8 +160,11 @@ def _check_keys(ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> tupl
     if k.dtype not in FLOATS:
         raise TypeError(f"k has dtype {k.dtype}; expected one of {FLOATS}")
     blocks, heads, tokens, dim = k.shape
-    require("ids", ids, (torch.int64,), (blocks,), k.device)
-    require("valid", valid, (torch.bool,), (blocks, tokens), k.device)
+    require(
+        k.device,
+        ids=(ids, (torch.int64,), (blocks,)),
+        valid=(valid, (torch.bool,), (blocks, tokens)),
+    )
     return blocks, heads, tokens, dim
 
 

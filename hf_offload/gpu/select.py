@@ -63,10 +63,13 @@ def select_blocks(
     """
     batch, heads, width = score.shape
     check_width(width)
-    require("score", score, (torch.float32,), (batch, heads, width), score.device)
-    require("limits", limits, I32, (2,), score.device)
-    require("low", low, I32, (batch,), score.device)
-    require("high", high, I32, (batch,), score.device)
+    require(
+        score.device,
+        score=(score, (torch.float32,), (batch, heads, width)),
+        limits=(limits, I32, (2,)),
+        low=(low, I32, (batch,)),
+        high=(high, I32, (batch,)),
+    )
     if block_size < 1 or recent < 0 or k < 0:
         raise ValueError(f"block_size {block_size}, recent {recent} and k {k} must be at least 1, 0 and 0")
     if capacity < max(1, min(k, width)):
@@ -122,9 +125,12 @@ def split_blocks(blocks: torch.Tensor, counts: torch.Tensor, slot_of: torch.Tens
         TypeError: another dtype.
     """
     batch, heads, capacity = blocks.shape
-    require("blocks", blocks, I32, (batch, heads, capacity), blocks.device)
-    require("counts", counts, I32, (batch, heads), blocks.device)
-    require("slot_of", slot_of, I32, (batch, heads, slot_of.shape[-1]), blocks.device)
+    require(
+        blocks.device,
+        blocks=(blocks, I32, (batch, heads, capacity)),
+        counts=(counts, I32, (batch, heads)),
+        slot_of=(slot_of, I32, (batch, heads, slot_of.shape[-1])),
+    )
     if on_triton(blocks):
         return _split_by_kernel(blocks, counts, slot_of)
     return _split_by_torch(blocks, counts, slot_of)

@@ -51,8 +51,11 @@ def update_weights(
     batch, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
     slots_there, size = pool.shape[2], pool.shape[4]
     fp32 = (torch.float32,)
-    require("average", average, fp32, (batch, heads * group, slots_there, size), query.device)
-    require("lse", lse, fp32, (batch, heads * group), query.device)
+    require(
+        query.device,
+        average=(average, fp32, (batch, heads * group, slots_there, size)),
+        lse=(lse, fp32, (batch, heads * group)),
+    )
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha {alpha} is not in (0, 1]")
     if not on_triton(query):
