@@ -35,6 +35,7 @@ from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.choose import choose_blocks
 from hf_offload.cpu.decode import sparse_decode
 from hf_offload.cpu.launch import SHARE_BYTES, Launch
+from hf_offload.cpu.packed import packed_bytes
 from hf_offload.cpu.pool import touch_records
 from hf_offload.cpu.scoring import Digest, Vectors
 from hf_offload.cpu.select import select_blocks
@@ -206,7 +207,7 @@ class Memory:
         self.packed = packed
         record = 2 * kv_heads * block_size * dim * dtype.itemsize
         self.blocks = POOL_BYTES // record
-        pool = HostPool(kv_heads, block_size, dim, dtype)
+        pool = HostPool(kv_heads, block_size, dim, dtype, packed_bytes=packed_bytes(dim, block_size))
         pool.allocate(self.blocks, packed=packed)
         for slab in pool.packed_slabs if packed else pool.slabs:
             slab.view(torch.uint8).fill_(60)  # 0.01 in bf16 and fp32, 1.06 in fp16

@@ -111,7 +111,7 @@ class HybridCache(Portable):
             prefill_tile=prefill_tile,
             worker=Worker(default_threads(model) if threads is None else threads, timeout),
             padding=Padding(block_size),
-            packs=host_dtype == "int8",
+            host_dtype=host_dtype,
             device_budget=budget,
             progress=PromptProgress() if check_progress(progress) else None,
         )

@@ -209,7 +209,7 @@ def memory_of(
         ) from error
     store = BlockStore(
         batch, shape.kv_heads, shape.head_dim, shape.dtype, block_size=size, device=torch.device("cpu"),
-        digest=DIGESTS[digest] if digest else None, padding=Padding(size), packs=memory.get("host_dtype") == "int8",
+        digest=DIGESTS[digest] if digest else None, padding=Padding(size), host_dtype=memory.get("host_dtype"),
         scored_on_host=made.retrieves,
     )  # fmt: skip
     slots = _slots(shape, made, memory, store, context, two) if two else 0

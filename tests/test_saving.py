@@ -174,7 +174,7 @@ def test_blocks_are_read_into_slabs_that_fill_powers_of_two(
 
     for module in (loading, host_pool):
         monkeypatch.setattr(module, "host_empty", empty)
-    monkeypatch.setattr(store, "HostPool", lambda *sizes, pin: host_pool.HostPool(*sizes, pin=True))
+    monkeypatch.setattr(store, "HostPool", lambda *sizes, **_: host_pool.HostPool(*sizes, pin=True))
     loaded = HybridCache.load(folder, model, **MEMORIES["split"])
     assert len(asked) > len(loaded.layers)
     assert all(size & size - 1 == 0 for size in asked)

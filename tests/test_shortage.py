@@ -164,7 +164,15 @@ def test_a_crop_that_had_no_memory_has_not_cropped(monkeypatch: pytest.MonkeyPat
     padding = Padding(16)
     padding.observe(None, 2, 600)
     kept = BlockStore(
-        2, 2, 16, torch.float32, block_size=16, device=torch.device("cpu"), digest=None, padding=padding, packs=True
+        2,
+        2,
+        16,
+        torch.float32,
+        block_size=16,
+        device=torch.device("cpu"),
+        digest=None,
+        padding=padding,
+        host_dtype="int8",
     )
     torch.manual_seed(0)
     k, v = torch.randn(2, 2, 2, 600, 16)

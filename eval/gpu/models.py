@@ -116,7 +116,7 @@ def fill(
             cache.update(k.to(options.device), v.to(options.device), index)
         else:
             store, room = layer.store, total + 4 * layer.store.block_size  # for the steps, too
-            if store.packs:
+            if store.format.packs:
                 store.reserve_table(-(-room // store.block_size))
             else:
                 store.reserve(room)  # a pool that is short of a block later grows by a quarter

@@ -157,7 +157,7 @@ def decode(
     assert step.plan is not None
     layer.ahead = None
     layer.stats.steps += 1
-    if store.packs:
+    if store.format.packs:
         store.pack_old(length - 1)  # before anything reads this layer's blocks again; the new token may be undone
     layer.policy.after_layer(step, step.plan)
     if length % store.block_size == 0 and store.sealed < store.num_blocks:

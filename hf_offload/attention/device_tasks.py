@@ -108,7 +108,7 @@ class DeviceTasks:
         if not layer.resident.read_by_kernels:
             bring(store, pool[0, 0], row, head, blocks[0, 0, : int(count)].cpu().numpy())
             return
-        addresses, packed = store.tables.block_ptr()[store.tables.table()[row].long()], store.packed
+        addresses, packed = store.tables.block_ptr()[store.tables.table()[row].long()], store.format.device_layout
         record: int | torch.Tensor = store.pool.record_bytes
         if packed is not None:
             record = torch.where(addresses & 1 == 1, packed.record_bytes, record)

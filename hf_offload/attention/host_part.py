@@ -157,7 +157,7 @@ class HostPart:
         return cpu_decode.sparse_decode(
             self.query.numpy(), view.block_ptr, view.table, self.blocks.numpy(), self.counts.numpy(), view.holes,
             view.valid, view.covered, self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None,
-            kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.packs,
+            kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.format.packs,
         )  # fmt: skip
 
     def read(self, step: Step, host: Selection) -> None:
@@ -165,7 +165,7 @@ class HostPart:
         self._send(step.query, host)
         arrived, store = self._arrived(), step.store
         blocks, counts = self.blocks.numpy(), self.counts.numpy()
-        size = store.pool.packed_record_bytes if store.packs else store.pool.record_bytes
+        size = store.format.record_bytes if store.format.packs else store.pool.record_bytes
 
         def read() -> None:
             if arrived is not None:

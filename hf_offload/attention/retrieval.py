@@ -163,5 +163,5 @@ class Retrieval:
         return cpu_decode.sparse_decode(
             self.query, store.pool.block_ptr, store.table, self.blocks, self.counts, padding.holes, padding.valid,
             padding.valid.shape[1], self.out, self.lse, None, kv_dtype=store.dtype, block_size=store.block_size,
-            **scores._asdict(), packed=store.packs,
+            **scores._asdict(), packed=store.format.packs,
         )  # fmt: skip

@@ -11,7 +11,6 @@ import torch
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import host_empty
 from hf_offload.cpu import pool as movers
-from hf_offload.cpu.packed import unpack_records
 from hf_offload.cpu.worker import WorkerError
 
 
@@ -34,9 +33,9 @@ class TokenFetch:
         meant = np.arange(most) < many[..., None]
         self.there = torch.from_numpy(meant).to(store.device)
         """Bool `[B, Hkv, m]`, which of the tokens that come are meant."""
-        pin = store.pool.pinned and not store.packs
+        pin = store.pool.pinned and not store.format.packs
         shape = (*many.shape, most, 2, store.head_dim)
-        self._host = host_empty(shape, store.gather_dtype, pin=pin, brief=True, what="chosen tokens")
+        self._host = host_empty(shape, store.format.gather_dtype, pin=pin, brief=True, what="chosen tokens")
         store.settle()
         blocks = (wanted[:, :, :most] // store.block_size).astype(np.int32)
         rows, heads, places = np.nonzero(meant)
@@ -44,11 +43,8 @@ class TokenFetch:
         first = (wanted[:, :, :most][meant] % store.block_size).astype(np.int32)
         line = self._host[0, 0, 0, 0].nbytes
         target = self._host.data_ptr() + 2 * line * ((rows * many.shape[1] + heads) * most + places).astype(np.int64)
-        if store.packs:
-            launch = unpack_records(
-                source, first, np.ones_like(first), target, target + line, kv_dtype=store.dtype, dim=store.head_dim,
-                block_size=store.block_size,
-            )  # fmt: skip
+        if store.format.packs:
+            launch = store.format.unpack(source, first, np.ones_like(first), target, target + line)
         else:
             source = np.concatenate((source, source + store.pool.record_bytes // 2)) + np.tile(first, 2) * line
             launch = movers.copy_records(source, np.concatenate((target, target + line)), line)

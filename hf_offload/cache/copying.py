@@ -12,7 +12,6 @@ from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.mirror import sent
 from hf_offload.cache.store import BlockStore, narrow
 from hf_offload.cpu import pool as movers
-from hf_offload.cpu.packed import unpack_records
 
 PIECE_BYTES = 32 << 20
 """What is brought together at a time."""
@@ -45,7 +44,7 @@ def copies(store: BlockStore, pool: torch.Tensor, moves: Moves) -> Callable[[], 
     record = store.pool.record_bytes
     source = store.pool.addresses(store.table[rows, block], heads)
     index = (rows * pool.shape[1] + heads) * pool.shape[2] + slot
-    if store.device.type == "cpu" and not store.packs:
+    if store.device.type == "cpu" and not store.format.packs:
         return movers.copy_records(source, pool.data_ptr() + index * record, record)
     return staged(store, pool.flatten(0, 2), source, index)
 
@@ -62,7 +61,7 @@ def bring(store: BlockStore, into: torch.Tensor, row: int, head: int, blocks: np
     record = store.pool.record_bytes
     source = store.pool.addresses(store.table[row, blocks], np.full(len(blocks), head))
     index = np.arange(len(blocks), dtype=np.int64)
-    if into.device.type == "cpu" and not store.packs:
+    if into.device.type == "cpu" and not store.format.packs:
         movers.copy_records(source, into.data_ptr() + index * record, record)()
     else:
         staged(store, into, source, index)()
@@ -77,7 +76,7 @@ def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.
         source: addresses of the records, packed ones marked; int64 `[m]`.
         index: where each goes; `[m]`.
     """
-    dtype = store.gather_dtype
+    dtype = store.format.gather_dtype
     shape = (2, store.block_size, store.head_dim)
     most = max(PIECE_BYTES // (into[:1].numel() * dtype.itemsize), 1)
 
@@ -88,7 +87,7 @@ def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.
             _bring_together(store, some, together)
             with memory_for("a recall", "fewer rows or a smaller budget need less"):
                 there = torch.empty((len(some), *shape), dtype=into.dtype, device=into.device)
-            there.copy_(narrow(together, store.dtype) if store.packs else together)
+            there.copy_(narrow(together, store.dtype) if store.format.packs else together)
             into.index_copy_(0, sent(places.astype(np.int64), into.device), there)
 
     return copy
@@ -97,11 +96,8 @@ def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.
 def _bring_together(store: BlockStore, source: np.ndarray, together: torch.Tensor) -> None:
     nbytes = together[:1].nbytes
     target = together.data_ptr() + np.arange(len(source), dtype=np.int64) * nbytes
-    if not store.packs:
+    if not store.format.packs:
         movers.copy_records(source, target, nbytes)()
         return
     first, tokens = np.zeros(len(source), np.int32), np.full(len(source), store.block_size, np.int32)
-    unpack_records(
-        source, first, tokens, target, target + nbytes // 2, kv_dtype=store.dtype, dim=store.head_dim,
-        block_size=store.block_size,
-    )()  # fmt: skip
+    store.format.unpack(source, first, tokens, target, target + nbytes // 2)()

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from hf_offload.cache.memory import host_empty
-from hf_offload.cpu.packed import packed_bytes
 
 MIN_SLAB_BLOCKS = 64
 
@@ -92,7 +91,7 @@ class HostPool:
     """Blocks in slabs, pinned when a GPU will read them.
 
     A block is `[Hkv, 2 (K, V), block_size, D]` in the model's dtype or, once `repack` was called for it, Hkv packed
-    records (`cpu/packed.py`); its address in `block_ptr` says which, by the lowest bit. An address is good until the
+    records; its address in `block_ptr` says which, by the lowest bit. An address is good until the
     block is packed or released. A physical block is shared by the rows and forks that hold a reference to it. Forks may
     run in threads of their own: who takes or gives back blocks holds `lock`, and what a reader holds does not change.
 
@@ -100,15 +99,17 @@ class HostPool:
         num_kv_heads, block_size, head_dim: the shape of one block.
         dtype: how K and V are stored in blocks that are not packed.
         pin: whether slabs are page-locked (for copies to and from a GPU that do not wait).
+        packed_bytes: bytes of a packed record of one KV head; 0: nothing is packed.
     """
 
     def __init__(
-        self, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, *, pin: bool = False
-    ) -> None:
+        self, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, *, pin: bool = False,
+        packed_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self.block_shape = (num_kv_heads, 2, block_size, head_dim)
         self.dtype = dtype
         self._plain = _Slabs(self.block_shape, dtype, pin)
-        self._packed = _Slabs((num_kv_heads, packed_bytes(head_dim, block_size)), torch.uint8, pin)
+        self._packed = _Slabs((num_kv_heads, packed_bytes), torch.uint8, pin)
         self.block_ptr = np.zeros(0, np.int64)
         self.refcount = np.zeros(0, np.int32)
         self._free: list[int] = []

@@ -62,7 +62,7 @@ def _copy(
     if not counts.any():
         return
     shape = (store.batch, store.num_kv_heads, stop - start, store.head_dim)
-    k, v = (host_empty(shape, store.gather_dtype, brief=True, what="kept tokens") for _ in range(2))
+    k, v = (host_empty(shape, store.format.gather_dtype, brief=True, what="kept tokens") for _ in range(2))
     yield store.gathering(k, v, start)
     k, v = store.narrowed(k), store.narrowed(v)
     yield context.append(k, v, kept, counts, start, salience.average, salience.rule.group)

@@ -202,7 +202,7 @@ class SavedCache:
 
         The rest of it is not looked at: whatever is in a block is some keys and values.
         """
-        header, entries = layout(self.about["layers"], block_size)
+        header, entries = layout(self.about["layers"], block_size, self.about["knobs"]["host_dtype"])
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         with self._file(BLOCKS) as file:
             size = os.fstat(file.fileno()).st_size

@@ -41,7 +41,7 @@ def open_layer(
     name = policy.digest_name
     layer.store = store = BlockStore(
         batch, heads, dim, dtype, block_size=settings.block_size, device=device, digest=DIGESTS[name] if name else None,
-        padding=settings.padding, packs=settings.packs, worker=settings.worker if layer.has_slots else None,
+        padding=settings.padding, host_dtype=settings.host_dtype, worker=settings.worker if layer.has_slots else None,
         scored_on_host=policy.retrieves,
     )  # fmt: skip
     if layer.has_slots:

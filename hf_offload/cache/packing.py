@@ -1,4 +1,4 @@
-"""Blocks of a store on their way into int8 and back; the layout is that of `cpu/packed.py`."""
+"""Blocks of a store on their way into the format of old blocks and back (`cache/host_format.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.packed import pack_records, unpack_records
 
 if TYPE_CHECKING:
     from hf_offload.cache.store import BlockStore
@@ -24,10 +23,7 @@ def pack_tokens(store: BlockStore, k: torch.Tensor, v: torch.Tensor, blocks: ran
         x.data_ptr() + size * (rows * x.stride(0) + heads * x.stride(1) + token * x.stride(2)) for x in (k, v)
     )
     records = store.pool.addresses(store.table[rows, block + blocks.start], heads) - 1
-    pack_records(
-        keys, values, size * k.stride(2), size * v.stride(2), records, kv_dtype=store.dtype, dim=store.head_dim,
-        block_size=store.block_size, keep=(k, v),
-    ).run("packing")  # fmt: skip
+    store.format.pack(keys, values, size * k.stride(2), size * v.stride(2), records, keep=(k, v)).run("packing")
 
 
 def pack_blocks(store: BlockStore, stop: int) -> None:
@@ -41,10 +37,7 @@ def pack_blocks(store: BlockStore, stop: int) -> None:
     def pack(old: np.ndarray, new: np.ndarray) -> None:
         keys = (old[:, None] + store.pool.record_bytes * heads).ravel()
         records = (new[:, None] + store.pool.packed_record_bytes * heads).ravel()
-        pack_records(
-            keys, keys + store.pool.record_bytes // 2, step, step, records, kv_dtype=store.dtype, dim=store.head_dim,
-            block_size=store.block_size,
-        ).run("packing")  # fmt: skip
+        store.format.pack(keys, keys + store.pool.record_bytes // 2, step, step, records).run("packing")
 
     if others.any():
         _pack_apart(store, ids[others], pack)
@@ -76,15 +69,14 @@ def _pack_apart(store: BlockStore, ids: np.ndarray, pack: Callable[[np.ndarray, 
 
 
 def gathering_packed(store: BlockStore, k: torch.Tensor, v: torch.Tensor, first: int) -> Launch:
-    """As `BlockStore.gathering`, where blocks may be packed: into float32."""
+    """As `BlockStore.gathering`, where blocks may be packed."""
     size, count = store.block_size, k.shape[2]
     blocks = np.arange(first // size, -(-(first + count) // size))
     rows, heads, block = (x.ravel() for x in np.indices((store.batch, store.num_kv_heads, len(blocks))))
     begins = np.maximum(blocks * size, first)  # of each block, the tokens that are wanted
     ends = np.minimum((blocks + 1) * size, first + count)
     places = 4 * store.head_dim * ((rows * store.num_kv_heads + heads) * count + (begins - first)[block])
-    return unpack_records(
+    return store.format.unpack(
         store.pool.addresses(store.table[rows, blocks[block]], heads), (begins % size).astype(np.int32)[block],
-        (ends - begins).astype(np.int32)[block], k.data_ptr() + places, v.data_ptr() + places,
-        kv_dtype=store.dtype, dim=store.head_dim, block_size=size, keep=(k, v),
+        (ends - begins).astype(np.int32)[block], k.data_ptr() + places, v.data_ptr() + places, keep=(k, v),
     )  # fmt: skip

@@ -182,7 +182,8 @@ class ResidentSet:
         self.wait()
         pool = self.pool if into is None else into
         if self.read_by_kernels:
-            move.fetch(pool, *moves, self.tables.block_ptr(), self.tables.table(), packed=self.store.packed)
+            tables = self.tables.block_ptr(), self.tables.table()
+            move.fetch(pool, *moves, *tables, packed=self.store.format.device_layout)
         else:
             copies(self.store, pool, moves)()
 
@@ -198,7 +199,7 @@ class ResidentSet:
         """Let a kernel read the blocks where they lie, beside the model."""
         stream, tables = self.mirror.stream, (self.tables.block_ptr(), self.tables.table())
         with self.mirror.beside():
-            move.fetch(self.pool, *moves, *tables, packed=self.store.packed)
+            move.fetch(self.pool, *moves, *tables, packed=self.store.format.device_layout)
         if self.mirror.capture is not None:
             self.mirror.capture.keep(moves)
         elif stream is not None:

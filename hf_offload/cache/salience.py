@@ -250,7 +250,7 @@ class Salience:
         )  # fmt: skip
         form: dict[str, Any] = {
             "kv_dtype": store.dtype, "block_size": store.block_size, **scores._asdict(),
-            "packed": store.packs, "kv_heads": store.num_kv_heads,
+            "packed": store.format.packs, "kv_heads": store.num_kv_heads,
         }  # fmt: skip
         yield query_lse(*where, **form)
         span.pick(lse)

@@ -126,8 +126,8 @@ def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
         "batch": (told["batch"], {len(settings.padding.valid)}),
         "length": (told["length"], {settings.padding.seen}),
         "sealed": (told["sealed"], sealed),
-        "packed": (told["packed"], range(full + 1) if settings.packs else {0}),
-        "blocks[1]": (packed, range(MOST) if settings.packs else {0}),
+        "packed": (told["packed"], range(full + 1) if settings.host_dtype else {0}),
+        "blocks[1]": (packed, range(MOST) if settings.host_dtype else {0}),
         "queries_end": (told["queries_end"], range(told["length"] + 1)),
     }
     for name, (value, good) in allowed.items():

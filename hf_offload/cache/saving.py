@@ -32,13 +32,13 @@ import torch
 from safetensors.torch import save
 
 from hf_offload.cache import knowledge
+from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.stock import pack
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.checksum import checksum_records
-from hf_offload.cpu.packed import packed_bytes
 
 FORMAT = 3
 """Rises when a cache that was saved before cannot be read any more, such as with another layout of packed records."""
@@ -149,7 +149,7 @@ def _write(folder: Path, layers: list[Any], padding: Padding, about: dict[str, A
     tensors["padding"] = torch.from_numpy(padding.valid[:, : padding.seen].copy())
     with (folder / BLOCKS).open("wb") as file:
         block_size = padding.block_size
-        file.write(layout(described, block_size)[0])
+        file.write(layout(described, block_size, about["knobs"]["host_dtype"])[0])
         for index, (store, ids) in stores.items():
             tensors[f"layers.{index}.sums"] = torch.from_numpy(_write_blocks(file, store, ids))
         _sync(file)
@@ -240,12 +240,15 @@ def _digests(store: BlockStore, ids: np.ndarray) -> dict[str, torch.Tensor]:
     return found
 
 
-def layout(described: list[dict[str, Any]], block_size: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
+def layout(
+    described: list[dict[str, Any]], block_size: int, host_dtype: str | None
+) -> tuple[bytes, dict[str, dict[str, Any]]]:
     """What the file of the blocks begins with, by what is said of the layers, and what lies where behind that.
 
     Args:
         described: of each layer, as `_describe` does.
         block_size: tokens a block.
+        host_dtype: how older blocks are kept.
     """
     entries: dict[str, dict[str, Any]] = {}
     end = 0
@@ -255,7 +258,7 @@ def layout(described: list[dict[str, Any]], block_size: int) -> tuple[bytes, dic
         heads, dim, dtype = told["heads"], told["dim"], getattr(torch, told["dtype"])
         shapes = {
             "blocks": (dtype, [heads, 2, block_size, dim]),
-            "packed": (torch.uint8, [heads, packed_bytes(dim, block_size)]),
+            "packed": (torch.uint8, [heads, FORMATS[host_dtype](dtype, dim, block_size).record_bytes]),
         }
         for (kind, (dtype, shape)), count in zip(shapes.items(), told["blocks"], strict=True):
             if count:

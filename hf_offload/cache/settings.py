@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_offload.cache.budget import DeviceBudget
+from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
@@ -37,8 +38,9 @@ def check_sizes(block_size: int, prefill_tile: object, host_dtype: object, cuda_
     """
     check_block_size(block_size)
     check_count("prefill_tile", prefill_tile, least=block_size, hint=" (a block)")
-    if not (host_dtype is None or (isinstance(host_dtype, str) and host_dtype == "int8")):
-        raise ValueError(f'host_dtype={shown(host_dtype)} is not supported; use "int8", or None for the model\'s dtype')
+    if not (host_dtype is None or isinstance(host_dtype, str)) or host_dtype not in FORMATS:
+        names = ", ".join(f'"{name}"' for name in FORMATS if name)
+        raise ValueError(f"host_dtype={shown(host_dtype)} is not supported; use {names}, or None for the model's dtype")
     check_flag("cuda_graph", cuda_graph)
 
 
@@ -73,7 +75,7 @@ class Settings:
         prefill_tile: tokens of past KV that a prompt or append reads at a time.
         worker: threads beside the model's.
         padding: validity of the cached tokens.
-        packs: whether the host keeps older blocks in int8.
+        host_dtype: how the host keeps older blocks (`FORMATS`).
         mirrors: what `mirror` has made.
         device_budget: what decides the size of the resident sets in place of `resident`, or None.
         drafts: tokens that may be taken back.
@@ -87,7 +89,7 @@ class Settings:
     prefill_tile: int
     worker: Worker
     padding: Padding
-    packs: bool = False
+    host_dtype: str | None = None
     device_budget: DeviceBudget | None = None
     mirrors: dict[torch.device, DeviceMirror] = field(default_factory=dict)
     drafts: Drafts = field(default_factory=Drafts)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hf_offload.cache.digests import DigestStore
+from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.mirror import TableMirror, pause
@@ -21,7 +22,7 @@ from hf_offload.cache.view import View
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import Worker
-from hf_offload.gpu.move import PackedLayout, store_tokens
+from hf_offload.gpu.move import store_tokens
 from hf_offload.gpu.ranking import spare_width
 
 KEEP_TOKENS = 128
@@ -50,7 +51,7 @@ class BlockStore:
         device: where the model computes (digests live there).
         digest: how blocks are summarised, or None for policies that score nothing.
         padding: validity of the tokens, shared by the layers.
-        packs: whether older full blocks are kept in int8.
+        host_dtype: how older full blocks are kept (`FORMATS`).
         worker: brings tiles nearer while others are attended (see `tiles_ahead`), or None: one memory.
         scored_on_host: whether the digests live in host memory all the same.
     """
@@ -66,14 +67,17 @@ class BlockStore:
         device: torch.device,
         digest: type[DigestStore] | None,
         padding: Padding,
-        packs: bool = False,
+        host_dtype: str | None = None,
         worker: Worker | None = None,
         scored_on_host: bool = False,
     ) -> None:
         self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
         self.dtype, self.block_size, self.device = dtype, block_size, device
-        self.padding, self.packs, self.worker = padding, packs, worker
-        self.pool = HostPool(num_kv_heads, block_size, head_dim, dtype, pin=device.type == "cuda")
+        self.padding, self.worker = padding, worker
+        self.format = FORMATS[host_dtype](dtype, head_dim, block_size)
+        self.pool = HostPool(
+            num_kv_heads, block_size, head_dim, dtype, pin=device.type == "cuda", packed_bytes=self.format.record_bytes
+        )
         where, self.scored_on_host = torch.device("cpu") if scored_on_host else device, scored_on_host
         self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, where)
         self.table = np.zeros((batch, 0), np.int32)
@@ -96,22 +100,9 @@ class BlockStore:
             weakref.finalize(self.pool, self.event.synchronize).atexit = False
 
     @property
-    def packed(self) -> PackedLayout | None:
-        """How packed records lie, for kernels that read them on the device; None if there are none."""
-        if not self.packs:
-            return None
-        codes = 2 * self.block_size * self.head_dim
-        return PackedLayout(self.pool.packed_record_bytes, codes, codes + 2 * self.head_dim)
-
-    @property
     def num_blocks(self) -> int:
         """Logical blocks that hold at least one token."""
         return -(-self.length // self.block_size)
-
-    @property
-    def gather_dtype(self) -> torch.dtype:
-        """What tokens are gathered in: the model's dtype; where blocks may be packed, float32."""
-        return torch.float32 if self.packs else self.dtype
 
     @property
     def host_bytes(self) -> int:
@@ -224,7 +215,7 @@ class BlockStore:
     def packed_on_arrival(self, start: int, stop: int) -> range:
         """Blocks that are packed on the way in when tokens start … stop - 1 arrive: they are old as they come."""
         first = -(-start // self.block_size)
-        return range(first, max(first, self._old(stop))) if self.packs else range(0)
+        return range(first, max(first, self._old(stop))) if self.format.packs else range(0)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor, old: range) -> None:
         start, stop, size = self.length, self.length + k.shape[2], self.block_size
@@ -250,7 +241,7 @@ class BlockStore:
 
     def has_old(self, length: int) -> bool:
         """Whether `pack_old` would find blocks that it has not looked at."""
-        return self.packs and self._old(length) > self.packed_blocks
+        return self.format.packs and self._old(length) > self.packed_blocks
 
     def _old(self, length: int) -> int:
         return length // self.block_size - -(-KEEP_TOKENS // self.block_size)
@@ -267,7 +258,7 @@ class BlockStore:
         Raises:
             ValueError: forks hold some of the blocks, which are packed apart from theirs.
         """
-        if self.packs and self.pool.shared and self.shared_bytes:
+        if self.format.packs and self.pool.shared and self.shared_bytes:
             raise ValueError(
                 "host_dtype='int8': drafts cannot be verified while a fork shares blocks with this cache; drop the "
                 "forks, or leave host_dtype out"
@@ -282,10 +273,9 @@ class BlockStore:
     def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens `first … first + count - 1` as contiguous `[B, Hkv, count, D]` on the model's device."""
         shape = (self.batch, self.num_kv_heads, count, self.head_dim)
-        pin = self.device.type == "cuda" and self.gather_dtype == self.dtype
-        k, v = (
-            host_empty(shape, self.gather_dtype, pin=pin, brief=True, what=TILE, lower=LOWER_TILE) for _ in range(2)
-        )
+        dtype = self.format.gather_dtype
+        pin = self.device.type == "cuda" and dtype == self.dtype
+        k, v = (host_empty(shape, dtype, pin=pin, brief=True, what=TILE, lower=LOWER_TILE) for _ in range(2))
         self.gathering(k, v, first).run("a gather")
         with memory_for(TILE, LOWER_TILE, 2 * k.nbytes):
             return self.narrowed(k).to(self.device), self.narrowed(v).to(self.device)
@@ -298,11 +288,11 @@ class BlockStore:
         """Prepare the copy of tokens from `first` on, as many as fit, into contiguous tensors in host memory.
 
         Args:
-            k, v: `[B, Hkv, count, D]` of `gather_dtype`, written.
+            k, v: `[B, Hkv, count, D]` of `format.gather_dtype`, written.
             first: token.
         """
         self.settle()
-        if self.packs:
+        if self.format.packs:
             return gathering_packed(self, k, v, first)
         return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
 

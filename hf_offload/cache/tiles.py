@@ -91,8 +91,8 @@ def tiles_ahead(
     cuda = store.device.type == "cuda"
     host = host_empty((turns, size), store.dtype, pin=cuda, what=TILE, lower=LOWER_TILE)
     unpacked = None  # blocks that may be packed are gathered in another dtype first
-    if store.gather_dtype != store.dtype:
-        unpacked = host_empty((size,), store.gather_dtype, brief=True, what=TILE, lower=LOWER_TILE)
+    if store.format.gather_dtype != store.dtype:
+        unpacked = host_empty((size,), store.format.gather_dtype, brief=True, what=TILE, lower=LOWER_TILE)
     device = _DeviceTiles(host, store.device, worker) if cuda else None
 
     def piece(memory: torch.Tensor, n: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ def make_store(dtype: torch.dtype = torch.bfloat16, *, packs: bool = False, devi
     torch.manual_seed(0)
     store = BlockStore(
         BATCH, HEADS, DIM, dtype, block_size=SIZE, device=torch.device(device), digest=None, padding=Padding(SIZE),
-        packs=packs,
+        host_dtype="int8" if packs else None,
     )  # fmt: skip
     store.append(*torch.randn(2, BATCH, HEADS, BLOCKS * SIZE, DIM).to(device, dtype))
     return store

@@ -22,7 +22,7 @@ def make_store(digest: str, device: str, packs: bool, padded: bool) -> BlockStor
     padding.observe(mask, ROWS, LENGTH)
     return BlockStore(
         ROWS, HEADS, DIM, torch.bfloat16, block_size=SIZE, device=torch.device(device), digest=DIGESTS[digest],
-        padding=padding, packs=packs,
+        padding=padding, host_dtype="int8" if packs else None,
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def tokens(count: int, device: str = "stand-in") -> tuple[torch.Tensor, torch.Te
 def host_tokens(blocks: BlockStore, first: int, count: int) -> list[torch.Tensor]:
     """K and V as the host reads them."""
     shape = (ROWS, HEADS, count, DIM)
-    both = [torch.full(shape, 7.0, dtype=blocks.gather_dtype) for _ in range(2)]
+    both = [torch.full(shape, 7.0, dtype=blocks.format.gather_dtype) for _ in range(2)]
     blocks.gathering(*both, first)()
     return [blocks.narrowed(x) for x in both]
 
@@ -118,7 +118,7 @@ def test_a_shared_block_is_copied_when_it_is_there(device: Device) -> None:
 def test_blocks_are_packed_when_they_are_there(device: Device) -> None:
     (k, v), found = tokens(KEEP_TOKENS + 32), []
     for kind in ("cuda", "cpu"):
-        blocks = make_store(kind, packs=True)
+        blocks = make_store(kind, host_dtype="int8")
         for part in (slice(0, KEEP_TOKENS), slice(KEEP_TOKENS, KEEP_TOKENS + 7), slice(KEEP_TOKENS + 7, None)):
             blocks.append(*(x[:, :, part].as_subclass(OnDevice if kind == "cuda" else torch.Tensor) for x in (k, v)))
             blocks.pack_old(blocks.length)
@@ -146,7 +146,8 @@ def test_memory_is_given_back_when_nobody_writes_into_it(device: Device) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_gpu_that_is_behind_holds_nobody_up_until_its_blocks_are_read(packs: bool) -> None:
-    blocks, (k, v) = make_store("cuda", packs=packs, worker=Worker(2)), tokens(KEEP_TOKENS, "cuda")
+    blocks = make_store("cuda", host_dtype="int8" if packs else None, worker=Worker(2))
+    k, v = tokens(KEEP_TOKENS, "cuda")
     make_store("cuda").append(k, v)  # compiles the kernel, which takes longer than the stream sleeps
     blocks.reserve(KEEP_TOKENS)
     torch.cuda.synchronize()

@@ -19,7 +19,15 @@ def make_store(dtype: torch.dtype = torch.bfloat16, *, packs: bool = True) -> Bl
     padding = Padding(SIZE)
     padding.observe(None, BATCH, LENGTH + 64)
     return BlockStore(
-        BATCH, HEADS, DIM, dtype, block_size=SIZE, device=torch.device("cpu"), digest=None, padding=padding, packs=packs
+        BATCH,
+        HEADS,
+        DIM,
+        dtype,
+        block_size=SIZE,
+        device=torch.device("cpu"),
+        digest=None,
+        padding=padding,
+        host_dtype="int8" if packs else None,
     )
 
 
@@ -121,7 +129,7 @@ def broken(*args: object, **kwargs: object) -> None:
     raise Broken
 
 
-@pytest.mark.parametrize("name", ["packing.pack_records", "store.movers.write_tokens"])
+@pytest.mark.parametrize("name", ["host_format.pack_records", "store.movers.write_tokens"])
 def test_what_fails_changes_nothing_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     store, (k, v) = make_store(), tokens(600)
     fill(store, k[:, :, :139], v[:, :, :139], [])

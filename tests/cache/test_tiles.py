@@ -36,7 +36,7 @@ def make_store(
     padding.observe(None, rows, length)
     store = BlockStore(
         rows, HEADS, DIM, dtype, block_size=SIZE, device=torch.device(device), digest=None, padding=padding,
-        packs=packs, worker=worker,
+        host_dtype="int8" if packs else None, worker=worker,
     )  # fmt: skip
     torch.manual_seed(0)
     k, v = torch.randn(2, rows, HEADS, length, DIM, dtype=dtype, device=device)

@@ -23,7 +23,7 @@ def packed_pool(
 
     The channels have different sizes, up to `large`.
     """
-    pool = HostPool(kv_heads, block_size, dim, dtype)
+    pool = HostPool(kv_heads, block_size, dim, dtype, packed_bytes=packed_bytes(dim, block_size))
     ids = pool.allocate(blocks)
     content = torch.randn(blocks, *pool.block_shape) * torch.linspace(0.1, large, dim)
     slab = pool.slabs[0][:blocks]
@@ -74,7 +74,7 @@ def test_an_error_of_rounding_is_at_most_half_a_step() -> None:
 
 
 def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
-    pool = HostPool(1, 8, 16, torch.float32)
+    pool = HostPool(1, 8, 16, torch.float32, packed_bytes=packed_bytes(16, 8))
     ids = pool.allocate(1)
     content = torch.randn(2, 8, 16)
     content[0, 3], content[1, 5, 2], content[0, :, 7], content[1, 6] = float("nan"), float("inf"), 0.0, 0.0
