@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.transaction import Transaction
@@ -21,6 +22,7 @@ class Changing(Cache):
 
     settings: Settings
     transaction: Transaction
+    graph: StepGraph | None
 
     def drain(self) -> None:
         """Wait for the work in flight of all layers."""
@@ -118,6 +120,8 @@ class Changing(Cache):
             IndexError, TypeError, ValueError: as `batch_select_indices`; nothing has happened.
         """
         rows = _row_numbers(what, index, self._row_count(), dtypes)
+        if self.graph is not None:
+            self.graph.close()  # which holds what is resident now
         with self.transaction.changing_rows(what):
             yield rows
             self.settings.padding.select_rows(rows.numpy())

@@ -19,7 +19,6 @@ import torch
 from hf_offload.attention.capture import Capture, Recorder, undisturbed
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.attention.tiered import close_step
-from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.doorbell import Doorbell, ItemError
 from hf_offload.cpu.worker import WorkerError
 
@@ -40,7 +39,9 @@ class StepGraph:
         """What the next graph hands over with, once it is known that it can."""
         self._recorded: Any = None
         self._state: object = None
-        """The signature of the steps that the graph serves; `_coming`: of the step that comes."""
+        """The signature of the steps that the graph serves; `_coming`: of the step that comes. They hold what the graph
+        reads, for which a fork in another thread may have found a larger place.
+        """
         self._coming: object = None
         self._arrays: object = None
         self._doorbell: Doorbell | None = None
@@ -50,10 +51,6 @@ class StepGraph:
         self._limits: tuple[torch.Tensor, ...] = ()
         """Sizes in the step that comes, which kernels read; made anew where an interruption has cost the old ones."""
         self._output: Any = None
-        self._held: list[Any] = []
-        """The policy's states that were captured: while they live, no other has their identity. And the digests, for
-        which a fork in another thread may have found a larger place.
-        """
         self._finalizer: Any = None
         self._warned = False
 
@@ -174,27 +171,14 @@ class StepGraph:
 
     def _signature(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> object:
         """What a captured step depends on beside the values in its tensors; a few microseconds a layer, every step."""
-        rows = []
-        for layer in self.layers:
-            store, resident = layer.store, layer.resident
-            assert store is not None
-            assert resident is not None
-            table, digests = store.tables.table(), store.digests
-            rows.append(
-                (
-                    id(layer.state), digests is not None and digests.frozen, table.shape[1], resident.slot_of.shape[2],
-                    table.data_ptr(), store.tables.block_ptr().data_ptr(), resident.pool.data_ptr(),
-                    resident.block_of.data_ptr(), resident.slot_of.data_ptr(), resident.worth.data_ptr(),
-                    resident.known.data_ptr(),
-                )
-            )  # fmt: skip
+        views = [layer.device_view() for layer in self.layers]
         first = self.layers[0]
         valid = first.mirror.valid()
         sinks = first.mirror.sinks(first.policy.sink_tokens)
         shared = (*self._limits, *sinks, *(() if valid is None else (valid,)))
         shapes = tuple((name, value.shape) for name, value in sorted(inputs.items()))
         sizes = [(tensor.data_ptr(), tensor.shape) for tensor in shared]
-        return rows, sizes, shapes, {name: value for name, value in fixed.items() if name != "past_key_values"}
+        return views, sizes, shapes, {name: value for name, value in fixed.items() if name != "past_key_values"}
 
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
         capture, self._next = self._next, None
@@ -226,7 +210,6 @@ class StepGraph:
                 self._output = self._recorded.record(step)
             if "past_key_values" in self._output:  # which would keep the cache alive
                 self._output["past_key_values"] = None
-            self._held = [(layer.state, _digests_of(layer)) for layer in self.layers]
         except BaseException as error:
             self._capture = self._recorded = self._state = None
             if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
@@ -298,13 +281,13 @@ class StepGraph:
 
     def close(self) -> None:
         """Forget the graph; the thread that served it ends."""
+        self._coming = None
         if self._doorbell is None:
             return
         self._settle()  # an interruption finds all of it as it was
         doorbell, self._doorbell = self._doorbell, None
         self._finalizer.detach()
         self._capture = self._recorded = self._state = self._output = self._next = None
-        self._held = []
         with suppress(WorkerError):  # nobody asks for these parts any more
             doorbell.stop()
 
@@ -312,14 +295,6 @@ class StepGraph:
         """Let a replay that is in flight end: it waits for the CPU."""
         if self._recorded is not None:
             self._recorded.settle()
-
-
-def _digests_of(layer: HybridLayer) -> list[Any]:
-    """The tensors in which a layer's digests lie now."""
-    digests = None if layer.store is None else layer.store.digests
-    return (
-        [] if digests is None else [getattr(digests, name, None) for name in (*digests.tensors(), *digests.statistics)]
-    )
 
 
 def _let_go(recorded: Any, doorbell: Doorbell) -> None:

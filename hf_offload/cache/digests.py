@@ -10,6 +10,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,14 @@ class DigestStore(ABC):
             k: `[n, Hkv, block_size, D]` their keys.
             valid: `[n, block_size]` bool, which tokens count.
         """
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return (*self.tensors(), *self.statistics)
+
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the digests and their statistics, which are fixed; a fork may replace them by larger ones."""
+        return tuple([getattr(self, name) for name in self._names])
 
     @property
     @abstractmethod

@@ -24,6 +24,7 @@ from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
+from hf_offload.cache.view import DeviceView
 from hf_offload.cpu.worker import WorkerError
 from hf_offload.scores import Scores
 
@@ -73,6 +74,7 @@ class HybridLayer(CacheLayerMixin):
         self.store: BlockStore | None = None
         self.revision = self.settings.padding.revision
         self.resident: ResidentSet | None = None
+        self._device_view: DeviceView | None = None
         self.salience: Salience | None = None  # for policies that keep tokens by their attention weights
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.changed = False
@@ -182,6 +184,20 @@ class HybridLayer(CacheLayerMixin):
         """Key length and offset of the mask that the model should prepare."""
         length = self.total + query_length
         return HybridLength(length) if self.compact_masks else length, 0
+
+    def device_view(self) -> DeviceView:
+        """What a step reads on the device, with two memories: the same object as long as all of it is the same."""
+        store, resident = self.store, self.resident
+        assert store is not None
+        assert resident is not None
+        digests = store.digests
+        now = DeviceView(
+            store.tables.table(), store.tables.block_ptr(), resident.pool, resident.block_of, resident.slot_of,
+            resident.worth, resident.known, self.state, () if digests is None or not digests.frozen else digests.held(),
+        )  # fmt: skip
+        if self._device_view is None or not self._device_view.names(now):
+            self._device_view = now
+        return self._device_view
 
     def drain_ahead(self) -> None:
         """Drop the CPU part that was started ahead, once it has ended."""
@@ -310,6 +326,7 @@ class HybridLayer(CacheLayerMixin):
             self.last_queries = self.last_queries.select_rows(torch.from_numpy(rows))
         self.kernels.clear()
         self.steps.clear()
+        self._device_view = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search."""

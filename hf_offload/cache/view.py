@@ -1,10 +1,13 @@
-"""What kernels read of a layer's blocks, as one object: another one whenever an array of it is another."""
+"""What kernels read of a layer's blocks, as one object: another one whenever an array or tensor of it is another."""
 
 from __future__ import annotations
 
+import operator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 
 class View(NamedTuple):
@@ -30,3 +33,35 @@ class View(NamedTuple):
     digest: Any
     revision: int
     covered: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceView:
+    """The tensors that a step reads on the device, which a captured CUDA graph knows by their addresses.
+
+    Their values change under the same view. Views are compared as objects; they hold what they name, so that no other
+    tensor comes to lie there.
+
+    Args:
+        table, block_ptr: as `View` has them (`TableMirror`).
+        slots, block_of, slot_of, worth, known: of the `ResidentSet`.
+        state: of the policy.
+        digests: the tensors of the digests; empty where none can be made yet.
+    """
+
+    table: torch.Tensor
+    block_ptr: torch.Tensor
+    slots: torch.Tensor
+    block_of: torch.Tensor
+    slot_of: torch.Tensor
+    worth: torch.Tensor
+    known: torch.Tensor
+    state: Any
+    digests: tuple[torch.Tensor, ...]
+
+    def names(self, other: DeviceView) -> bool:
+        """Whether another one names the same objects."""
+        *mine, digests = (getattr(self, name) for name in self.__slots__)
+        *theirs, others = (getattr(other, name) for name in self.__slots__)
+        same = all(map(operator.is_, mine, theirs)) and len(digests) == len(others)
+        return same and all(map(operator.is_, digests, others))

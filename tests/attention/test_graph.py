@@ -217,7 +217,8 @@ def test_the_first_of_several_faults_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert cache.get_seq_length() == 157
 
 
-def test_what_a_graph_held_goes_with_it() -> None:
+@pytest.mark.parametrize("change", ["reset", "rows"])
+def test_what_a_graph_held_goes_with_it(change: str) -> None:
     model = tiny_model("llama")
     ids, _ = prompt(1, 160)
     cache = graph_cache(model, "scout", **SCOUT)
@@ -225,9 +226,15 @@ def test_what_a_graph_held_goes_with_it() -> None:
         model(ids[:, :150], past_key_values=cache)
         for i in range(150, 155):
             model(ids[:, i : i + 1], past_key_values=cache)
-    held = [weakref.ref(tensor) for _, digests in cache.graph._held for tensor in digests if tensor is not None]
-    assert held
-    cache.reset()
+    views = [layer.device_view() for layer in cache.layers]
+    held = [weakref.ref(view.slots) for view in views]
+    if change == "reset":  # rows go on with the same digests
+        held += [weakref.ref(tensor) for view in views for tensor in view.digests]
+    del views
+    if change == "reset":
+        cache.reset()
+    else:
+        cache.batch_select_indices(torch.tensor([0, 0]))
     gc.collect()
     assert not any(one() is not None for one in held)
 
