@@ -102,6 +102,7 @@ def recording() -> Iterator[dict[int, list[Any]]]:
     def watched(real: Any) -> Any:
         def retrieve(step: Step, *args: Any) -> Any:
             found = real(step, *args)
+            step.begin()  # with one memory needs are computed then, and the next step plans anew
             synchronize()
             (budget0, slope), streaming = getattr(found, "choice", found).needs
             told = (budget0.clone(), slope.clone(), streaming.bool())
