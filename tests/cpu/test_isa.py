@@ -13,7 +13,7 @@ import pytest
 from hf_offload.cpu import isa
 
 NAMES = (
-    "test_scoring.py::test_submeans[8-80-3-5-max]",
+    "test_scoring.py::test_submeans[8-80-3-5-1.5-max]",
     "test_average.py::test_averages_move[5-37-64-32-True-1-peak]",  # vectors that end with their row, and bytes
     "test_packed.py::test_decode_over_packed_and_plain_blocks[True-4-128-32-dtype4-20.0]",  # float16 and int8
     "test_keep.py::test_what_is_kept[100-17-300-1-3-any]",

@@ -12,10 +12,9 @@ import hf_offload.cpu as cpu
 
 SCRIPT = """
 from kernels.select import select_kernel
-from kernels.team import ALONE
 import numpy as np
 i, f = np.zeros(1, np.int32), np.zeros((1, 1, 1), np.float32)
-select_kernel(ALONE, np.ones(3, np.int64), 0, f, 1, 1, i, i, 0, 0, i[None, None], i[None])
+select_kernel(np.ones(3, np.int64), 0, f, 1, 1, i, i, 0, 0, i[None, None], i[None])
 stats = select_kernel.stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
@@ -36,7 +35,7 @@ def test_a_change_in_another_file_makes_compiled_code_stale(tmp_path: Path) -> N
 
     assert run() == "0 1"
     assert run() == "1 0"
-    for damage in (lambda index: index.replace(b"types.containers", b"types.departures"), lambda index: index[:-9]):
+    for damage in (lambda index: index.replace(b"types.npytypes", b"types.oldtypes"), lambda index: index[:-9]):
         for index in (folder / "__pycache__").glob("*.nbi"):
             index.write_bytes(damage(index.read_bytes()))
         assert run() == "0 1"  # of types that are gone, or cut short: compiled again
