@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +103,6 @@ def test_lm_eval_works_unchanged(model: PreTrainedModel, tasks: Any, mixed: str 
     assert meter.without > 0  # likelihoods need one forward each, which is the stock one
     disable(model)
     assert evaluate(model, tokenizer, tasks, mixed_precision_dtype=mixed) == want
-
-
-@pytest.mark.slow
-def test_the_readme_runs_as_written() -> None:
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install lm-eval")
-    root = Path(__file__).parent.parent
-    chapter = (
-        (root / "README.md").read_text(encoding="utf-8").partition("## Pipelines, lm-eval")[2].partition("\n## ")[0]
-    )
-    blocks = re.findall(r"```python\n(.*?)```", chapter, re.S)
-    assert len(blocks) == 2
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    for block, expected in zip(blocks, ("Paris", "exact_match"), strict=True):
-        done = subprocess.run(
-            [sys.executable, "-c", block], cwd=root, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert expected in done.stdout
 
 
 @pytest.mark.slow

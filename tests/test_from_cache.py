@@ -79,7 +79,7 @@ def stock_run(oracle: dict[Any, Any], family: str, batch: int) -> Any:
             for row in (
                 ("llama", "scout-off", 1, "split"),
                 ("llama", "scout-all", 1, "split"),
-                ("gemma3", "scout-select", 3, "one"),
+                ("gemma3", "scout-select", 3, "split"),
             )
         ),
     ],
