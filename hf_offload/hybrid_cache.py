@@ -246,6 +246,8 @@ class HybridCache(Portable):
         """A forward ends (the model's hook calls this); one that raised is undone."""
         transaction = self.transaction
         if not transaction.mine:  # it never began
+            if finished:
+                transaction.tear("a forward during which the cache was changed")
             return
         self.settings.drafts.end()
         if self.settings.progress is not None:

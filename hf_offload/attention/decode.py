@@ -48,6 +48,8 @@ def append(
     fresh = layer.pending is not None
     past = store.length if fresh else store.length - key.shape[2]
     store.pack_old(past)
+    if fresh and layer.salience is not None:
+        layer.salience.begin_chunk()
     tile = layer.settings.prefill_tile
     few = fresh and 0 < query.shape[2] <= FEW_QUERIES and past > 0 and (mask is None or mask.ndim == 2)
     before = _attend_past(layer, query, scores) if few and store.device.type == "cpu" else None

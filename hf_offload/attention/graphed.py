@@ -59,7 +59,9 @@ class GraphedForward:
         named = dict(zip(self._names, args, strict=False)) | kwargs
         cache = named.get("past_key_values")
         graph = getattr(cache, "graph", None)
-        step = _step_of(cache, named) if graph is not None and graph.ready() else None
+        step = None
+        if cache is not None and graph is not None and graph.ready():
+            step = None if cache.transaction.open else _step_of(cache, named)  # what was interrupted `begin` tells
         if graph is None or step is None:
             if graph is not None:
                 graph.check(settle=True)

@@ -73,7 +73,7 @@ def pack(salience: Salience) -> dict[str, torch.Tensor]:
         salience.near.write_back()
     weighing, length = salience.weighing, salience.store.length
     numbers = (
-        salience.window_blocks, salience.evicted, weighing.border, weighing.prompt, weighing.decoded, salience.since,
+        salience.window_blocks, salience.evicted, weighing.border, weighing.prompt, weighing.end, salience.since,
     )  # fmt: skip
     return {
         "average": torch.from_numpy(salience.average[:, :, :length]),
@@ -90,7 +90,7 @@ def fields(sizes: LayerSizes, windows: range) -> dict[str, Field]:
     rows, tokens, known = sizes.rows, sizes.tokens, sizes.query_heads
     # A cache that was taken over does not know the query heads before something is resident.
     heads = known if sizes.placed or sizes.kv_heads in known else {sizes.kv_heads, *known}
-    least, most = (windows.start, 0, 0, 0, 0, 0), (windows.stop - 1, sizes.full_blocks, tokens, 1, 1, tokens)
+    least, most = (windows.start, 0, 0, 0, -1, 0), (windows.stop - 1, sizes.full_blocks, tokens, 1, tokens, tokens)
     return {
         "average": Field(torch.float32, (rows, heads, tokens)),
         "kept": Field(torch.uint8, (*sizes.lines, tokens), 0, 1),
@@ -106,9 +106,9 @@ def unpack(salience: Salience, packed: dict[str, torch.Tensor], *, window: bool)
     average, kept = packed["average"].numpy(), packed["kept"].numpy()
     salience.reserve(average.shape[2], average.shape[1])
     salience.average[:, :, : average.shape[2]], salience.kept[:, :, : kept.shape[2]] = average, kept
-    blocks, salience.evicted, border, prompt, decoded, salience.since = packed["numbers"].tolist()
+    blocks, salience.evicted, border, prompt, end, salience.since = packed["numbers"].tolist()
     salience.window_blocks = blocks if window else salience.window_blocks
     salience.known = packed["known"].numpy().copy()
     queries = packed["queries"].numpy().copy()
-    salience.weighing = Weighing(salience.rule, queries, border, bool(prompt), bool(decoded))
+    salience.weighing = Weighing(salience.rule, queries, border, bool(prompt), end)
     salience.context = copy_marked(salience, salience.kept, salience.evicted, int(packed["room"]))

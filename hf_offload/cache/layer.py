@@ -304,11 +304,13 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             ValueError: the number is positive.
         """
-        tokens_to_remove = self.prepare_crop(tokens_to_remove)
-        if tokens_to_remove == 0 or self.store is None:
-            return
-        crop(self, self.store.length + tokens_to_remove)
-        self.settings.padding.truncate(self.store.length)
+        self.go_back(self.past + self.prepare_crop(tokens_to_remove))
+
+    def go_back(self, length: int) -> None:
+        """Keep the first `length` tokens, after `prepare_crop` or in a forward that is rolled back."""
+        if self.store is not None and length < self.store.length:
+            crop(self, length)
+            self.settings.padding.truncate(length)
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index; K and V on the host are shared, not copied."""

@@ -75,7 +75,8 @@ def gathering_packed(store: BlockStore, k: torch.Tensor, v: torch.Tensor, first:
     rows, heads, block = (x.ravel() for x in np.indices((store.batch, store.num_kv_heads, len(blocks))))
     begins = np.maximum(blocks * size, first)  # of each block, the tokens that are wanted
     ends = np.minimum((blocks + 1) * size, first + count)
-    places = 4 * store.head_dim * ((rows * store.num_kv_heads + heads) * count + (begins - first)[block])
+    line = store.format.gather_dtype.itemsize * store.head_dim
+    places = line * ((rows * store.num_kv_heads + heads) * count + (begins - first)[block])
     return store.format.unpack(
         store.pool.addresses(store.table[rows, blocks[block]], heads), (begins % size).astype(np.int32)[block],
         (ends - begins).astype(np.int32)[block], k.data_ptr() + places, v.data_ptr() + places, keep=(k, v),

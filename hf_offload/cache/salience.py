@@ -194,6 +194,18 @@ class Salience:
 
     # --- a prompt or an append ---------------------------------------------------------------------------------------
 
+    def begin_chunk(self) -> None:
+        """A chunk of a prompt or append is about to be stored: remember what is known, beside which `take_in` writes.
+
+        Raises:
+            WorkerError: as `settle`.
+        """
+        self.settle()
+        self._before = _Before(
+            self.store.length, self.since, self.window_blocks, self.evicted, self.average, self.kept, self.known,
+            self.context, self.weighing,
+        )  # fmt: skip
+
     def take_in(self, query: torch.Tensor, window: int, *, scores: Scores) -> None:
         """Let the queries `[B, Hq, Q, D]` of the newest Q tokens, which are stored, weigh what is cached.
 
@@ -203,18 +215,14 @@ class Salience:
             scores: the model's.
         """
         self.settle()
-        store, rule, count, weighing = self.store, self.rule, query.shape[2], self.weighing
+        store, rule, count, weighing = self.store, self.rule, query.shape[2], replace(self.weighing)
         length, past, size = store.length, store.length - query.shape[2], store.block_size
         valid = store.padding.valid[:, past:length]
         self.reserve(length, query.shape[1])
-        self._before = _Before(
-            past, self.since, self.window_blocks, self.evicted, self.average, self.kept, self.known, self.context,
-            replace(weighing),
-        )  # fmt: skip
-        self.average, self.known = self.average.copy(), self.known.copy()
+        self.average, self.known, self.weighing = self.average.copy(), self.known.copy(), weighing
         self.window_blocks = window
         self.average[:, :, past:length] = 0.0
-        if weighing.begin(past, self.evicted * size):
+        if weighing.begin(past, length, self.evicted * size):
             self.since = past
         border = weighing.border
         anew = rule.reevaluate or weighing.prompt or not self.known.any()
@@ -270,7 +278,7 @@ class Salience:
 
     def advance(self) -> None:
         """After a decode step: begin to look at the tokens of blocks that have left the window."""
-        self.weighing.decoded, self._before = True, None
+        self._before = None
         length, evicted = self.store.length, self.due(self.store.length)
         if evicted == self.evicted:
             return
@@ -308,7 +316,7 @@ class Salience:
 
     def _adopt_whole(self, evicted: int, kept: np.ndarray, context: Context) -> None:
         self.evicted, self.kept, self.context, self.since = evicted, kept, context, 0
-        self.known, self.weighing.decoded = np.zeros_like(self.known), True
+        self.known, self.weighing.end = np.zeros_like(self.known), -1
 
     def catch_up(self) -> None:
         """Have all that should have left the window out of it: what is decided now is waited for.
@@ -338,13 +346,14 @@ class Salience:
         its forward fails. A crop that reaches further back keeps every token.
         """
         loses_all, before, whole = self._loses_all(length), self._before, self._whole
-        self._before = self._whole = None
+        self._whole = None
         if before is not None and length <= before.length:
+            self._before = None
             self.since, self.window_blocks, self.evicted = before.since, before.window_blocks, before.evicted
             self.average, self.kept, self.known = before.average, before.kept, before.known
             self.context, self.weighing = before.context, before.weighing
-        if before is None or length != before.length:  # what comes next is no part of what has been cropped
-            self.weighing.decoded = True
+        if length < self.weighing.end:  # what comes next is no part of what has been cropped
+            self.weighing.end = -1
         self._cut(length)
         if loses_all:
             self._adopt_whole(*(whole[1:] if whole is not None and whole[0] == length else self._keep_whole(length)))

@@ -13,6 +13,7 @@ from torch import nn
 from hf_offload.cache import knowledge
 from hf_offload.cache.budget import MOST_SLOTS, least_blocks
 from hf_offload.cache.digests import DigestStore
+from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.store import TABLE_STEP
@@ -126,8 +127,8 @@ def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
         "batch": (told["batch"], {len(settings.padding.valid)}),
         "length": (told["length"], {settings.padding.seen}),
         "sealed": (told["sealed"], sealed),
-        "packed": (told["packed"], range(full + 1) if settings.host_dtype else {0}),
-        "blocks[1]": (packed, range(MOST) if settings.host_dtype else {0}),
+        "packed": (told["packed"], range(full + 1) if FORMATS[settings.host_dtype].packs else {0}),
+        "blocks[1]": (packed, range(MOST) if FORMATS[settings.host_dtype].packs else {0}),
         "queries_end": (told["queries_end"], range(told["length"] + 1)),
     }
     for name, (value, good) in allowed.items():

@@ -40,7 +40,7 @@ from hf_offload.cache.stock import pack
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.checksum import checksum_records
 
-FORMAT = 3
+FORMAT = 4
 """Rises when a cache that was saved before cannot be read any more, such as with another layout of packed records."""
 BLOCKS, DIGESTS, CACHE, SUMS = "blocks.safetensors", "digests.safetensors", "cache.safetensors", "SHA256SUMS"
 ALIGNMENT = 4096  # of the blocks' data in their file

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from transformers.cache_utils import DynamicLayer
+
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
@@ -27,12 +29,17 @@ class Transaction:
 
     def __init__(self, layers: list[Any], settings: Settings, undo_stock: Callable[[int], None]) -> None:
         self._layers, self._settings, self._undo_stock = layers, settings, undo_stock
-        self._holder: dict[str, int] = {}  # `setdefault` decides between two threads
+        self._holder: dict[int | None, int] = {}  # `setdefault` decides between two threads
         self._torn: str | None = None
         self.committed: int | None = None
         """Tokens that a rollback goes back to; None: there is nothing to roll back."""
         self.calls: dict[int, Any] = {}
         """The keyword arguments of the decoder layers that the forward now running has reached."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a forward is running, or was interrupted and not rolled back yet."""
+        return self.committed is not None
 
     @property
     def hybrid(self) -> list[HybridLayer]:
@@ -44,20 +51,23 @@ class Transaction:
     @property
     def mine(self) -> bool:
         """Whether this thread has the cache."""
-        return self._holder.get("thread") == threading.get_ident()
+        holder = self._holder.get(None)
+        while holder in self._holder:
+            holder = self._holder[holder]
+        return holder == threading.get_ident()
 
     def take(self, *, torn: bool = False) -> None:
         """Have the cache for this thread.
 
         Args:
-            torn: whether layers may differ in their rows.
+            torn: whether layers may differ.
 
         Raises:
             RuntimeError: another thread has it, or a change of the rows did not come to its end.
         """
         me = threading.get_ident()
-        holder = self._holder.setdefault("thread", me)
-        if holder != me:
+        holder = self._holder.setdefault(None, me)
+        while holder != me:
             thread = next((thread for thread in threading.enumerate() if thread.ident == holder), None)
             if thread is not None:
                 raise RuntimeError(
@@ -65,11 +75,11 @@ class Transaction:
                     "one thread at a time: give each its own (caches of one model may run at once), or call crop(0) "
                     "there"
                 )
-            self._holder["thread"] = me
+            holder = self._holder.setdefault(holder, me)  # the heir of a thread that is gone
         if self._torn is not None and not torn:
             what = self._torn
             self.leave()
-            raise RuntimeError(f"{what} did not come to its end, so that layers differ in their rows; call reset()")
+            raise RuntimeError(f"{what} did not come to its end, so that layers differ; call reset()")
 
     def leave(self) -> None:
         """Let others have the cache."""
@@ -78,9 +88,13 @@ class Transaction:
     @contextmanager
     def changing_rows(self, what: str) -> Iterator[None]:
         """What is inside changes the rows of all layers; where it does not end, only `reset()` helps."""
-        self._torn = what
+        self.tear(what)
         yield
         self._torn = None
+
+    def tear(self, what: str) -> None:
+        """Refuse all but `reset()` from here on: layers differ, since `what` did not come to its end."""
+        self._torn = what
 
     # --- a forward ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +147,7 @@ class Transaction:
         for layer in layers:
             layer.pending = None
             layer.rollback.clear()
-            layer.crop(min(length - layer.past, 0))
+            layer.go_back(length)
             layer.forget_plans()
         self._settings.padding.truncate(length)
         if interrupted:
@@ -175,16 +189,17 @@ class Transaction:
             left: how many are left in all layers, to which a rollback goes if this is interrupted.
         """
         layers = self.hybrid
-        for layer in layers:
-            layer.prepare_crop(tokens)
+        removed = [layer.prepare_crop(tokens) for layer in layers]
+        stock = [layer for layer in self._layers if not isinstance(layer, HybridLayer)]
         self.committed = left
-        try:
-            for stock in self._layers:
-                if not isinstance(stock, HybridLayer):
-                    stock.crop(tokens)
-        except Exception:  # they refuse
-            self.committed = None
-            raise
-        for layer in layers:
-            layer.crop(tokens)
+        for count, layer in enumerate(sorted(stock, key=lambda layer: type(layer) is DynamicLayer)):
+            try:
+                layer.crop(tokens)
+            except Exception:  # it refuses, as others than plain layers may
+                self.committed = None
+                if count:
+                    self.tear(f"crop({tokens})")
+                raise
+        for layer, mine in zip(layers, removed, strict=True):
+            layer.go_back(layer.past + mine)
         self.committed = None

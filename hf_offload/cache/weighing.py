@@ -116,21 +116,25 @@ class Weighing:
             place.
         border: tokens before this one were on the host when the append began; 0 in a prompt, all of which is weighed.
         prompt: whether it is a prompt: nothing has been decoded yet.
-        decoded: whether tokens were decoded since then.
+        end: tokens when its last chunk had come, behind which a further one goes on; -1: none does.
     """
 
     rule: SalienceRule
     queries: np.ndarray
     border: int = 0
     prompt: bool = True
-    decoded: bool = False
+    end: int = 0
 
-    def begin(self, past: int, outside: int) -> bool:
-        """Tokens arrive behind `past` others, of which the first `outside` are on the host; is it no further chunk?"""
-        anew = self.decoded or not past
+    def begin(self, past: int, length: int, outside: int) -> bool:
+        """Tokens arrive behind `past` others, which makes `length`; is it no further chunk?
+
+        The first `outside` tokens are on the host.
+        """
+        anew = past != self.end or not past
         if anew:
-            self.border, self.prompt, self.decoded = outside if past else 0, not past, False
+            self.border, self.prompt = outside if past else 0, not past
             self.queries = np.zeros_like(self.queries)
+        self.end = length
         return anew
 
     def select_rows(self, rows: np.ndarray) -> None:

@@ -120,6 +120,37 @@ def test_steps_in_python_between_replays() -> None:
     assert torch.equal(*rows)
 
 
+def test_a_replay_that_was_interrupted_is_told_of_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of rows with padding, whose masks then have a column less than the cache has tokens."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    model = tiny_model("llama")
+    ids, mask = prompt(2, 170)
+    want = logits_of(model, HybridCache(model, "scout", **KNOBS, **SCOUT), ids, mask)
+    cache = graph_cache(model, "scout", **SCOUT)
+
+    def step(i: int) -> torch.Tensor:
+        seen = mask[:, : i + 1]
+        positions = seen.sum(-1, keepdim=True) - 1
+        given = {"attention_mask": seen, "position_ids": positions, "past_key_values": cache}
+        return model(ids[:, i : i + 1], **given).logits
+
+    with torch.no_grad():
+        model(ids[:, :150], attention_mask=mask[:, :150], past_key_values=cache)
+        for i in range(150, 156):
+            step(i)
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.graph, "_replay", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                step(156)
+        with pytest.raises(RuntimeError, match="the last forward was interrupted; the cache holds the 156 tokens"):
+            step(156)
+        rows = [step(i) for i in range(156, 170)]
+    assert torch.allclose(torch.cat(rows, 1), want[:, -14:], atol=1e-3)
+
+
 @pytest.mark.slow
 def test_slow_threads_change_nothing() -> None:
     model = tiny_model("llama")

@@ -110,7 +110,7 @@ def known_tokens(layer: HybridLayer) -> dict[str, Any]:
         average = salience.near.read(salience.evicted, layer.store.num_blocks)[:, :, : layer.past - past]
     return {
         "evicted": salience.evicted,
-        "decoded": salience.weighing.decoded,
+        "end": salience.weighing.end,
         "border": salience.weighing.border,
         "kept": torch.from_numpy(salience.kept[:, :, :past]),
         "lists": [context.positions[i, :n].tolist() for i, n in enumerate(context.counts)],

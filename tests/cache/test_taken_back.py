@@ -74,7 +74,7 @@ class Talk:
             held = [lists.positions[i, :n] for i, n in enumerate(lists.counts)]
             average, kept = salience.average[:, :, border : layer.past], salience.kept[:, :, : layer.past]
             weighing = salience.weighing
-            how_far = (weighing.border, weighing.prompt, weighing.decoded, weighing.queries.tolist())
+            how_far = (weighing.border, weighing.prompt, weighing.end, weighing.queries.tolist())
             numbers = (salience.window_blocks, salience.evicted, salience.known.tolist(), how_far)
             found.append((numbers, average.copy(), kept.copy(), *weights, *held))
         return found

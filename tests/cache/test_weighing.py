@@ -103,7 +103,7 @@ def test_a_crop_below_a_turn_forgets_what_was_before_it(model: PreTrainedModel, 
         with torch.no_grad():
             model(ids[:, t : t + 1], past_key_values=cache)
     cache.crop(-10)
-    assert all(layer.salience.weighing.decoded for layer in hybrid_layers(cache))
+    assert all(layer.salience.weighing.end == -1 for layer in hybrid_layers(cache))
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])
@@ -173,8 +173,8 @@ def told(chunks: list[list[int]], among: int | None, append: str) -> np.ndarray:
     """
     rows, length = len(chunks[0]), 50
     rule = HGCA(append_queries=among, append=append, append_run=0).salience
-    weighing, average, asked = Weighing(rule, np.zeros(rows, np.int64), decoded=True), np.full((rows, 1, 1), 7.0), 0
-    weighing.begin(length, 1)
+    weighing, average, asked = Weighing(rule, np.zeros(rows, np.int64), end=-1), np.full((rows, 1, 1), 7.0), 0
+    weighing.begin(length, length, 1)
     for counts in map(np.array, chunks):
         length += counts.max()
         valid = (np.arange(counts.max()) >= counts.max() - counts[:, None]).astype(np.uint8)
