@@ -261,8 +261,7 @@ class HybridCache(Portable):
 
     def fail(self, past: int) -> None:
         """Undo a forward that failed when its layers had ended; the cache held `past` tokens before it."""
-        self.transaction.take()
-        self.transaction.committed = past
+        self.transaction.reopen(past)
         with suppress(RuntimeError):
             self.transaction.rollback()
         self.transaction.leave()
@@ -278,8 +277,8 @@ class HybridCache(Portable):
             self.drain(quiet=True)
             if self.graph is not None:
                 self.graph.close()
-            self._looks_ahead = self.transaction.committed = None
-            self._pace = Pace()
+            self.transaction.commit()
+            self._looks_ahead, self._pace = None, Pace()
             self.settings.drafts.forget()
             for i, fresh in enumerate(stock_layers(self._config)):
                 layer = self.layers[i]

@@ -106,10 +106,10 @@ class Transaction:
                 cache.
         """
         self.take()
-        if self.committed is not None:
+        held = self.committed
+        if held is not None:
             try:
                 self.rollback()
-                held = max((layer.past for layer in self.hybrid), default=past)
             finally:
                 self.leave()
             raise RuntimeError(
@@ -119,8 +119,13 @@ class Transaction:
         self.calls.clear()
         self.committed = min((layer.past for layer in self.hybrid), default=past)
 
+    def reopen(self, past: int) -> None:
+        """Have a forward be running that has ended already, behind `past` tokens."""
+        self.take()
+        self.committed = past
+
     def commit(self) -> None:
-        """Keep what the forward has done."""
+        """Keep what the forward has done; there is nothing to roll back any more."""
         self.calls.clear()
         self.committed = None
 
