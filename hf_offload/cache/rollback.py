@@ -72,11 +72,11 @@ def crop(layer: HybridLayer, length: int) -> None:
         layer.unplace()
     else:
         layer.store.unpack(state.packed)
-    layer.store.crop(length)
     if layer.last_queries is not None:
         layer.last_queries = layer.last_queries.cropped(length)
     if layer.salience is not None and (state is None or state.salience is None):
         layer.salience.crop(length)
+    layer.store.crop(length)  # last: an interruption before its end is made up for by another crop
     if state is not None:
         state.put_back(layer)
 
