@@ -143,6 +143,8 @@ class Transaction:
         if length is None:
             return
         self.calls.clear()  # they hold the cache, too
+        if self._settings.progress is not None:
+            self._settings.progress.end(False)
         layers = self.hybrid
         for layer in layers:
             with suppress(WorkerError):  # the fault that ended that forward is on its way to the caller
