@@ -218,7 +218,8 @@ class Scout(Policy):
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """§3.4: recall what the real query wanted, off the critical path."""
-        step.recall(plan, step.state.clock)
+        if plan.device is not None:  # with one memory nothing is resident
+            step.recall(plan, step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:
         """The blocks that the prompt's last queries want."""
