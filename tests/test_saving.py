@@ -63,7 +63,7 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         ("fluxion", "split", 19),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
-            for row in (("scout", "one", 5), ("scout-attend-int8", "one", 21))
+            for row in (("scout", "one", 5), ("scout-attend-int8", "split", 21))
         ),
     ],
 )
