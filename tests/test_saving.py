@@ -61,10 +61,7 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         ("h2o", "split", 19),
         ("fluxion", "one", 5),
         ("fluxion", "split", 19),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (("scout", "one", 5), ("scout-attend-int8", "split", 21))
-        ),
+        pytest.param("scout", "one", 5, marks=pytest.mark.slow),
     ],
 )
 def test_goes_on_bit_by_bit(
