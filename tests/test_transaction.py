@@ -41,6 +41,15 @@ def steps(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, count: 
     return torch.stack([feed(model, cache, ids, stop) for stop in range(start + 1, start + count + 1)])
 
 
+def two_caches(model: PreTrainedModel, ids: torch.Tensor) -> list[HybridCache]:
+    """Alike, with a prompt and ten steps behind it: 180 tokens."""
+    caches = [HybridCache(model, "hgca", **HGCA) for _ in range(2)]
+    for cache in caches:
+        feed(model, cache, ids, 170)
+        steps(model, cache, ids, 10)
+    return caches
+
+
 class Failing:
     """A function that raises MemoryError at its n-th call, counted from 1."""
 
@@ -63,10 +72,8 @@ def test_a_crop_that_finds_no_memory_has_not_cropped(
 ) -> None:
     """Lists of all tokens are made before any layer loses a token, once for each of the four layers."""
     ids = prompt(1, 260)[0]
-    cache, other = HybridCache(model, "hgca", **HGCA), HybridCache(model, "hgca", **HGCA)
+    cache, other = two_caches(model, ids)
     for one in (cache, other):
-        feed(model, one, ids, 170)
-        steps(model, one, ids, 10)
         feed(model, one, ids, 220)
         steps(model, one, ids, 10)
     failing = Failing(salience.copy_marked, at)
@@ -128,10 +135,7 @@ def test_a_step_that_fails_does_not_keep_an_append_from_being_taken_back(model: 
         raise ArithmeticError("no luck")
 
     ids = prompt(1, 260)[0]
-    cache, other = HybridCache(model, "hgca", **HGCA), HybridCache(model, "hgca", **HGCA)
-    for one in (cache, other):
-        feed(model, one, ids, 170)
-        steps(model, one, ids, 10)
+    cache, other = two_caches(model, ids)
     feed(model, cache, ids, 220)
     handle = model.model.layers[0].register_forward_pre_hook(fail)
     with pytest.raises(ArithmeticError):

@@ -191,12 +191,13 @@ class HybridLayer(CacheLayerMixin):
         assert store is not None
         assert resident is not None
         digests = store.digests
-        now = DeviceView(
+        parts = (
             store.tables.table(), store.tables.block_ptr(), resident.pool, resident.block_of, resident.slot_of,
-            resident.worth, resident.known, self.state, () if digests is None or not digests.frozen else digests.held(),
+            resident.worth, resident.known, self.state,
+            *(() if digests is None or not digests.frozen else digests.held()),
         )  # fmt: skip
-        if self._device_view is None or not self._device_view.names(now):
-            self._device_view = now
+        if self._device_view is None or not self._device_view.names(parts):
+            self._device_view = DeviceView(parts)
         return self._device_view
 
     def drain_ahead(self) -> None:

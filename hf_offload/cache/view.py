@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 
 class View(NamedTuple):
@@ -43,25 +42,12 @@ class DeviceView:
     tensor comes to lie there.
 
     Args:
-        table, block_ptr: as `View` has them (`TableMirror`).
-        slots, block_of, slot_of, worth, known: of the `ResidentSet`.
-        state: of the policy.
-        digests: the tensors of the digests; empty where none can be made yet.
+        parts: block table and addresses (`TableMirror`), what a `ResidentSet` consists of, the policy's state, and the
+            tensors of the digests, if there can be any yet.
     """
 
-    table: torch.Tensor
-    block_ptr: torch.Tensor
-    slots: torch.Tensor
-    block_of: torch.Tensor
-    slot_of: torch.Tensor
-    worth: torch.Tensor
-    known: torch.Tensor
-    state: Any
-    digests: tuple[torch.Tensor, ...]
+    parts: tuple[Any, ...]
 
-    def names(self, other: DeviceView) -> bool:
-        """Whether another one names the same objects."""
-        *mine, digests = (getattr(self, name) for name in self.__slots__)
-        *theirs, others = (getattr(other, name) for name in self.__slots__)
-        same = all(map(operator.is_, mine, theirs)) and len(digests) == len(others)
-        return same and all(map(operator.is_, digests, others))
+    def names(self, parts: tuple[Any, ...]) -> bool:
+        """Whether these are the same objects."""
+        return len(parts) == len(self.parts) and all(map(operator.is_, parts, self.parts))

@@ -257,11 +257,9 @@ def test_what_a_graph_held_goes_with_it(change: str) -> None:
         model(ids[:, :150], past_key_values=cache)
         for i in range(150, 155):
             model(ids[:, i : i + 1], past_key_values=cache)
-    views = [layer.device_view() for layer in cache.layers]
-    held = [weakref.ref(view.slots) for view in views]
+    held = [weakref.ref(layer.resident.pool) for layer in cache.layers]
     if change == "reset":  # rows go on with the same digests
-        held += [weakref.ref(tensor) for view in views for tensor in view.digests]
-    del views
+        held += [weakref.ref(tensor) for layer in cache.layers for tensor in layer.store.digests.held()]
     if change == "reset":
         cache.reset()
     else:
