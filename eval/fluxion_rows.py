@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from hf_offload.attention.step import Step
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.fluxion.labels import GRANULARITIES, deviation_limit, fit_line, join_scores, needed_at_blocks
 from hf_offload.fluxion.partials import BLOCK, Partial, Tokens, attend_blocks, join_blocks
-from hf_offload.policies import Fluxion
-from hf_offload.policies.base import Plan
+from hf_offload.policies.base import LayerState, Plan
+from hf_offload.policies.registry import Fluxion
 
 TAIL = 16  # tokens of a prompt that every cache reads itself: the last query is learnt from
 WARM_UP = 2
@@ -63,7 +63,7 @@ class Needing(Fluxion):
     def plan(self, step: Step) -> Plan:
         near = step.attend_near()
         if not step.has_far:
-            return Plan(near=near)
+            return step.join(near, None)
         segments = step.segments(near.query)
         key, value, valid = zip(*segments.far, strict=True)
         far = Tokens(torch.cat(key, 2), torch.cat(value, 2), torch.cat(valid, 1))
@@ -78,7 +78,14 @@ class Needing(Fluxion):
             limit = norms if name == "output" else deviation_limit(full, [float(number)])
             budgets = needed_at_blocks(kept, blocks, scores, far.valid, full, limit, digest=digest)[..., 0]
         line = fit_line(torch.cat((torch.zeros_like(budgets[..., :1]), budgets), -1), "online")
-        return Plan(near=near, retrieved=step.retrieve((*line, (budgets == 0).all(-1)), self.granularities))
+        return replace(step.join(near, step.retrieve((*line, (budgets == 0).all(-1)), self.granularities)), until=0)
+
+
+class Told(LayerState):
+    """What a layer's heads need, step by step."""
+
+    def __init__(self, needs: list[Any]) -> None:
+        self.needs = iter(needs)
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,12 @@ class Replayed(Fluxion):
 
     needs: dict[int, list[Any]] = field(default_factory=dict)
 
-    def new_state(self, layer: Any) -> Iterator[Any]:
-        return iter(self.needs[layer.index])
+    def new_state(self, layer: Any) -> Told:  # type: ignore[override]
+        return Told(self.needs[layer.index])
 
     def plan(self, step: Step) -> Plan:
-        return Plan(near=step.attend_near(), retrieved=step.retrieve(next(step.state), self.granularities))
+        near = step.attend_near()
+        return replace(step.join(near, step.retrieve(next(step.state.needs), self.granularities)), until=0)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ from common import (
 )
 from hf_offload import assets, measuring
 from hf_offload.plan import parse_setting
-from hf_offload.policies import POLICIES
+from hf_offload.policies.registry import POLICIES
 from resume import Progress
 
 ROWS = (

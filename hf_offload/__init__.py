@@ -10,7 +10,7 @@ from hf_offload.cpu.worker import WorkerError
 from hf_offload.enable import disable, enable, enabled
 from hf_offload.fluxion.predictor import ConstantPredictor
 from hf_offload.hybrid_cache import HybridCache
-from hf_offload.policies import (
+from hf_offload.policies.registry import (
     H2O,
     HGCA,
     FixedHybrid,

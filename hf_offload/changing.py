@@ -79,6 +79,8 @@ class Changing(Cache):
             index = torch.arange(rows).repeat_interleave(repeats)
         except TypeError:
             raise TypeError(f"{what}: use a whole number") from None
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
             raise ValueError(f"{what}: use a whole number from 1 to {most}") from None
         with self.alone(), self._rows(what, index):

@@ -15,7 +15,7 @@ from hf_offload.attention.checks import check_attention, check_model, inside
 from hf_offload.attention.function import NAME
 from hf_offload.attention.graphed import GraphedForward, graphed
 from hf_offload.hybrid_cache import HybridCache
-from hf_offload.policies import Policy
+from hf_offload.policies.base import Policy
 
 _PREPARE = "_prepare_cache_for_generation"
 """Where `generate()` makes its cache, in every mode and after it has joined all arguments.

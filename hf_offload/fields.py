@@ -105,6 +105,7 @@ class LayerSizes(NamedTuple):
         query_heads: how many there may be.
         tokens: of each row; width: blocks that the table has room for.
         placed: whether it was decided what is resident.
+        slots: how many blocks of a row and KV head may be resident.
     """
 
     rows: int
@@ -116,6 +117,7 @@ class LayerSizes(NamedTuple):
     tokens: int
     width: int
     placed: bool
+    slots: range
 
     @property
     def lines(self) -> tuple[int, int]:

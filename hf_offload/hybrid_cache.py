@@ -27,7 +27,7 @@ from hf_offload.cache.stats import Pace, Stats, report
 from hf_offload.cache.transaction import Transaction
 from hf_offload.cpu.cores import cores
 from hf_offload.cpu.worker import Worker, WorkerError
-from hf_offload.policies import Policy, make_policy
+from hf_offload.policies.registry import Policy, make_policy
 from hf_offload.portable import Portable
 
 MOST_THREADS = 16  # by default: more hardly read faster

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from hf_offload.attention.function import NAME
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.plan import CACHE_KNOBS
-from hf_offload.policies import POLICIES, Policy, describe_policy
+from hf_offload.policies.registry import POLICIES, Policy, describe_policy
 
 _KNOBS = CACHE_KNOBS | {part.name for policy in POLICIES.values() for part in dataclasses.fields(policy) if part.init}
 

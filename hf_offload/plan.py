@@ -20,10 +20,10 @@ from hf_offload.cache.memory import size_text
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import check_sizes
 from hf_offload.cache.store import BlockStore
-from hf_offload.cache.weighing import averages_for
+from hf_offload.fields import LayerSizes
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.knobs import MOST, check_count, shown
-from hf_offload.policies import Policy, make_policy
+from hf_offload.policies.registry import Policy, make_policy
 
 DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "quest", "h2o", "infinigen")
 """Policies that need nothing but a model."""
@@ -220,16 +220,18 @@ def memory_of(
         places, free = places + more, free + more - count
     record, packed = store.pool.record_bytes, store.pool.packed_record_bytes
     lines = batch * shape.kv_heads
-    averages = 0 if made.salience is None else averages_for(context, 0, size)
-    near = batch * shape.query_heads * slots * size * 4 if averages and two else 0
-    kept = lines * made.line_bytes(context, shape.head_dim, shape.dtype.itemsize)
+    sizes = LayerSizes(
+        batch, shape.kv_heads, (shape.query_heads,), shape.head_dim, size, shape.dtype, context, blocks, True,
+        range(slots, slots + 1),
+    )  # fmt: skip
+    state, state_on_host = made.state_bytes(sizes, slots)
     return Memory(
         resident=slots * size,
-        resident_bytes=shape.layers * (lines * slots * record + near + kept),
+        resident_bytes=shape.layers * (lines * slots * record + state),
         host_bytes=shape.layers * lines * ((blocks - old) * record + old * packed),
         digest_bytes=0 if store.digests is None else shape.layers * places * store.digests.block_bytes,
         digests_on_host=made.retrieves or not two,
-        salience_bytes=shape.layers * batch * averages * (4 * shape.query_heads + shape.kv_heads),
+        salience_bytes=shape.layers * state_on_host,
         stock_bytes=shape.stock_bytes(batch, context),
         tile_bytes=2 * batch * min(tile, context) * shape.token_bytes if two else 0,
     )

@@ -25,7 +25,7 @@ from hf_offload.cache.stock import copy_layer
 from hf_offload.cache.takeover import device_of, give_back, take_over
 from hf_offload.changing import Changing
 from hf_offload.knobs import check_flag
-from hf_offload.policies import Policy, describe_policy, saved_policy
+from hf_offload.policies.registry import Policy, describe_policy, saved_policy
 
 
 class Portable(Changing):

@@ -19,7 +19,7 @@ from hf_offload.cache.budget import resident_tokens
 from hf_offload.cache.settings import check_block_size
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.knobs import check_count
-from hf_offload.policies import Scout, make_policy
+from hf_offload.policies.registry import Scout, make_policy
 
 VERSION = 1
 Curves: TypeAlias = dict[int, list[float]]  # by layer number, the CPU ratio of each step

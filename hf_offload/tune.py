@@ -19,7 +19,7 @@ from hf_offload.cache.settings import check_tier
 from hf_offload.fluxion.predictor import read_about
 from hf_offload.knobs import check_count, check_number
 from hf_offload.measuring import Reading, cost, follow, hold, read
-from hf_offload.policies import POLICIES
+from hf_offload.policies.registry import POLICIES
 
 LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
     "scout": tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096)),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.cache.salience import Salience
+from hf_offload.policies.hgca.token_mass import TokenMass
 
 LATE = 0.0005  # seconds by which every hand-over of the second cache is late
 INT8_ERROR = 0.1  # of the largest logit
@@ -160,8 +160,8 @@ def check_books(histories: list[History], *, leaks: bool = False) -> None:
                 store = layer.store
                 if store is None:
                     continue
-                if layer.salience is not None:
-                    _check_lists(layer.salience, held, deciding)
+                if isinstance(layer.state, TokenMass):
+                    _check_lists(layer.state, held, deciding)
                 assert store.sealed == store.length // store.block_size, "between steps all full blocks are sealed"
                 assert store.reserved >= store.num_blocks
                 pool, tables = held.setdefault(id(store.pool), (store.pool, []))
@@ -175,16 +175,18 @@ def check_books(histories: list[History], *, leaks: bool = False) -> None:
         assert len(np.unique(addresses)) == len(ids), "two blocks lie in the same place"
 
 
-def _check_lists(salience: Salience, held: dict[int, tuple[Any, list[np.ndarray]]], deciding: set[int]) -> None:
+def _check_lists(mass: TokenMass, held: dict[int, tuple[Any, list[np.ndarray]]], deciding: set[int]) -> None:
     """The lists hold what is marked as kept and nothing else, unless that is being decided; note their blocks."""
-    context, stop = salience.context, salience.evicted * salience.store.block_size
-    assert stop <= salience.store.length
-    if salience._job is not None:
+    context, stop = mass.retained, mass.evicted * mass.store.block_size
+    assert stop <= mass.store.length
+    if mass._job is not None:
         deciding.add(id(context.pool))
         return
-    marks = salience.kept[:, :, :stop].reshape(context.lists, stop)
+    marks = mass.kept[:, :, :stop].reshape(context.lists, stop)
     for marked, positions, count in zip(marks, context.positions, context.counts, strict=True):
         assert np.array_equal(np.flatnonzero(marked), positions[:count]), "lists are not what is marked"
-    held.setdefault(id(context.pool), (context.pool, []))[1].extend(
-        context.table[i, :n] for i, n in enumerate(context.block_counts[:, 0])
-    )
+    before = mass._before  # what a crop that takes the last append back returns to
+    for lists in {id(each): each for each in (context, *(() if before is None else (before.retained,)))}.values():
+        held.setdefault(id(lists.pool), (lists.pool, []))[1].extend(
+            lists.table[i, :n] for i, n in enumerate(lists.block_counts[:, 0])
+        )

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.policies.hgca.token_mass import TokenMass
 
 BLOCK = 16
 PROMPT = 205
@@ -52,7 +53,7 @@ def pool_bytes(*caches: HybridCache) -> int:
     for cache in caches:
         cache.drain()
     layers = [layer for cache in caches for layer in cache.layers if isinstance(layer, HybridLayer)]
-    contexts = {layer.salience.context.pool for layer in layers if layer.salience is not None}
+    contexts = {layer.state.retained.pool for layer in layers if isinstance(layer.state, TokenMass)}
     return sum(pool.used_bytes for pool in {layer.store.pool for layer in layers if layer.store} | contexts)
 
 

@@ -274,3 +274,30 @@ def test_contexts_of_nearly_as_many_blocks_as_can_be_ranked() -> None:
             model(torch.ones(1, too_many, dtype=torch.long, device=DEVICE), past_key_values=cache)
         assert cache.get_seq_length() == length + 10
         model(torch.ones(1, 1, dtype=torch.long, device=DEVICE), past_key_values=cache)
+
+
+@pytest.mark.parametrize("padding", [100, 120])
+@pytest.mark.parametrize(
+    ("policy", "knobs"),
+    [
+        ("full", {"resident": 24}),
+        ("scout", {"budget": 400, "sinks": 16, "recent": 16, "resident": 56}),
+        ("fixed_hybrid", {"budget": 1.0, "sinks": 32, "local": 16, "resident": 112, "block_size": 16}),
+    ],
+)
+def test_padding_gives_its_slots_to_a_short_rows_tokens(
+    llama: PreTrainedModel, stock: PreTrainedModel, policy: str, knobs: dict[str, Any], padding: int
+) -> None:
+    """A row whose first tokens come late: what is resident of its padding makes room for its sinks as they fill."""
+    cache = HybridCache(llama, policy, tier="split", **({"block_size": 8, "prefill_tile": 32} | knobs))
+    ids, mask = prompt(2, 160)[0], torch.ones(2, 160, dtype=torch.long, device=DEVICE)
+    mask[1, :padding] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    theirs = DynamicCache()
+    with torch.no_grad():
+        for first, stop in [(0, 118), *((t, t + 1) for t in range(118, 160))]:
+            told = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
+            ours = llama(ids[:, first:stop], past_key_values=cache, **told).logits[:, -1]
+            want = stock(ids[:, first:stop], past_key_values=theirs, **told).logits[:, -1]
+            real = mask[:, stop - 1] != 0
+            torch.testing.assert_close(ours[real], want[real], atol=5e-5, rtol=1e-5)

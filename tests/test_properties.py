@@ -31,7 +31,7 @@ from tiny import DEVICE
 
 from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.cache.budget import least_blocks
-from hf_offload.policies import make_policy
+from hf_offload.policies.registry import make_policy
 
 COVERING = 2048
 MOST_TOKENS = 420  # in a history: more is only slower

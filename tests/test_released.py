@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.policies.hgca.token_mass import TokenMass
 
 KNOBS: dict[str, Any] = {"budget": 64, "sinks": 16, "recent": 0, "block_size": 16, "synchronous_layers": (0,)}
 ONE: dict[str, Any] = {"tier": "one"} if DEVICE == "cpu" else {}
@@ -163,10 +164,10 @@ def live(
     parts: list[Any] = [cache, cache.settings.worker]
     for layer in hybrid_layers(cache):
         parts += [layer, layer.store, layer.store.pool, *layer.store.pool.slabs]
-        own = layer.resident, layer.host_part, layer.store.digests, layer.salience
+        own = layer.resident, layer.host_part, layer.store.digests, layer.state
         parts += [part for part in own if part is not None]
-        if layer.salience is not None:
-            parts += [layer.salience.context, layer.salience.context.pool]
+        if isinstance(layer.state, TokenMass):
+            parts += [layer.state.retained, layer.state.retained.pool]
     return [weakref.ref(part) for part in parts], list(cache.settings.worker._pool)
 
 

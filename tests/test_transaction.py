@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.cache import salience
-from hf_offload.cache.salience import Salience
+from hf_offload.policies.hgca.token_mass import TokenMass
 
 HGCA: dict[str, Any] = {"window": 60, "block_size": 16, "beta": 3.0, "tier": "one"}
 
@@ -76,9 +75,9 @@ def test_a_crop_that_finds_no_memory_has_not_cropped(
     for one in (cache, other):
         feed(model, one, ids, 220)
         steps(model, one, ids, 10)
-    failing = Failing(salience.copy_marked, at)
+    failing = Failing(TokenMass._copy_marked, at)
     with monkeypatch.context() as patch:
-        patch.setattr(salience, "copy_marked", failing)
+        patch.setattr(TokenMass, "_copy_marked", lambda *given: failing(*given))
         if at:
             with pytest.raises(MemoryError, match="no luck"):
                 cache.crop(-60)
@@ -110,7 +109,7 @@ def test_a_layer_that_refuses_a_crop_is_asked_before_one_that_does_not() -> None
     feed(model, cache, ids, 61)
 
 
-@pytest.mark.parametrize("name", ["reserve", "take_in", "begin_chunk"])
+@pytest.mark.parametrize("name", ["reserve", "append", "before_append"])
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_chunk_of_a_prompt_that_fails_leaves_no_trace(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str, layer: int
@@ -119,15 +118,16 @@ def test_a_chunk_of_a_prompt_that_fails_leaves_no_trace(
     cache, other = HybridCache(model, "hgca", **HGCA), HybridCache(model, "hgca", **HGCA)
     feed(model, cache, ids, 120)
     with monkeypatch.context() as patch:
-        patch.setattr(Salience, name, Failing(getattr(Salience, name), layer + 1))
+        failing = Failing(getattr(TokenMass, name), layer + 1)
+        patch.setattr(TokenMass, name, lambda *given: failing(*given))
         with pytest.raises(MemoryError, match="no luck"):
             feed(model, cache, ids, 200)
     feed(model, cache, ids, 200, 240)
     feed(model, other, ids, 120, 200, 240)
     assert torch.equal(steps(model, cache, ids, 10), steps(model, other, ids, 10))
     for mine, theirs in zip(hybrid_layers(cache), hybrid_layers(other), strict=True):
-        assert mine.salience.weighing.border == theirs.salience.weighing.border
-        assert mine.salience.weighing.prompt
+        assert mine.state.progress.border == theirs.state.progress.border
+        assert mine.state.progress.prompt
 
 
 def test_a_step_that_fails_does_not_keep_an_append_from_being_taken_back(model: PreTrainedModel) -> None:
@@ -142,7 +142,7 @@ def test_a_step_that_fails_does_not_keep_an_append_from_being_taken_back(model: 
         feed(model, cache, ids, 221)
     handle.remove()
     cache.crop(-40)
-    assert all(layer.salience.known.all() for layer in hybrid_layers(cache))
+    assert all(layer.state.known.all() for layer in hybrid_layers(cache))
     assert torch.equal(steps(model, cache, ids, 10), steps(model, other, ids, 10))
 
 

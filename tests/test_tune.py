@@ -18,7 +18,7 @@ from hf_offload.cache.fingerprint import likeness
 from hf_offload.cli import app
 from hf_offload.fluxion.predictor import HeadPredictor, save_predictors
 from hf_offload.measuring import cost, read
-from hf_offload.policies import POLICIES
+from hf_offload.policies.registry import POLICIES
 from hf_offload.tune import Trial, Tuning, tune
 
 SMALL = {"tokens": 200, "steps": 12, "windows": 2}

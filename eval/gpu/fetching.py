@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu.replay import Replay, Scripted
 from hf_offload import Scout
-from hf_offload.policies import Plan
+from hf_offload.policies.base import Plan
 
 
 @dataclass(frozen=True)

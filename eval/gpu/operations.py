@@ -220,7 +220,7 @@ def seal_submeans(x: Inputs) -> Operation:
 
 
 def update_weights(x: Inputs) -> Operation:
-    from hf_offload.gpu.weights import update_weights as operation
+    from hf_offload.policies.hgca.kernels.resident_weights import update_weights as operation
 
     query, listing = x.query(), x.listing()
     average = x.floats(*x.size.heads, x.size.chosen, x.size.block).abs()

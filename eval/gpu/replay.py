@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hf_offload import Scout
-from hf_offload.policies import Plan, Selection
+from hf_offload.policies.base import Plan, Selection
 from hf_offload.policies.scout import ScoutState
 
 DISTINCT = 64  # different scripts; more rows and heads than that share them

@@ -8,7 +8,7 @@ import typer
 
 from common import Row, row_of
 from hf_offload.plan import CACHE_KNOBS
-from hf_offload.policies import make_policy
+from hf_offload.policies.registry import make_policy
 
 REFERENCE = "full"
 """The row that others are compared with: every token attended, through a HybridCache."""

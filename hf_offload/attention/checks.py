@@ -82,10 +82,11 @@ def check_attention(model: PreTrainedModel) -> None:
 
 def check_graph(model: PreTrainedModel, policy: Policy, config: Any) -> None:
     """Raise ValueError if decode steps of this model cannot be captured as a CUDA graph, with the reason."""
-    if policy.salience is not None or policy.retrieves:
-        raise ValueError(f"cuda_graph=True: with policy {policy.name!r} the host decides what it attends; leave it out")
-    if not policy.attends_blocks:
-        raise ValueError(f"cuda_graph=True: a step of policy {policy.name!r} has not been tried in one; leave it out")
+    if not policy.capturable:
+        raise ValueError(
+            f"cuda_graph=True: in a step of policy {policy.name!r} the host decides what is attended, or Python "
+            "attends it; leave it out"
+        )
     if ranks_of(model) > 1:
         raise ValueError(
             f"cuda_graph=True: {type(model).__name__} is spread over {ranks_of(model)} ranks, whose exchanges in a "

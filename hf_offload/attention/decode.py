@@ -14,7 +14,6 @@ from hf_offload.cache.around import uncast
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.queries import joined
 from hf_offload.cache.sealing import seal
-from hf_offload.cache.window import window_blocks
 from hf_offload.scores import Scores
 
 FEW_QUERIES = 16
@@ -48,8 +47,8 @@ def append(
     fresh = layer.pending is not None
     past = store.length if fresh else store.length - key.shape[2]
     store.pack_old(past)
-    if fresh and layer.salience is not None:
-        layer.salience.begin_chunk()
+    if fresh:
+        layer.state.before_append(layer)
     tile = layer.settings.prefill_tile
     few = fresh and 0 < query.shape[2] <= FEW_QUERIES and past > 0 and (mask is None or mask.ndim == 2)
     before = _attend_past(layer, query, scores) if few and store.device.type == "cpu" else None
@@ -71,8 +70,7 @@ def append(
     if fresh:
         store.append(key, value)
         seal(store, tile, key)
-        if layer.salience is not None:
-            layer.salience.take_in(query, window_blocks(layer), scores=scores)
+        layer.state.append(layer, query, scores)
     layer.scores = scores
     window = layer.policy.query_window
     # Of layers that share keys and values only the one that brought them counts, in chunks as in one prompt.
@@ -141,9 +139,7 @@ def decode(
     store = layer.store
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
-    salience = layer.salience
-    if salience is not None:
-        salience.catch_up()
+    layer.state.before_token(layer)
     length = store.length + fresh
     view = store.view(length)
     store.length = length
@@ -164,8 +160,8 @@ def decode(
     layer.policy.after_layer(step, step.plan)
     if length % store.block_size == 0 and store.sealed < store.num_blocks:
         seal(store, layer.settings.prefill_tile)
-    if fresh and salience is not None:
-        salience.advance()
+    if fresh:
+        layer.state.token(layer)
     return given
 
 

@@ -13,7 +13,7 @@ from hf_offload.attention.step import Near
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.join import count_choice, join_parts
 from hf_offload.cpu.predict import predict_needs
-from hf_offload.policies.base import Plan, Selection
+from hf_offload.policies.base import Selection
 
 if TYPE_CHECKING:
     from hf_offload.attention.host_step import HostStep
@@ -77,10 +77,10 @@ class HostNear:
         chosen = Selection(choice.blocks, choice.counts)
         step.attention(chosen, "attention to the host", to=(choice.out, choice.lse))
 
-    def join(self, step: HostStep, plan: Plan) -> None:
-        """Queue the join of what the plan attends, into the layer's `out` and `lse`."""
+    def join(self, step: HostStep, *, retrieved: bool) -> None:
+        """Queue the join of what is near and, if any, what was retrieved, into the layer's `out` and `lse`."""
         buffers, choice = step.buffers, self.choice
-        if plan.retrieved is None:
+        if not retrieved:
             choice.nothing()
         join = join_parts(buffers.out, buffers.lse, self._sinks, (choice.out, choice.lse))
         step.add(join, "the join of a step's parts")

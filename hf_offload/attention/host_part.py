@@ -23,6 +23,7 @@ from hf_offload.scores import Scores
 if TYPE_CHECKING:
     from hf_offload.attention.capture import Capture
     from hf_offload.attention.step import Step
+    from hf_offload.attention.tiered_step import TieredStep
     from hf_offload.cache.layer import HybridLayer
 
 
@@ -175,6 +176,14 @@ class HostPart:
             movers.touch_records(addresses, size)()
 
         self._job = self.layer.settings.worker.submit(read, step.label("read-ahead"), keep=(store.pool, self))
+
+    def share(self, step: TieredStep) -> float | None:
+        """Tokens that this part attends, as a share of all; None where the device alone knows."""
+        return None
+
+    def assist(self, step: TieredStep, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the device help: what it has attended, out `[B, Hq, S, D]` and lse `[B, Hq, S]`, comes and goes."""
+        return out, lse
 
     def partial(self) -> HostPartial:
         """Wait for the job; what the merge needs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from hf_offload.attention.host_near import HostNear
 from hf_offload.attention.partial import merge_partials
 from hf_offload.attention.retrieval import Foresight, Properties, Retrieval
 from hf_offload.attention.step import Near, Step
-from hf_offload.attention.windowed import WindowBuffers, attend_kept
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.view import View
 from hf_offload.cpu import choose as choosing
@@ -76,8 +76,6 @@ class StepBuffers:
         """`[B, Hkv, N]`, of the last choice."""
         self.near: HostNear | None = None
         """For policies whose CPU part chooses for itself."""
-        self.window: WindowBuffers | None = None
-        """For policies that keep tokens by their attention weights."""
 
     def make_room(self, kv_heads: int, blocks: int) -> None:
         """Have room for the masses and the score of so many blocks."""
@@ -385,14 +383,10 @@ class HostStep(Step):
         self.serve(range(last - LIST_BLOCKS + 1, last + 1))
         return Selection(blocks, counts)
 
-    def window(self) -> Selection:
-        salience, store = self.layer.salience, self.store
-        assert salience is not None
-        first = salience.evicted
-        shape = (store.batch, store.num_kv_heads, self.num_blocks - first)
+    def blocks_from(self, first: int) -> Selection:
+        shape = (self.store.batch, self.store.num_kv_heads, self.num_blocks - first)
         blocks = np.broadcast_to(np.arange(first, self.num_blocks, dtype=np.int32), shape).copy()
         self.serve_this_block()
-        self.as_long_as(lambda: salience.evicted == first)
         return Selection(blocks, np.full(shape[:2], shape[2], np.int32))
 
     def resident_blocks(self) -> None:
@@ -436,10 +430,8 @@ class HostStep(Step):
             self.begin()
             buffers.out_tensor.copy_(plan.attended[0])
             buffers.lse_tensor.copy_(plan.attended[1])
-        elif plan.near is not None:
-            self._near.join(self, plan)
-        elif plan.kept is not None:
-            attend_kept(self, plan, learn=self.form.fresh)
+        elif plan.queue is not None:
+            plan.queue(self)
         elif plan.host is not None:
             self.attention(plan.host, "CPU attention")
         else:
@@ -461,13 +453,6 @@ class HostStep(Step):
         self._queue.append(self._departure)
 
     @property
-    def window_buffers(self) -> WindowBuffers:
-        """This layer's, for a window and kept tokens."""
-        if self.buffers.window is None:
-            self.buffers.window = WindowBuffers(self.buffers.query.shape)
-        return self.buffers.window
-
-    @property
     def _near(self) -> HostNear:
         if self.buffers.near is None:
             self.buffers.near = HostNear(self.store, self.buffers.query)
@@ -486,6 +471,9 @@ class HostStep(Step):
         else:
             choice.nothing()
         return choice
+
+    def join(self, near: Near, retrieved: Retrieval | None) -> Plan:
+        return Plan(queue=functools.partial(self._near.join, retrieved=retrieved is not None), until=EVER)
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from hf_offload.gpu.merge import HostPartial
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
+    from hf_offload.attention.tiered_step import TieredStep
     from hf_offload.cache.layer import HybridLayer
 
 
@@ -50,9 +51,8 @@ class RetrievedPart(HostPart):
         self._job = worker.submit(work, label, keep=(step.store.pool, self))
         return self
 
-    def assist(self, step: Step, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the device help: what it has attended, out `[B, Hq, S, D]` and lse `[B, Hq, S]`, comes and goes."""
-        return out, lse
+    def share(self, step: TieredStep) -> float:
+        return float(self.choice.counts.sum() / (self.choice.counts.size * step.num_blocks))
 
     def _stages(self, step: Step) -> Iterator[Launch]:
         """The choice, and the attention to what it chose."""

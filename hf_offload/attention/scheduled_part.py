@@ -18,6 +18,7 @@ from hf_offload.gpu.merge import HostPartial
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
+    from hf_offload.attention.tiered_step import TieredStep
     from hf_offload.cache.layer import HybridLayer
 
 
@@ -85,8 +86,8 @@ class ScheduledPart(RetrievedPart):
             self._began, self._launch = time.perf_counter(), launch
             return launch
 
-    def assist(self, step: Step, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the device take tasks as long as there are any; the shares with one more, of what it attended."""
+    def assist(self, step: TieredStep, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the device take tasks as long as there are any; the splits with one more, of what it attended."""
         self._taken = []
         try:
             self._deal(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,13 +109,12 @@ class Step(ABC):
         """Every resident block; None with one memory."""
 
     @abstractmethod
-    def window(self) -> Selection:
-        """The blocks that have not left the window, the tail included."""
+    def blocks_from(self, first: int) -> Selection:
+        """All blocks from number `first` on, the tail included; with two memories at most as many as are resident."""
 
-    def kept(self) -> Any:
-        """The tokens that are kept of those that have left the window (`Plan.kept`)."""
-        assert self.layer.salience is not None, "only a policy with a salience rule keeps tokens"
-        return self.layer.salience.context
+    def as_long_as(self, holds: Callable[[], bool]) -> None:
+        """Let the plan of this step serve later ones only where this is true; with two memories none does."""
+        return
 
     @abstractmethod
     def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
@@ -162,6 +161,10 @@ class Step(ABC):
                 the fewest bytes (Fluxion, Eq. 3).
             near: what has been attended, for a foresight.
         """
+
+    @abstractmethod
+    def join(self, near: Near, retrieved: Any) -> Plan:
+        """The plan that attends what is near and what `retrieve` gave, or None."""
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[B, Hkv, D]` of this step's own token."""

@@ -8,7 +8,6 @@ from hf_offload.attention.host_part import HostPart
 from hf_offload.attention.tiered_step import TieredStep
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
-from hf_offload.cache.window import load_averages, make_room
 from hf_offload.gpu.merge import merge
 from hf_offload.scores import Scores
 
@@ -25,9 +24,8 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
         return
     assert store is not None
     resident.clear()
-    make_room(layer)
-    resident = layer.resident
-    assert resident is not None
+    if layer.state.slots not in (None, resident.slots):
+        resident = layer.resize_resident(layer.state.slots)
     store.reserve_table(store.num_blocks + 2)  # there is always room for the block that comes next
     resident.reserve()
     starts_block = store.length % store.block_size == 0
@@ -44,9 +42,7 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     resident.load(chosen.blocks.gather(2, kept.long()), counts, step.label("placement"))
     layer.stats.placement_bytes += int(counts.sum()) * store.pool.record_bytes
     layer.stats.placements += 1
-    if layer.salience is not None:
-        layer.salience.reserve(store.length, query.shape[1])
-    load_averages(layer)
+    layer.state.placed(layer, query.shape[1])
     if starts_block:
         _open_block(layer)
     # A pool without a free block pins a quarter more: now, or a step would wait for it and a graph be captured anew.
@@ -65,9 +61,8 @@ def _open_block(layer: HybridLayer) -> None:
     resident.reserve()
     limits = layer.mirror.limits("opened", store.length, store.sealed)
     recent = -(-policy.recent_tokens // store.block_size)
-    resident.open_block(limits, layer.mirror.sinks(policy.sink_tokens)[1], recent)
-    if layer.salience is not None and layer.salience.near is not None:
-        layer.salience.near.open(store.length // store.block_size)
+    resident.open_block(limits, layer.mirror.sinks(policy.sink_tokens), recent)
+    layer.state.block_opened(layer, store.length // store.block_size)
 
 
 def decode(
@@ -83,8 +78,7 @@ def decode(
     store, stats = layer.store, layer.stats
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
-    if layer.salience is not None:
-        layer.salience.catch_up()
+    layer.state.before_token(layer)
     place(layer, query)
     resident = layer.resident
     assert resident is not None
@@ -93,45 +87,41 @@ def decode(
     if fresh:
         store.reserve(store.length + 1)
         store.length += 1
-    step = TieredStep(layer, query[:, :, 0], store.length, scores)
+    step = TieredStep(layer, query[:, :, 0], store.length, scores, fresh=fresh)
     if fresh:
         resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
     plan = layer.policy.plan(step)
-    part: HostPart | None = plan.ahead if plan.host is None else step.attend_host(plan.host)
-    if plan.kept is not None:
-        part = step.attend_kept(plan.kept)
+    part: HostPart | None = plan.beside if plan.host is None else step.attend_host(plan.host)
     if plan.attended is not None:
-        out, lse = (made.unsqueeze(2) for made in plan.attended)
-    elif plan.near is not None:
-        part, (out, lse) = plan.retrieved, step.shares(plan.near)
-        if plan.retrieved is not None:
-            out, lse = plan.retrieved.assist(step, out, lse)
+        out, lse = plan.attended
+        if out.ndim == 3:
+            out, lse = out.unsqueeze(2), lse.unsqueeze(2)
     else:
         assert plan.device is not None, "with two memories the newest block is attended by the device"
         out, lse = step.attend_device(plan.device)
+    if part is not None:
+        out, lse = part.assist(step, out, lse)
     if plan.fetched is not None:
         beside = step.attend_fetched(plan.fetched)
         out, lse = torch.cat((out, beside[0]), 2), torch.cat((lse, beside[1]), 2)
-    if plan.kept is not None and fresh:
-        assert plan.device is not None
-        step.learn_window(plan.device, lse)
-    host = None
+    host = share = None
     if part is not None:
         with stats.waiting():
             host = part.partial()
-    layer.ahead = None
+        share = part.share(step)
     logits = None if sinks is None else sinks.float()
     merged, _ = merge(out, lse, host, step.query, logits, scale=scores.scale, dtype=query.dtype)
     stats.steps += 1
-    ratio = step.host_ratio(plan)
-    layer.count("cpu_ratio", step.cpu_ratio(plan) if ratio is None else ratio)
-    if plan.ahead is not None and layer.mirror.capture is None:
-        layer.count("cosine", torch.cosine_similarity(plan.ahead.predicted, step.query, dim=-1).mean())
+    layer.count("cpu_ratio", step.cpu_ratio(plan) if share is None else share)
+    if part is not None and part is layer.ahead and layer.mirror.capture is None:
+        assert part.predicted is not None
+        layer.count("cosine", torch.cosine_similarity(part.predicted, step.query, dim=-1).mean())
+    layer.ahead = None
     layer.policy.after_layer(step, plan)
     if layer.mirror.capture is None:
         close_step(layer)
-        if fresh and layer.salience is not None:
-            layer.salience.advance()
+        if fresh:
+            layer.state.token(layer)
     return merged.unsqueeze(1)
 
 

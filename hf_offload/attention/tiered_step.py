@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from hf_offload.attention.host_part import HostPart
-from hf_offload.attention.kept_part import KeptPart
 from hf_offload.attention.near_blocks import NearBlocks
 from hf_offload.attention.retrieval import Foresight, Properties
 from hf_offload.attention.retrieved_part import RetrievedPart
 from hf_offload.attention.scheduled_part import retrieved_part
 from hf_offload.attention.step import Near, Step, fp32
-from hf_offload.cache.context import Context
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import memory_for
@@ -25,7 +23,6 @@ from hf_offload.gpu.join import join_heads
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged import paged_attention
 from hf_offload.gpu.select import select_blocks, split_blocks
-from hf_offload.gpu.weights import update_weights
 from hf_offload.policies.base import Plan, Selection
 from hf_offload.scores import Scores
 
@@ -42,12 +39,16 @@ class TieredStep(Step):
         layer: the layer.
         query: `[B, Hq, D]` (for `place`: `[B, Hq, n, D]`), the real or the predicted query.
         length, scores: as in `Step`.
+        fresh: whether the step has stored a token: layers may share keys and values.
     """
 
     query: torch.Tensor
 
-    def __init__(self, layer: HybridLayer, query: torch.Tensor, length: int, scores: Scores) -> None:
+    def __init__(
+        self, layer: HybridLayer, query: torch.Tensor, length: int, scores: Scores, *, fresh: bool = False
+    ) -> None:
         super().__init__(layer, length, scores)
+        self.fresh = fresh
         assert layer.resident is not None
         self.query, self.resident, self.mirror = fp32(query), layer.resident, layer.mirror
         self.limits = self.mirror.limits("step", length, self.store.sealed)
@@ -120,10 +121,8 @@ class TieredStep(Step):
         count = (self.limits[:1] + self.block_size - 1) // self.block_size
         return Selection(blocks, count.expand(shape[:2]).contiguous())
 
-    def window(self) -> Selection:
-        salience, shape = self.layer.salience, (self.store.batch, self.store.num_kv_heads)
-        assert salience is not None
-        first, device = salience.evicted, self.query.device
+    def blocks_from(self, first: int) -> Selection:
+        shape, device = (self.store.batch, self.store.num_kv_heads), self.query.device
         blocks = torch.arange(first, first + self.resident.slots, dtype=torch.int32, device=device)
         counts = torch.full(shape, self.num_blocks - first, dtype=torch.int32, device=device)
         return Selection(blocks.clamp(max=self.store.table.shape[1] - 1).expand(*shape, -1).contiguous(), counts)
@@ -160,7 +159,7 @@ class TieredStep(Step):
         if resident.slots > chosen.blocks.shape[2]:  # what is resident beside them stays as long as it may
             score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
         self.learn(score, 0.0)
-        moves = resident.exchange(self.limits, self.sinks[1], self.recent_blocks, None)
+        moves = resident.exchange(self.limits, self.sinks, self.recent_blocks, None)
         resident.bring(moves)
         self.layer.count("moves", moves.counts)
         device, missing = self.split(chosen)
@@ -189,35 +188,6 @@ class TieredStep(Step):
         """Start the CPU part with this step's query."""
         return self._host_part(host.blocks.shape[2]).start(self, host, correct=False, label="CPU attention")
 
-    def attend_kept(self, context: Context) -> KeptPart | None:
-        """Start the CPU part over the kept tokens; None if there are none."""
-        if not context.counts.any():
-            return None
-        part: KeptPart | None = self.layer.host_part
-        if part is None or not part.fits(self.query, 0):
-            part = self.layer.host_part = KeptPart(self.layer, self.query)
-        return part.attend(self, context)
-
-    def learn_window(self, device: Selection, lse: torch.Tensor) -> None:
-        """Let the averages of the window's tokens take in their weights in this step.
-
-        Args:
-            device: the window.
-            lse: `[B, Hq, S]`, of the shares in which it was attended.
-        """
-        salience = self.layer.salience
-        assert salience is not None
-        assert salience.near is not None
-        average, silent = salience.near.average, salience.silent(self.length)
-        before = None if silent is None else average[silent]
-        update_weights(
-            average, self.query, self.resident.pool, device.slots, device.blocks, device.counts,
-            self.limits, self.mirror.valid(), lse.logsumexp(-1), **self.scores._asdict(),
-            **salience.weighing.moving(salience.alpha, salience.window_size),
-        )  # fmt: skip
-        if before is not None:
-            average[silent] = before
-
     def attend_near(self) -> Near:
         store, padding = self.store, self.store.padding
         near = self.layer.kernels.setdefault("near", NearBlocks(functools.partial(_sent, store.device)))
@@ -228,10 +198,9 @@ class TieredStep(Step):
             found.append(merge(out, lse, None, self.query, None, scale=self.scores.scale, dtype=torch.float32))
         return Near(self.query, *found)
 
-    def shares(self, near: Near) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is near, as `attend_device` returns it."""
+    def join(self, near: Near, retrieved: RetrievedPart | None) -> Plan:
         outs, lses = zip(near.sinks, near.newest, strict=True)
-        return torch.stack(outs, 2), torch.stack(lses, 2)
+        return Plan(attended=(torch.stack(outs, 2), torch.stack(lses, 2)), beside=retrieved)
 
     def retrieve(
         self, needs: Properties | Foresight, granularities: tuple[int, ...], near: Near | None = None
@@ -271,17 +240,9 @@ class TieredStep(Step):
         due = clock.due(self.cpu_ratio(plan))
         if due is None:
             return
-        moves = self.resident.exchange(self.limits, self.sinks[1], self.recent_blocks, due)
+        moves = self.resident.exchange(self.limits, self.sinks, self.recent_blocks, due)
         self.resident.fetch(moves, self.label("recall"))
         self.layer.count("moves", moves.counts)
-
-    def host_ratio(self, plan: Plan) -> float | None:
-        """Tokens that the CPU attends, as a share of everything, where the host itself chooses them."""
-        groups = self.store.batch * self.store.num_kv_heads
-        if plan.near is not None:
-            chosen = 0 if plan.retrieved is None else plan.retrieved.choice.counts.sum()
-            return float(chosen / (groups * self.num_blocks))
-        return None if plan.kept is None else float(plan.kept.counts.sum() / (groups * self.length))
 
     def cpu_ratio(self, plan: Plan) -> torch.Tensor:
         """Tokens that the CPU attends, as a share of the budget (of everything, without one); fp32 `[]`."""
@@ -290,7 +251,7 @@ class TieredStep(Step):
         return self._ratio
 
     def _find_ratio(self, plan: Plan) -> torch.Tensor:
-        host = plan.host if plan.ahead is None else plan.ahead.host
+        host = plan.host if plan.beside is None else plan.beside.host
         if host is None:
             return torch.zeros((), device=self.query.device)
         budget = self.layer.policy.budget_tokens

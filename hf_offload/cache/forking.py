@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_offload.cache import knowledge
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.opening import open_layer
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.sharing import share_blocks
 from hf_offload.cache.stock import copy_layer
-from hf_offload.cache.window import load_averages
 
 
 def fork_layers(source: list[Any], target: list[Any], padding: Padding, copied: Padding) -> None:
@@ -45,10 +43,6 @@ def _fork(source: HybridLayer, target: HybridLayer) -> None:
     share_blocks(target.store, source.store)
     seal(target.store, target.settings.prefill_tile)  # blocks of padding alone have digests, but no statistics to share
     target.last_queries, target.unplaced = source.last_queries, source.unplaced
-    target.policy.unpack_state(target.state, source.policy.pack_state(source.state))
     if target.resident is not None and source.resident is not None:
         target.resident.copy_from(source.resident)
-    if target.salience is not None and source.salience is not None:
-        knowledge.copy(source.salience, target.salience)
-        if source.salience.near is not None:
-            load_averages(target)
+    target.state.share(target, source.state)

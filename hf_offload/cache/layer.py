@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_offload.cache.around import attended, uncompiled
+from hf_offload.cache.budget import check_slots
 from hf_offload.cache.fits import check_arrivals, unconsumed, unsuitable
 from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.opening import open_layer
@@ -19,13 +20,13 @@ from hf_offload.cache.queries import LastQueries
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cache.retrievals import Retrievals
 from hf_offload.cache.rollback import Rollback, crop
-from hf_offload.cache.salience import Salience
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.store import BlockStore
 from hf_offload.cache.view import DeviceView
 from hf_offload.cpu.worker import WorkerError
+from hf_offload.policies.base import LayerState
 from hf_offload.scores import Scores
 
 
@@ -75,11 +76,10 @@ class HybridLayer(CacheLayerMixin):
         self.revision = self.settings.padding.revision
         self.resident: ResidentSet | None = None
         self._device_view: DeviceView | None = None
-        self.salience: Salience | None = None  # for policies that keep tokens by their attention weights
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.changed = False
         """Whether what is pending reached the attention function, but not as it was announced."""
-        self.state: Any = None
+        self.state = LayerState()
         self.kernels: dict[Any, Any] = {}
         """The buffers of steps (`attention.host_step.StepBuffers`)."""
         self.steps: dict[bool, Any] = {}
@@ -216,8 +216,8 @@ class HybridLayer(CacheLayerMixin):
         self.drain_ahead()
         if getattr(self, "resident", None) is not None:
             self.resident.synchronize()  # type: ignore[union-attr]
-        if getattr(self, "salience", None) is not None:
-            self.salience.settle()  # type: ignore[union-attr]
+        if hasattr(self, "state"):
+            self.state.settle()
 
     def count(self, name: str, value: torch.Tensor | float) -> None:
         """Remember a tensor or a number for the statistics (`Tally.add`)."""
@@ -239,25 +239,29 @@ class HybridLayer(CacheLayerMixin):
         padding = self.settings.padding
         if self.revision == padding.revision:
             return
-        if self.store is not None and self.store.sealed > padding.changed_block:
-            self.drain_ahead()
-            if self.salience is not None:
-                self.unplace()  # nobody is at work in the blocks, and the window is resident anew
-                self.salience.keep_all()
-            self.store.own(range(padding.changed_block, self.store.sealed))
-            self.store.sealed = padding.changed_block
+        block = padding.changed_block
+        if self.store is not None and self.store.sealed > block:
+            self.unplace()  # nobody is at work in the blocks
+            self.state.padding_changed(self, block)
+            self.store.own(range(block, self.store.sealed))
+            self.store.sealed = block
             seal(self.store, self.settings.prefill_tile)
-            self.forget_plans()
-        elif not self.policy.attends_blocks:  # its state may hold a token of the block that is filling up
-            self.forget_plans()
+        else:
+            self.state.padding_changed(self, block)
         self.revision = padding.revision
 
     def forget_plans(self) -> None:
-        """Let the policy begin anew with this layer."""
+        """Let the step that comes be planned anew."""
         self.drain_ahead()
         self.steps.clear()
-        if self.is_initialized:
-            self.state = self.policy.new_state(self)
+        self.state.cancelled()
+
+    def resize_resident(self, slots: int) -> ResidentSet:
+        """Have room for so many resident blocks of a row and KV head; nothing is resident."""
+        assert self.store is not None
+        check_slots(slots, self.store.block_size, f"the window of {self.policy}")
+        self.resident, self.host_part = ResidentSet(self.store, slots, self.mirror), None
+        return self.resident
 
     def write_back(self) -> None:
         """Bring what only the device holds to the host; what is resident stays so."""
@@ -272,12 +276,12 @@ class HybridLayer(CacheLayerMixin):
         """Bring what only the device holds to the host; what is resident is decided again at the next decode."""
         self.drain_ahead()
         self.write_back()
-        if self.salience is not None:
-            self.salience.unplace()
+        self.state.unplaced(self)
         if self.resident is not None and not self.unplaced:
             self.unplaced = True  # the host has all of it, and a slot may be another block's from here on
             self.resident.clear()
         self.unplaced = True
+        self._device_view = None  # a graph may have been captured of what was then
         self.forget_plans()
 
     def prepare_crop(self, tokens_to_remove: int) -> int:
@@ -295,8 +299,7 @@ class HybridLayer(CacheLayerMixin):
         length = self.store.length + tokens_to_remove
         if not self.rollback.knows(length):
             self.store.open(length)
-            if self.salience is not None:
-                self.salience.prepare_crop(length)
+            self.state.prepare_crop(self, length)
         return tokens_to_remove
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -322,9 +325,7 @@ class HybridLayer(CacheLayerMixin):
         self.store.select_rows(rows)
         if self.resident is not None:
             self.resident.select_rows(rows)
-        if self.salience is not None:
-            self.salience.select_rows(rows)
-        self.state = self.policy.select_rows(self.state, torch.from_numpy(rows))
+        self.state.select_rows(self, torch.from_numpy(rows))
         if self.last_queries is not None:
             self.last_queries = self.last_queries.select_rows(torch.from_numpy(rows))
         self.kernels.clear()

@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import nn
 
-from hf_offload.cache import knowledge
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import host_empty, host_mapped, memory_for
 from hf_offload.cache.opening import open_layer
@@ -36,7 +35,6 @@ from hf_offload.cache.saved_fields import (
 from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS, layout, record_sums
 from hf_offload.cache.stock import check, first_token, unpack
 from hf_offload.cache.takeover import device_of
-from hf_offload.cache.window import load_averages
 from hf_offload.fields import Field, check_tensors
 from hf_offload.knobs import MOST, shown
 from hf_offload.scores import Scores
@@ -232,17 +230,13 @@ class SavedCache:
         if "queries" in tensors:
             layer.last_queries = LastQueries(tensors["queries"].to(layer.device), told["queries_end"])
         state = {name.removeprefix("state."): part for name, part in tensors.items() if name.startswith("state.")}
-        if state:
-            layer.policy.unpack_state(layer.state, {name: part.to(layer.device) for name, part in state.items()})
-        if layer.salience is not None:
-            known = {n.removeprefix("salience."): part for n, part in tensors.items() if n.startswith("salience.")}
-            knowledge.unpack(layer.salience, known, window=layer.policy.window_tokens(0) is not None)
+        layer.state.load(layer, state)
         if layer.resident is not None and layer.slots is not None and told["placed"]:
             with self.sound():
                 check_resident(layer, tensors["block_of"])
             with layer.mirror.current():
                 layer.resident.reload(tensors["block_of"], tensors["worth"], tensors["known"])
-            load_averages(layer)
+            layer.state.placed(layer)
             layer.unplaced = False
 
     def _fill_digests(self, layer: HybridLayer, told: dict[str, Any]) -> None:

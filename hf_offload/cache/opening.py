@@ -9,7 +9,7 @@ import torch
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cache.store import BlockStore
-from hf_offload.cache.window import make_salience
+from hf_offload.policies.base import LayerState
 
 if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
@@ -36,7 +36,7 @@ def open_layer(
     layer.keys = layer.values = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)  # Mllama looks here
     if settings.tier == "one" and device.type != "cpu":
         raise ValueError(f'tier="one" is for models on the CPU, but this one is on {device}; leave tier out')
-    if layer.has_slots or policy.salience is not None:
+    if layer.has_slots:
         settings.worker.ready()
     name = policy.digest_name
     layer.store = store = BlockStore(
@@ -52,6 +52,7 @@ def open_layer(
         if budget is not None:
             slots = budget.slots(store, tokens)
         layer.resident = ResidentSet(store, slots, layer.mirror)
-    layer.salience = make_salience(layer)
     layer.state = policy.new_state(layer)
+    if not isinstance(layer.state, LayerState):
+        raise TypeError(f"{type(policy).__name__}.new_state gave {layer.state!r}, which is no LayerState")
     layer.is_initialized = True

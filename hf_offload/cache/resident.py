@@ -131,26 +131,28 @@ class ResidentSet:
         self.fetch(Moves(slots.expand_as(blocks).contiguous(), blocks, counts), label)
         self.wait()
 
-    def exchange(self, limits: torch.Tensor, sink_end: torch.Tensor, recent: int, due: torch.Tensor | None) -> Moves:
+    def exchange(
+        self, limits: torch.Tensor, sinks: tuple[torch.Tensor, torch.Tensor], recent: int, due: torch.Tensor | None
+    ) -> Moves:
         """Decide which of the most wanted blocks take the slots of the least wanted ones; `fetch` brings them.
 
         Args:
             limits: int32 `[2]`, (length, sealed).
-            sink_end: `[B]` int32, the end of each row's sinks; blocks before it stay.
+            sinks: `[B]` int32 each, first block and end of each row's sinks, which stay.
             recent: so many of the newest sealed blocks stay too.
             due: int32 `[1]`, 0: nothing moves; None: it is due.
         """
         return Moves(
             *exchanging.exchange(
-                self.worth, self.known, self.block_of, self.slot_of, sink_end, limits, recent=recent, due=due
+                self.worth, self.known, self.block_of, self.slot_of, *sinks, limits, recent=recent, due=due
             )
         )
 
-    def open_block(self, limits: torch.Tensor, sink_end: torch.Tensor, recent: int) -> None:
+    def open_block(self, limits: torch.Tensor, sinks: tuple[torch.Tensor, torch.Tensor], recent: int) -> None:
         """Give the block that the next token starts a slot, in place of the least wanted block; as in `exchange`."""
         self.wait()
         exchanging.open_block(
-            self.worth, self.known, self.block_of, self.slot_of, sink_end, limits,
+            self.worth, self.known, self.block_of, self.slot_of, *sinks, limits,
             block_size=self.store.block_size, recent=recent,
         )  # fmt: skip
 

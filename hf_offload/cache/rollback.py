@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_offload.cache import knowledge
 from hf_offload.cache.host_pool import HostPool
 
 if TYPE_CHECKING:
@@ -74,41 +72,35 @@ def crop(layer: HybridLayer, length: int) -> None:
         layer.store.unpack(state.packed)
     if layer.last_queries is not None:
         layer.last_queries = layer.last_queries.cropped(length)
-    if layer.salience is not None and (state is None or state.salience is None):
-        layer.salience.crop(length)
+    if state is None:
+        layer.state.crop(layer, length)
     layer.store.crop(length)  # last: an interruption before its end is made up for by another crop
     if state is not None:
         state.put_back(layer)
 
 
-@dataclass(slots=True)
-class LayerState:
+@dataclass(frozen=True, slots=True)
+class Snapshot:
     """What one layer was like between two tokens; tokens are not part of it.
 
     Args:
-        policy: what the policy remembered.
+        policy: what the policy remembered (`LayerState.snapshot`).
         packed: which blocks were packed (`BlockStore.packed_so_far`).
         frozen: whether the statistics of the digests were fixed, which the first full block does.
         resident: what was resident (`ResidentSet.state`); None if that was not decided yet.
-        salience: what was known of its tokens' attention.
     """
 
     policy: Any
     packed: tuple[int, int]
     frozen: bool
     resident: tuple[torch.Tensor, ...] | None
-    salience: knowledge.Remembered | None = None
 
     def put_back(self, layer: HybridLayer) -> None:
         """Make the layer, whose blocks have been cropped, what it was."""
-        layer.state = _put_back(layer.state, self.policy)
+        layer.state.restore(layer, self.policy)
         layer.unplaced = self.resident is None
-        if layer.policy.retrieves:  # plans know the state's arrays
-            layer.steps.clear()
         if layer.store is not None and layer.store.digests is not None:
             layer.store.digests.frozen = self.frozen
-        if layer.salience is not None and self.salience is not None:
-            knowledge.restore(layer.salience, self.salience)
         if layer.resident is None:
             return
         if self.resident is None:
@@ -121,7 +113,7 @@ class Rollback:
     """The states of a layer to which a crop may return, by the tokens that were cached then."""
 
     def __init__(self) -> None:
-        self._states: dict[int, LayerState] = {}
+        self._states: dict[int, Snapshot] = {}
         self._pool: HostPool | None = None
 
     def save(self, layer: HybridLayer) -> None:
@@ -129,17 +121,17 @@ class Rollback:
         store = layer.store
         assert store is not None
         self._pool = store.pool
-        salience = None if layer.salience is None else knowledge.remember(layer.salience)  # frees slots, maybe
+        policy = layer.state.snapshot()  # frees slots, maybe
         decided = layer.resident is not None and not layer.unplaced
         resident = layer.resident.state() if decided else None  # type: ignore[union-attr]
         frozen = store.digests is not None and store.digests.frozen
-        self._states[layer.past] = LayerState(_copied(layer.state), store.packed_so_far(), frozen, resident, salience)
+        self._states[layer.past] = Snapshot(policy, store.packed_so_far(), frozen, resident)
 
     def knows(self, length: int) -> bool:
         """Whether there is a state with `length` tokens."""
         return length in self._states
 
-    def take(self, length: int) -> LayerState | None:
+    def take(self, length: int) -> Snapshot | None:
         """The state with `length` tokens, if there is one; those with more are forgotten."""
         self._states = {tokens: state for tokens, state in self._states.items() if tokens <= length}
         return self._states.get(length)
@@ -149,28 +141,3 @@ class Rollback:
         self._states.clear()
         if self._pool is not None:
             self._pool.let_go()
-
-
-def _copied(value: Any) -> Any:
-    """A copy of a policy's state; quicker than `copy.deepcopy` for dataclasses of tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{part.name: _copied(getattr(value, part.name)) for part in fields(value)})
-    return copy.deepcopy(value)
-
-
-def _put_back(now: Any, then: Any) -> Any:
-    """What was copied, in the tensors and dataclasses that are there: a captured CUDA graph reads these."""
-    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor) and now.shape == then.shape:
-        return now.copy_(then)
-    if _writable(now) and type(now) is type(then):
-        for part in fields(now):
-            setattr(now, part.name, _put_back(getattr(now, part.name), getattr(then, part.name)))
-        return now
-    return _copied(then)
-
-
-def _writable(value: Any) -> bool:
-    params: Any = getattr(value, "__dataclass_params__", None)
-    return params is not None and not params.frozen

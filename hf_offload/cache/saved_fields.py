@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_offload.cache import knowledge
 from hf_offload.cache.budget import MOST_SLOTS, least_blocks
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_format import FORMATS
@@ -19,7 +18,6 @@ from hf_offload.cache.settings import Settings
 from hf_offload.cache.store import TABLE_STEP
 from hf_offload.fields import Check, Field, LayerSizes, check_mapping, count, is_a, list_of, optional, prefixed
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, shown
-from hf_offload.policies.base import Policy
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DIMS = range(16, 257, 16)
@@ -107,7 +105,7 @@ def sizes_of(told: dict[str, Any], table: torch.Tensor | None, block_size: int, 
     width = table.shape[1] if table is not None and table.ndim == 2 else 0
     return LayerSizes(
         told["batch"], heads, query_heads, told["dim"], block_size, DTYPES[told["dtype"]], told["length"], width,
-        told["placed"],
+        told["placed"], range(1, MOST_SLOTS + 1),
     )  # fmt: skip
 
 
@@ -163,35 +161,27 @@ def layer_fields(
     if told["queries_end"]:
         window = range(1, min(told["queries_end"], policy.query_window) + 1)
         fields["queries"] = Field(torch.float32, (sizes.rows, sizes.query_heads, window, sizes.head_dim))
-    window_blocks = window_range(policy, sizes)
     if "block_of" in found:
-        slots = _slots(settings, sizes, window_blocks)
+        slots = _slots(settings, sizes)
         fields |= {
             "block_of": Field(torch.int32, (*sizes.lines, slots), -1, blocks + 1),
             "worth": Field(torch.float32, (*sizes.lines, range(sizes.width + 1))),
             "known": Field(torch.int32, (1,), 0, sizes.full_blocks),
         }
-        if sizes.placed:
-            resident = found["block_of"].shape[-1:]
-            window_blocks = range(resident[0] - 1, resident[0]) if resident else range(0)
-    if policy.salience is not None:
-        fields |= prefixed("salience.", knowledge.fields(sizes, window_blocks))
+        held = found["block_of"].shape[-1:]
+        sizes = sizes._replace(slots=range(held[0], held[0] + 1) if sizes.placed and held else slots)
     if any(name.startswith("state.") for name in found):
         fields |= prefixed("state.", policy.state_fields(sizes))
     return fields
 
 
-def window_range(policy: Policy, sizes: LayerSizes) -> range:
-    """Of how many blocks a window may be, if the policy has one."""
-    tokens = policy.window_tokens(sizes.width * sizes.block_size)
-    return range(1, MOST_SLOTS if tokens is None else -(-tokens // sizes.block_size) + 1)
-
-
-def _slots(settings: Settings, sizes: LayerSizes, window_blocks: range) -> range:
+def _slots(settings: Settings, sizes: LayerSizes) -> range:
     """How many blocks of a row and KV head may be resident."""
     policy, budget, size = settings.policy, settings.device_budget, settings.block_size
     if policy.window_tokens(0) is not None:
-        return range(2, min(window_blocks.stop, MOST_SLOTS) + 1)
+        window = policy.window_tokens(sizes.width * size)
+        assert window is not None
+        return range(2, min(-(-window // size) + 1, MOST_SLOTS) + 1)
     if budget is None:
         return range(settings.resident // size, settings.resident // size + 1)
     record = 2 * size * sizes.head_dim * sizes.dtype.itemsize
@@ -229,17 +219,10 @@ def check_resident(layer: HybridLayer, block_of: torch.Tensor) -> None:
     store, policy = layer.store, layer.policy
     assert store is not None
     newest = store.length // store.block_size  # the block that the next token is written into
-    needed = torch.zeros(store.batch, 1, newest + 1, dtype=torch.bool)
-    needed[:, :, newest] = True
-    if layer.salience is not None:
-        needed[:, :, layer.salience.evicted :] = True
-    elif policy.retrieves:
-        low, high = (torch.from_numpy(end)[:, None, None] for end in store.padding.sinks(policy.sink_tokens))
-        number = torch.arange(newest + 1)
-        needed |= (number >= low) & (number < high)
-        needed[:, :, max(store.sealed - -(-policy.recent_tokens // store.block_size), 0) :] = True
+    needed = policy.must_be_resident(layer, newest + 1)
+    needed[:, newest] = True
     held = torch.zeros(store.batch, store.num_kv_heads, store.num_blocks + 3, dtype=torch.int32)
     held.scatter_add_(2, block_of.long() + 1, torch.ones_like(block_of))  # the first counts the free slots
     held = held[:, :, 1:]
-    if (held > 1).any() or ((held[:, :, : newest + 1] == 0) & needed).any():
+    if (held > 1).any() or ((held[:, :, : newest + 1] == 0) & needed[:, None]).any():
         raise ValueError("block_of holds a block twice, or lacks one that is always resident")

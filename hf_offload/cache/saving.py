@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from hf_offload.cache import knowledge
 from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.layer import HybridLayer
@@ -40,7 +39,7 @@ from hf_offload.cache.stock import pack
 from hf_offload.cache.store import BlockStore
 from hf_offload.cpu.checksum import checksum_records
 
-FORMAT = 4
+FORMAT = 5
 """Rises when a cache that was saved before cannot be read any more, such as with another layout of packed records."""
 BLOCKS, DIGESTS, CACHE, SUMS = "blocks.safetensors", "digests.safetensors", "cache.safetensors", "SHA256SUMS"
 ALIGNMENT = 4096  # of the blocks' data in their file
@@ -216,10 +215,7 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
     found = {"table": torch.from_numpy(table)}
     if layer.last_queries is not None:
         found["queries"] = layer.last_queries.values
-    for name, tensor in layer.policy.pack_state(layer.state).items():
-        found[f"state.{name}"] = tensor
-    if layer.salience is not None:
-        found |= {f"salience.{name}": tensor for name, tensor in knowledge.pack(layer.salience).items()}
+    found |= {f"state.{name}": tensor for name, tensor in layer.state.tensors().items()}
     if layer.resident is not None:
         resident = layer.resident
         found |= {"block_of": resident.block_of, "worth": resident.worth, "known": resident.known}

@@ -99,24 +99,18 @@ class LayerStats:
 def report(layer: HybridLayer) -> LayerStats:
     """A copy of a layer's counters, with the memory in use now."""
     layer.tally.count()
-    stats, store, salience = layer.stats, layer.store, layer.salience
+    stats, store = layer.stats, layer.store
     if store is not None:
         stats.host_bytes, stats.digest_bytes, stats.shared_bytes = (
             store.host_bytes,
             store.digest_bytes,
             store.shared_bytes,
         )
-        stats.resident_bytes = layer.policy.state_bytes(layer.state)
+        stats.resident_bytes = layer.state.nbytes
         stats.resident_bytes += layer.resident.nbytes if layer.resident is not None else 0
         digest = 0 if store.digests is None else store.digests.block_bytes
         stats.retrievals = layer.retrievals.as_dict(store.pool.record_bytes, digest / store.num_kv_heads)
-    if salience is not None:
-        tokens = salience.evicted * salience.store.block_size
-        outside = int(np.count_nonzero(salience.store.padding.valid[:, :tokens]))
-        counts = salience.kept[:, :, :tokens].sum((0, 2), dtype=np.int64)
-        stats.kept_share_by_head = (counts / outside).tolist() if outside else []
-        stats.context_bytes, stats.salience_bytes = salience.context.nbytes, salience.nbytes
-        stats.resident_bytes += 0 if salience.near is None else salience.near.average.nbytes
+    layer.state.report(stats)
     return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))
 
 

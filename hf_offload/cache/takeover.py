@@ -14,7 +14,6 @@ from hf_offload.cache.fits import check_arrivals, unsuitable
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.stock import copy_layer
-from hf_offload.cache.window import window_blocks
 
 
 def take_over(
@@ -65,9 +64,7 @@ def _fill(layer: HybridLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
     layer.revision = layer.settings.padding.revision
     layer.store.append(keys, values)
     seal(layer.store, layer.settings.prefill_tile, keys)
-    if layer.salience is not None:
-        layer.salience.window_blocks = window_blocks(layer)
-        layer.salience.keep_all()
+    layer.state.adopted(layer)
 
 
 def give_back(layer: HybridLayer, made: DynamicLayer) -> None:

@@ -181,8 +181,7 @@ class Transaction:
             if store is not None:
                 store.revision += 1
                 store.pool.revision += 1
-                if layer.salience is not None:
-                    layer.salience.keep_all()
+                layer.state.adopted(layer)
                 if store.sealed < store.length // store.block_size:
                     seal(store, self._settings.prefill_tile)
 

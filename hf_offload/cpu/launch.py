@@ -219,20 +219,25 @@ class _Bound:
     offsets: tuple[int, ...]
 
 
-def _source_digest() -> str:
-    """A digest of this folder's sources."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+def _source_digest(folder: Path) -> str:
+    """A digest of a folder's sources."""
+    files = sorted(folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-_SOURCES = _source_digest()
+_HERE = Path(__file__).parent
+_sources: dict[Path, str] = {_HERE: _source_digest(_HERE)}
+"""Digests of the folders that have kernels: this one, from which all may import, and the methods' own."""
 
 
 class _KernelCache(FunctionCache):
     """Numba's disk cache, which looks at the file of the compiled function, made to look at all that it may import."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), _SOURCES)
+        own = Path(self._py_func.__code__.co_filename).parent
+        if own not in _sources:
+            _sources[own] = _source_digest(own)
+        return (*super()._index_key(sig, codegen), _sources[_HERE], _sources[own])
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What was compiled for a signature, or None.

@@ -11,7 +11,7 @@ nothing but the query, two partial results and what was kept of the prompt.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -89,10 +89,6 @@ class PromptStatistics:
     fixed: torch.Tensor
     directions: torch.Tensor
     half_variance: torch.Tensor
-
-    def rows(self, index: torch.Tensor) -> PromptStatistics:
-        """The statistics of some rows, int64 `[n]`, in their order."""
-        return PromptStatistics(*(getattr(self, field.name).index_select(0, index) for field in fields(self)))
 
 
 class Moments:

@@ -19,6 +19,7 @@ def exchange(
     known: torch.Tensor,
     block_of: torch.Tensor,
     slot_of: torch.Tensor,
+    low: torch.Tensor,
     high: torch.Tensor,
     limits: torch.Tensor,
     *,
@@ -27,17 +28,17 @@ def exchange(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Give the slots that may change hands to the blocks that are wanted most (ScoutAttention §3.4).
 
-    Blocks from the end of the sinks up to the newest `recent` sealed ones may come and go; the others stay. Slots are
-    given up in this order: free ones, those of blocks worth least, those of blocks newer than any score; the most
-    wanted missing block gets the first. Of equal worth the lower block is first, to go and to come. A block that is
-    worth -inf or NaN never comes.
+    Blocks from the end of the sinks up to the newest `recent` sealed ones may come and go; those before the sinks
+    (padding) may go; the others stay. Slots are given up in this order: free ones, those of blocks worth least,
+    those of blocks newer than any score; the most wanted missing block gets the first. Of equal worth the lower block
+    is first, to go and to come. A block that is worth -inf or NaN never comes.
 
     Args:
         worth: fp32 `[B, Hkv, N]`, N up to 16384, of the first `known` blocks; the rest may be anything.
         known: int32 `[1]`.
         block_of: int32 `[B, Hkv, R]`, R up to 1024, the block in each slot, -1 = free; updated.
         slot_of: int32 `[B, Hkv, N]`, the slot of each block, -1 = not resident; updated.
-        high: int32 `[B]`, end of each row's sinks.
+        low, high: int32 `[B]`, first block and end of each row's sinks.
         limits: int32 `[2]`: tokens of a row, sealed blocks.
         recent: newest sealed blocks that stay.
         due: int32 `[1]`, 0 = nothing moves this time; None = it is time.
@@ -49,19 +50,19 @@ def exchange(
         ValueError: numbers out of range, or shapes, devices or layouts that do not fit.
         TypeError: another dtype.
     """
-    _check(worth, known, block_of, slot_of, high, limits, recent)
+    _check(worth, known, block_of, slot_of, low, high, limits, recent)
     if due is not None:
         require(worth.device, due=(due, I32, (1,)))
     if not on_triton(worth):
-        return _by_torch(worth, known, block_of, slot_of, high, limits, recent, due)
+        return _by_torch(worth, known, block_of, slot_of, low, high, limits, recent, due)
     from . import exchange_kernels
 
     (batch, heads, slots), blocks = block_of.shape, slot_of.shape[2]
     moved_slots, moved_blocks = torch.empty_like(block_of), torch.empty_like(block_of)
     counts = torch.empty(batch, heads, dtype=torch.int32, device=worth.device)
     exchange_kernels.exchange_kernel[(batch * heads,)](
-        worth, known, block_of, slot_of, high, limits, due, moved_slots, moved_blocks, counts, heads, blocks, slots,
-        recent, SLOTS=padded_slots(slots), **padded_width(blocks),
+        worth, known, block_of, slot_of, low, high, limits, due, moved_slots, moved_blocks, counts, heads, blocks,
+        slots, recent, SLOTS=padded_slots(slots), **padded_width(blocks),
     )  # fmt: skip
     return moved_slots, moved_blocks, counts
 
@@ -71,6 +72,7 @@ def open_block(
     known: torch.Tensor,
     block_of: torch.Tensor,
     slot_of: torch.Tensor,
+    low: torch.Tensor,
     high: torch.Tensor,
     limits: torch.Tensor,
     *,
@@ -82,24 +84,24 @@ def open_block(
     Nothing happens while a block is unfinished, nor where no slot may change hands.
 
     Args:
-        worth, known, block_of, slot_of, high, limits, recent: as for `exchange`; N above length / block_size.
+        worth, known, block_of, slot_of, low, high, limits, recent: as for `exchange`; N above length / block_size.
         block_size: tokens a block.
 
     Raises:
         ValueError: numbers out of range, or shapes, devices or layouts that do not fit.
         TypeError: another dtype.
     """
-    _check(worth, known, block_of, slot_of, high, limits, recent)
+    _check(worth, known, block_of, slot_of, low, high, limits, recent)
     if block_size < 1:
         raise ValueError(f"block_size {block_size} must be at least 1")
     if not on_triton(worth):
-        _open_by_torch(worth, known, block_of, slot_of, high, limits, block_size, recent)
+        _open_by_torch(worth, known, block_of, slot_of, low, high, limits, block_size, recent)
         return
     from . import exchange_kernels
 
     (batch, heads, slots), blocks = block_of.shape, slot_of.shape[2]
     exchange_kernels.open_kernel[(batch * heads,)](
-        worth, known, block_of, slot_of, high, limits, heads, blocks, slots, block_size, recent,
+        worth, known, block_of, slot_of, low, high, limits, heads, blocks, slots, block_size, recent,
         SLOTS=padded_slots(slots), num_warps=4,
     )  # fmt: skip
 
@@ -110,8 +112,8 @@ def padded_slots(slots: int) -> int:
 
 
 def _check(
-    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, high: torch.Tensor,
-    limits: torch.Tensor, recent: int,
+    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, low: torch.Tensor,
+    high: torch.Tensor, limits: torch.Tensor, recent: int,
 ) -> None:  # fmt: skip
     batch, heads, blocks = worth.shape
     slots = block_of.shape[-1]
@@ -124,6 +126,7 @@ def _check(
         known=(known, I32, (1,)),
         block_of=(block_of, I32, (batch, heads, slots)),
         slot_of=(slot_of, I32, (batch, heads, blocks)),
+        low=(low, I32, (batch,)),
         high=(high, I32, (batch,)),
         limits=(limits, I32, (2,)),
     )
@@ -132,11 +135,11 @@ def _check(
 
 
 def _by_torch(
-    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, high: torch.Tensor,
-    limits: torch.Tensor, recent: int, due: torch.Tensor | None,
+    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, low: torch.Tensor,
+    high: torch.Tensor, limits: torch.Tensor, recent: int, due: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     slots, n = block_of.shape[2], torch.arange(worth.shape[2], dtype=torch.int32, device=worth.device)
-    may = _may_change(block_of, high, limits, recent)
+    may = _may_change(block_of, low, high, limits, recent)
     movable = (n >= high[:, None, None]) & (n < limits[1] - recent) & (n < known)
     wanted = best(torch.where(movable, worth, -torch.inf), may.sum(-1), slots)
     gone = wanted & (slot_of < 0)
@@ -156,19 +159,22 @@ def _by_torch(
 
 
 def _open_by_torch(
-    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, high: torch.Tensor,
-    limits: torch.Tensor, block_size: int, recent: int,
+    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, low: torch.Tensor,
+    high: torch.Tensor, limits: torch.Tensor, block_size: int, recent: int,
 ) -> None:  # fmt: skip
-    may = _may_change(block_of, high, limits, recent)
+    may = _may_change(block_of, low, high, limits, recent)
     order = _order_of_slots(worth, known, block_of)
     slot = together(order, may.gather(2, order.long()), 1)
     block = (limits[0] // block_size).expand(slot.shape)
     _assign(block_of, slot_of, slot, block, may.any(-1, keepdim=True) & (limits[0] % block_size == 0))
 
 
-def _may_change(block_of: torch.Tensor, high: torch.Tensor, limits: torch.Tensor, recent: int) -> torch.Tensor:
+def _may_change(
+    block_of: torch.Tensor, low: torch.Tensor, high: torch.Tensor, limits: torch.Tensor, recent: int
+) -> torch.Tensor:
     """Slots that may be given to another block, bool `[B, Hkv, R]`: free ones, and those of blocks that may go."""
-    return (block_of < 0) | ((block_of >= high[:, None, None]) & (block_of < limits[1] - recent))
+    low, high = low[:, None, None], high[:, None, None]
+    return (block_of < 0) | (block_of < low) | ((block_of >= high) & (block_of < limits[1] - recent))
 
 
 def _order_of_slots(worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor) -> torch.Tensor:

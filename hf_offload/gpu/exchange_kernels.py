@@ -11,7 +11,7 @@ LAST = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
-def look_at_slots(worth_ptr, known, block_of_ptr, first, newest, slots, SLOTS: tl.constexpr):
+def look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, slots, SLOTS: tl.constexpr):
     """What the slots of a row and KV head hold, and in which order they are given up.
 
     Returns:
@@ -25,7 +25,7 @@ def look_at_slots(worth_ptr, known, block_of_ptr, first, newest, slots, SLOTS: t
     worth = tl.load(worth_ptr + held, mask=(held >= 0) & (held < known), other=float("inf"))
     keys = ordered(tl.where(held < 0, float("-inf"), worth))
     ranks = (keys.to(tl.int64) << 32) | ((held + 1).to(tl.int64) << 12) | slot
-    may = (slot < slots) & ((held < 0) | ((held >= first) & (held < newest)))
+    may = (slot < slots) & ((held < 0) | (held < low) | ((held >= first) & (held < newest)))
     return held, keys, tl.where(may, ranks, LAST)
 
 
@@ -35,6 +35,7 @@ def exchange_kernel(
     known_ptr,  # [1]
     block_of_ptr,  # [B, Hkv, R]
     slot_of_ptr,  # [B, Hkv, N]
+    low_ptr,  # [B]
     high_ptr,  # [B]
     limits_ptr,  # [2]
     due_ptr,  # [1] or None
@@ -59,10 +60,11 @@ def exchange_kernel(
     block_of_ptr += line * slots
     moved_blocks_ptr += line * slots
     newest = tl.load(limits_ptr + 1) - recent
+    low = tl.load(low_ptr + line // kv_heads)
     first = tl.maximum(tl.load(high_ptr + line // kv_heads), 0)
     known = tl.load(known_ptr)
     last = tl.minimum(tl.minimum(newest, known), blocks)
-    held, held_keys, ranks = look_at_slots(worth_ptr, known, block_of_ptr, first, newest, slots, SLOTS)
+    held, held_keys, ranks = look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, slots, SLOTS)
     room = tl.sum((ranks != LAST).to(tl.int32), 0)
 
     # The most wanted blocks; those that are missing are brought together in the order of their numbers.
@@ -104,6 +106,7 @@ def open_kernel(
     known_ptr,  # [1]
     block_of_ptr,  # [B, Hkv, R]
     slot_of_ptr,  # [B, Hkv, N]
+    low_ptr,  # [B]
     high_ptr,  # [B]
     limits_ptr,  # [2]
     kv_heads,
@@ -122,8 +125,9 @@ def open_kernel(
     slot_of_ptr += line * blocks
     block_of_ptr += line * slots
     newest = tl.load(limits_ptr + 1) - recent
+    low = tl.load(low_ptr + line // kv_heads)
     first = tl.maximum(tl.load(high_ptr + line // kv_heads), 0)
-    _, _, ranks = look_at_slots(worth_ptr, tl.load(known_ptr), block_of_ptr, first, newest, slots, SLOTS)
+    _, _, ranks = look_at_slots(worth_ptr, tl.load(known_ptr), block_of_ptr, low, first, newest, slots, SLOTS)
     rank = tl.min(ranks, 0)
     if rank == LAST:
         return

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
+    from hf_offload.attention.host_part import HostPart
+    from hf_offload.attention.host_step import HostStep
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
+    from hf_offload.cache.stats import LayerStats
     from hf_offload.fields import Field, LayerSizes
-    from hf_offload.policies.salience import SalienceRule
+    from hf_offload.scores import Scores
 
 
 EVER = 2**31
@@ -51,12 +54,10 @@ class Plan:
         device: resident blocks, attended by the device.
         host: blocks attended by the CPU with the query of this step.
         fetched: host blocks that the device attends once they have been copied to it.
-        ahead: a CPU part that was started one layer early, with a predicted query.
-        kept: single tokens that the CPU attends, a list for each row and KV head (`cache.context.Context`); the blocks
-            beside them are the window, whose tokens' weights are averaged.
-        near: sinks and newest blocks, which have been attended (`attention.step.Near`).
-        retrieved: a CPU part that chooses its blocks itself, of those that are not near, and has been started.
-        attended: out `[B, Hq, D]` and lse `[B, Hq]` fp32, where the policy has attended everything itself.
+        beside: with two memories, a CPU part that was started already (`attention.host_part.HostPart`).
+        attended: out `[B, Hq, D]` and lse `[B, Hq]` fp32 of what the policy has attended itself; with two memories also
+            in splits, `[B, Hq, S, D]` and `[B, Hq, S]`.
+        queue: with one memory, queues launches that attend everything, into the `out` and `lse` of the step's buffers.
         until: with one memory the plan serves later steps, too, as long as the rows have fewer blocks than this and
             nothing has changed that its services depend on; 0: this step alone.
     """
@@ -64,12 +65,104 @@ class Plan:
     device: Selection | None = None
     host: Selection | None = None
     fetched: Selection | None = None
-    ahead: Any = None
-    kept: Any = None
-    near: Any = None
-    retrieved: Any = None
+    beside: HostPart | None = None
     attended: tuple[torch.Tensor, torch.Tensor] | None = None
+    queue: Callable[[HostStep], None] | None = None
     until: int = 0
+
+
+class LayerState:
+    """What a method remembers of one layer. The cache tells it what happens there; each method here does nothing.
+
+    A state lives until `HybridCache.reset`. What it must keep for forks, saved caches, drafts and changes of the rows
+    is what `tensors` gives and `load` takes back; a method overrides the others where that would cost too much.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it holds of tokens on the model's device."""
+        return 0
+
+    @property
+    def slots(self) -> int | None:
+        """Blocks of a row and KV head for which it wants room on the device; None: as many as the cache has."""
+        return None
+
+    # --- what happens ------------------------------------------------------------------------------------------------
+
+    def before_append(self, layer: HybridLayer) -> None:
+        """A prompt, a chunk of one or a new turn is about to be stored; it may yet be taken back by `crop`."""
+
+    def append(self, layer: HybridLayer, query: torch.Tensor, scores: Scores) -> None:
+        """It was stored; `query` `[B, Hq, Q, D]` is of its tokens."""
+
+    def before_token(self, layer: HybridLayer) -> None:
+        """A decode step begins."""
+
+    def token(self, layer: HybridLayer) -> None:
+        """A decode step has stored its token and attended; not told of steps that a CUDA graph replays."""
+
+    def placed(self, layer: HybridLayer, query_heads: int | None = None) -> None:
+        """With two memories: what is resident was decided and loaded."""
+
+    def block_opened(self, layer: HybridLayer, block: int) -> None:
+        """With two memories: a block that the next token begins got a slot."""
+
+    def unplaced(self, layer: HybridLayer) -> None:
+        """Decoding begins anew, after an append or a crop: what is resident, if anything, is about to be dropped."""
+
+    def cancelled(self) -> None:
+        """The step that was prepared (`Policy.before_layer`) does not come."""
+
+    def padding_changed(self, layer: HybridLayer, block: int) -> None:
+        """Tokens that were there before, in block `block` or behind it, became valid or invalid."""
+
+    def adopted(self, layer: HybridLayer) -> None:
+        """There are tokens of which nothing was told: of a cache that was taken over, or of an interrupted forward."""
+
+    def prepare_crop(self, layer: HybridLayer, length: int) -> None:
+        """Do what may fail of the crop that comes."""
+
+    def crop(self, layer: HybridLayer, length: int) -> None:
+        """Only the first `length` tokens stay, behind `unplaced`; allocates nothing that `prepare_crop` could have."""
+
+    def select_rows(self, layer: HybridLayer, rows: torch.Tensor) -> None:
+        """The rows of an index stay, int64 `[n]`, in its order."""
+        self.load(layer, {name: x[rows.to(x.device)] if x.ndim else x for name, x in self.tensors().items()})
+
+    def settle(self) -> None:
+        """Wait for what it has in flight, before anything moves, is freed, copied or saved.
+
+        Raises:
+            WorkerError: that failed.
+        """
+
+    # --- what lasts --------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What it must keep between two forwards, by name; the first dimension is the rows', or there is none."""
+        return {}
+
+    def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
+        """Be what a state was that gave these; nothing: as new. They are the caller's: what is kept is copied.
+
+        Tensors that a captured CUDA graph reads are written in place.
+        """
+
+    def share(self, layer: HybridLayer, source: Any) -> None:
+        """Be, in a fork, what the state `source` is of the same layer in the cache that was forked."""
+        self.load(layer, source.tensors())
+
+    def snapshot(self) -> Any:
+        """What `restore` goes back to when the decode steps from here on are taken back."""
+        return {name: x.clone() for name, x in self.tensors().items()}
+
+    def restore(self, layer: HybridLayer, snapshot: Any) -> None:
+        """Go back; the tokens are cropped already."""
+        self.load(layer, snapshot)
+
+    def report(self, stats: LayerStats) -> None:
+        """Fill in the statistics that it knows of."""
 
 
 @dataclass(frozen=True)
@@ -124,24 +217,24 @@ class Policy(ABC):
         """Whether steps attend blocks; otherwise the policy's states hold what is attended, apart from all blocks."""
         return True
 
-    def line_bytes(self, length: int, head_dim: int, itemsize: int) -> int:
-        """Bytes that a state holds on the device for a row and KV head, if decoding starts with `length` tokens."""
-        return 0
-
-    def state_bytes(self, state: Any) -> int:
-        """Bytes of what a layer's state holds of tokens on the model's device."""
-        return 0
-
     @property
-    def salience(self) -> SalienceRule | None:
-        """How single tokens are kept for the CPU by their attention weights, or None: nobody averages weights."""
-        return None
+    def capturable(self) -> bool:
+        """Whether a decode step can be captured as a CUDA graph: the host decides nothing in it."""
+        return self.attends_blocks and not self.retrieves
+
+    def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
+        """Bytes that a layer's state holds on the device and on the host, if decoding starts with these sizes.
+
+        Args:
+            sizes: of the layer.
+            slots: blocks of a row and KV head that are resident; 0 with one memory.
+        """
+        return 0, 0
 
     @property
     def reads_prompts(self) -> bool:
         """Whether it learns from a prompt's queries, so that keys and values alone are not all that it knows."""
-        asks = self.query_window > 0 and (self.retrieves or not self.attends_blocks)
-        return self.salience is not None or asks
+        return self.query_window > 0 and (self.retrieves or not self.attends_blocks)
 
     def window_tokens(self, length: int) -> int | None:
         """Tokens of the window, of `length` that are cached; None: as many as are resident."""
@@ -175,31 +268,24 @@ class Policy(ABC):
         sinks, recent = -(-self.sink_tokens // block_size), -(-self.recent_tokens // block_size)
         return sinks + recent + 1
 
-    def new_state(self, layer: HybridLayer) -> Any:
-        """What this method remembers of one layer; dropped by `reset`."""
-        return None
-
-    def pack_state(self, state: Any) -> dict[str, torch.Tensor]:
-        """What a layer's state holds between two forwards, for a fork or a saved cache.
-
-        Raises:
-            TypeError: this policy has states, but no `pack_state` and `unpack_state` of its own.
-        """
-        if state is not None:
-            raise TypeError(f"{type(self).__name__} needs pack_state and unpack_state: its layers have states")
-        return {}
+    def new_state(self, layer: HybridLayer) -> LayerState:
+        """What this method remembers of one layer, whose store is there and empty."""
+        return LayerState()
 
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
-        """What `pack_state` gives for a layer, if it gives anything: what a saved cache holds is compared with it."""
+        """What `LayerState.tensors` gives for a layer, if it gives anything: saved caches are compared with it."""
         return {}
 
-    def unpack_state(self, state: Any, packed: dict[str, torch.Tensor]) -> None:
-        """Make a new state what another was that gave `packed`."""
-        return
-
-    def select_rows(self, state: Any, rows: torch.Tensor) -> Any:
-        """What is remembered when a layer keeps the rows of an index, int64 `[n]`; by default rows do not matter."""
-        return state
+    def must_be_resident(self, layer: HybridLayer, blocks: int) -> torch.Tensor:
+        """Which of a layer's first blocks, the newest aside, a step relies on being resident: bool `[B, blocks]`."""
+        assert layer.store is not None
+        needed = torch.zeros(layer.batch_size, blocks, dtype=torch.bool)
+        if self.retrieves:
+            low, high = (torch.from_numpy(end)[:, None] for end in layer.store.padding.sinks(self.sink_tokens))
+            number = torch.arange(blocks)
+            needed |= (number >= low) & (number < high)
+            needed[:, max(layer.store.sealed - -(-self.recent_tokens // layer.store.block_size), 0) :] = True
+        return needed
 
     def for_model(self, identity: Callable[[], dict[str, Any]]) -> Policy:
         """This policy for a model, with what has to be read for it.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_number, check_tokens
-from hf_offload.policies.base import EVER, Plan, Policy
+from hf_offload.policies.base import Plan, Policy
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -66,4 +66,4 @@ class FixedHybrid(Policy):
     def plan(self, step: Step) -> Plan:
         """The CPU begins, the device attends beside it."""
         retrieved = step.retrieve((float(self.budget), 0.0, False), (step.block_size,))
-        return Plan(near=step.attend_near(), retrieved=retrieved, until=EVER)
+        return step.join(step.attend_near(), retrieved)

@@ -19,7 +19,7 @@ from hf_offload.fluxion.labels import GRANULARITIES
 from hf_offload.fluxion.partials import BLOCK, Tokens
 from hf_offload.fluxion.predictor import ConstantPredictor, HeadPredictor, Predictor, check_predictor
 from hf_offload.knobs import check_choice, check_flag, check_number, shown
-from hf_offload.policies.base import EVER, SCHEDULES, Plan, Policy
+from hf_offload.policies.base import SCHEDULES, LayerState, Plan, Policy
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -27,17 +27,39 @@ if TYPE_CHECKING:
     from hf_offload.cpu.network import Network
 
 
-@dataclass(slots=True)
-class FluxionState:
+class FluxionState(LayerState):
     """What Fluxion remembers of one layer.
 
     Args:
-        foresight: with the statistics of the prompt, once there are tokens on the host.
-        blocks: the end of the host's blocks when they were made.
+        foresee: makes a foresight of the statistics of a prompt.
     """
 
-    foresight: Foresight | None = None
-    blocks: int = 0
+    def __init__(self, foresee: Callable[[PromptStatistics], Foresight]) -> None:
+        self._foresee = foresee
+        self.foresight: Foresight | None = None
+        """With the statistics of the prompt, once there are tokens on the host."""
+        self.blocks = 0
+        """The end of the host's blocks when they were made."""
+
+    def learn(self, statistics: PromptStatistics, blocks: int) -> None:
+        """Foresee by these from here on."""
+        self.foresight, self.blocks = self._foresee(statistics), blocks
+
+    def unplaced(self, layer: HybridLayer) -> None:
+        self.foresight, self.blocks = None, 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        if self.foresight is None:
+            return {}
+        statistics = self.foresight.statistics
+        found = {part.name: getattr(statistics, part.name) for part in dataclasses.fields(PromptStatistics)}
+        return {**found, "blocks": torch.tensor(self.blocks)}
+
+    def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
+        self.foresight, self.blocks = None, 0
+        if tensors:
+            found = {n: x.to(layer.device, copy=True) for n, x in tensors.items() if n != "blocks"}
+            self.learn(PromptStatistics(**found), int(tensors["blocks"]))
 
 
 def _constant(said: Mapping[str, Any]) -> ConstantPredictor:
@@ -186,14 +208,7 @@ class Fluxion(Policy):
             )
 
     def new_state(self, layer: HybridLayer) -> FluxionState:
-        return FluxionState()
-
-    def pack_state(self, state: FluxionState) -> dict[str, torch.Tensor]:
-        if state.foresight is None:
-            return {}
-        statistics = state.foresight.statistics
-        tensors = {part.name: getattr(statistics, part.name) for part in dataclasses.fields(PromptStatistics)}
-        return {**tensors, "blocks": torch.tensor(state.blocks)}
+        return FluxionState(self._foresee)
 
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
         heads = (sizes.rows, sizes.query_heads)
@@ -204,26 +219,17 @@ class Fluxion(Policy):
             "blocks": Field(torch.int64, (), 0, sizes.full_blocks),
         }
 
-    def unpack_state(self, state: FluxionState, packed: dict[str, torch.Tensor]) -> None:
-        if packed:
-            tensors = {name: part.clone() for name, part in packed.items() if name != "blocks"}
-            state.foresight, state.blocks = self._foresee(PromptStatistics(**tensors)), int(packed["blocks"])
-
-    def select_rows(self, state: FluxionState, rows: torch.Tensor) -> FluxionState:
-        if state.foresight is None:
-            return state
-        statistics = state.foresight.statistics
-        return FluxionState(self._foresee(statistics.rows(rows.to(statistics.fixed.device))), state.blocks)
-
     def plan(self, step: Step) -> Plan:
         """The device attends what it has; then the CPU is told what each head needs of the rest (figure 6)."""
         near, state = step.attend_near(), step.state
         if not step.has_far:
-            return Plan(near=near, until=EVER)
+            return step.join(near, None)
         if state.foresight is None or step.host_end >= 2 * state.blocks:
             anchor = near.query if state.foresight is not None else step.anchor
-            state.foresight, state.blocks = self._foresee(self._look(step, anchor)), step.host_end
-        return Plan(near=near, retrieved=step.retrieve(state.foresight, self.granularities, near), until=EVER)
+            state.learn(self._look(step, anchor), step.host_end)
+        foresight = state.foresight
+        step.as_long_as(lambda: state.foresight is foresight)
+        return step.join(near, step.retrieve(foresight, self.granularities, near))
 
     def _foresee(self, statistics: PromptStatistics) -> Foresight:
         assert self.network is not None, "a predictor that is known has a network"

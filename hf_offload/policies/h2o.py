@@ -12,7 +12,7 @@ import torch
 
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_number, check_tokens
-from hf_offload.policies.base import Plan, Policy
+from hf_offload.policies.base import LayerState, Plan, Policy
 from hf_offload.policies.tokens import attend, valid_tokens
 from hf_offload.scores import Scores
 
@@ -68,11 +68,34 @@ class Kept:
         return out, lse
 
 
-@dataclass(slots=True)
-class H2OState:
+class H2OState(LayerState):
     """What H2O remembers of one layer: nothing before its first decode step."""
 
-    kept: Kept | None = None
+    def __init__(self) -> None:
+        self.kept: Kept | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for name, tensor in self.tensors().items() if name not in _NUMBERS)
+
+    def unplaced(self, layer: HybridLayer) -> None:
+        self.kept = None
+
+    def padding_changed(self, layer: HybridLayer, block: int) -> None:
+        self.kept = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        if self.kept is None:
+            return {}
+        found = {part.name: getattr(self.kept, part.name) for part in dataclasses.fields(Kept)}
+        return found | {name: torch.tensor(found[name]) for name in _NUMBERS}
+
+    def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
+        with torch.inference_mode(False):
+            parts: dict[str, Any] = {
+                name: int(x) if name in _NUMBERS else x.to(layer.device, copy=True) for name, x in tensors.items()
+            }
+        self.kept = Kept(**parts) if parts else None
 
 
 @dataclass(frozen=True)
@@ -118,8 +141,9 @@ class H2O(Policy):
     def query_window(self) -> int:
         return self.prompt_queries
 
-    def line_bytes(self, length: int, head_dim: int, itemsize: int) -> int:
-        return self._places(length) * (2 * head_dim * itemsize + 12)  # a score and a number
+    def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
+        lines = sizes.rows * sizes.kv_heads
+        return lines * self._places(sizes.tokens) * (2 * sizes.head_dim * sizes.dtype.itemsize + 12), 0  # score, number
 
     def _places(self, length: int) -> int:
         return self._heavy(length) + self._recent(length) + 1  # this step's own
@@ -133,15 +157,6 @@ class H2O(Policy):
     def new_state(self, layer: HybridLayer) -> H2OState:
         return H2OState()
 
-    def state_bytes(self, state: H2OState) -> int:
-        return sum(tensor.nbytes for name, tensor in self.pack_state(state).items() if name not in _NUMBERS)
-
-    def pack_state(self, state: H2OState) -> dict[str, torch.Tensor]:
-        if state.kept is None:
-            return {}
-        packed = {part.name: getattr(state.kept, part.name) for part in dataclasses.fields(Kept)}
-        return packed | {name: torch.tensor(packed[name]) for name in _NUMBERS}
-
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
         places, newest = (*sizes.lines, "places"), sizes.tokens - 1
         tokens = Field(sizes.dtype, (*places, sizes.head_dim))
@@ -150,21 +165,6 @@ class H2O(Policy):
             "position": Field(torch.int64, places, EMPTY, newest), "recent": Field(torch.int64, (), 1, MOST),
             "taken": Field(torch.int64, (), newest, newest),
         }  # fmt: skip
-
-    def unpack_state(self, state: H2OState, packed: dict[str, torch.Tensor]) -> None:
-        if packed:
-            with torch.inference_mode(False):
-                parts: dict[str, Any] = {n: int(x) if n in _NUMBERS else x.clone() for n, x in packed.items()}
-            state.kept = Kept(**parts)
-
-    def select_rows(self, state: H2OState, rows: torch.Tensor) -> H2OState:
-        if state.kept is None:
-            return state
-        packed = self.pack_state(state)
-        index = rows.to(state.kept.keys.device)
-        selected = H2OState()
-        self.unpack_state(selected, {k: v if k in _NUMBERS else v[index] for k, v in packed.items()})
-        return selected
 
     def plan(self, step: Step) -> Plan:
         """Take this step's token in, attend what is kept."""

@@ -10,7 +10,7 @@ import torch
 
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_flag, check_number, check_tokens
-from hf_offload.policies.base import Plan, Policy
+from hf_offload.policies.base import LayerState, Plan, Policy
 from hf_offload.policies.tokens import attend, valid_tokens
 
 if TYPE_CHECKING:
@@ -21,21 +21,43 @@ GROW = 256
 """Tokens by which the partial keys grow."""
 
 
-@dataclass(slots=True)
-class InfiniGenState:
-    """What InfiniGen remembers of one layer.
+class InfiniGenState(LayerState):
+    """What InfiniGen remembers of one layer."""
 
-    Args:
-        basis: fp32 `[B, Hkv, D, r]`, the channels that scores are speculated by; None before the first decode step.
-        partial: fp32 `[B, Hkv, C, r]`, the keys of all tokens in these channels.
-        count: tokens that `partial` has.
-        coming: tokens that were chosen one layer ahead and are on their way, and the length that was for.
-    """
+    def __init__(self) -> None:
+        self.basis: torch.Tensor | None = None
+        """fp32 `[B, Hkv, D, r]`, the channels that scores are speculated by; None before the first decode step."""
+        self.partial: torch.Tensor | None = None
+        """fp32 `[B, Hkv, C, r]`, the keys of all tokens in these channels."""
+        self.count = 0
+        """Tokens that `partial` has."""
+        self.coming: Any = None
+        """Tokens that were chosen one layer ahead and are on their way, and the length that was for."""
 
-    basis: torch.Tensor | None = None
-    partial: torch.Tensor | None = None
-    count: int = 0
-    coming: Any = None
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.basis is None or self.partial is None else self.basis.nbytes + self.partial.nbytes
+
+    def cancelled(self) -> None:
+        self.coming = None
+
+    def unplaced(self, layer: HybridLayer) -> None:
+        self.load(layer, {})
+
+    def padding_changed(self, layer: HybridLayer, block: int) -> None:
+        self.load(layer, {})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        if self.basis is None or self.partial is None:
+            return {}
+        return {"basis": self.basis, "partial": self.partial, "count": torch.tensor(self.count)}
+
+    def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
+        self.coming, self.basis, self.partial, self.count = None, None, None, 0
+        if tensors:
+            with torch.inference_mode(False):
+                self.basis, self.partial = (tensors[n].to(layer.device, copy=True) for n in ("basis", "partial"))
+            self.count = int(tensors["count"])
 
 
 @dataclass(frozen=True)
@@ -94,22 +116,15 @@ class InfiniGen(Policy):
     def may_look_ahead(self, *, beside_device: bool) -> bool:
         return self.lookahead
 
-    def line_bytes(self, length: int, head_dim: int, itemsize: int) -> int:
-        return 4 * self._channels(head_dim) * (_room(length + 1) + head_dim)
+    def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
+        lines = sizes.rows * sizes.kv_heads
+        return 4 * lines * self._channels(sizes.head_dim) * (_room(sizes.tokens + 1) + sizes.head_dim), 0
 
     def _channels(self, head_dim: int) -> int:
         return max(math.ceil(self.partial * head_dim), 1)
 
     def new_state(self, layer: HybridLayer) -> InfiniGenState:
         return InfiniGenState()
-
-    def state_bytes(self, state: InfiniGenState) -> int:
-        return 0 if state.basis is None or state.partial is None else state.basis.nbytes + state.partial.nbytes
-
-    def pack_state(self, state: InfiniGenState) -> dict[str, torch.Tensor]:
-        if state.basis is None or state.partial is None:
-            return {}
-        return {"basis": state.basis, "partial": state.partial, "count": torch.tensor(state.count)}
 
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
         count, channels = sizes.tokens, self._channels(sizes.head_dim)
@@ -118,18 +133,6 @@ class InfiniGen(Policy):
             "partial": Field(torch.float32, (*sizes.lines, range(count, MOST), channels)),
             "count": Field(torch.int64, (), count, count),
         }
-
-    def unpack_state(self, state: InfiniGenState, packed: dict[str, torch.Tensor]) -> None:
-        if packed:
-            with torch.inference_mode(False):
-                state.basis, state.partial = packed["basis"].clone(), packed["partial"].clone()
-            state.count = int(packed["count"])
-
-    def select_rows(self, state: InfiniGenState, rows: torch.Tensor) -> InfiniGenState:
-        selected, packed = InfiniGenState(), self.pack_state(state)
-        moved = {name: x if name == "count" else x[rows.to(x.device)] for name, x in packed.items()}
-        self.unpack_state(selected, moved)
-        return selected
 
     def before_layer(self, step: Step) -> None:
         """Choose the next layer's tokens by its predicted query, and let them come while this layer computes."""

@@ -87,6 +87,11 @@ class RecallClock:
         with torch.inference_mode(False):
             return cls(interval, threshold, torch.zeros((), device=device), torch.full((), torch.nan, device=device))
 
+    def reset(self) -> None:
+        """Begin anew."""
+        self.since.zero_()
+        self.ratio.fill_(torch.nan)
+
     def due(self, cpu_ratio: torch.Tensor) -> torch.Tensor | None:
         """Count one step; whether the layer recalls after it: int32 `[1]`, 0 or 1, or None if it never does.
 

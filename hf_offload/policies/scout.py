@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
-from hf_offload.policies.base import EVER, Plan, Policy, Selection
+from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Selection
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
+    from hf_offload.attention.host_part import HostPart
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 
@@ -24,7 +25,7 @@ SYNCHRONOUS = (0, 1, 2)  # their inputs change much from layer to layer: queries
 
 
 @dataclass(slots=True)
-class ScoutState:
+class ScoutState(LayerState):
     """What Scout remembers of one layer.
 
     Args:
@@ -35,7 +36,23 @@ class ScoutState:
 
     clock: RecallClock
     predicted: Selection | None = None
-    ahead: Any = None
+    ahead: HostPart | None = None
+
+    def cancelled(self) -> None:
+        self.predicted = self.ahead = None
+
+    def unplaced(self, layer: HybridLayer) -> None:
+        self.clock.reset()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"since": self.clock.since, "ratio": self.clock.ratio}
+
+    def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
+        self.cancelled()
+        self.clock.reset()
+        if tensors:
+            self.clock.since.copy_(tensors["since"])
+            self.clock.ratio.copy_(tensors["ratio"])
 
 
 @dataclass(frozen=True)
@@ -172,16 +189,9 @@ class Scout(Policy):
     def new_state(self, layer: HybridLayer) -> ScoutState:
         return ScoutState(RecallClock.of(self.recall, self.threshold, layer.index, layer.device))
 
-    def pack_state(self, state: ScoutState) -> dict[str, torch.Tensor]:
-        return {"since": state.clock.since, "ratio": state.clock.ratio}
-
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
         clock = Field(torch.float32)
         return {"since": clock, "ratio": clock}
-
-    def unpack_state(self, state: ScoutState, packed: dict[str, torch.Tensor]) -> None:
-        state.clock.since.copy_(packed["since"])
-        state.clock.ratio.copy_(packed["ratio"])
 
     def looks_ahead(self, layer: HybridLayer) -> bool:
         return self.mode(layer) != "off"
@@ -212,7 +222,7 @@ class Scout(Policy):
             step.compare(predicted, selection)
         resident = step.resident_blocks() if self.attend_resident == "all" else None
         if ahead is not None:
-            return Plan(device=resident or step.split(selection)[0], ahead=ahead)
+            return Plan(device=resident or step.split(selection)[0], beside=ahead)
         device, host = step.split(predicted or selection)
         return Plan(device=resident or device, host=host, until=EVER)
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache, Policy
 from hf_offload.attention.host_step import HostStep
-from hf_offload.policies import Plan
+from hf_offload.policies.base import Plan
 
 BLOCK = 16
 KNOBS: dict[str, dict[str, Any]] = {

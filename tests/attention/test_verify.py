@@ -20,6 +20,7 @@ from hf_offload.attention.graph import StepGraph
 from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.policies.hgca.token_mass import TokenMass
 
 BLOCK = 8
 NEW = 34
@@ -100,19 +101,19 @@ def drafted(
 
 def known_tokens(layer: HybridLayer) -> dict[str, Any]:
     """What is known of the tokens' attention, and which are kept."""
-    salience = layer.salience
-    if salience is None:
+    mass = layer.state
+    if not isinstance(mass, TokenMass):
         return {}
-    salience.settle()
-    past, context = salience.evicted * BLOCK, salience.context
-    average = torch.from_numpy(salience.average[:, :, past : layer.past])
-    if salience.near is not None:
-        average = salience.near.read(salience.evicted, layer.store.num_blocks)[:, :, : layer.past - past]
+    mass.settle()
+    past, context = mass.evicted * BLOCK, mass.retained
+    average = torch.from_numpy(mass.average[:, :, past : layer.past])
+    if mass.resident is not None:
+        average = mass.resident.read(mass.evicted, layer.store.num_blocks)[:, :, : layer.past - past]
     return {
-        "evicted": salience.evicted,
-        "end": salience.weighing.end,
-        "border": salience.weighing.border,
-        "kept": torch.from_numpy(salience.kept[:, :, :past]),
+        "evicted": mass.evicted,
+        "end": mass.progress.end,
+        "border": mass.progress.border,
+        "kept": torch.from_numpy(mass.kept[:, :, :past]),
         "lists": [context.positions[i, :n].tolist() for i, n in enumerate(context.counts)],
         "average": average,
     }

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pools import Case, make_case, run
 
 from hf_offload.cpu import reference
 from hf_offload.cpu.decode import sparse_decode
-
-from ._pools import Case, make_case, run
 
 BATCH, HEADS, GROUP, DIM, BLOCK, LENGTH = 2, 2, 3, 64, 16, 200
 

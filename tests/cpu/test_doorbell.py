@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from pools import make_case
 
 from hf_offload.cpu.decode import sparse_decode
 from hf_offload.cpu.doorbell import Doorbell, Item
 from hf_offload.cpu.launch import Array, Launch
 from hf_offload.cpu.worker import WorkerError
 
-from ._pools import make_case
 from ._ringing import (
     DONE,
     READY,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pools import DTYPES, bits, run
 
 from hf_offload.cpu import reference
 from hf_offload.cpu.pool import copy_records, gather_tokens, touch_records, write_tokens
-
-from ._pools import DTYPES, bits, run
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

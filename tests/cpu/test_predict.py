@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from pools import run
 
 from hf_offload import ConstantPredictor
 from hf_offload.attention.partial import merge_partials
@@ -16,8 +17,6 @@ from hf_offload.cpu.network import Network, pack_network
 from hf_offload.cpu.predict import Known, count_tokens, predict_needs
 from hf_offload.fluxion.features import FEATURES, PROMPT_FEATURES, PromptStatistics, step_features
 from hf_offload.fluxion.predictor import HeadPredictor, Predictor
-
-from ._pools import run
 
 BLOCK = 16
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pools import run
 
 from hf_offload.cpu import reference, reference_retrieve
 from hf_offload.cpu.needs import Needs, budget_of, granularity_of, runs_wanted, shares_of
 from hf_offload.cpu.retrieve import TALLIES, retrieve_blocks, tally
 from hf_offload.cpu.scoring import Digest, LogMasses, vectors
-
-from ._pools import run
 
 
 def _needs(

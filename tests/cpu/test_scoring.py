@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pools import bits, make_case, run
 from unpacking import unpack_codes, unpack_halves, unpack_levels
 
 from hf_offload.cpu import reference
@@ -18,8 +19,6 @@ from hf_offload.cpu.choose import choose_blocks
 from hf_offload.cpu.scoring import Digest, LogMasses, vectors
 from hf_offload.cpu.submeans import submeans
 from hf_offload.gpu.packing import pack_codes, pack_halves, pack_levels
-
-from ._pools import bits, make_case, run
 
 JOINS = ("max", "mean", "raw")
 

@@ -7,11 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from pools import run
 
 from hf_offload.cpu import reference
 from hf_offload.cpu.select import select_blocks
-
-from ._pools import run
 
 
 def _check(

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from pools import Case, bits, make_case, run
 
 from hf_offload.cpu.dealing import Hands, new_hands, take
 from hf_offload.cpu.decode import sparse_decode
@@ -16,8 +17,6 @@ from hf_offload.cpu.needs import Needs, rank_tasks
 from hf_offload.cpu.retrieve import retrieve_blocks
 from hf_offload.cpu.scoring import Digest, vectors
 from hf_offload.cpu.tasks import whole_tasks
-
-from ._pools import Case, bits, make_case, run
 
 KV_HEADS, GROUP, DIM, BLOCK, DTYPE = 2, 2, 32, 16, torch.float32
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pools import DTYPES, run
 
 from hf_offload.cpu.widen import widen
-
-from ._pools import DTYPES, run
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -161,13 +161,6 @@ def test_tiles_make_no_difference(tile: int) -> None:
     )
 
 
-def test_rows_can_be_chosen_and_repeated() -> None:
-    statistics = Case().statistics()
-    chosen = statistics.rows(torch.tensor([1, 1, 0]))
-    for name in ("fixed", "directions", "half_variance"):
-        assert torch.equal(getattr(chosen, name), getattr(statistics, name)[[1, 1, 0]])
-
-
 def test_equal_keys_have_no_skewness() -> None:
     """Norms that are all equal: variance, skewness and kurtosis are 0, not NaN."""
     case = Case()

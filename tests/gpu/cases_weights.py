@@ -6,7 +6,7 @@ from typing import Any
 
 from cases_paged import listing_constants, listing_signature
 
-from hf_offload.gpu import weights_kernels
+from hf_offload.policies.hgca.kernels import resident_weights_kernels
 
 
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
@@ -28,5 +28,5 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
             **({} if full else {"valid": None}),
         }
         name = f"{dtype} D {dim} block {size}{' softcap padding peak' if full else ''}"
-        found.append((name, weights_kernels.average_tile, signature, constants, {"num_warps": 4}))
+        found.append((name, resident_weights_kernels.average_tile, signature, constants, {"num_warps": 4}))
     return found

@@ -18,8 +18,9 @@ SIZE = 8
 
 
 def state(
-    seed: int, slots: int, blocks: int, *, known: int, sealed: int, high: list[int], free: float, ties: bool
-) -> SimpleNamespace:
+    seed: int, slots: int, blocks: int, *, known: int, sealed: int, high: list[int], free: float, ties: bool,
+    low: list[int] | None = None,
+) -> SimpleNamespace:  # fmt: skip
     """A random resident set of 2 KV heads, as arrays; what `worth` does not know is NaN."""
     rng = np.random.default_rng(seed)
     rows = len(high)
@@ -35,8 +36,9 @@ def state(
         keep = rng.random(len(held)) >= free
         block_of[b, h, places[keep]], slot_of[b, h, held[keep]] = held[keep], places[keep]
     return SimpleNamespace(
-        worth=worth, known=known, block_of=block_of, slot_of=slot_of, high=np.array(high, np.int32), sealed=sealed
-    )
+        worth=worth, known=known, block_of=block_of, slot_of=slot_of, high=np.array(high, np.int32), sealed=sealed,
+        low=np.array([0] * rows if low is None else low, np.int32),
+    )  # fmt: skip
 
 
 def may_move(at: SimpleNamespace, recent: int, b: int, blocks: np.ndarray) -> np.ndarray:
@@ -48,7 +50,7 @@ def may_move(at: SimpleNamespace, recent: int, b: int, blocks: np.ndarray) -> np
 def given_up(at: SimpleNamespace, recent: int, b: int, h: int) -> np.ndarray:
     """Slots that may change hands in the order in which they are given up: free ones, then by rising worth."""
     held = at.block_of[b, h]
-    slots = np.flatnonzero((held < 0) | may_move(at, recent, b, held))
+    slots = np.flatnonzero((held < at.low[b]) | may_move(at, recent, b, held))  # free, or padding
     held = held[slots]
     known = (held >= 0) & (held < at.known)
     worth = np.where(held < 0, -np.inf, np.inf)
@@ -82,9 +84,9 @@ def exchanged(at: SimpleNamespace, recent: int) -> tuple[list[tuple[int, ...]], 
 
 def tensors(at: SimpleNamespace, device: str, length: int) -> list[torch.Tensor]:
     numbers = [torch.tensor(x, dtype=torch.int32) for x in ([at.known], [length, at.sealed])]
-    arrays = [torch.from_numpy(x.copy()) for x in (at.worth, at.block_of, at.slot_of, at.high)]
-    worth, block_of, slot_of, high = arrays
-    return [x.to(device) for x in (worth, numbers[0], block_of, slot_of, high, numbers[1])]
+    arrays = [torch.from_numpy(x.copy()) for x in (at.worth, at.block_of, at.slot_of, at.low, at.high)]
+    worth, block_of, slot_of, low, high = arrays
+    return [x.to(device) for x in (worth, numbers[0], block_of, slot_of, low, high, numbers[1])]
 
 
 def check_exchange(at: SimpleNamespace, recent: int, device: str, due: int | None = None) -> int:
@@ -114,8 +116,13 @@ def test_exchange(form: str, seed: int, request: pytest.FixtureRequest) -> None:
     slots, blocks = int(rng.integers(1, 40)), int(rng.integers(3, 200))
     sealed = int(rng.integers(0, blocks + 1))
     known = max(0, sealed - int(rng.integers(0, 4)))
-    high = rng.integers(0, 6, 3).tolist()
-    at = state(seed, slots, blocks, known=known, sealed=sealed, high=high, free=0.3 * (seed % 3), ties=seed % 2 == 0)
+    low = rng.integers(0, 20, 3).tolist()
+    high = [first + int(rng.integers(0, 6)) for first in low]
+    at = state(
+        seed, slots, blocks, known=known, sealed=sealed, high=high, free=0.3 * (seed % 3), ties=seed % 2 == 0, low=low
+    )
+    for row, first in enumerate(low):  # what is padding is never wanted
+        at.worth[row, :, :first] = -np.inf
     check_exchange(at, int(rng.integers(0, 5)), device)
 
 
@@ -164,9 +171,11 @@ def test_open_block(form: str, seed: int, request: pytest.FixtureRequest) -> Non
     sealed, slots = int(rng.integers(5, 100)), int(rng.integers(8, 40))
     high, recent = rng.integers(0, 2, 3).tolist(), int(rng.integers(0, 4))
     known = max(0, sealed - int(rng.integers(0, 3))) if seed % 4 else 0
+    low = [max(end - 1, 0) for end in high]
     at = state(
-        seed, slots, sealed + 3, known=known, sealed=sealed, high=high, free=0.15 * (seed % 3), ties=seed % 2 == 0
-    )
+        seed, slots, sealed + 3, known=known, sealed=sealed, high=high, free=0.15 * (seed % 3), ties=seed % 2 == 0,
+        low=low,
+    )  # fmt: skip
     after = copy.deepcopy(at)
     for b, h in np.ndindex(at.block_of.shape[:2]):
         assign(after, b, h, int(given_up(at, recent, b, h)[0]), sealed)
@@ -191,14 +200,14 @@ def test_no_block_is_opened(form: str, request: pytest.FixtureRequest) -> None:
 
 def test_refusals() -> None:
     at = state(0, 9, 50, known=40, sealed=40, high=[1], free=0.0, ties=False)
-    worth, known, block_of, slot_of, high, limits = tensors(at, "cpu", 320)
+    worth, known, block_of, slot_of, low, high, limits = tensors(at, "cpu", 320)
     with pytest.raises(ValueError, match="recent -1"):
-        exchange(worth, known, block_of, slot_of, high, limits, recent=-1)
+        exchange(worth, known, block_of, slot_of, low, high, limits, recent=-1)
     with pytest.raises(TypeError, match=r"due has dtype torch\.bool"):
-        exchange(worth, known, block_of, slot_of, high, limits, recent=0, due=torch.zeros(1).bool())
+        exchange(worth, known, block_of, slot_of, low, high, limits, recent=0, due=torch.zeros(1).bool())
     with pytest.raises(ValueError, match=r"slot_of has shape \(1, 2, 49\)"):
-        exchange(worth, known, block_of, slot_of[:, :, 1:], high, limits, recent=0)
+        exchange(worth, known, block_of, slot_of[:, :, 1:], low, high, limits, recent=0)
     with pytest.raises(ValueError, match="1025 slots"):
-        exchange(worth, known, torch.zeros(1, 2, 1025).int(), slot_of, high, limits, recent=0)
+        exchange(worth, known, torch.zeros(1, 2, 1025).int(), slot_of, low, high, limits, recent=0)
     with pytest.raises(ValueError, match="block_size 0"):
-        open_block(worth, known, block_of, slot_of, high, limits, block_size=0, recent=0)
+        open_block(worth, known, block_of, slot_of, low, high, limits, block_size=0, recent=0)

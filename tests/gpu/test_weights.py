@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_offload.gpu.weights import update_weights
+from hf_offload.policies.hgca.kernels.resident_weights import update_weights
 
 from ._listings import FORMS, choose_form, make_listing, true_scores
 

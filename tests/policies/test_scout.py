@@ -84,7 +84,7 @@ def test_the_budget_is_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPa
 
     def look(self: Scout, step: Any) -> Any:
         made = plan(self, step)
-        parts = [made.device, made.host, made.ahead.host if made.ahead else None]
+        parts = [made.device, made.host, made.beside.host if made.beside else None]
         seen.append(sum(part.counts for part in parts if part is not None).max())
         return made
 

@@ -267,7 +267,7 @@ def test_a_cache_saved_as_sparse_fetch_is_one_of_quest(
 ) -> None:
     with monkeypatch.context() as earlier:
         earlier.setattr(hf_offload.Quest, "name", "sparse_fetch")
-        from hf_offload.policies import POLICIES
+        from hf_offload.policies.registry import POLICIES
 
         earlier.setitem(POLICIES, "sparse_fetch", hf_offload.Quest)
         saved_as(model, hf_offload.Quest(budget=64), tmp_path / "saved")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .backend import on_triton
-from .groups import MOST_HEADS, join_parts, split_heads
-from .listing import check_listing, gather_slots, scores_by_torch, seen_tokens, tile_sizes
-from .require import require
+from hf_offload.gpu.backend import on_triton
+from hf_offload.gpu.groups import MOST_HEADS, join_parts, split_heads
+from hf_offload.gpu.listing import check_listing, gather_slots, scores_by_torch, seen_tokens, tile_sizes
+from hf_offload.gpu.require import require
 
 
 def update_weights(
@@ -70,11 +70,11 @@ def update_weights(
             )
         average.copy_(join_parts(parts[0], heads))
         return
-    from . import weights_kernels
+    from . import resident_weights_kernels
 
     sizes = tile_sizes(query, pool)
     width = slots.shape[2]
-    weights_kernels.average_tile[(batch * heads, -(-width * size // sizes["TILE"]))](
+    resident_weights_kernels.average_tile[(batch * heads, -(-width * size // sizes["TILE"]))](
         average, query, pool, slots, blocks, counts, limits, valid, lse, scale, 1.0 if softcap is None else softcap,
         alpha, 0.0 if share is None else share, after, slots_there, width, 0 if valid is None else valid.shape[1],
         CAPPED=softcap is not None, LARGEST=share is not None, **sizes, num_warps=4,

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HGCA, HybridCache
 from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.cache.weighing import Weighing, newest
+from hf_offload.policies.hgca.append import AppendProgress, newest
 
 BLOCK = 16
 Piece = tuple[torch.Tensor, torch.Tensor]
@@ -46,9 +46,9 @@ def outside(cache: HybridCache, line: int) -> list[np.ndarray]:
     """Which tokens are kept of those that have left the window and are no padding, `[Hkv, n]` for each layer."""
     found = []
     for layer in hybrid_layers(cache):
-        salience, stop = layer.salience, layer.salience.evicted * BLOCK
+        mass, stop = layer.state, layer.state.evicted * BLOCK
         real = cache.settings.padding.valid[line, :stop] != 0
-        found.append(salience.kept[line, :, :stop][:, real] != 0)
+        found.append(mass.kept[line, :, :stop][:, real] != 0)
     return found
 
 
@@ -84,7 +84,7 @@ def test_padding_in_a_turn_says_nothing(model: PreTrainedModel, append: str, sai
     got, want = (converse(model, made, "one", append=append, beta=3.0) for made in (pieces, row(pieces)))
     shared = (212 - 3) // BLOCK * BLOCK - 4 * BLOCK  # on the host when the turn began, in every layer
     for layer, alone in zip(hybrid_layers(got), hybrid_layers(want), strict=True):
-        averages = layer.salience.average[1, :, :shared], alone.salience.average[0, :, :shared]
+        averages = layer.state.average[1, :, :shared], alone.state.average[0, :, :shared]
         assert np.allclose(*averages, atol=1e-6)
         assert averages[0].max() > 1e-3
     for found, alone in zip(outside(got, 1), outside(want, 0), strict=True):
@@ -103,7 +103,7 @@ def test_a_crop_below_a_turn_forgets_what_was_before_it(model: PreTrainedModel, 
         with torch.no_grad():
             model(ids[:, t : t + 1], past_key_values=cache)
     cache.crop(-10)
-    assert all(layer.salience.weighing.end == -1 for layer in hybrid_layers(cache))
+    assert all(layer.state.progress.end == -1 for layer in hybrid_layers(cache))
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])
@@ -114,8 +114,8 @@ def test_a_row_that_says_nothing_in_a_turn_keeps_what_it_kept(model: PreTrainedM
     turn = ids[:, 212:260], mask[:, 212:260]
     first, second = (converse(model, pieces, tier, beta=3.0) for pieces in (before, [*before, turn]))
     for had, has in zip(hybrid_layers(first), hybrid_layers(second), strict=True):
-        stop = had.salience.evicted * BLOCK
-        marks = had.salience.kept[:, :, :stop], has.salience.kept[:, :, :stop]
+        stop = had.state.evicted * BLOCK
+        marks = had.state.kept[:, :, :stop], has.state.kept[:, :, :stop]
         assert np.array_equal(marks[0][1], marks[1][1])
         assert not np.array_equal(marks[0][0], marks[1][0])
         assert 0.02 < marks[0].mean() < 0.9
@@ -131,7 +131,7 @@ def test_a_step_that_is_padding_in_a_row_says_nothing_of_it(model: PreTrainedMod
         cache = converse(model, pieces, tier, beta=3.0)
         for layer in hybrid_layers(cache):
             layer.unplace()
-        found.append([layer.salience.average[:, :, 160:207] for layer in hybrid_layers(cache)])
+        found.append([layer.state.average[:, :, 160:207] for layer in hybrid_layers(cache)])
     for before, after in zip(*found, strict=True):
         assert np.array_equal(before[1], after[1])
         assert not np.array_equal(before[0], after[0])
@@ -172,8 +172,8 @@ def told(chunks: list[list[int]], among: int | None, append: str) -> np.ndarray:
     The first query of a row gives it a weight of 1/2, the next one 1/3, and so on.
     """
     rows, length = len(chunks[0]), 50
-    rule = HGCA(append_queries=among, append=append, append_run=0).salience
-    weighing, average, asked = Weighing(rule, np.zeros(rows, np.int64), end=-1), np.full((rows, 1, 1), 7.0), 0
+    rule = HGCA(append_queries=among, append=append, append_run=0).rule
+    weighing, average, asked = AppendProgress(rule, np.zeros(rows, np.int64), end=-1), np.full((rows, 1, 1), 7.0), 0
     weighing.begin(length, length, 1)
     for counts in map(np.array, chunks):
         length += counts.max()

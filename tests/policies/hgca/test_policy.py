@@ -15,6 +15,7 @@ from hf_offload import HGCA
 from hf_offload.attention import function
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.policies.hgca.token_mass import TokenMass
 
 BLOCK = 16
 TURNS = (40, 33, 21, 50)  # a prompt and three appends
@@ -213,16 +214,16 @@ def test_what_is_kept_is_what_the_algorithm_keeps(
     run(model, cache, batch, 19)
     layer = hybrid_layers(cache)[2]
     layer.drain()
-    salience = layer.salience
-    assert salience is not None
+    mass = layer.state
+    assert isinstance(mass, TokenMass)
     keys = cache.to_dynamic().layers[2].keys.double()
     valid = torch.from_numpy(layer.settings.padding.valid[:, : layer.past] != 0)
-    margin, kept, outside = direct(record.turns, keys, valid, policy, salience.stagger)
-    assert outside == salience.evicted * BLOCK >= 5 * BLOCK
+    margin, kept, outside = direct(record.turns, keys, valid, policy, mass.stagger)
+    assert outside == mass.evicted * BLOCK >= 5 * BLOCK
     assert margin > 1e-7, "an average is too near to its threshold for a comparison"
-    assert torch.equal(torch.from_numpy(salience.kept[:, :, :outside] != 0), kept[:, :, :outside])
+    assert torch.equal(torch.from_numpy(mass.kept[:, :, :outside] != 0), kept[:, :, :outside])
     assert 0.02 < kept[:, :, :outside].float().mean() < 0.9
-    context = salience.context
+    context = mass.retained
     for i in range(context.lists):
         found = context.positions[i, : context.counts[i]]
         assert np.array_equal(found, kept.flatten(0, 1)[i].nonzero()[:, 0].numpy())

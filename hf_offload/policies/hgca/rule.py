@@ -9,7 +9,7 @@ Rule = Literal["any", "mean"]
 
 
 @dataclass(frozen=True, slots=True)
-class SalienceRule:
+class RetentionRule:
     """What is kept, and by which weights.
 
     Args:

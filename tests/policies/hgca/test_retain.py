@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pools import bits, run
 
-from hf_offload.cpu import reference_weights as reference
-from hf_offload.cpu.keep import Rule, copy_kept, count_kept
-
-from ._pools import bits, run
+from hf_offload.policies.hgca.kernels import reference
+from hf_offload.policies.hgca.kernels.retain import Rule, copy_kept, count_kept
 
 
 def _averages(batch: int, heads: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

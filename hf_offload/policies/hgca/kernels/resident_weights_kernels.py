@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .paged_kernels import LOG2E, bend, dot, find_tokens
+from hf_offload.gpu.paged_kernels import LOG2E, bend, dot, find_tokens
 
 
 @triton.jit(do_not_specialize=["after", "slots_there", "width", "tokens"])

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from .block import STEP_TOKENS, soften_scores
-from .edges import load_marks
-from .launch import Array, jit
-from .memory import address_of
-from .packed_block import spare_bytes
-from .record import record_of, score_keys
-from .vector import MASKED, choose_less, load_f32, splat, store
+from hf_offload.cpu.block import STEP_TOKENS, soften_scores
+from hf_offload.cpu.edges import load_marks
+from hf_offload.cpu.launch import Array, jit
+from hf_offload.cpu.memory import address_of
+from hf_offload.cpu.packed_block import spare_bytes
+from hf_offload.cpu.record import record_of, score_keys
+from hf_offload.cpu.vector import MASKED, choose_less, load_f32, splat, store
 
 _TILE = (0, 0, 0, 0)  # rows in registers, see `launch.head_tiles`; always as many, so that one version is compiled
 

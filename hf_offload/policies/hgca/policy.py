@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
+import torch
+
+from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens
 from hf_offload.policies.base import EVER, Plan, Policy, Selection
-from hf_offload.policies.salience import Rule, SalienceRule
+from hf_offload.policies.hgca.append import averages_for
+from hf_offload.policies.hgca.attend_tokens import attend_on_both_sides, queue_attention
+from hf_offload.policies.hgca.rule import RetentionRule, Rule
+from hf_offload.policies.hgca.token_mass import TokenMass, token_mass_fields
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
+    from hf_offload.attention.tiered_step import TieredStep
+    from hf_offload.cache.layer import HybridLayer
 
 
 @dataclass(frozen=True)
@@ -83,8 +92,9 @@ class HGCA(Policy):
         check_tokens("sinks", self.sinks, least=0)
 
     @property
-    def salience(self) -> SalienceRule:
-        return SalienceRule(
+    def rule(self) -> RetentionRule:
+        """Which tokens are retained, and by which weights."""
+        return RetentionRule(
             self.alpha, self.beta, self.group, self.steps, self.append, self.append_queries, self.append_run,
             self.prompt_queries, self.reevaluate, self.sinks,
         )  # fmt: skip
@@ -98,10 +108,45 @@ class HGCA(Policy):
             return max(int(self.gpu_ratio * length), 1)
         return self.window
 
+    @property
+    def reads_prompts(self) -> bool:
+        return True
+
+    @property
+    def capturable(self) -> bool:
+        return False
+
+    def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
+        """Averages of resident tokens on the device; on the host averages and marks of all tokens."""
+        heads = max(sizes.query_heads)
+        tokens = sizes.rows * averages_for(sizes.tokens, 0, sizes.block_size)
+        return 4 * sizes.rows * heads * slots * sizes.block_size, tokens * (4 * heads + sizes.kv_heads)
+
+    def new_state(self, layer: HybridLayer) -> TokenMass:
+        layer.settings.worker.ready()
+        return TokenMass(layer, self.rule, self.window_tokens)
+
+    def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
+        windows = range(sizes.slots.start - 1, sizes.slots.stop - 1)
+        tokens = self.window_tokens(sizes.width * sizes.block_size)
+        if not sizes.placed and tokens is not None:
+            windows = range(1, -(-tokens // sizes.block_size) + 1)
+        return token_mass_fields(sizes, windows)
+
+    def must_be_resident(self, layer: HybridLayer, blocks: int) -> torch.Tensor:
+        mass = cast(TokenMass, layer.state)
+        return (torch.arange(blocks) >= mass.evicted).repeat(layer.batch_size, 1)
+
     def plan(self, step: Step) -> Plan:
-        """Algorithm 2: the window where it is, the kept tokens on the CPU."""
-        device, host = step.split(step.window())
-        return Plan(device=device, host=None if step.layer.has_slots else host, kept=step.kept(), until=EVER)
+        """Algorithm 2: the window where it is, the retained tokens on the CPU."""
+        mass: TokenMass = step.state
+        first = mass.evicted
+        window = step.blocks_from(first)
+        if step.layer.has_slots:
+            part, attended = attend_on_both_sides(cast("TieredStep", step), step.split(window)[0])
+            return Plan(attended=attended, beside=part)
+        step.as_long_as(lambda: mass.evicted == first)
+        return Plan(queue=partial(queue_attention, window=window), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:
-        return step.window()
+        return step.blocks_from(step.state.evicted)

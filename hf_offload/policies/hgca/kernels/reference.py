@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .reference import read_tokens
+from hf_offload.cpu.reference import read_tokens
 
 
 def move_averages(

@@ -1,4 +1,4 @@
-"""The tokens that the CPU attends for each row and KV head, apart from the others: lists of their own lengths."""
+"""HGCA's context cache: the retained tokens of each row and KV head, in lists of their own lengths (§3.3)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from hf_offload.cache.host_pool import HostPool
-from hf_offload.cpu import keep
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.pool import copy_records
-from hf_offload.policies.salience import Rule
+from hf_offload.policies.hgca.kernels.retain import copy_kept
+from hf_offload.policies.hgca.rule import Rule
 
 LIST_STEP = 4
 """Lists get room for so many blocks more at a time: what a kernel was prepared with stays good until then."""
 
 
-class Context:
+class RetainedTokens:
     """K and V of kept tokens, contiguous for each row and KV head: list row · Hkv + head, in ascending order.
 
     Lists lie in blocks of a pool with one KV head, so that rows and forks share what they both hold, and whoever
@@ -43,7 +43,7 @@ class Context:
         self.table = np.zeros((lists, blocks), np.int32)
         self.positions = np.zeros((lists, tokens), np.int32)
         """Which tokens of their rows the lists hold."""
-        self.salience = np.zeros((lists, tokens), np.float32)
+        self.mass = np.zeros((lists, tokens), np.float32)
         """Their averages of attention weights when they were kept, joined over the group's heads."""
         self.valid = np.zeros((lists, tokens), np.uint8)
         self.holes = np.ones((lists, blocks), np.uint8)
@@ -73,7 +73,7 @@ class Context:
 
     def weights(self, index: int) -> np.ndarray:
         """The averages of a list's tokens, made to sum to one; float32. Source: HGCA, section 3.2.2."""
-        kept = self.salience[index, : self.counts[index]]
+        kept = self.mass[index, : self.counts[index]]
         weights: np.ndarray = kept / max(kept.sum(dtype=np.float32), np.finfo(np.float32).tiny)
         return weights
 
@@ -96,8 +96,8 @@ class Context:
         """
         counts = self.counts + more.ravel()
         self._reserve(counts)
-        launch = keep.copy_kept(
-            k, v, kept, first, self.pool.block_ptr, self.table, self.counts.copy(), self.positions, self.salience,
+        launch = copy_kept(
+            k, v, kept, first, self.pool.block_ptr, self.table, self.counts.copy(), self.positions, self.mass,
             average, block_size=self.block_size, kv_dtype=self.dtype, rule=rule,
         )  # fmt: skip
         for i in np.flatnonzero(more.ravel()):
@@ -125,7 +125,7 @@ class Context:
         np.maximum(have, need, out=have)
 
     def _widen(self, blocks: int) -> None:
-        names = ("table", "positions", "salience", "valid", "holes")
+        names = ("table", "positions", "mass", "valid", "holes")
         old: list[np.ndarray] = [getattr(self, name) for name in names]
         counts = self._forget_blocks()
         self._shape(self.lists, blocks)
@@ -178,20 +178,20 @@ class Context:
         for i in index:
             self.pool.retain(self.table[i, : self.block_counts[i, 0]])
         counts = self._forget_blocks()
-        for name in ("counts", "table", "positions", "salience", "valid", "holes", "blocks"):
+        for name in ("counts", "table", "positions", "mass", "valid", "holes", "blocks"):
             setattr(self, name, np.ascontiguousarray(getattr(self, name)[index]))
         self.block_counts = np.ascontiguousarray(counts[index])
         for ids in before:
             self.pool.release(ids)
 
-    def fork(self) -> Context:
+    def fork(self) -> RetainedTokens:
         """Another one over the same K and V."""
-        other = Context(self.lists, self.block_size, self.head_dim, self.dtype)
+        other = RetainedTokens(self.lists, self.block_size, self.head_dim, self.dtype)
         other.pool = self.pool
         self.pool.shared = True  # though nothing may be held yet: it outlives each of the two
         for i, n in self._held():
             self.pool.retain(self.table[i, :n])
-        for name in ("counts", "table", "positions", "salience", "valid", "holes", "blocks", "block_counts"):
+        for name in ("counts", "table", "positions", "mass", "valid", "holes", "blocks", "block_counts"):
             setattr(other, name, getattr(self, name).copy())
         return other
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .block import STEP_TOKENS, clear_scores, softmax_step
-from .launch import (
+from hf_offload.cpu.block import STEP_TOKENS, clear_scores, softmax_step
+from hf_offload.cpu.launch import (
     F32,
     I32,
     I64,
@@ -22,11 +22,12 @@ from .launch import (
     require,
     tag_of,
 )
-from .memory import address_of, count_up, get, hold, put
-from .packed import packed_bytes
-from .parts import PART_TOKENS, PARTS, merge_masses
+from hf_offload.cpu.memory import address_of, count_up, get, hold, put
+from hf_offload.cpu.packed import packed_bytes
+from hf_offload.cpu.parts import PART_TOKENS, PARTS, merge_masses
+from hf_offload.cpu.vector import NOTHING
+
 from .query_rows import find_ends, open_step, pick_rows, score_rows, scratch_bytes
-from .vector import NOTHING
 
 _ROWS = 128  # rows of a task
 

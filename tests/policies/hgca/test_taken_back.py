@@ -68,14 +68,14 @@ class Talk:
         found = []
         for layer in hybrid_layers(self.cache):
             layer.unplace()
-            salience = layer.salience
-            border, lists = salience.evicted * BLOCK, salience.context
+            mass = layer.state
+            border, lists = mass.evicted * BLOCK, mass.retained
             weights = [lists.weights(i) for i in range(lists.lists)]
             held = [lists.positions[i, :n] for i, n in enumerate(lists.counts)]
-            average, kept = salience.average[:, :, border : layer.past], salience.kept[:, :, : layer.past]
-            weighing = salience.weighing
+            average, kept = mass.average[:, :, border : layer.past], mass.kept[:, :, : layer.past]
+            weighing = mass.progress
             how_far = (weighing.border, weighing.prompt, weighing.end, weighing.queries.tolist())
-            numbers = (salience.window_blocks, salience.evicted, salience.known.tolist(), how_far)
+            numbers = (mass.window_blocks, mass.evicted, mass.known.tolist(), how_far)
             found.append((numbers, average.copy(), kept.copy(), *weights, *held))
         return found
 
@@ -115,12 +115,12 @@ def every_token(talk: Talk) -> bool:
     talk.cache.drain()
     return all(
         np.array_equal(
-            layer.salience.context.positions[index, : layer.salience.context.counts[index]],
-            np.flatnonzero(talk.mask[index // 2, : layer.salience.evicted * BLOCK]),
+            layer.state.retained.positions[index, : layer.state.retained.counts[index]],
+            np.flatnonzero(talk.mask[index // 2, : layer.state.evicted * BLOCK]),
         )
-        and not layer.salience.known.any()
+        and not layer.state.known.any()
         for layer in hybrid_layers(talk.cache)
-        for index in range(layer.salience.context.lists)
+        for index in range(layer.state.retained.lists)
     )
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pools import run
 
-from hf_offload.cpu import reference_weights as reference
-from hf_offload.cpu.average import move_averages
-
-from ._pools import run
+from hf_offload.policies.hgca.kernels import reference
+from hf_offload.policies.hgca.kernels.moving_average import move_averages
 
 
 def _request(batch: int, heads: int, first: int, length: int, capacity: int, width: int) -> tuple[torch.Tensor, ...]:

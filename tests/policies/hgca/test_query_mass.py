@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pools import Case, make_case, run
 
-from hf_offload.cpu import reference_weights as reference
 from hf_offload.cpu.packed import pack_records, packed_bytes
-from hf_offload.cpu.query_lse import query_lse
 from hf_offload.cpu.reference import pack_block
-from hf_offload.cpu.weigh import weigh_tokens
-
-from ._pools import Case, make_case, run
+from hf_offload.policies.hgca.kernels import reference
+from hf_offload.policies.hgca.kernels.query_lse import query_lse
+from hf_offload.policies.hgca.kernels.query_mass import weigh_tokens
 
 
 def _check(

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.cache.context import Context
 from hf_offload.cpu import decode as cpu_decode
+from hf_offload.policies.hgca.retained_tokens import RetainedTokens
 
 BLOCK, HEADS, DIM = 8, 2, 16
 Token = tuple[int, float, bytes, bytes]
 
 
 class Plain:
-    """What a `Context` must hold: for each row and KV head the tokens' numbers, averages, keys and values."""
+    """What a `RetainedTokens` must hold: for each row and KV head the tokens' numbers, averages, keys and values."""
 
     def __init__(self, lists: int) -> None:
         self.lists: list[list[Token]] = [[] for _ in range(lists)]
@@ -29,11 +29,11 @@ class Plain:
         return made
 
 
-def empty(rows: int) -> tuple[Context, Plain]:
-    return Context(rows * HEADS, BLOCK, DIM, torch.float32), Plain(rows * HEADS)
+def empty(rows: int) -> tuple[RetainedTokens, Plain]:
+    return RetainedTokens(rows * HEADS, BLOCK, DIM, torch.float32), Plain(rows * HEADS)
 
 
-def append(context: Context, plain: Plain, tokens: int, share: float, seed: int) -> None:
+def append(retained: RetainedTokens, plain: Plain, tokens: int, share: float, seed: int) -> None:
     """Add those of some tokens that are drawn, for each list."""
     drawn, rows = np.random.default_rng(seed), len(plain.lists) // HEADS
     first, stop = plain.stop, plain.stop + tokens
@@ -42,7 +42,7 @@ def append(context: Context, plain: Plain, tokens: int, share: float, seed: int)
     kept = np.zeros((rows, HEADS, stop), np.uint8)
     kept[:, :, first:] = drawn.random((rows, HEADS, tokens)) < share
     more = kept[:, :, first:].sum(2, dtype=np.int64)
-    context.append(k, v, kept, more, first, average, "any")()
+    retained.append(k, v, kept, more, first, average, "any")()
     for i, mine in enumerate(plain.lists):
         row, head = divmod(i, HEADS)
         for t in np.flatnonzero(kept[row, head]):
@@ -52,37 +52,37 @@ def append(context: Context, plain: Plain, tokens: int, share: float, seed: int)
     plain.stop = stop
 
 
-def records(context: Context, index: int) -> list[tuple[bytes, bytes]]:
+def records(retained: RetainedTokens, index: int) -> list[tuple[bytes, bytes]]:
     """Keys and values of a list, as they lie in its blocks."""
     found: list[tuple[bytes, bytes]] = []
-    slabs = {slab.data_ptr(): slab for slab in context.pool.slabs}
-    for block in context.table[index, : context.block_counts[index, 0]]:
-        address = int(context.pool.block_ptr[block])
+    slabs = {slab.data_ptr(): slab for slab in retained.pool.slabs}
+    for block in retained.table[index, : retained.block_counts[index, 0]]:
+        address = int(retained.pool.block_ptr[block])
         start = max(place for place in slabs if place <= address)
-        k, v = slabs[start][(address - start) // context.pool.block_bytes][0]
+        k, v = slabs[start][(address - start) // retained.pool.block_bytes][0]
         found += [(k[i].numpy().tobytes(), v[i].numpy().tobytes()) for i in range(BLOCK)]
-    return found[: context.counts[index]]
+    return found[: retained.counts[index]]
 
 
-def check(context: Context, plain: Plain) -> None:
-    assert context.counts.tolist() == [len(each) for each in plain.lists]
+def check(retained: RetainedTokens, plain: Plain) -> None:
+    assert retained.counts.tolist() == [len(each) for each in plain.lists]
     for i, mine in enumerate(plain.lists):
         count = len(mine)
-        assert context.positions[i, :count].tolist() == [token[0] for token in mine]
-        assert context.salience[i, :count].tolist() == [token[1] for token in mine]
-        assert records(context, i) == [token[2:] for token in mine]
-        assert context.block_counts[i, 0] == -(-count // BLOCK)
-        assert context.valid[i].sum() == context.valid[i, :count].sum() == count
+        assert retained.positions[i, :count].tolist() == [token[0] for token in mine]
+        assert retained.mass[i, :count].tolist() == [token[1] for token in mine]
+        assert records(retained, i) == [token[2:] for token in mine]
+        assert retained.block_counts[i, 0] == -(-count // BLOCK)
+        assert retained.valid[i].sum() == retained.valid[i, :count].sum() == count
         full = count // BLOCK
-        assert not context.holes[i, :full].any()
-        assert context.holes[i, full:].all()
-        assert context.weights(i).sum() == pytest.approx(1.0 if count else 0.0, abs=1e-5)
+        assert not retained.holes[i, :full].any()
+        assert retained.holes[i, full:].all()
+        assert retained.weights(i).sum() == pytest.approx(1.0 if count else 0.0, abs=1e-5)
 
 
-def check_pool(contexts: list[Context]) -> None:
+def check_pool(several: list[RetainedTokens]) -> None:
     """Every block is held as often as lists hold it, and by nobody otherwise."""
-    for pool in {id(context.pool): context.pool for context in contexts}.values():
-        mine = [context for context in contexts if context.pool is pool]
+    for pool in {id(retained.pool): retained.pool for retained in several}.values():
+        mine = [retained for retained in several if retained.pool is pool]
         held = [each.table[i, :n] for each in mine for i, n in enumerate(each.block_counts[:, 0])]
         ids, counts = np.unique(np.concatenate(held), return_counts=True)
         assert pool.used_blocks == len(ids)
@@ -95,70 +95,70 @@ def test_any_history_is_that_of_plain_lists(seed: int) -> None:
     pairs = [empty(3)]
     for act in range(40):
         at = int(drawn.integers(len(pairs)))
-        context, plain = pairs[at]
+        retained, plain = pairs[at]
         choice = drawn.choice(["append", "append", "truncate", "cut", "select", "fork", "drop", "clear"])
         if choice == "append":
-            append(context, plain, int(drawn.integers(1, 60)), float(drawn.choice([0.0, 0.1, 0.5, 1.0])), 100 * act)
+            append(retained, plain, int(drawn.integers(1, 60)), float(drawn.choice([0.0, 0.1, 0.5, 1.0])), 100 * act)
         elif choice == "truncate":
             border = int(drawn.integers(plain.stop // 2, plain.stop + 1))
-            context.truncate(border)
+            retained.truncate(border)
             plain.lists = [[token for token in each if token[0] < border] for each in plain.lists]
             plain.stop = border
         elif choice == "cut":
             counts = np.array([drawn.integers(len(each) // 2, len(each) + 1) for each in plain.lists], np.int64)
-            context.cut(counts)
+            retained.cut(counts)
             plain.lists = [each[:count] for each, count in zip(plain.lists, counts, strict=True)]
         elif choice == "select":
             rows = drawn.integers(0, len(plain.lists) // HEADS, int(drawn.integers(1, 5)))
             index = (rows[:, None] * HEADS + np.arange(HEADS)).ravel()
-            context.select_lists(index)
+            retained.select_lists(index)
             plain.lists = [list(plain.lists[i]) for i in index]
         elif choice == "fork" and len(pairs) < 4:
-            pairs.append((context.fork(), plain.copy()))
+            pairs.append((retained.fork(), plain.copy()))
         elif choice == "drop" and len(pairs) > 1:
             del pairs[at]
         elif choice == "clear" and drawn.random() < 0.2:
-            context.cut(np.zeros_like(context.counts))
+            retained.cut(np.zeros_like(retained.counts))
             plain.lists = [[] for _ in plain.lists]
-        del context
+        del retained
         for pair in pairs:
             check(*pair)
         check_pool([pair[0] for pair in pairs])
 
 
 def test_what_a_fork_writes_is_its_own_and_is_given_back() -> None:
-    context, plain = empty(2)
-    append(context, plain, 61, 0.5, 0)
-    one = context.pool.used_bytes
-    fork, theirs = context.fork(), plain.copy()
-    assert context.pool.used_bytes == one
+    retained, plain = empty(2)
+    append(retained, plain, 61, 0.5, 0)
+    one = retained.pool.used_bytes
+    fork, theirs = retained.fork(), plain.copy()
+    assert retained.pool.used_bytes == one
     append(fork, theirs, 20, 1.0, 1)
-    append(context, plain, 20, 0.3, 2)
-    check(context, plain)
+    append(retained, plain, 20, 0.3, 2)
+    check(retained, plain)
     check(fork, theirs)
-    assert fork.nbytes > context.nbytes
-    check_pool([context, fork])
+    assert fork.nbytes > retained.nbytes
+    check_pool([retained, fork])
     fork.cut(np.zeros_like(fork.counts))
     del fork
     gc.collect()
-    check_pool([context])
-    assert context.pool.used_bytes == context.nbytes
+    check_pool([retained])
+    assert retained.pool.used_bytes == retained.nbytes
 
 
 def test_a_pool_that_was_shared_while_empty_gets_its_blocks_back() -> None:
-    context, plain = empty(1)
-    fork = context.fork()
+    retained, plain = empty(1)
+    fork = retained.fork()
     append(fork, plain, 20, 1.0, 0)
-    assert context.pool.used_blocks == 2 * 3
+    assert retained.pool.used_blocks == 2 * 3
     del fork
     gc.collect()
-    assert context.pool.used_blocks == 0
+    assert retained.pool.used_blocks == 0
 
 
 def test_an_interrupted_reordering_gives_no_block_to_two_owners(monkeypatch: pytest.MonkeyPatch) -> None:
-    context, plain = empty(2)
-    append(context, plain, 50, 0.5, 0)
-    fork = context.fork()
+    retained, plain = empty(2)
+    append(retained, plain, 50, 0.5, 0)
+    fork = retained.fork()
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -169,26 +169,26 @@ def test_an_interrupted_reordering_gives_no_block_to_two_owners(monkeypatch: pyt
             fork.select_lists(np.arange(2))
     del fork
     gc.collect()
-    check(context, plain)
-    held = np.concatenate([context.table[i, :n] for i, n in enumerate(context.block_counts[:, 0])])
-    assert (context.pool.refcount[held] >= 1).all()
+    check(retained, plain)
+    held = np.concatenate([retained.table[i, :n] for i, n in enumerate(retained.block_counts[:, 0])])
+    assert (retained.pool.refcount[held] >= 1).all()
 
 
 def test_the_kernel_attends_what_the_lists_hold() -> None:
     """Lists of different lengths, one of them empty, in memory that was never written behind the tokens."""
-    context, plain = empty(2)
-    append(context, plain, 45, 0.4, 3)
-    for slab in context.pool.slabs:
-        written = {int(block) for i in range(4) for block in context.table[i, : context.block_counts[i, 0]]}
+    retained, plain = empty(2)
+    append(retained, plain, 45, 0.4, 3)
+    for slab in retained.pool.slabs:
+        written = {int(block) for i in range(4) for block in retained.table[i, : retained.block_counts[i, 0]]}
         for block in set(range(len(slab))) - written:
             slab[block] = float("nan")
-    context.cut(np.array([*context.counts[:3], 0], np.int64))
+    retained.cut(np.array([*retained.counts[:3], 0], np.int64))
     plain.lists[3] = []
     query = np.random.default_rng(0).standard_normal((4, 3, DIM), np.float32)
     out, lse = np.empty_like(query), np.empty((4, 3), np.float32)
     cpu_decode.sparse_decode(
-        query, context.pool.block_ptr, context.table, context.blocks, context.block_counts, context.holes,
-        context.valid, context.capacity, out, lse, None, kv_dtype=torch.float32, block_size=BLOCK, scale=0.25,
+        query, retained.pool.block_ptr, retained.table, retained.blocks, retained.block_counts, retained.holes,
+        retained.valid, retained.capacity, out, lse, None, kv_dtype=torch.float32, block_size=BLOCK, scale=0.25,
         softcap=None,
     )()  # fmt: skip
     for i, mine in enumerate(plain.lists):

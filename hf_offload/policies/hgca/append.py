@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload.policies.salience import SalienceRule
+from hf_offload.policies.hgca.rule import RetentionRule
 
 PULL = 64
 """Tokens that follow one closely count as if a 64th of its weight were theirs."""
@@ -107,7 +107,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Weighing:
+class AppendProgress:
     """How far a layer is in a prompt or append, which may come in chunks.
 
     Args:
@@ -119,7 +119,7 @@ class Weighing:
         end: tokens when its last chunk had come, behind which a further one goes on; -1: none does.
     """
 
-    rule: SalienceRule
+    rule: RetentionRule
     queries: np.ndarray
     border: int = 0
     prompt: bool = True

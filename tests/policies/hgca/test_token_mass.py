@@ -14,10 +14,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache, WorkerError
 from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.cache import context, host_pool, keeping, salience
+from hf_offload.cache import host_pool
 from hf_offload.cache.resident import ResidentSet
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.worker import DELAY
+from hf_offload.policies.hgca import retained_tokens, token_mass
 
 BLOCK = 16
 KNOBS: dict[str, Any] = {"window": 40, "block_size": BLOCK, "prefill_tile": 64}
@@ -61,9 +62,9 @@ def converse(
 @pytest.mark.parametrize(
     ("module", "name", "calls"),
     [
-        (salience, "weigh_tokens", (0, 2, 5)),  # of the prompt in two layers, and of the turn
-        (keeping.keep, "count_kept", (1, 9, 17)),  # of the prompt, a block, the turn
-        (context.keep, "copy_kept", (0, 10)),
+        (token_mass, "weigh_tokens", (0, 2, 5)),  # of the prompt in two layers, and of the turn
+        (token_mass, "count_kept", (1, 9, 17)),  # of the prompt, a block, the turn
+        (retained_tokens, "copy_kept", (0, 10)),
     ],
 )
 def test_a_job_that_fails_is_told_with_its_layer_and_done_again(
@@ -103,7 +104,7 @@ def test_what_nobody_could_decide_is_kept_until_the_next_append(
     cache, shares = make(model, tier), []
     ids, mask = prompt(1, 150)
     with monkeypatch.context() as patch:
-        patch.setattr(salience, "weigh_tokens", broken_launch)
+        patch.setattr(token_mass, "weigh_tokens", broken_launch)
         token = prefill(model, cache, ids, mask)
         with pytest.raises(WorkerError, match="what 150 tokens leave to the CPU in layer 0"):
             decode(model, cache, token, mask, 1)
@@ -187,7 +188,7 @@ def test_memory_that_nobody_wrote_is_never_read(
         self.pool.fill_(float("nan"))
 
     want = converse(model, make(model, tier, host_dtype=host_dtype))
-    for module in (host_pool, keeping):
+    for module in (host_pool, token_mass):
         monkeypatch.setattr(module, "host_empty", poisoned_slab)
     monkeypatch.setattr(ResidentSet, "__init__", poisoned_set)
     assert torch.equal(converse(model, make(model, tier, host_dtype=host_dtype)), want)
@@ -205,7 +206,7 @@ def test_sinks_that_are_padding_are_not_kept(model: PreTrainedModel, stock: PreT
     strict = make(model, tier, beta=1e9, sinks=20)
     prefill(model, strict, ids, mask)
     strict.drain()
-    lists = hybrid_layers(strict)[0].salience.context
+    lists = hybrid_layers(strict)[0].state.retained
     for row, first in enumerate((0, 27)):
         kept = [t for t in range(first, first + 20) if mask[row, t] and t < 64]
         assert lists.positions[2 * row, : lists.counts[2 * row]].tolist() == kept
@@ -222,7 +223,7 @@ def test_an_answer_may_outgrow_what_there_was_room_for(
     prefill(stock, whole, ids, mask)
     got, want = decode(model, cache, token, mask, 75), decode(stock, whole, token, mask, 75)
     assert torch.equal(got[0], want[0])
-    assert all(layer.salience.evicted * BLOCK > 1024 for layer in hybrid_layers(cache))
+    assert all(layer.state.evicted * BLOCK > 1024 for layer in hybrid_layers(cache))
 
 
 # --- what it reports --------------------------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) ->
     cache.drain()
     stats, valid = cache.stats(), cache.settings.padding.valid
     for layer, row in zip(hybrid_layers(cache), stats.layers, strict=True):
-        lists, stop = layer.salience.context, layer.salience.evicted * BLOCK
+        lists, stop = layer.state.retained, layer.state.evicted * BLOCK
         counts = lists.counts.reshape(2, 2).sum(0)
         assert row.kept_share_by_head == pytest.approx((counts / (valid[:, :stop] != 0).sum()).tolist())
         assert 0 < min(row.kept_share_by_head) <= max(row.kept_share_by_head) < 1
@@ -276,8 +277,8 @@ def test_times_are_those_of_decisions(model: PreTrainedModel) -> None:
     ids, mask = prompt(1, 150)
     prefill(model, cache, ids, mask)
     for layer in hybrid_layers(cache):
-        layer.salience._job.result()
-    seconds = [layer.salience._decision.seconds for layer in hybrid_layers(cache)]
+        layer.state._job.result()
+    seconds = [layer.state._decision.seconds for layer in hybrid_layers(cache)]
     cache.drain()
     assert [row.reevaluation_seconds for row in cache.stats().layers] == seconds
     assert min(seconds) > 0

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from .edges import load_first, load_marks, store_marks
-from .launch import (
+from hf_offload.cpu.edges import load_first, load_marks, store_marks
+from hf_offload.cpu.launch import (
     BLOCK_SIZES,
     F32,
     I32,
@@ -25,9 +25,9 @@ from .launch import (
     require,
     tag_of,
 )
-from .memory import address_of, copy_bytes, count_up
-from .pool import layout_of
-from .vector import choose_less, lane_sum, splat, vmax
+from hf_offload.cpu.memory import address_of, copy_bytes, count_up
+from hf_offload.cpu.pool import layout_of
+from hf_offload.cpu.vector import choose_less, lane_sum, splat, vmax
 
 Rule = Literal["any", "mean"]
 _RULES = ("any", "mean")

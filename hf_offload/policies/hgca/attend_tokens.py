@@ -1,0 +1,197 @@
+"""A decode step of HGCA (§3.2, algorithm 2): the window, whose weights are averaged, and the retained tokens."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hf_offload.attention.host_part import HostPart
+from hf_offload.cpu.decode import sparse_decode
+from hf_offload.cpu.join import join_parts
+from hf_offload.cpu.launch import Launch
+from hf_offload.policies.base import Selection
+from hf_offload.policies.hgca.kernels.moving_average import move_averages
+from hf_offload.policies.hgca.kernels.resident_weights import update_weights
+from hf_offload.policies.hgca.retained_tokens import RetainedTokens
+from hf_offload.policies.hgca.token_mass import TokenMass
+from hf_offload.scores import Scores
+
+if TYPE_CHECKING:
+    from hf_offload.attention.host_step import HostStep
+    from hf_offload.attention.tiered_step import TieredStep
+    from hf_offload.cache.layer import HybridLayer
+
+
+def _attention(retained: RetainedTokens, query: np.ndarray, out: np.ndarray, lse: np.ndarray, scores: Scores) -> Launch:
+    """Prepare attention to retained tokens: to the kernel, each list is a row with one KV head.
+
+    Args:
+        retained: the lists.
+        query, out: float32 `[B, Hq, D]`; lse: `[B, Hq]`.
+        scores: the model's.
+    """
+    lists, dim = retained.lists, query.shape[2]
+    rows = (lists, query.shape[0] * query.shape[1] // lists)
+    return sparse_decode(
+        query.reshape(*rows, dim), retained.pool.block_ptr, retained.table, retained.blocks, retained.block_counts,
+        retained.holes, retained.valid, retained.capacity, out.reshape(*rows, dim), lse.reshape(rows), None,
+        kv_dtype=retained.dtype, block_size=retained.block_size, **scores._asdict(),
+    )  # fmt: skip
+
+
+# --- one memory ------------------------------------------------------------------------------------------------------
+
+
+class TokenBuffers:
+    """What a layer's steps with one memory need beside `StepBuffers`.
+
+    Args:
+        shape: (B, Hq, D) of the query.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.weights = np.empty((*shape[:2], 0), np.float32)
+        """`[B, Hq, W]`, scores of the window's tokens."""
+        self.out, self.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
+        """Of the retained tokens."""
+        self.nothing = np.empty(shape, np.float32), np.full(shape[:2], -np.inf, np.float32)
+
+
+def queue_attention(step: HostStep, window: Selection) -> None:
+    """Queue attention to the window and the retained tokens, into the layer's `out` and `lse`.
+
+    Where the step has a token of its own, the averages of the window's tokens take in its weights.
+    """
+    mass: TokenMass = step.state
+    query = step.buffers.query
+    mine: TokenBuffers = step.layer.kernels.setdefault(("hgca", query.shape), TokenBuffers(query.shape))
+    scores = None
+    if step.form.fresh:
+        width = window.blocks.shape[2] * step.block_size
+        if mine.weights.shape[2] != width:
+            mine.weights = np.empty((*mine.lse.shape, width), np.float32)
+        scores = mine.weights
+    step.attention(window, "CPU attention", scores)
+    if scores is not None:
+        _queue_averages(step, mass, scores)
+    retained = mass.retained
+    some = bool(retained.counts.any())
+    step.as_long_as(lambda: retained.counts.any() == some)
+    if some:
+        arrays = retained.arrays
+        step.add(_attention(retained, query, mine.out, mine.lse, step.scores), "attention to retained tokens")
+        step.as_long_as(lambda: mass.retained is retained and all(map(operator.is_, retained.arrays, arrays)))
+        out, lse = step.buffers.out, step.buffers.lse
+        step.add(join_parts(out, lse, (mine.out, mine.lse), mine.nothing), "the join of window and retained tokens")
+
+
+def _queue_averages(step: HostStep, mass: TokenMass, scores: np.ndarray) -> None:
+    """Queue what moves the averages of the window's tokens, behind their scores and the log-sum-exp of these."""
+    mass.reserve(step.num_blocks * step.block_size, scores.shape[1])
+    average, blocks = mass.average, mass.window_blocks
+    first = mass.evicted * step.block_size
+    launch = move_averages(average, scores, step.buffers.lse, first, step.length, **mass.moving)
+    step.as_long_as(lambda: mass.average is average and mass.window_blocks == blocks)
+    if not step.store.padding.ragged:
+        step.add(launch, "averages", length=True)
+        return
+    before: list[np.ndarray] = []
+
+    def remember(step: HostStep) -> None:  # of rows whose newest token is padding: its weights say nothing
+        silent = mass.silent(step.length)
+        before[:] = [] if silent is None else [silent, average[silent]]
+
+    def put_back(step: HostStep) -> None:
+        if before:
+            average[before[0]] = before[1]
+
+    step.then(remember)
+    step.add(launch, "averages", length=True)
+    step.then(put_back)
+
+
+# --- two memories ----------------------------------------------------------------------------------------------------
+
+
+class RetainedPart(HostPart):
+    """The CPU's part, whose tokens the host knows: the query alone comes from the device.
+
+    Args:
+        layer: the layer.
+        query: `[B, Hq, D]` fp32, tells the sizes.
+    """
+
+    def __init__(self, layer: HybridLayer, query: torch.Tensor) -> None:
+        super().__init__(layer, query, 0)
+        self._retained: RetainedTokens | None = None
+
+    def attend(self, step: TieredStep, retained: RetainedTokens) -> RetainedPart:
+        """Start to attend retained tokens with the step's query."""
+        self.cancel()
+        self._retained = retained
+        self.start(step, None, correct=False, label="attention to retained tokens")
+        return self
+
+    def share(self, step: TieredStep) -> float | None:
+        assert self._retained is not None
+        return float(self._retained.counts.sum() / (self._retained.lists * step.length))
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._retained = None
+
+    def _send(
+        self,
+        query: torch.Tensor,
+        host: Selection | None,
+        flag: torch.Tensor | None = None,
+        epoch: torch.Tensor | None = None,
+    ) -> None:
+        self.layer.mirror.pause()
+        self.query.copy_(query, non_blocking=True)
+
+    def launch(self, scores: Scores) -> Launch:
+        return self.make_launch(scores)  # lists may have grown at any step
+
+    def make_launch(self, scores: Scores) -> Launch:
+        assert self._retained is not None
+        return _attention(self._retained, self.query.numpy(), self.out.numpy(), self.lse.numpy(), scores)
+
+
+def attend_on_both_sides(
+    step: TieredStep, window: Selection | None
+) -> tuple[RetainedPart | None, tuple[torch.Tensor, torch.Tensor]]:
+    """Start the CPU's part, and attend the window on the device.
+
+    Where the step has a token of its own, the averages of the window's tokens take in its weights.
+
+    Args:
+        step: of the layer.
+        window: resident blocks.
+
+    Returns:
+        The CPU's part, if any token is retained; out `[B, Hq, S, D]` and lse `[B, Hq, S]` fp32 of the window.
+    """
+    mass: TokenMass = step.state
+    assert window is not None, "with two memories the window is resident"
+    part: RetainedPart | None = None
+    if mass.retained.counts.any():
+        part = step.layer.host_part
+        if part is None or not part.fits(step.query, 0):
+            part = step.layer.host_part = RetainedPart(step.layer, step.query)
+        part.attend(step, mass.retained)
+    out, lse = step.attend_device(window)
+    if step.fresh:
+        assert mass.resident is not None
+        average, silent = mass.resident.average, mass.silent(step.length)
+        before = None if silent is None else average[silent]
+        update_weights(
+            average, step.query, step.resident.pool, window.slots, window.blocks, window.counts, step.limits,
+            step.mirror.valid(), lse.logsumexp(-1), **step.scores._asdict(), **mass.moving,
+        )  # fmt: skip
+        if before is not None:
+            average[silent] = before
+    return part, (out, lse)
