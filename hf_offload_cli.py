@@ -210,9 +210,17 @@ def train_fluxion(
     with _mistakes():
         _check_dtype(dtype)
         from hf_offload import assets
-        from hf_offload.fluxion.fitting import Fitting
-        from hf_offload.fluxion.samples import Sampling
-        from hf_offload.train_fluxion import PREDICTOR, REPORT, ask_again, check_sampling, collect, cut_windows, train
+        from hf_offload.policies.fluxion.training.fitting import Fitting
+        from hf_offload.policies.fluxion.training.samples import Sampling
+        from hf_offload.policies.fluxion.training.train import (
+            PREDICTOR,
+            REPORT,
+            ask_again,
+            check_sampling,
+            collect,
+            cut_windows,
+            train,
+        )
 
         sampling = Sampling(interval=interval, steps=steps, taus=tuple(sorted(tau or [0.1])), digest=digest)
         check_sampling(sampling, context)

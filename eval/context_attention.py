@@ -69,8 +69,8 @@ from common import (
     write_csv,
 )
 from hf_offload.cpu.launch import LaunchSequence
-from hf_offload.fluxion.predictor import read_about
 from hf_offload.measuring import divergence
+from hf_offload.policies.fluxion.predictor import read_about
 
 WARM_UP = 2
 BLOCK_SIZE = 32

@@ -57,8 +57,8 @@ from common import (
     write_csv,
 )
 from fluxion_rows import CRITERIA, WARM_UP, Batch, Needing, Replayed, recording
-from hf_offload.fluxion.predictor import ConstantPredictor, read_about
-from hf_offload.policies.base import SCHEDULES
+from hf_offload.policies.fluxion.predictor import ConstantPredictor, read_about
+from hf_offload.policies.fluxion.schedule import SCHEDULES
 from resume import Progress
 
 SPLIT = {"tier": "split"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,21 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 import hf_offload
 from common import FULL, Row, percentiles, synchronize
 from context_attention import Watch, compare
-from hf_offload.attention.host_step import HostStep
 from hf_offload.attention.partial import merge_partials
 from hf_offload.attention.step import Step
-from hf_offload.attention.tiered_step import TieredStep
-from hf_offload.fluxion.labels import GRANULARITIES, deviation_limit, fit_line, join_scores, needed_at_blocks
-from hf_offload.fluxion.partials import BLOCK, Partial, Tokens, attend_blocks, join_blocks
-from hf_offload.policies.base import LayerState, Plan
+from hf_offload.policies.base import Plan
+from hf_offload.policies.fluxion import policy
+from hf_offload.policies.fluxion.counts import SelectorState
+from hf_offload.policies.fluxion.partials import BLOCK, Partial, Tokens, attend_blocks, join_blocks
+from hf_offload.policies.fluxion.segments import segments_of
+from hf_offload.policies.fluxion.step import attend_local, has_host_tokens, join, select
+from hf_offload.policies.fluxion.training.labels import (
+    GRANULARITIES,
+    deviation_limit,
+    fit_line,
+    join_scores,
+    needed_at_blocks,
+)
 from hf_offload.policies.registry import Fluxion
 
 TAIL = 16  # tokens of a prompt that every cache reads itself: the last query is learnt from
@@ -61,10 +70,10 @@ class Needing(Fluxion):
     criterion: str = "fluxion-0.1"
 
     def plan(self, step: Step) -> Plan:
-        near = step.attend_near()
-        if not step.has_far:
-            return step.join(near, None)
-        segments = step.segments(near.query)
+        near = attend_local(step)
+        if not has_host_tokens(step):
+            return join(step, near, None)
+        segments = segments_of(step, near.query)
         key, value, valid = zip(*segments.far, strict=True)
         far = Tokens(torch.cat(key, 2), torch.cat(value, 2), torch.cat(valid, 1))
         kept, blocks = merge_partials([near.sinks, near.newest]), attend_blocks(near.query, far, step.scores.scale)
@@ -78,13 +87,14 @@ class Needing(Fluxion):
             limit = norms if name == "output" else deviation_limit(full, [float(number)])
             budgets = needed_at_blocks(kept, blocks, scores, far.valid, full, limit, digest=digest)[..., 0]
         line = fit_line(torch.cat((torch.zeros_like(budgets[..., :1]), budgets), -1), "online")
-        return replace(step.join(near, step.retrieve((*line, (budgets == 0).all(-1)), self.granularities)), until=0)
+        return replace(join(step, near, select(step, (*line, (budgets == 0).all(-1)), self.granularities)), until=0)
 
 
-class Told(LayerState):
+class Told(SelectorState):
     """What a layer's heads need, step by step."""
 
-    def __init__(self, needs: list[Any]) -> None:
+    def __init__(self, layer: Any, needs: list[Any]) -> None:
+        super().__init__(layer)
         self.needs = iter(needs)
 
 
@@ -95,11 +105,11 @@ class Replayed(Fluxion):
     needs: dict[int, list[Any]] = field(default_factory=dict)
 
     def new_state(self, layer: Any) -> Told:  # type: ignore[override]
-        return Told(self.needs[layer.index])
+        return Told(layer, self.needs[layer.index])
 
     def plan(self, step: Step) -> Plan:
-        near = step.attend_near()
-        return replace(step.join(near, step.retrieve(next(step.state.needs), self.granularities)), until=0)
+        near = attend_local(step)
+        return replace(join(step, near, select(step, next(step.state.needs), self.granularities)), until=0)
 
 
 @contextmanager
@@ -107,27 +117,23 @@ def recording() -> Iterator[dict[int, list[Any]]]:
     """Write down what every head is said to need, by layer, in the order of the steps."""
     needs: dict[int, list[Any]] = {}
 
-    def watched(real: Any) -> Any:
-        def retrieve(step: Step, *args: Any) -> Any:
-            found = real(step, *args)
-            step.begin()  # with one memory needs are computed then, and the next step plans anew
-            synchronize()
-            (budget0, slope), streaming = getattr(found, "choice", found).needs
-            told = (budget0.clone(), slope.clone(), streaming.bool())
-            needs.setdefault(step.layer.index, []).append(told)
-            return found
+    real, modules = select, (policy, sys.modules[__name__])
 
-        return retrieve
+    def watched(step: Step, *args: Any) -> Any:
+        found = real(step, *args)
+        step.begin()  # with one memory needs are computed then, and the next step plans anew
+        synchronize()
+        (budget0, slope), streaming = getattr(found, "selector", found).needs
+        needs.setdefault(step.layer.index, []).append((budget0.clone(), slope.clone(), streaming.bool()))
+        return found
 
-    kinds = (HostStep, TieredStep)
-    before = [kind.retrieve for kind in kinds]
-    for kind, real in zip(kinds, before, strict=True):
-        kind.retrieve = watched(real)
+    for module in modules:
+        module.select = watched  # type: ignore[attr-defined]
     try:
         yield needs
     finally:
-        for kind, real in zip(kinds, before, strict=True):
-            kind.retrieve = real
+        for module in modules:
+            module.select = real  # type: ignore[attr-defined]
 
 
 class Batch:

@@ -8,8 +8,8 @@ from hf_offload.attention.function import register as _register
 from hf_offload.cache.stats import Stats
 from hf_offload.cpu.worker import WorkerError
 from hf_offload.enable import disable, enable, enabled
-from hf_offload.fluxion.predictor import ConstantPredictor
 from hf_offload.hybrid_cache import HybridCache
+from hf_offload.policies.fluxion.predictor import ConstantPredictor
 from hf_offload.policies.registry import (
     H2O,
     HGCA,

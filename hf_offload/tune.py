@@ -16,9 +16,9 @@ from transformers import Cache, PreTrainedModel
 
 from hf_offload.attention.spread import two_memories
 from hf_offload.cache.settings import check_tier
-from hf_offload.fluxion.predictor import read_about
 from hf_offload.knobs import check_count, check_number
 from hf_offload.measuring import Reading, cost, follow, hold, read
+from hf_offload.policies.fluxion.predictor import read_about
 from hf_offload.policies.registry import POLICIES
 
 LADDERS: dict[str, tuple[dict[str, Any], ...]] = {

@@ -32,8 +32,8 @@ from tiny import prompt, tiny_model
 from hf_offload import HybridCache
 from hf_offload.attention.hooks import find_layers
 from hf_offload.cache.fingerprint import likeness
-from hf_offload.fluxion.features import FEATURES
-from hf_offload.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole
+from hf_offload.policies.fluxion.features import FEATURES
+from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole
 
 PROMPT, STEPS = 205, 3
 LAYER = 2  # whose fields are forged; the other layers' are alike

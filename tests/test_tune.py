@@ -16,8 +16,8 @@ import hf_offload.tune as tuning
 from hf_offload import ConstantPredictor, HybridCache, assets
 from hf_offload.cache.fingerprint import likeness
 from hf_offload.cli import app
-from hf_offload.fluxion.predictor import HeadPredictor, save_predictors
 from hf_offload.measuring import cost, read
+from hf_offload.policies.fluxion.predictor import HeadPredictor, save_predictors
 from hf_offload.policies.registry import POLICIES
 from hf_offload.tune import Trial, Tuning, tune
 

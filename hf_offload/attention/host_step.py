@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -11,10 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_offload.attention.host_near import HostNear
 from hf_offload.attention.partial import merge_partials
-from hf_offload.attention.retrieval import Foresight, Properties, Retrieval
-from hf_offload.attention.step import Near, Step
+from hf_offload.attention.step import Step
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.view import View
 from hf_offload.cpu import choose as choosing
@@ -74,8 +71,6 @@ class StepBuffers:
         self.masses = np.empty((*shape[:2], 0), np.float32)
         self.score = np.empty((shape[0], 0, 0), np.float32)
         """`[B, Hkv, N]`, of the last choice."""
-        self.near: HostNear | None = None
-        """For policies whose CPU part chooses for itself."""
 
     def make_room(self, kv_heads: int, blocks: int) -> None:
         """Have room for the masses and the score of so many blocks."""
@@ -451,29 +446,6 @@ class HostStep(Step):
         words, i = self._target
         words[i] = self._answer.data_ptr()
         self._queue.append(self._departure)
-
-    @property
-    def _near(self) -> HostNear:
-        if self.buffers.near is None:
-            self.buffers.near = HostNear(self.store, self.buffers.query)
-        return self.buffers.near
-
-    def attend_near(self) -> Near:
-        return self._near.attend(self)
-
-    def retrieve(
-        self, needs: Properties | Foresight, granularities: tuple[int, ...], near: Near | None = None
-    ) -> Retrieval:
-        choice = self._near.choice
-        self.serve_this_block()
-        if self._reserve(choice, granularities):
-            self._near.retrieve(self, needs)
-        else:
-            choice.nothing()
-        return choice
-
-    def join(self, near: Near, retrieved: Retrieval | None) -> Plan:
-        return Plan(queue=functools.partial(self._near.join, retrieved=retrieved is not None), until=EVER)
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
-from hf_offload.attention.retrieval import Foresight, Properties, Retrieval
-from hf_offload.attention.segments import Segments, segments_of
 from hf_offload.attention.token_fetch import TokenFetch
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.mirror import sent
 from hf_offload.policies.base import EVER, Plan, Selection
 from hf_offload.scores import Scores
-
-
-class Near(NamedTuple):
-    """What is always attended, in two partials.
-
-    Args:
-        query: `[B, Hq, D]` fp32, of this step.
-        sinks, newest: out `[B, Hq, D]` and lse `[B, Hq]` fp32: the first tokens, and the newest with the tail.
-    """
-
-    query: torch.Tensor
-    sinks: tuple[torch.Tensor, torch.Tensor]
-    newest: tuple[torch.Tensor, torch.Tensor]
 
 
 class Step(ABC):
@@ -144,28 +127,6 @@ class Step(ABC):
         """Read host blocks into the CPU's caches, off the critical path; with two memories alone."""
         raise RuntimeError("with one memory nothing is read ahead; ask step.layer.has_slots")
 
-    @abstractmethod
-    def attend_near(self) -> Near:
-        """Attend the sinks and the newest blocks with this step's query."""
-
-    @abstractmethod
-    def retrieve(self, needs: Properties | Foresight, granularities: tuple[int, ...], near: Near | None = None) -> Any:
-        """Start the CPU part: choose blocks for this step's query among those that are not near, and attend them.
-
-        Each query head takes as many of its best runs of blocks as its needs say; the heads of a KV head share the
-        length of a run and attend what any of them took.
-
-        Args:
-            needs: what the heads need, or what tells it from the step's query and what is near.
-            granularities: tokens of a run, multiples of the block size, of which each KV head gets the one that makes
-                the fewest bytes (Fluxion, Eq. 3).
-            near: what has been attended, for a foresight.
-        """
-
-    @abstractmethod
-    def join(self, near: Near, retrieved: Any) -> Plan:
-        """The plan that attends what is near and what `retrieve` gave, or None."""
-
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[B, Hkv, D]` of this step's own token."""
         self.begin()
@@ -190,43 +151,6 @@ class Step(ABC):
         self.layer.write_back()
         self.layer.ahead = fetch = TokenFetch(self.layer, numbers, counts, self.label("tokens"))
         return fetch
-
-    @property
-    def has_far(self) -> bool:
-        """Whether there are tokens that are not near, in any row."""
-        return self.host_end > int(self.store.padding.sinks(self.layer.policy.sink_tokens)[1].min())
-
-    @property
-    def anchor(self) -> torch.Tensor:
-        """`[B, Hq, D]` fp32, the last query of the last append; where nobody has kept it, this step's."""
-        if self.layer.last_queries is not None:
-            return self.layer.last_queries.values[:, :, -1].contiguous()
-        return torch.as_tensor(self.query)
-
-    def segments(self, query: torch.Tensor) -> Segments:
-        """Keys and values of the tokens before this step's own, and the scores `query` `[B, Hq, D]` gives blocks."""
-        self.begin()
-        return segments_of(self.layer, query, self.length - 1, self.host_end, self.scores)
-
-    def lengths(self) -> torch.Tensor:
-        """Tokens that count, of each row: those that are not near, and those that are; fp32 `[B, 2]` on the device."""
-        padding, size, end = self.store.padding, self.block_size, self.host_end
-        first = np.minimum(padding.sinks(self.layer.policy.sink_tokens)[1], end)
-        far = (end - first) * size
-        total = self.length - padding.first
-        if padding.ragged:
-            valid = padding.valid
-            far = np.array([np.count_nonzero(valid[b, f * size : end * size]) for b, f in enumerate(first)])
-            total = np.count_nonzero(valid[:, : self.length], axis=1)
-        found = np.stack((far, total - far), 1).astype(np.float32)
-        return sent(found, self.store.device)
-
-    def _reserve(self, part: Retrieval, granularities: tuple[int, ...]) -> bool:
-        """Have room in a part for this step's choice; whether there is anything to choose from."""
-        first, digests = self.store.padding.sinks(self.layer.policy.sink_tokens)[1], self.store.digests
-        assert digests is not None, "a policy without a digest cannot choose"
-        part.reserve(self.layer.retrievals.of(granularities, self.block_size), first, self.host_end)
-        return digests.frozen and self.has_far
 
     def compare(self, predicted: Selection, wanted: Selection) -> None:
         """Count how much of what was wanted had been predicted; with two memories alone."""

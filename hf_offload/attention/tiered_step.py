@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hf_offload.attention.host_part import HostPart
-from hf_offload.attention.near_blocks import NearBlocks
-from hf_offload.attention.retrieval import Foresight, Properties
-from hf_offload.attention.retrieved_part import RetrievedPart
-from hf_offload.attention.scheduled_part import retrieved_part
-from hf_offload.attention.step import Near, Step, fp32
+from hf_offload.attention.step import Step, fp32
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import memory_for
-from hf_offload.cache.mirror import sent
 from hf_offload.cache.tiles import LOWER_TILE, TILE
 from hf_offload.gpu.join import join_heads
 from hf_offload.gpu.merge import merge
@@ -188,34 +181,6 @@ class TieredStep(Step):
         """Start the CPU part with this step's query."""
         return self._host_part(host.blocks.shape[2]).start(self, host, correct=False, label="CPU attention")
 
-    def attend_near(self) -> Near:
-        store, padding = self.store, self.store.padding
-        near = self.layer.kernels.setdefault("near", NearBlocks(functools.partial(_sent, store.device)))
-        sinks = padding.sinks(self.layer.policy.sink_tokens)
-        found = []
-        for part in near.parts(sinks, self.host_end, self.num_blocks, store.num_kv_heads):
-            out, lse = self.attend_device(replace(part, slots=self.resident.slot_of.gather(2, part.slots)))
-            found.append(merge(out, lse, None, self.query, None, scale=self.scores.scale, dtype=torch.float32))
-        return Near(self.query, *found)
-
-    def join(self, near: Near, retrieved: RetrievedPart | None) -> Plan:
-        outs, lses = zip(near.sinks, near.newest, strict=True)
-        return Plan(attended=(torch.stack(outs, 2), torch.stack(lses, 2)), beside=retrieved)
-
-    def retrieve(
-        self, needs: Properties | Foresight, granularities: tuple[int, ...], near: Near | None = None
-    ) -> RetrievedPart | None:
-        part: RetrievedPart | None = self.layer.host_part
-        if part is None or not part.fits(self.query, 0):
-            part = self.layer.host_part = retrieved_part(self.layer, self.query)
-        part.cancel()
-        if not self._reserve(part.choice, granularities):
-            return None
-        if not isinstance(needs, tuple):
-            assert near is not None, "a foresight wants what is near"
-            needs = needs.properties(near.query, near.sinks, near.newest, self.lengths())
-        return part.retrieve(self, needs)
-
     def attend_early(self, host: Selection, *, correct: bool) -> HostPart:
         part = self._host_part(host.blocks.shape[2]).start(self, host, correct=correct, label="early CPU attention")
         self.layer.ahead = part
@@ -275,9 +240,3 @@ class TieredStep(Step):
         meant = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
         marks = torch.zeros(*selection.blocks.shape[:2], width + 1, dtype=torch.bool, device=device)
         return marks.scatter_(2, torch.where(meant, selection.blocks, width).long(), True)[:, :, :width]
-
-
-def _sent(device: torch.device, selection: Selection) -> Selection:
-    """A selection on the device; in place of slots the blocks, as an index."""
-    blocks, counts = (sent(array, device) for array in (selection.blocks, selection.counts))
-    return Selection(blocks, counts, blocks.long())

@@ -18,7 +18,6 @@ from hf_offload.cache.mirror import DeviceMirror
 from hf_offload.cache.opening import open_layer
 from hf_offload.cache.queries import LastQueries
 from hf_offload.cache.resident import ResidentSet
-from hf_offload.cache.retrievals import Retrievals
 from hf_offload.cache.rollback import Rollback, crop
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
@@ -89,7 +88,6 @@ class HybridLayer(CacheLayerMixin):
         self.host_part: Any = None
         """The buffers of the CPU's part, with two memories (`attention.host_part.HostPart`)."""
         self.last_queries: LastQueries | None = None
-        self.retrievals = Retrievals()
         self.unplaced = True
         self.slots: int | None = None
         """Slots for each row and KV head, where the cache that this one goes on from has decided."""

@@ -15,8 +15,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hf_offload.cache.retrievals import joined
-
 if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
@@ -43,10 +41,10 @@ class LayerStats:
         evictions: blocks that have left the window; eviction_seconds: time to choose their kept tokens.
         reevaluations: prompts and appends after which the kept tokens were chosen; reevaluation_seconds: the time of
             that, beside the model.
-        retrievals: where the CPU chooses its blocks itself (`Retrievals.as_dict`): shares of streaming KV heads' groups
-            (`streaming_groups`) and of query heads that took nothing (`streaming_heads`), mean share of the host's
-            blocks that a query head took (`head_budget`) and that its group attended (`retrieved_share`), bytes of
-            them (`retrieved_bytes`), the same of the blocks whose digests were read (`scored_share`, and with the
+        retrievals: where the CPU chooses its blocks itself (`SelectionCounts.as_dict`): shares of streaming KV heads'
+            groups (`streaming_groups`) and of query heads that took nothing (`streaming_heads`), mean share of the
+            host's blocks that a query head took (`head_budget`) and that its group attended (`retrieved_share`), bytes
+            of them (`retrieved_bytes`), the same of the blocks whose digests were read (`scored_share`, and with the
             digests' bytes `scored_bytes`), share of groups by tokens of a run (`granularities`); empty otherwise.
     """
 
@@ -108,8 +106,6 @@ def report(layer: HybridLayer) -> LayerStats:
         )
         stats.resident_bytes = layer.state.nbytes
         stats.resident_bytes += layer.resident.nbytes if layer.resident is not None else 0
-        digest = 0 if store.digests is None else store.digests.block_bytes
-        stats.retrievals = layer.retrievals.as_dict(store.pool.record_bytes, digest / store.num_kv_heads)
     layer.state.report(stats)
     return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))
 
@@ -318,3 +314,18 @@ def _cell(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
         return f"{value / 2**20:.2f}"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def joined(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of several layers: the sums of their bytes and seconds, and the means of their shares."""
+    told = [layer for layer in layers if layer]
+    if not told:
+        return {}
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for layer in told for key in layer):
+        known = [layer[key] for layer in told if key in layer]  # a model on several devices shares tasks in some layers
+        if isinstance(known[0], dict):
+            found[key] = {tokens: sum(each[tokens] for each in known) / len(known) for tokens in known[0]}
+        else:
+            found[key] = sum(known) if key.endswith(("_bytes", "_seconds")) else sum(known) / len(known)
+    return found

@@ -19,7 +19,7 @@ import weakref
 import numpy as np
 
 from .futex import FUTEX, LOWER, now, wait_for_change, wake
-from .launch import Array, Launch, jit
+from .launch import Array, Launch, jit, kernel
 from .memory import add_to, address_of, count_up, hold, peek, swap_if
 from .openmp_team import call_entry
 from .serving import nap, pause
@@ -197,10 +197,20 @@ def _stop(control: Array, pid: int) -> None:
         _ring(control, 1 << 30)
 
 
+@kernel
+def _nothing_kernel(ticket: Array, tasks: int) -> None:
+    while count_up(ticket, 0) < tasks:
+        count_up(ticket, 1)
+
+
 @functools.cache
 def _compile() -> None:
-    """Compile what the threads run, so that none of them has to."""
+    """Compile what the threads run, so that none of them has to, nor a job when memory is short."""
     calls, control = np.zeros((1, WIDTH), np.int64), np.zeros(CONTROL_WIDTH, np.int64)
+    nothing = Launch(_nothing_kernel, 1, (), 0)
+    nothing.open(1)
+    lead(calls, control, 0, *nothing.address, 0)
+    nothing.check()
     calls[0, STATE] = 1
     leave(calls, 0)
     dismiss(calls, 0)

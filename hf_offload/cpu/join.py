@@ -1,4 +1,4 @@
-"""Attention to tokens apart from each other, taken together; and the choice of a step, counted."""
+"""Attention to tokens apart from each other, taken together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 
-from .launch import F32, I32, Array, Launch, kernel, require
+from .launch import F32, Array, Launch, kernel, require
 from .memory import address_of, count_up, hold
-from .retrieve import TALLIES, tally
 from .vector import fma, load_f32, splat, store
 
 
@@ -63,29 +62,3 @@ def join_parts(out: Array, lse: Array, one: tuple[Array, Array], two: tuple[Arra
         require("out", array, F32, (*lse.shape, out.shape[-1]))
         require("lse", total, F32, lse.shape)
     return Launch(join_kernel, len(out), (out, lse, *one, *two), 3 * out.nbytes)
-
-
-@kernel
-def count_kernel(
-    ticket: Array, tasks: int, spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array,
-    totals: Array,
-) -> None:  # fmt: skip
-    """One task: all of it."""
-    if count_up(ticket, 0) == 0:
-        tally(spans, runs, counts, first, end, granularities, totals)
-        count_up(ticket, 1)
-
-
-def count_choice(
-    spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array, totals: Array
-) -> Launch:
-    """Prepare to count a choice; arguments as in `retrieve.tally`."""
-    batch, kv_heads = counts.shape
-    require("counts", counts, I32, (batch, kv_heads))
-    require("spans", spans, I32, (batch, kv_heads))
-    require("runs", runs, I32, (batch, runs.shape[-1]))
-    require("first", first, I32, (batch,))
-    require("granularities", granularities, I32, (len(granularities),))
-    require("totals", totals, np.dtype(np.float64), (TALLIES + len(granularities),))
-    args = (spans, runs, counts, first, int(end), granularities, totals)
-    return Launch(count_kernel, 1, args, runs.nbytes)

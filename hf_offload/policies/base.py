@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 EVER = 2**31
 """`Plan.until` of a plan that no number of blocks ends."""
-SCHEDULES = ("priority", "none", "uniform", "length")
-"""How the CPU and the device may share the choice of the host's blocks and the attention to them."""
 
 
 @dataclass(slots=True)
@@ -206,11 +204,6 @@ class Policy(ABC):
     def retrieves(self) -> bool:
         """Whether the CPU itself chooses what it attends: digests lie there; what is always attended is resident."""
         return False
-
-    @property
-    def task_schedule(self) -> str | None:
-        """Where the CPU chooses: one of `SCHEDULES`, or None for `"priority"` on a GPU and `"none"` without one."""
-        return "none"
 
     @property
     def attends_blocks(self) -> bool:

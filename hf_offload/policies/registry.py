@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.policies.base import Plan, Policy, Selection
-from hf_offload.policies.fixed_hybrid import FixedHybrid
-from hf_offload.policies.fluxion import Fluxion
+from hf_offload.policies.fluxion.fixed_hybrid import FixedHybrid
+from hf_offload.policies.fluxion.policy import Fluxion
 from hf_offload.policies.full import Full
 from hf_offload.policies.h2o import H2O
 from hf_offload.policies.hgca.policy import HGCA

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_offload
 from hf_offload.cache.resident import ResidentSet
-from hf_offload.fluxion.predictor import ConstantPredictor
+from hf_offload.policies.fluxion.predictor import ConstantPredictor
 
 OURS = str(Path(hf_offload.__file__).parent)
 PROMPT, STEPS = 150, 40

@@ -8,8 +8,7 @@ import weakref
 import pytest
 import torch
 
-from hf_offload.cache.retrievals import joined
-from hf_offload.cache.stats import LayerStats, Ledger, Tally
+from hf_offload.cache.stats import LayerStats, Ledger, Tally, joined
 
 
 def test_replayed_steps_count_in_their_order() -> None:

@@ -15,7 +15,7 @@ import common
 import context_attention
 from hf_offload.attention.hooks import find_layers
 from hf_offload.cache.fingerprint import likeness
-from hf_offload.fluxion.predictor import HeadPredictor, save_predictors
+from hf_offload.policies.fluxion.predictor import HeadPredictor, save_predictors
 
 BLOCK = {"block_size": 32}
 TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes

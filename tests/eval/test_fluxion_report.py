@@ -14,8 +14,8 @@ import fluxion_report
 from fluxion_rows import TAIL, Batch, Needing, Replayed, budgets_by_weight, recording
 from hf_offload import ConstantPredictor
 from hf_offload.cache.fingerprint import likeness
-from hf_offload.fluxion.features import FEATURES
-from hf_offload.fluxion.predictor import HeadPredictor, save_predictors
+from hf_offload.policies.fluxion.features import FEATURES
+from hf_offload.policies.fluxion.predictor import HeadPredictor, save_predictors
 
 NEAR = {"sinks": 16, "local": 32}
 

@@ -14,7 +14,7 @@ from hf_offload import ConstantPredictor
 from hf_offload.attention.hooks import find_layers
 from hf_offload.cache.fingerprint import likeness
 from hf_offload.cpu.launch import LaunchSequence
-from hf_offload.fluxion.predictor import HeadPredictor, save_predictors
+from hf_offload.policies.fluxion.predictor import HeadPredictor, save_predictors
 
 
 def test_shares_are_of_the_step(tmp_path, monkeypatch):

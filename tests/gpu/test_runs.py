@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hf_offload.cpu import reference_retrieve
 from hf_offload.gpu.runs import choose_runs
+from hf_offload.policies.fluxion.kernels import reference as reference_retrieve
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -1,0 +1,246 @@
+"""The 41 features that a head's properties are predicted from (Fluxion, Appendix A).
+
+q is the query of a decode step, q′ the anchor, the prompt's last query. Sinks and local tokens are on the device, the
+host has those in between; tokens that were generated count as local. z_i(q) = s · q·k_i / ‖q‖₂ over the host's keys,
+with s the softmax scale, in most models 1/√D. Norms ‖·‖₂ of keys and values are taken token by token.
+
+30 features are fixed by the prompt (`prompt_statistics`), 11 change with every step (`step_features`), which reads
+nothing but the query, two partial results and what was kept of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from hf_offload.attention.partial import merge_partials
+from hf_offload.policies.fluxion.partials import (
+    Partial,
+    Tokens,
+    attend,
+    attend_blocks,
+    from_first_block,
+    join_blocks,
+    logits,
+)
+from hf_offload.policies.fluxion.training.labels import deviation_limit, needed_at_blocks
+
+PROMPT_FEATURES = (
+    "layer",  # ℓ
+    "head",  # h
+    "sink_key_norm",  # MEAN ‖K_sink‖₂
+    "sink_value_norm",  # MEAN ‖V_sink‖₂
+    "host_mean_key_norm",  # ‖MEAN K_cpu‖₂
+    "host_mean_value_norm",  # ‖MEAN V_cpu‖₂
+    "host_key_norm_mean",  # of ‖K_cpu‖₂ over tokens
+    "host_key_norm_variance",
+    "host_key_norm_skewness",
+    "host_key_norm_kurtosis",
+    "host_value_norm_mean",  # of ‖V_cpu‖₂ over tokens
+    "host_value_norm_variance",
+    "host_value_norm_skewness",
+    "host_value_norm_kurtosis",
+    "anchor_z_mean",  # of z(q′) over tokens
+    "anchor_z_variance",
+    "anchor_z_skewness",
+    "anchor_z_kurtosis",
+    "anchor_sink_lse",  # LSE(s_sink(q′))
+    "anchor_host_lse",  # LSE(s_cpu(q′)), exact
+    "anchor_local_lse",  # LSE(s_local(q′))
+    "anchor_sink_out",  # ‖O_sink(q′)‖₂
+    "anchor_host_out",  # ‖O_cpu(q′)‖₂
+    "anchor_local_out",  # ‖O_local(q′)‖₂
+    "anchor_norm",  # ‖q′‖₂
+    "anchor_budget_16",  # bgt*(16), the budget that q′ needs by Eq. 2
+    "anchor_budget_32",
+    "anchor_budget_64",
+    "anchor_budget_128",
+    "anchor_largest_out",  # max over heads of ‖Õ_h(q′)‖₂, Õ over what is on the device
+)
+STEP_FEATURES = (
+    "host_length",  # L_cpu
+    "device_length",  # L_gpu
+    "query_norm",  # ‖q‖₂
+    "sink_out",  # ‖O_sink(q)‖₂
+    "local_out",  # ‖O_local(q)‖₂
+    "largest_out",  # max over heads of ‖Õ_h(q)‖₂
+    "sink_lse",  # LSE(s_sink(q))
+    "local_lse",  # LSE(s_local(q))
+    "host_lse",  # log L_cpu + ‖q‖₂ μ + ½ ‖q‖₂² σ², with μ = mean_z and σ² = anchor_z_variance
+    "mean_z",  # s · q · MEAN(K_cpu) / ‖q‖₂
+    "query_cosine",  # q·q′ / (‖q‖₂ ‖q′‖₂)
+)
+FEATURES = (*PROMPT_FEATURES, *STEP_FEATURES)
+"""Names of the features, in the order of their columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStatistics:
+    """What a layer keeps of a prompt; the first dimension of every tensor is rows.
+
+    Args:
+        fixed: fp32 `[B, Hq, 30]`, the features of the prompt.
+        directions: fp32 `[B, Hq, 2, D]`: s · MEAN(K_cpu) and q′ / ‖q′‖₂.
+        half_variance: fp32 `[B, Hq]`, ½ VAR(z(q′)).
+    """
+
+    fixed: torch.Tensor
+    directions: torch.Tensor
+    half_variance: torch.Tensor
+
+
+class Moments:
+    """Mean, variance, skewness and kurtosis of numbers that arrive in pieces, from their sums of powers in float64."""
+
+    def __init__(self) -> None:
+        self.count: torch.Tensor | float = 0.0
+        self.sums: torch.Tensor | float = 0.0
+
+    def add(self, values: torch.Tensor, valid: torch.Tensor) -> None:
+        """Take in values `[B, H, T]` of which those count that are valid, `[B, T]` bool."""
+        kept = values.double().masked_fill(~valid[:, None], 0.0)
+        square = kept.square()
+        powers = torch.stack((kept, square, square * kept, square.square()), -1)
+        self.count = self.count + valid.sum(-1)[:, None]
+        self.sums = self.sums + powers.sum(2)
+
+    def mean_to_kurtosis(self) -> torch.Tensor:
+        """fp32 `[B, H, 4]`: m, σ², E(x − m)³ / σ³, E(x − m)⁴ / σ⁴; the last two 0 where all values are equal."""
+        count = torch.as_tensor(self.count).clamp(min=1)[..., None]
+        first, second, third, fourth = (torch.as_tensor(self.sums) / count).unbind(-1)
+        variance = (second - first.square()).clamp(min=0.0)
+        cube = third - 3 * first * second + 2 * first**3
+        fourth = fourth - 4 * first * third + 6 * first.square() * second - 3 * first**4
+        varied = variance > 1e-12 * second
+        safe = torch.where(varied, variance, 1.0)
+        skewness, kurtosis = cube / safe**1.5, fourth / safe.square()
+        return torch.stack((first, variance, skewness * varied, kurtosis * varied), -1).float()
+
+
+def mean_norm(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The mean over the tokens that count of ‖x_t‖₂, fp32 `[B, Hkv]`, from `[B, Hkv, T, D]` and `[B, T]`."""
+    norms: torch.Tensor = torch.linalg.vector_norm(x.float(), dim=-1).masked_fill(~valid[:, None], 0.0)
+    return norms.sum(-1) / valid.sum(-1, keepdim=True).clamp(min=1)
+
+
+def largest_norm(out: torch.Tensor) -> torch.Tensor:
+    """The largest ‖O_h‖₂ among the heads of `[B, Hq, D]`, for each of them: `[B, Hq]`."""
+    norms: torch.Tensor = torch.linalg.vector_norm(out, dim=-1)
+    return norms.amax(-1, keepdim=True).expand_as(norms)
+
+
+def prompt_statistics(
+    layer: int,
+    anchor: torch.Tensor,
+    sinks: Tokens,
+    local: Tokens,
+    host: Iterable[Tokens],
+    scores: torch.Tensor,
+    *,
+    tau: float,
+    digest: str,
+    scale: float,
+) -> PromptStatistics:
+    """What the features need of a prompt; the host's keys and values are read once.
+
+    Args:
+        layer: its number.
+        anchor: `[B, Hq, D]`, the prompt's last query, as the attention function gets it.
+        sinks, local: tokens on the device.
+        host: the tokens in between, in tiles of whole blocks of 16; only the last may end with less.
+        scores: fp32 `[B, Hq, n]`, log masses for the anchor of the host's blocks by their digests.
+        tau: the deviation that the anchor's budgets are for (Eq. 2).
+        digest: that `scores` are from.
+        scale: softmax scale.
+    """
+    anchor = anchor.float()
+    length = torch.linalg.vector_norm(anchor, dim=-1)
+    state = _HostState(anchor, length, scale)
+    for tile in host:
+        state.add(tile)
+    blocks, valid, sums = state.joined()
+    blocks, valid, scores = from_first_block(blocks, valid, scores)
+    group = anchor.shape[1] // sums.shape[1]
+    means = sums / valid.sum(-1).clamp(min=1)[:, None, None, None]  # [B, Hkv, 2, D]
+    sink, near = (attend(anchor, tokens, scale) for tokens in (sinks, local))
+    host_out, host_lse = (part[:, :, 0] for part in join_blocks(blocks, -1))
+    device, whole = merge_partials([sink, near]), merge_partials([sink, near, (host_out, host_lse)])
+    limit = deviation_limit(whole[0], [tau])
+    budgets = needed_at_blocks(device, blocks, scores, valid, whole[0], limit, digest=digest)[..., 0]
+    kv = torch.cat(
+        (
+            torch.stack((mean_norm(sinks.key, sinks.valid), mean_norm(sinks.value, sinks.valid)), -1),
+            torch.linalg.vector_norm(means, dim=-1),
+            state.keys.mean_to_kurtosis(),
+            state.values.mean_to_kurtosis(),
+        ),
+        -1,
+    ).repeat_interleave(group, 1)
+    shape, z = length.shape, state.z.mean_to_kurtosis()
+    heads = torch.arange(shape[1], device=anchor.device).expand(shape)
+    one = (torch.full_like(length, layer), heads.float())
+    lses = (sink[1], host_lse, near[1])
+    outs = (torch.linalg.vector_norm(part, dim=-1) for part in (sink[0], host_out, near[0]))
+    columns = (
+        torch.stack(one, -1), kv, z, torch.stack((*lses, *outs, length), -1), budgets,
+        largest_norm(device[0])[..., None],
+    )  # fmt: skip
+    mean_key = scale * means[:, :, 0].repeat_interleave(group, 1)
+    directions = torch.stack((mean_key, anchor / length.clamp(min=1e-12)[..., None]), 2)
+    return PromptStatistics(torch.cat(columns, -1), directions, z[..., 1] / 2)
+
+
+def step_features(
+    statistics: PromptStatistics, query: torch.Tensor, sinks: Partial, local: Partial, lengths: torch.Tensor
+) -> torch.Tensor:
+    """The features of every head at a decode step, from what is on the device.
+
+    Args:
+        statistics: of the layer's prompt.
+        query: fp32 `[B, Hq, D]`.
+        sinks, local: attention over these tokens, out `[B, Hq, D]` and lse `[B, Hq]`.
+        lengths: fp32 `[B, 2]`: tokens that count on the host, and on the device.
+
+    Returns:
+        fp32 `[B, Hq, 41]`, columns as in `FEATURES`.
+    """
+    (sink_out, sink_lse), (local_out, local_lse) = sinks, local
+    device_out = torch.lerp(sink_out, local_out, (local_lse - sink_lse).sigmoid_()[..., None])
+    norms = torch.linalg.vector_norm(torch.stack((query, sink_out, local_out, device_out), 2), dim=-1)  # [B, Hq, 4]
+    dots = (statistics.directions @ query[..., None])[..., 0]  # [B, Hq, 2]
+    length = norms[..., 0]
+    spread = torch.addcmul(dots[..., 0], statistics.half_variance, length.square())
+    host_lse = spread + lengths[:, :1].clamp(min=1).log_()
+    norms[..., 3] = norms[..., 3].amax(-1, keepdim=True)
+    lses = torch.stack((sink_lse, local_lse, host_lse), -1)
+    sizes = lengths[:, None].expand(-1, query.shape[1], -1)
+    return torch.cat((statistics.fixed, sizes, norms, lses, dots / length.clamp(min=1e-12)[..., None]), -1)
+
+
+class _HostState:
+    """What is gathered over the tiles of the host's tokens."""
+
+    def __init__(self, anchor: torch.Tensor, length: torch.Tensor, scale: float) -> None:
+        self.anchor, self.length, self.scale = anchor, length, scale
+        self.keys, self.values, self.z = Moments(), Moments(), Moments()
+        self.tiles: list[tuple[Partial, torch.Tensor, torch.Tensor]] = []
+
+    def add(self, tile: Tokens) -> None:
+        """Read one tile."""
+        drop = ~tile.valid[:, None, :, None]
+        key, value = (x.float().masked_fill(drop, 0.0) for x in tile[:2])
+        tile = Tokens(key, value, tile.valid)
+        scores = logits(self.anchor, tile, self.scale).masked_fill(~tile.valid[:, None], 0.0)
+        self.z.add(scores / self.length.clamp(min=1e-12)[..., None], tile.valid)
+        self.keys.add(torch.linalg.vector_norm(key, dim=-1), tile.valid)
+        self.values.add(torch.linalg.vector_norm(value, dim=-1), tile.valid)
+        sums = torch.stack((key.sum(2), value.sum(2)), 2)
+        self.tiles.append((attend_blocks(self.anchor, tile, self.scale), tile.valid, sums))
+
+    def joined(self) -> tuple[Partial, torch.Tensor, torch.Tensor]:
+        """Partials of all blocks, validity `[B, T]`, and sums of keys and values `[B, Hkv, 2, D]`."""
+        parts, valid, sums = zip(*self.tiles, strict=True)
+        outs, lses = zip(*parts, strict=True)
+        return (torch.cat(outs, 2), torch.cat(lses, 2)), torch.cat(valid, 1), torch.stack(sums).sum(0)

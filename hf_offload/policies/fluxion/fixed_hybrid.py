@@ -1,0 +1,75 @@
+"""Fluxion's baseline: sinks and newest tokens on the device, a fixed share of the others on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_offload.cache.digests import DIGESTS
+from hf_offload.knobs import check_choice, check_number, check_tokens
+from hf_offload.policies.base import Plan, Policy
+from hf_offload.policies.fluxion.counts import SelectorState
+from hf_offload.policies.fluxion.step import attend_local, join, select
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
+
+
+@dataclass(frozen=True)
+class FixedHybrid(Policy):
+    """Attend sinks and newest tokens and, for each query head, a fixed share of the host's tokens.
+
+    Source: the baseline of Fluxion, section 8. The device attends sinks and newest tokens, the CPU the others. Each
+    query head takes its best blocks by its own scores; a KV head attends the union of what its query heads took.
+
+    Args:
+        budget: share of the host's tokens that a query head takes, 0 to 1, rounded up to blocks.
+        digest: `"quest"` (the paper's), `"submean"` or `"mean"`.
+        sinks: first tokens of a row that are always attended and resident.
+        local: newest tokens that are always attended and resident.
+
+    Raises:
+        ValueError: a knob has a value that is not allowed.
+    """
+
+    name = "fixed_hybrid"
+    block_size = 16
+    budget: float = 0.05
+    digest: str = "quest"
+    sinks: int = 64
+    local: int = 256
+
+    def __post_init__(self) -> None:
+        check_number("budget", self.budget, "a share of the host's tokens", least=0, most=1)
+        check_choice("digest", self.digest, sorted(DIGESTS))
+        check_tokens("sinks", self.sinks, least=0)
+        check_tokens("local", self.local, least=0)
+
+    @property
+    def digest_name(self) -> str:
+        return self.digest
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.sinks
+
+    @property
+    def recent_tokens(self) -> int:
+        return self.local
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.budget < 1
+
+    @property
+    def retrieves(self) -> bool:
+        return True
+
+    def new_state(self, layer: HybridLayer) -> SelectorState:
+        return SelectorState(layer)
+
+    def plan(self, step: Step) -> Plan:
+        """The CPU begins, the device attends beside it."""
+        selected = select(step, (float(self.budget), 0.0, False), (step.block_size,))
+        return join(step, attend_local(step), selected)

@@ -1,0 +1,312 @@
+"""The choice of blocks by every query head for itself: how coarse, how many, and which, in one launch.
+
+The query heads of a KV head share a granularity, that is how many neighbouring blocks make a run; each of them takes
+its best runs, and what is chosen is the union. Digests are those of single blocks: a run's score is joined from them.
+Method: Fluxion, section 5.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hf_offload.cpu.best import SPARE, clear_marks, copy_scores, list_marked, mark_best
+from hf_offload.cpu.launch import F32, I32, U8, Array, Launch, cap_of, group_size, head_tiles, jit, kernel, require
+from hf_offload.cpu.memory import address_of, count_up, get, hold, put
+from hf_offload.cpu.scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, check_digest, soften_chunk, write_scores
+from hf_offload.cpu.vector import choose_less, exp, lane_max, load_f32, splat, store, vmax
+
+from .needs import Needs, budget_of, granularity_of, runs_wanted
+
+_LOWEST = np.float32(-3.4e38)  # only -inf is smaller
+_FLOOR = np.float32(-80.0)  # masses so far below the best run are alike
+TALLIES = 8
+"""Numbers that `tally` counts in before those of each granularity."""
+
+
+@jit
+def _join_runs(masses: Array, blocks: int, span: int, sums: bool, score: Array) -> int:
+    """Write the scores of runs of `span` blocks, -inf for those without a valid token; their number.
+
+    Args:
+        masses: of so many blocks, as `copy_scores` writes them; used up.
+        sums: whether a run's score is the sum of its blocks' masses, or their largest.
+    """
+    runs = (blocks + span - 1) // span
+    if sums:
+        first, size = address_of(masses), 4 * ((blocks + 15) & ~15)
+        most = splat(np.float32(-np.inf))
+        for i in range(first, first + size, 64):
+            most = vmax(most, load_f32(i))
+        top = lane_max(most)
+        if top == -np.inf:
+            score[:runs] = -np.inf
+            return runs
+        for i in range(first, first + size, 64):
+            x = load_f32(i)
+            weight = exp(vmax(x - splat(top), splat(_FLOOR)))
+            store(i, choose_less(x, splat(_LOWEST), splat(np.float32(0.0)), weight))
+    for run in range(runs):
+        begin, end = run * span, min((run + 1) * span, blocks)
+        if sums:
+            total = np.float32(0.0)
+            for i in range(begin, end):
+                total += masses[i]
+            score[run] = total if total > 0 else np.float32(-np.inf)
+        else:
+            best = np.float32(-np.inf)
+            for i in range(begin, end):
+                best = max(best, masses[i])
+            score[run] = best
+    return runs
+
+
+@jit
+def _widen_marks(runs: int, span: int, count: int, narrow: int, marks: int) -> None:
+    """Mark all blocks of the runs that are marked; addresses."""
+    for run in range(runs):
+        if get(narrow + 4 * run) > np.float32(0.0):
+            for i in range(run * span, min((run + 1) * span, count)):
+                put(marks + 4 * i, np.float32(1.0))
+
+
+@jit
+def score_run(
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
+    begin: int, stop: int, reach: int, scores: Array, masses: Array,
+) -> None:  # fmt: skip
+    """Write the masses [B, Hq, N'] of blocks begin..stop-1, at most `CHUNK_BLOCKS`; scores is scratch [G * row].
+
+    reach: as in `write_scores`.
+    """
+    row, at = len(scores) // group, address_of(scores)
+    write_scores(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, reach, at, 4 * row)
+    for g in range(group):
+        mine = address_of(masses[b, h * group + g]) + 4 * begin
+        soften_chunk(digest.runs, address_of(scores) + 4 * g * row, stop - begin, True, mine)
+    hold(scores)
+
+
+@jit
+def take_blocks(
+    b: int, h: int, group: int, span: int, low: int, end: int, masses: Array, sums: bool, budget0: Array, slope: Array,
+    streaming: Array, block_size: int, scratch: Array, word: Array, runs: Array, blocks: Array, counts: Array,
+) -> None:  # fmt: skip
+    """Write the blocks of low..end-1 that the query heads of KV head h take, by their masses; and their runs.
+
+    Args:
+        span: blocks a run; 0: no head needs anything.
+        scratch: float32 [4, end + `SPARE`]; word: int32 [1].
+    """
+    marks, narrow, score = address_of(scratch[0]), address_of(scratch[1]), address_of(scratch[2])
+    count = end - low
+    clear_marks(marks, count)
+    for g in range(h * group, (h + 1) * group):
+        runs[b, g] = 0
+        if span and count > 0:
+            budget = budget_of(budget0[b, g], slope[b, g], streaming[b, g], float(span * block_size))
+            runs[b, g] = runs_wanted(budget, count, span)
+        if runs[b, g] and span == 1:
+            copy_scores(address_of(masses[b, g]) + 4 * low, count, score)
+            mark_best(score, count, runs[b, g], marks, word)
+        elif runs[b, g]:
+            copy_scores(address_of(masses[b, g]) + 4 * low, count, address_of(scratch[3]))
+            number = _join_runs(scratch[3], count, span, sums, scratch[2])
+            copy_scores(score, number, score)
+            clear_marks(narrow, number)
+            mark_best(score, number, runs[b, g], narrow, word)
+            _widen_marks(number, span, count, narrow, marks)
+    counts[b, h] = list_marked(marks, count, low, blocks[b, h])
+    hold(scratch)
+
+
+@kernel
+def retrieve_kernel(
+    ticket: Array,
+    tasks: int,
+    digest: Any,
+    full: Any,
+    rest: Any,
+    query: Array,
+    table: Array,
+    scale: float,
+    cap: Any,
+    first: Array,
+    end: int,
+    sums: bool,
+    budget0: Array,
+    slope: Array,
+    streaming: Array,
+    granularities: Array,
+    block_size: int,
+    digest_bytes: float,
+    block_bytes: float,
+    masses: Array,
+    finished: Array,
+    spans: Array,
+    runs: Array,
+    blocks: Array,
+    counts: Array,
+) -> None:
+    """One task = one (row, KV head, up to 128 blocks)."""
+    kv_heads = counts.shape[1]
+    group = query.shape[1] // kv_heads
+    chunks = max(1, (end + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
+    row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(digest.runs)
+    scores, word = np.empty(group * row, np.float32), np.empty(1, np.int32)
+    scratch = np.empty((4, end + SPARE), np.float32)
+    while True:
+        task = count_up(ticket, 0)
+        if task >= tasks:
+            break
+        b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
+        heads = slice(h * group, (h + 1) * group)
+        low = min(max(first[b], 0), end)
+        span = granularity_of(
+            budget0[b, heads], slope[b, heads], streaming[b, heads], granularities, block_size, digest_bytes,
+            block_bytes,
+        )  # fmt: skip
+        begin, stop = chunk * CHUNK_BLOCKS, min((chunk + 1) * CHUNK_BLOCKS, end)
+        if span and max(begin, low) < stop:
+            reach = min(stop + CHUNK_BLOCKS, end)
+            score_run(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, reach, scores, masses)
+        if count_up(finished, b * kv_heads + h) == chunks - 1:
+            take_blocks(
+                b, h, group, span, low, end, masses, sums, budget0, slope, streaming, block_size, scratch, word, runs,
+                blocks, counts,
+            )  # fmt: skip
+            spans[b, h] = span
+        count_up(ticket, 1)
+    hold(scores)
+
+
+def retrieve_blocks(
+    query: Array,
+    digest: Digest,
+    table: Array,
+    first: Array,
+    end: int,
+    needs: Needs,
+    masses: Array,
+    spans: Array,
+    runs: Array,
+    blocks: Array,
+    counts: Array,
+    *,
+    sums: bool,
+    scale: float,
+    softcap: float | None,
+) -> Launch:
+    """Prepare the choice of the host's blocks, ascending, for each (row, KV head).
+
+    The host's blocks of a row are first..end-1, cut into runs from the first on. Of equal runs the first is taken; runs
+    without valid tokens are never taken.
+
+    Args:
+        query: float32 [B, Hq, D].
+        digest: what scores the blocks.
+        table: int32 [B, N], physical block of each logical one.
+        first: int32 [B]; end: at most N.
+        needs: read when the launch runs.
+        masses: float32 [B, Hq, N'], N' at least `end` rounded up to a multiple of 16: scratch.
+        spans: int32 [B, Hkv], written: blocks a run, 0 where no head needs anything.
+        runs: int32 [B, Hq], written: runs that each head took (of those with valid tokens, at most).
+        blocks: int32 [B, Hkv, C], C at least `end`, written up to the count.
+        counts: int32 [B, Hkv], written.
+        sums: a run's mass is the sum of its blocks'; otherwise its score is their largest.
+        scale, softcap: of the scores, as in `decode.sparse_decode`.
+
+    Raises:
+        ValueError: shapes that contradict each other, or granularities that are none.
+        TypeError: an array of another dtype.
+    """
+    batch, query_heads, dim = query.shape
+    kv_heads = counts.shape[1]
+    full, rest = head_tiles(group_size(query_heads, kv_heads))
+    require("query", query, F32, (batch, query_heads, dim))
+    require("table", table, I32, (batch, table.shape[-1]))
+    require("first", first, I32, (batch,))
+    for name in ("budget0", "slope"):
+        require(name, getattr(needs, name), F32, (batch, query_heads))
+    require("streaming", needs.streaming, U8, (batch, query_heads))
+    require("granularities", needs.granularities, I32, (len(needs.granularities),))
+    require("masses", masses, F32, (batch, query_heads, masses.shape[-1]))
+    require("spans", spans, I32, (batch, kv_heads))
+    require("runs", runs, I32, (batch, query_heads))
+    require("blocks", blocks, I32, (batch, kv_heads, blocks.shape[-1]))
+    require("counts", counts, I32, (batch, kv_heads))
+    if not len(needs.granularities) or needs.granularities.min() < 1:
+        raise ValueError(
+            f"granularities {needs.granularities.tolist()} are not blocks a run; use integers of 1 or more"
+        )
+    if not 0 <= end <= min(table.shape[1], masses.shape[2] // 16 * 16, blocks.shape[2]):
+        raise ValueError(
+            f"end {end} exceeds table {table.shape}, masses {masses.shape} in multiples of 16 or blocks {blocks.shape}"
+        )
+    cost = check_digest(digest, query.shape, kv_heads, end)
+    chunks = max(1, -(-end // CHUNK_BLOCKS))
+    finished = np.zeros(batch * kv_heads, np.int64)
+    args = (
+        digest, full, rest, query, table, float(scale), cap_of(softcap), first, int(end), bool(sums), needs.budget0,
+        needs.slope, needs.streaming, needs.granularities, int(needs.block_size), float(needs.digest_bytes),
+        float(needs.block_bytes), masses, finished, spans, runs, blocks, counts,
+    )  # fmt: skip
+    return Launch(retrieve_kernel, batch * kv_heads * chunks, args, cost, counters=finished)
+
+
+@jit
+def tally(
+    spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array, totals: Array
+) -> None:
+    """Count a choice: arrays as in `retrieve_blocks`.
+
+    Args:
+        totals: float64 [TALLIES + granularities], added to: groups that have a host, of them those that stream; heads,
+            of them those that take nothing; sum of the heads' shares; blocks chosen, blocks there were, of them those
+            whose digests were read; then groups by granularity.
+    """
+    for b in range(counts.shape[0]):
+        blocks = end - min(max(first[b], 0), end)
+        if not blocks:
+            continue
+        kv_heads = counts.shape[1]
+        group = runs.shape[1] // kv_heads
+        for h in range(kv_heads):
+            totals[0] += 1.0
+            totals[1] += 1.0 if spans[b, h] == 0 else 0.0
+            totals[5] += float(counts[b, h])
+            totals[6] += float(blocks)
+            totals[7] += float(blocks) if spans[b, h] else 0.0
+            for g in range(h * group, (h + 1) * group):
+                totals[2] += 1.0
+                totals[3] += 1.0 if runs[b, g] == 0 else 0.0
+                totals[4] += min(float(runs[b, g] * spans[b, h]) / float(blocks), 1.0)
+            for i in range(len(granularities)):
+                totals[TALLIES + i] += 1.0 if granularities[i] == spans[b, h] else 0.0
+
+
+@kernel
+def count_kernel(
+    ticket: Array, tasks: int, spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array,
+    totals: Array,
+) -> None:  # fmt: skip
+    """One task: all of it."""
+    if count_up(ticket, 0) == 0:
+        tally(spans, runs, counts, first, end, granularities, totals)
+        count_up(ticket, 1)
+
+
+def count_choice(
+    spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array, totals: Array
+) -> Launch:
+    """Prepare to count a choice; arguments as in `tally`."""
+    batch, kv_heads = counts.shape
+    require("counts", counts, I32, (batch, kv_heads))
+    require("spans", spans, I32, (batch, kv_heads))
+    require("runs", runs, I32, (batch, runs.shape[-1]))
+    require("first", first, I32, (batch,))
+    require("granularities", granularities, I32, (len(granularities),))
+    require("totals", totals, np.dtype(np.float64), (TALLIES + len(granularities),))
+    args = (spans, runs, counts, first, int(end), granularities, totals)
+    return Launch(count_kernel, 1, args, runs.nbytes)

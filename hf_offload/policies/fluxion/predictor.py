@@ -1,0 +1,405 @@
+"""The predictor of head properties: a small network over the features of a head (Fluxion §5.2), and its file."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from hf_offload.cache.digests import DIGESTS
+from hf_offload.cache.fingerprint import unlikeness
+from hf_offload.fields import Check, Field, check_mapping, check_tensors, count, is_a, list_of
+from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
+from hf_offload.policies.fluxion.features import FEATURES
+from hf_offload.policies.fluxion.kernels.network import Network, pack_network
+from hf_offload.policies.fluxion.training.labels import GRANULARITIES
+
+FORMAT = 4
+"""Of the file: 3 had no checksum."""
+
+
+def _check_weights(name: str, value: Any) -> None:
+    is_a(dict, name, value)
+    for weight, said in value.items():
+        list_of(partial(is_a, list), f"{name}.{weight}", said, length=2)
+        list_of(count(0), f"{name}.{weight}[0]", said[0])
+        list_of(_check_value, f"{name}.{weight}[1]", said[1])
+
+
+def _check_predictors(name: str, value: Any) -> None:
+    is_a(dict, name, value)
+    for tau, settings in value.items():
+        check_number(name, float(tau), "a deviation", above=0, below=1)
+        is_a(dict, f"{name}.{tau}", settings)
+
+
+_check_value = partial(check_number, what="a weight")
+_PARTS: dict[str, Check] = {
+    "model": partial(check_mapping, checks={"config": partial(is_a, dict), "weights": _check_weights}),
+    "features": partial(is_a, list),
+    "granularities": partial(is_a, list),
+    "digest": partial(check_choice, allowed=tuple(DIGESTS)),
+    "sinks": partial(check_tokens, least=0),
+    "local": partial(check_tokens, least=0),
+    "predictors": _check_predictors,
+}
+"""What a file must say, and what that may be."""
+_TRAIN = "train it again with `hf-offload train-fluxion`"
+WIDTH = 312
+"""Of the two layers that the three outputs share."""
+LIMIT = 8.0
+"""Standard deviations beyond which a feature says no more, even in training."""
+
+
+class HeadProperties(NamedTuple):
+    """What is predicted of heads: bgt(blk) = budget0 + slope · log₂ blk, to be clipped to [0, 1] (Eq. 1).
+
+    Args:
+        budget0, slope: fp32 `[…]`, shares of the host's tokens.
+        streaming: bool `[…]`, whether sinks and local tokens are all that a head needs.
+    """
+
+    budget0: torch.Tensor
+    slope: torch.Tensor
+    streaming: torch.Tensor
+
+
+class Predictor(Protocol):
+    """What predicts the properties of heads, for one deviation τ."""
+
+    @property
+    def tau(self) -> float:
+        """The deviation that budgets are for."""
+
+    @property
+    def digest(self) -> str:
+        """The digest whose order of blocks budgets are for."""
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that are attended anyway."""
+
+    @property
+    def local(self) -> int:
+        """Newest tokens that are attended anyway."""
+
+    def predict(self, features: torch.Tensor) -> HeadProperties:
+        """Properties `[…]` from features fp32 `[…, 41]`."""
+
+    def network(self) -> Network:
+        """The same for compiled code, as it is now."""
+
+
+def check_predictor(predictor: Any) -> None:
+    """Check what a predictor says of itself.
+
+    Raises:
+        ValueError: it is none, or a value is not allowed.
+    """
+    parts = ("tau", "digest", "sinks", "local", "predict", "network")
+    lacking = [name for name in parts if not hasattr(predictor, name)]
+    if lacking or isinstance(predictor, type):
+        raise ValueError(
+            f"predictor={shown(predictor)} is not a predictor; use the file that `hf-offload train-fluxion` wrote, or "
+            "hf_offload.ConstantPredictor()"
+        )
+    check_number("tau", predictor.tau, "a deviation", above=0, below=1)
+    check_choice("digest", predictor.digest, tuple(DIGESTS))
+    check_tokens("sinks", predictor.sinks, least=0)
+    check_tokens("local", predictor.local, least=0)
+
+
+@dataclass(frozen=True)
+class ConstantPredictor:
+    """A predictor for `Fluxion` with the same budget for every head; the defaults are full attention.
+
+    Args:
+        budget0, slope: shares of the host's tokens that a head needs: budget0 + slope · log₂(tokens of a run), clipped
+            to 0 … 1.
+        streaming: True: all heads need only sinks and newest tokens.
+        tau: deviation of the output, equal to `Fluxion(tau=...)`.
+        digest: `"submean"`, `"quest"` or `"mean"`.
+        sinks, local: first and newest tokens that are always attended.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+
+    budget0: float = 1.0
+    slope: float = 0.0
+    streaming: bool = False
+    tau: float = 0.1
+    digest: str = "submean"
+    sinks: int = 64
+    local: int = 256
+
+    def __post_init__(self) -> None:
+        check_number("budget0", self.budget0, "a share of the host's tokens", least=-1e6, most=1e6)
+        check_number("slope", self.slope, "a share of the host's tokens", least=-1e6, most=1e6)
+        check_flag("streaming", self.streaming)
+        check_predictor(self)
+
+    def predict(self, features: torch.Tensor) -> HeadProperties:
+        """The constants, once for every row of `[…, 41]`."""
+        like = features[..., 0]
+        return HeadProperties(
+            torch.full_like(like, self.budget0),
+            torch.full_like(like, self.slope),
+            torch.full_like(like, self.streaming, dtype=torch.bool),
+        )
+
+    def network(self) -> Network:
+        """A network that hears nothing: no node is between the features and the outputs."""
+        count, none = len(FEATURES), torch.zeros(0)
+        said = torch.tensor((self.budget0, self.slope, float(self.streaming)))
+        layers = ((torch.zeros(0, count), none), (torch.zeros(0, 0), none), (torch.zeros(3, 0), said))
+        nothing = torch.zeros(count)
+        return pack_network((nothing, nothing, nothing, nothing), *layers, 0.5)
+
+
+class HeadPredictor(nn.Module):
+    """A feed-forward network: a backbone of two layers, and an output for each of the three properties.
+
+    Args:
+        tau: the deviation that it predicts budgets for.
+        digest: the digest that they are for.
+        sinks, local: tokens that are attended anyway.
+        streaming_at: the probability from which a head counts as streaming.
+    """
+
+    offset: torch.Tensor
+    inverse: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def __init__(self, *, tau: float, digest: str, sinks: int, local: int, streaming_at: float = 0.9) -> None:
+        super().__init__()
+        if not 0 < streaming_at < 1:
+            raise ValueError(f"streaming_at={streaming_at} is no probability; use a number between 0 and 1")
+        self.tau, self.digest, self.sinks, self.local = tau, digest, sinks, local
+        self.streaming_at = streaming_at
+        self._logit = float(torch.logit(torch.tensor(streaming_at, dtype=torch.float64)))
+        self._elsewhere: dict[torch.device, HeadPredictor] = {}
+        self.register_buffer("offset", torch.zeros(len(FEATURES)))
+        self.register_buffer("inverse", torch.ones(len(FEATURES)))
+        self.register_buffer("low", torch.full((len(FEATURES),), -LIMIT))
+        self.register_buffer("high", torch.full((len(FEATURES),), LIMIT))
+        self.first = nn.Linear(len(FEATURES), WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.outputs = nn.Linear(WIDTH, 3)
+
+    def standardise(self, features: torch.Tensor) -> None:
+        """Take mean, deviation and range of every feature from those of the training set `[N, 41]`.
+
+        Beyond its range a feature counts as at its end: how a network goes on where it has learnt nothing is chance. A
+        context longer than those of training is to it as long as the longest of these.
+        """
+        wide = features.double()
+        mean, deviation = wide.mean(0), wide.std(0, unbiased=False)
+        inverse = torch.where(deviation > 1e-6 * (1 + mean.abs()), 1 / deviation, 0.0)  # what never varies says nothing
+        self.inverse.copy_(inverse)
+        self.offset.copy_(-mean * inverse)
+        for end, found in ((self.low, features.amin(0)), (self.high, features.amax(0))):
+            end.copy_(torch.addcmul(self.offset, found, self.inverse).clamp_(-LIMIT, LIMIT))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """budget0, slope and the logit of streaming, `[…, 3]`, from `[…, 41]`."""
+        x = torch.addcmul(self.offset, features, self.inverse)
+        x = torch.minimum(torch.maximum(x, self.low), self.high)
+        for layer in (self.first, self.second):
+            x = torch.relu_(nn.functional.linear(x, layer.weight, layer.bias))
+        return nn.functional.linear(x, self.outputs.weight, self.outputs.bias)
+
+    def predict(self, features: torch.Tensor) -> HeadProperties:
+        """The properties of heads from their features, on whatever device these are.
+
+        Args:
+            features: fp32 `[…, 41]`, as `FEATURES` names them.
+        """
+        if features.device != self.offset.device:
+            return self._on(features.device).predict(features)
+        budget0, slope, logit = self.forward(features).unbind(-1)
+        return HeadProperties(budget0, slope, logit > self._logit)
+
+    def _on(self, device: torch.device) -> HeadPredictor:
+        """A copy on another device, made once: a model may be spread over several."""
+        found = self._elsewhere.get(device)
+        if found is None:
+            found = self._elsewhere[device] = copy.deepcopy(self).to(device)
+        return found
+
+    def network(self) -> Network:
+        """The network for compiled code, with the weights of now."""
+        first, second, outputs = ((layer.weight, layer.bias) for layer in (self.first, self.second, self.outputs))
+        standard = (self.offset, self.inverse, self.low, self.high)
+        return pack_network(standard, first, second, outputs, self._logit)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Mapping[str, Any], tau: float = 0.1) -> Self:
+        """The predictor for one τ out of a file.
+
+        Args:
+            path: what `save_predictors` wrote.
+            model: `cache.fingerprint.likeness` of the model that it is to serve, which may compute in another dtype.
+            tau: one of those that the file was trained for.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: no predictor, a damaged one, another model (in what it differs), other features, or a τ that it
+                does not know.
+        """
+        about, tensors = _file(path)
+        odd = unlikeness(about["model"], dict(model))
+        if odd is not None:
+            raise ValueError(f"{path} was trained for another model: {odd}; train one for this model")
+        if about["features"] != list(FEATURES):
+            raise ValueError(f"{path} was trained on other features than this version has; {_TRAIN}")
+        if about["granularities"] != list(GRANULARITIES):
+            raise ValueError(f"{path} was trained for block sizes {shown(about['granularities'])}; {_TRAIN}")
+        names = {float(known): str(known) for known in about["predictors"]}
+        if tau not in names:
+            known = ", ".join(f"{value:g}" for value in sorted(names))
+            raise ValueError(
+                f"tau={tau:g} is none that {path} was trained for; use one of {known}, or train it for more"
+            )
+        prefix = f"{names[tau]}/"
+        mine = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+        try:
+            settings = about["predictors"][names[tau]]
+            made = cls(tau=tau, digest=about["digest"], sinks=about["sinks"], local=about["local"], **settings)
+            check_predictor(made)
+            check_tensors("", mine, {n: Field(x.dtype, tuple(x.shape)) for n, x in made.state_dict().items()})
+            made.load_state_dict(mine)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a whole predictor: {error}; {_TRAIN}") from error
+        if wrong := sorted(name for name, x in mine.items() if not x.isfinite().all()):
+            raise ValueError(f"{path} holds values that are not finite ({wrong[0]}): its training failed; {_TRAIN}")
+        return made.eval().requires_grad_(False)
+
+
+def save_predictors(
+    path: str | os.PathLike[str],
+    model: Mapping[str, Any],
+    predictors: Mapping[float, HeadPredictor],
+    summary: Mapping[str, Any],
+) -> None:
+    """Write predictors of one training, a set of weights for each τ, whole or not at all.
+
+    A τ has weights of its own because the anchor's budgets among the features are for that τ, too.
+
+    Args:
+        path: the file.
+        model: likeness of the model.
+        predictors: by τ; they share digest, sinks and local tokens.
+        summary: what is to be known of the training, for `json`.
+
+    Raises:
+        ValueError: no predictors, or predictors that differ in what they share.
+    """
+    shared = {(one.digest, one.sinks, one.local) for one in predictors.values()}
+    if len(shared) != 1:
+        raise ValueError(f"{len(predictors)} predictors for {len(shared)} settings; a file holds those of one setting")
+    digest, sinks, local = shared.pop()
+    about = {
+        "format": FORMAT, "model": dict(model), "features": FEATURES, "granularities": GRANULARITIES, "digest": digest,
+        "sinks": sinks, "local": local, "summary": dict(summary),
+        "predictors": {str(tau): {"streaming_at": one.streaming_at} for tau, one in predictors.items()},
+    }  # fmt: skip
+    tensors = {
+        f"{tau}/{name}": tensor.detach().cpu().contiguous()
+        for tau, one in predictors.items()
+        for name, tensor in one.state_dict().items()
+    }
+    write_whole(Path(path), tensors, about)
+
+
+def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a predictor's file says of itself.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no predictor, a damaged one, or one of another format.
+    """
+    return dict(_file(path)[0])
+
+
+def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a file says and holds; nobody writes into it."""
+    name = os.fspath(path)
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"predictor={name!r}: there is no such file; write one with `hf-offload train-fluxion`"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"predictor={shown(name)} is no name of a file ({error}); name a predictor's file") from error
+    if stat.S_ISDIR(found.st_mode):
+        inside = os.path.join(name, "predictor.safetensors")
+        raise ValueError(f"predictor={name!r} is a folder; name the file in it, such as {inside!r}")
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"predictor={name!r} is a device or a pipe; name a predictor's file")
+    return _read(name, (found.st_ino, found.st_mtime_ns, found.st_size))
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """`_file`, read once as long as the file is the same."""
+    try:
+        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+        about = json.loads(metadata.get("about", "{}"))
+        known, digest = about.get("format"), _digest(tensors, metadata.get("about", ""))
+    except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError, RuntimeError, OSError) as error:
+        raise ValueError(f"{path} is no predictor, or a damaged one ({error}); {_TRAIN}") from error
+    if known is None:
+        raise ValueError(f"{path} is no predictor; use a file that `hf-offload train-fluxion` wrote for this model")
+    if known != FORMAT:
+        raise ValueError(
+            f"{path} is no predictor of format {FORMAT}, it says {shown(known)}; {_TRAIN}, into the same folder: the "
+            "samples that are there serve again"
+        )
+    if metadata.get("sha256") != digest:
+        raise ValueError(f"{path} is damaged: it does not agree with its checksum; {_TRAIN}")
+    if lacking := sorted(_PARTS.keys() - about.keys()):
+        raise ValueError(f"{path} is not a whole predictor: it says nothing of {', '.join(lacking)}; {_TRAIN}")
+    try:
+        for name, check in _PARTS.items():
+            check(name, about[name])
+    except ValueError as error:
+        raise ValueError(f"{path} is not a whole predictor: {error}; {_TRAIN}") from error
+    return about, tensors
+
+
+def _digest(tensors: Mapping[str, torch.Tensor], about: str) -> str:
+    """The checksum of a file's contents: sha256 of what it says and of every tensor's name, dtype, shape and bytes."""
+    found = hashlib.sha256(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def write_whole(path: Path, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    """Write a safetensors file under another name and rename it: who is killed in between leaves no half of it."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    said = json.dumps(about)
+    try:
+        save_file(tensors, new, {"about": said, "sha256": _digest(tensors, said)})
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)

@@ -1,0 +1,162 @@
+"""The predictor's network is fitted to samples (Fluxion §5.2)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from hf_offload.policies.fluxion.predictor import HeadPredictor
+from hf_offload.policies.fluxion.training.labels import FITS, GRANULARITIES
+
+_MEASURED = 16384  # samples that the held-out loss is computed for at a time
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How a network is fitted.
+
+    Args:
+        epochs: passes over the samples, at most.
+        patience: passes without a smaller held-out loss after which it ends; the best weights stay.
+        batch: samples of a step.
+        rate: step size of Adam at the beginning; it falls to none along a cosine.
+        under: how much more an underestimated budget weighs than an overestimated one: the first costs quality, the
+            second only time.
+        streaming_at: the probability from which a head counts as streaming: a head that is left out wrongly may be the
+            one that finds what was asked for, and one that is not left out reads little.
+        fit: whether the line of Eq. 1 is to meet the budgets at the granularities that are chosen online, or that of
+            single tokens, too (`"paper"`). Budgets rise faster than log₂ blk, so that a line through all of them
+            is too high at 16 tokens and too low at 128.
+        seed: of weights and order.
+    """
+
+    epochs: int = 30
+    patience: int = 6
+    batch: int = 1024
+    rate: float = 1e-3
+    under: float = 1.0
+    streaming_at: float = 0.9
+    fit: str = "online"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "patience", "batch", "rate", "under"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} leaves nothing to fit with; use a positive number")
+        if self.fit not in FITS:
+            raise ValueError(f"fit={self.fit!r} is not known; use one of {', '.join(FITS)}")
+        if not 0 < self.streaming_at < 1:
+            raise ValueError(f"streaming_at={self.streaming_at} is no probability; use a number between 0 and 1")
+
+
+@torch.enable_grad()
+def fit_predictor(
+    features: torch.Tensor,
+    budgets: torch.Tensor,
+    held_out: torch.Tensor,
+    wanted: torch.Tensor,
+    fitting: Fitting,
+    *,
+    tau: float,
+    digest: str,
+    sinks: int,
+    local: int,
+    progress: bool = False,
+) -> tuple[HeadPredictor, int]:
+    """Fit a predictor for one τ.
+
+    The line of Eq. 1 is fitted to the needed budgets of retrieval heads, so that an error of bgt₀ or k weighs as much
+    as the budgets that it makes wrong; a streaming head teaches the third output alone.
+
+    Args:
+        features: fp32 `[N, 41]`; budgets: `[N, granularities]`, what was needed.
+        held_out, wanted: the same of texts that are not learnt from.
+        fitting: the settings.
+        tau, digest, sinks, local: what the samples are of.
+        progress: whether to show a progress bar.
+
+    Returns:
+        The predictor with the least held-out loss, and the epochs it took.
+
+    Raises:
+        ValueError: samples without any retrieval head.
+    """
+    needed = budgets[budgets.amax(1) > 0]
+    if not len(needed):
+        raise ValueError(f"no head of the samples needs the host for tau={tau:g}: nothing to learn; lower tau")
+    generator = torch.Generator().manual_seed(fitting.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(fitting.seed)
+        made = HeadPredictor(tau=tau, digest=digest, sinks=sinks, local=local, streaming_at=fitting.streaming_at)
+    made.standardise(features)
+    scale = _Scale(needed, fitting)
+    optimizer = torch.optim.Adam(made.parameters(), lr=fitting.rate)
+    steps = fitting.epochs * -(-len(features) // fitting.batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    best, least, epochs = copy.deepcopy(made.state_dict()), torch.inf, 0
+    with tqdm(total=fitting.epochs, unit="epoch", desc=f"tau {tau:g}", disable=not progress) as bar:
+        for epoch in range(1, fitting.epochs + 1):
+            for index in torch.split(torch.randperm(len(features), generator=generator), fitting.batch):
+                optimizer.zero_grad()
+                _loss(made(features[index]), budgets[index], scale).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                schedule.step()
+            loss = _mean_loss(made, held_out, wanted, scale)
+            bar.set_postfix(loss=f"{loss:.4f}")
+            bar.update()
+            if loss < least:
+                best, least, epochs = copy.deepcopy(made.state_dict()), loss, epoch
+            elif epoch - epochs >= fitting.patience:
+                break
+    made.load_state_dict(best)
+    scale.fold(made.outputs)
+    return made.eval().requires_grad_(False), epochs
+
+
+class _Scale:
+    """The size of budgets: while it learns, the network's outputs are in units of their deviation.
+
+    Args:
+        needed: `[N, granularities]`, budgets of retrieval heads.
+        fitting: the settings.
+    """
+
+    def __init__(self, needed: torch.Tensor, fitting: Fitting) -> None:
+        steps = torch.tensor(GRANULARITIES, device=needed.device).log2()
+        self.steps, self.under, self.first = steps, fitting.under, 1 if fitting.fit == "online" else 0
+        self.deviation = float(needed.std().clamp(min=1e-4))
+        self.factors = torch.stack((torch.ones_like(steps[0]), 1 / steps.mean())) * self.deviation
+        self.offsets = torch.stack((needed[:, 0].mean(), (needed.mean() - needed[:, 0].mean()) / steps.mean()))
+
+    def line(self, out: torch.Tensor) -> torch.Tensor:
+        """Budgets at all granularities, `[N, granularities]`, from outputs `[N, 3]`."""
+        first, slope = (out[:, :2] * self.factors + self.offsets)[..., None].unbind(1)
+        return first + slope * self.steps
+
+    @torch.no_grad()
+    def fold(self, outputs: nn.Linear) -> None:
+        """Let a layer give bgt₀ and k themselves."""
+        outputs.weight[:2] *= self.factors[:, None]
+        outputs.bias[:2] = outputs.bias[:2] * self.factors + self.offsets
+
+
+def _loss(out: torch.Tensor, budgets: torch.Tensor, scale: _Scale) -> torch.Tensor:
+    streaming = budgets.amax(1) == 0
+    error = ((scale.line(out) - budgets) / scale.deviation)[:, scale.first :]
+    squares = error.square() * torch.where(error < 0, scale.under, 1.0)
+    line = (squares.mean(1) * ~streaming).mean()
+    return line + nn.functional.binary_cross_entropy_with_logits(out[:, 2], streaming.float())
+
+
+@torch.no_grad()
+def _mean_loss(made: HeadPredictor, features: torch.Tensor, budgets: torch.Tensor, scale: _Scale) -> float:
+    def parts() -> Iterator[torch.Tensor]:
+        for x, y in zip(torch.split(features, _MEASURED), torch.split(budgets, _MEASURED), strict=True):
+            yield _loss(made(x), y, scale) * len(x)
+
+    return float(sum(parts(), torch.zeros(()))) / len(features)

@@ -1,0 +1,178 @@
+"""What one text teaches: features and needed budgets of every head at sampled decode steps (Fluxion §5.2, §7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from hf_offload.attention.partial import merge_partials
+from hf_offload.cache.digests import DIGESTS, DigestStore
+from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, prompt_statistics, step_features
+from hf_offload.policies.fluxion.partials import BLOCK, Tokens, attend, attend_blocks, join_blocks
+from hf_offload.policies.fluxion.training.capture import CapturedLayer
+from hf_offload.policies.fluxion.training.labels import deviation_limit, needed_budgets
+from hf_offload.scores import Scores
+
+_BUDGETS = [FEATURES.index(f"anchor_budget_{size}") for size in (16, 32, 64, 128)]
+_ANSWER = 24  # tokens behind a question that are taken for its answer
+_TILE = 4096  # tokens of the host that prompt statistics read at a time
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """At what steps of a text heads are looked at, and how.
+
+    Args:
+        interval: tokens between two anchors; a prompt ends at each multiple of it.
+        steps: decode steps drawn at random between an anchor and the next.
+        taus: deviations that budgets are found for.
+        digest: by whose scores blocks are chosen.
+        sinks, local: first and newest tokens that are attended anyway, in whole blocks.
+    """
+
+    interval: int = 4096
+    steps: int = 8
+    taus: tuple[float, ...] = (0.1,)
+    digest: str = "submean"
+    sinks: int = 64
+    local: int = 256
+
+    def positions(self, tokens: int, seed: int, *, asked: bool = False) -> dict[int, list[int]]:
+        """Positions of the decode steps in a text of so many tokens, by the length of the prompt before them.
+
+        asked: whether answers follow the prompts: half of the steps are drawn from the first tokens behind each.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        found = {}
+        for length in range(self.interval, tokens - self.steps + 1, self.interval):
+            room = min(self.interval, tokens - length)
+            near = min(_ANSWER, room // 2) if asked else 0
+            early = torch.randperm(near, generator=generator)[: self.steps // 2]
+            late = near + torch.randperm(room - near, generator=generator)[: self.steps - len(early)]
+            found[length] = sorted((length + torch.cat((early, late))).tolist())
+        return found
+
+    def host(self, length: int) -> tuple[int, int]:
+        """The first token of the host's and the first behind them, with `length` tokens in all."""
+        first = self.sinks
+        return first, max(first, (length // BLOCK - self.local // BLOCK) * BLOCK)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of training, one for each head, layer and step.
+
+    Args:
+        features: fp32 `[N, 41]`, with the anchor's budgets for the first τ.
+        anchor_budgets: fp32 `[N, taus, 4]`, these for every τ.
+        budgets: fp32 `[N, granularities, taus]`, what was needed; 0 throughout for a streaming head.
+    """
+
+    features: torch.Tensor
+    anchor_budgets: torch.Tensor
+    budgets: torch.Tensor
+
+    def features_at(self, number: int) -> torch.Tensor:
+        """Features `[N, 41]` with the anchor's budgets for another τ, by its number."""
+        made = self.features.clone()
+        made[:, _BUDGETS] = self.anchor_budgets[:, number]
+        return made
+
+    @classmethod
+    def joined(cls, parts: Sequence[Samples]) -> Samples:
+        """The samples of several parts, one after the other."""
+        return cls(
+            *(torch.cat(x) for x in zip(*((p.features, p.anchor_budgets, p.budgets) for p in parts), strict=True))
+        )
+
+
+@torch.inference_mode()
+def layer_samples(seen: CapturedLayer, plan: dict[int, list[int]], sampling: Sampling) -> Samples:
+    """The samples of one layer.
+
+    Args:
+        seen: with the queries of each anchor (the last token of its prompt) and its steps, in the plan's order.
+        plan: from `Sampling.positions`.
+        sampling: the settings.
+    """
+    device, queries, made = seen.key.device, iter(seen.queries), []
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where kernels are launched
+        layer = _Layer(seen, sampling)
+        for length, steps in plan.items():
+            statistics = layer.statistics(next(queries)[None], length)
+            made += [layer.sample(statistics, next(queries)[None], position + 1) for position in steps]
+    return Samples.joined(made)
+
+
+class _Layer:
+    """One layer of a text that was read."""
+
+    def __init__(self, seen: CapturedLayer, sampling: Sampling) -> None:
+        self.seen, self.sampling = seen, sampling
+        self.valid = torch.ones(1, seen.key.shape[2], dtype=torch.bool, device=seen.key.device)
+        self.store = _sealed(sampling.digest, seen.key)
+
+    def tokens(self, first: int, stop: int) -> Tokens:
+        return Tokens(self.seen.key[:, :, first:stop], self.seen.value[:, :, first:stop], self.valid[:, first:stop])
+
+    def scores(self, query: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Log masses `[1, Hq, n]` of the host's blocks."""
+        device = self.seen.key.device
+        table = torch.arange(first // BLOCK, stop // BLOCK, dtype=torch.int32, device=device)[None]
+        limits = torch.tensor([stop, table.shape[1]], dtype=torch.int32, device=device)
+        return self.store.score(query.float(), table, limits, Scores(self.seen.scale))
+
+    def statistics(self, anchor: torch.Tensor, length: int) -> list[PromptStatistics]:
+        """Those of a prompt, for each τ; anchor: `[1, Hq, D]`."""
+        first, stop = self.sampling.host(length)
+        scores = self.scores(anchor, first, stop)
+        return [
+            prompt_statistics(
+                self.seen.layer, anchor, self.tokens(0, first), self.tokens(stop, length),
+                (self.tokens(at, min(at + _TILE, stop)) for at in range(first, stop, _TILE)), scores,
+                tau=tau, digest=self.sampling.digest, scale=self.seen.scale,
+            )
+            for tau in self.sampling.taus
+        ]  # fmt: skip
+
+    def sample(self, statistics: list[PromptStatistics], query: torch.Tensor, length: int) -> Samples:
+        """The samples of one step with `length` tokens in all, its own among them; query: `[1, Hq, D]`."""
+        scale, query = self.seen.scale, query.float()
+        first, stop = self.sampling.host(length)
+        host = self.tokens(first, stop)
+        sinks, local = (attend(query, self.tokens(*span), scale) for span in ((0, first), (stop, length)))
+        blocks = attend_blocks(query, host, scale)
+        kept = merge_partials([sinks, local])
+        out, lse = join_blocks(blocks, -1)
+        full = merge_partials([kept, (out[:, :, 0], lse[:, :, 0])])[0]
+        budgets = needed_budgets(
+            kept, query, host, blocks, self.scores(query, first, stop), full,
+            deviation_limit(full, self.sampling.taus), scale=scale, digest=self.sampling.digest,
+        )  # fmt: skip
+        lengths = torch.tensor([[stop - first, length - stop + first]], dtype=torch.float32, device=query.device)
+        features = step_features(statistics[0], query, sinks, local, lengths)
+        anchors = torch.stack([one.fixed[..., _BUDGETS] for one in statistics], 2)
+        return Samples(*(x[0].cpu() for x in (features, anchors, budgets)))
+
+
+def _sealed(digest: str, key: torch.Tensor) -> DigestStore:
+    """The digests of all full blocks of keys `[1, Hkv, T, D]`."""
+    _, heads, length, dim = key.shape
+    count = length // BLOCK
+    store = DIGESTS[digest](heads, dim, BLOCK, key.device)
+    store.reserve(count)
+    if not store.frozen:
+        store.freeze(_tiles(key))
+    for ids in torch.split(torch.arange(count, device=key.device), _TILE // BLOCK):
+        part = key[0, :, int(ids[0]) * BLOCK : (int(ids[-1]) + 1) * BLOCK]
+        blocks = torch.unflatten(part, 1, (-1, BLOCK)).transpose(0, 1).contiguous()
+        store.seal(ids, blocks, torch.ones(blocks.shape[0], BLOCK, dtype=torch.bool, device=key.device))
+    return store
+
+
+def _tiles(key: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for part in torch.split(key, _TILE, 2):
+        yield part, torch.ones(1, part.shape[2], dtype=torch.bool)

@@ -1,0 +1,161 @@
+"""`retrieve.retrieve_blocks` against loops and sorts; V(blk) and the budgets against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from pools import run
+
+from hf_offload.cpu import reference
+from hf_offload.cpu.scoring import Digest, LogMasses, vectors
+from hf_offload.policies.fluxion.kernels import reference as reference_retrieve
+from hf_offload.policies.fluxion.kernels.needs import Needs, budget_of, granularity_of, runs_wanted, shares_of
+from hf_offload.policies.fluxion.kernels.retrieve import TALLIES, retrieve_blocks, tally
+
+
+def _needs(
+    batch: int, heads: int, budget0: object = 0.3, slope: object = 0.02, streaming: object = 0,
+    spans: object = (1, 2, 4, 8),
+) -> Needs:  # fmt: skip
+    shape = (batch, heads)
+    return Needs(
+        np.broadcast_to(np.asarray(budget0, np.float32), shape).copy(),
+        np.broadcast_to(np.asarray(slope, np.float32), shape).copy(),
+        np.broadcast_to(np.asarray(streaming, np.uint8), shape).copy(),
+        np.array(spans, np.int32), 16, 8.0, 128.0,
+    )  # fmt: skip
+
+
+def _run(
+    query: torch.Tensor, digest: Digest, table: torch.Tensor, first: list[int], end: int, needs: Needs, kv_heads: int,
+    *, sums: bool,
+) -> tuple[list[list[list[int]]], np.ndarray, np.ndarray]:  # fmt: skip
+    batch, heads, _ = query.shape
+    masses = np.full((batch, heads, (end + 15) // 16 * 16), np.nan, np.float32)
+    spans, runs = np.full((batch, kv_heads), -1, np.int32), np.full((batch, heads), -1, np.int32)
+    blocks, counts = np.full((batch, kv_heads, end + 2), -1, np.int32), np.full((batch, kv_heads), -1, np.int32)
+    launch = retrieve_blocks(
+        query.numpy(), digest, table.numpy(), np.array(first, np.int32), end, needs, masses, spans, runs, blocks,
+        counts, sums=sums, scale=1.0, softcap=None,
+    )  # fmt: skip
+    run(launch, threads=2)
+    got = [[blocks[b, h, : counts[b, h]].tolist() for h in range(kv_heads)] for b in range(batch)]
+    assert all((blocks[b, h, counts[b, h] :] == -1).all() for b in range(batch) for h in range(kv_heads))
+    return got, spans, runs
+
+
+def _check(
+    query: torch.Tensor, digest: Digest, masses: torch.Tensor, table: torch.Tensor, first: list[int], end: int,
+    needs: Needs, kv_heads: int, *, sums: bool,
+) -> None:  # fmt: skip
+    got, spans, runs = _run(query, digest, table, first, end, needs, kv_heads, sums=sums)
+    want, want_spans, want_runs = reference_retrieve.retrieve_blocks(
+        masses, torch.tensor(first), end, *(torch.from_numpy(x) for x in (needs.budget0, needs.slope, needs.streaming)),
+        needs.granularities.tolist(), kv_heads, block_size=16, digest_bytes=needs.digest_bytes,
+        block_bytes=needs.block_bytes, sums=sums,
+    )  # fmt: skip
+    assert spans.tolist() == want_spans
+    assert runs.tolist() == want_runs
+    assert got == want
+
+
+@pytest.mark.parametrize(
+    ("seed", "group"),
+    [*((s, 3) for s in range(16)), *(pytest.param(s, 1 + s % 4, marks=pytest.mark.slow) for s in range(16, 24))],
+)
+def test_log_masses(seed: int, group: int) -> None:
+    rng = np.random.default_rng(seed)
+    kv_heads, end = 2, int(rng.integers(1, 300))
+    heads = kv_heads * group
+    masses = torch.from_numpy(rng.standard_normal((3, heads, end)).astype(np.float32)) * 3
+    if seed % 3 == 0:
+        masses = masses.round()  # many ties
+    if seed % 4 == 0:
+        masses[0, :, ::2], masses[1, :, : end // 2] = -math.inf, -math.inf
+    needs = _needs(
+        3, heads, rng.uniform(-0.2, 1.1, (3, heads)), rng.uniform(-0.05, 0.1, (3, heads)),
+        rng.integers(0, 2, (3, heads)), spans=((1, 2, 4, 8), (2,), (8, 3), (1,))[seed // 2 % 4],
+    )  # fmt: skip
+    first = rng.integers(0, max(end // 2, 1) + 1, 3).tolist()
+    query, table = torch.zeros(3, heads, 16), torch.zeros(3, end, dtype=torch.int32)
+    sums = seed % 2 == 0 and seed % 3 != 0  # sums of ties differ in the last bit
+    _check(query, LogMasses(masses.numpy()), masses, table, first, end, needs, kv_heads, sums=sums)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("group", "dim", "blocks"),
+    [(3, 64, 131), (3, 32, 290), (1, 16, 5), pytest.param(5, 32, 290, marks=pytest.mark.slow)],
+)
+def test_quest(group: int, dim: int, blocks: int) -> None:
+    torch.manual_seed(group)
+    query, digests = torch.randn(2, 2 * group, 2 * dim), torch.randn(blocks + 3, 2, 2 * dim)
+    bias = torch.zeros(blocks + 3)
+    table = torch.stack([torch.randperm(blocks + 3)[:blocks] for _ in range(2)]).int()
+    bias[int(table[0, blocks - 1])], digests[int(table[0, blocks - 1])] = -math.inf, math.nan
+    masses = reference.score_vectors(query, digests, bias, table, blocks)
+    digest = vectors(query.numpy(), digests.numpy(), bias.numpy(), dtype=torch.float32)
+    needs = _needs(2, 2 * group, 0.1, [0.02] * group + [0.0] * group)
+    real = query[..., :dim].contiguous()
+    _check(real, digest, masses, table, [4 if blocks > 5 else 1, 0], blocks - 1, needs, 2, sums=False)
+
+
+def test_granularity_by_hand() -> None:
+    # One block: digest 64 bytes, K and V 256. V(16) = 64 + 256·(0.1 + 4·0.05) = 140.8; V(32) = 32 + 256·0.35 = 121.6;
+    # V(64) = 16 + 256·0.4 = 118.4; V(128) = 8 + 256·0.45 = 123.2.
+    spans, slope = np.array([1, 2, 4, 8], np.int32), np.array([0.05], np.float32)
+    budget0, retrieves = np.array([0.1], np.float32), np.array([0], np.uint8)
+    assert shares_of(budget0, slope, retrieves, 16.0) == pytest.approx(0.3)
+    assert shares_of(budget0, slope, retrieves, 32.0) == pytest.approx(0.35)
+    assert granularity_of(budget0, slope, retrieves, spans, 16, 64.0, 256.0) == 4
+    # A second head that streams costs nothing; one that retrieves doubles what coarse runs cost: 64 + 2·76.8 = 217.6;
+    # 32 + 2·89.6 = 211.2; 16 + 2·102.4 = 220.8.
+    two = (np.repeat(budget0, 2), np.repeat(slope, 2))
+    assert granularity_of(*two, np.array([0, 1], np.uint8), spans, 16, 64.0, 256.0) == 4
+    assert granularity_of(*two, np.array([0, 0], np.uint8), spans, 16, 64.0, 256.0) == 2
+    assert granularity_of(*two, np.array([1, 1], np.uint8), spans, 16, 64.0, 256.0) == 0
+    # Without slope the coarsest has the least to choose among; without a budget nothing is read.
+    assert granularity_of(budget0, slope * 0, retrieves, spans, 16, 64.0, 256.0) == 8
+    assert granularity_of(budget0 * 0, slope * 0, retrieves, spans, 16, 64.0, 256.0) == 0
+
+
+def test_budgets_by_hand() -> None:
+    assert budget_of(0.1, 0.05, 0, 64.0) == pytest.approx(0.4)
+    assert budget_of(0.9, 0.05, 0, 64.0) == 1.0
+    assert budget_of(-0.5, 0.05, 0, 64.0) == 0.0
+    assert budget_of(0.9, 0.05, 1, 64.0) == 0.0
+    assert runs_wanted(float(np.float32(0.05)), 100, 1) == 5
+    assert runs_wanted(0.051, 100, 1) == 6
+    assert runs_wanted(0.05, 100, 8) == 1
+    assert runs_wanted(1.0, 17, 8) == 3
+    assert runs_wanted(0.0, 17, 8) == 0
+
+
+def test_whole_budget_takes_all_and_streaming_groups_nothing() -> None:
+    masses = torch.randn(2, 4, 40)
+    query, table = torch.zeros(2, 4, 16), torch.zeros(2, 40, dtype=torch.int32)
+    needs = _needs(2, 4, 1.0, 0.0, [1, 1, 1, 0])
+    got, spans, runs = _run(query, LogMasses(masses.numpy()), table, [3, 40], 40, needs, 2, sums=True)
+    assert got == [[[], list(range(3, 40))], [[], []]]
+    assert spans.tolist() == [[0, 8], [0, 8]]
+    assert runs.tolist() == [[0, 0, 0, 5], [0, 0, 0, 0]]
+    totals = np.zeros(TALLIES + 4)
+    counts = np.array([[0, 37], [0, 0]], np.int32)
+    tally(spans, runs, counts, np.array([3, 40], np.int32), 40, needs.granularities, totals)
+    assert totals.tolist() == [2, 1, 4, 3, 1, 37, 74, 37, 0, 0, 0, 1]
+
+
+def test_refusals() -> None:
+    query, table = torch.zeros(1, 2, 16), torch.zeros(1, 8, dtype=torch.int32)
+    digest = LogMasses(np.zeros((1, 2, 8), np.float32))
+    with pytest.raises(ValueError, match="granularities"):
+        _run(query, digest, table, [0], 8, _needs(1, 2, spans=(0, 1)), 1, sums=False)
+    with pytest.raises(ValueError, match="end 9"):
+        _run(query, digest, table, [0], 9, _needs(1, 2), 1, sums=False)
+    needs = _needs(1, 2)
+    with pytest.raises(TypeError, match="budget0"):
+        _run(query, digest, table, [0], 8, replace(needs, budget0=needs.budget0.astype(np.float64)), 1, sums=False)

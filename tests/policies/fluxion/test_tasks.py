@@ -1,0 +1,158 @@
+"""Tasks of choice and attention: as the two launches one after the other, in any hands; and their order."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from pools import Case, bits, make_case, run
+
+from hf_offload.cpu.decode import sparse_decode
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.scoring import Digest, vectors
+from hf_offload.policies.fluxion.kernels.dealing import Hands, new_hands, take
+from hf_offload.policies.fluxion.kernels.needs import Needs, rank_tasks
+from hf_offload.policies.fluxion.kernels.retrieve import retrieve_blocks
+from hf_offload.policies.fluxion.kernels.tasks import whole_tasks
+
+KV_HEADS, GROUP, DIM, BLOCK, DTYPE = 2, 2, 32, 16, torch.float32
+
+
+class Work:
+    """A choice and the attention to it, over a pool with poisoned tokens; `length` tokens in each of three rows."""
+
+    def __init__(self, seed: int, length: int) -> None:
+        torch.manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        self.case: Case = make_case(3, KV_HEADS, DIM, BLOCK, length, DTYPE, (0, 37, length - 40), scattered=0.02)
+        heads, self.end = KV_HEADS * GROUP, length // BLOCK - 1
+        self.first = np.array([1, 3, self.end], np.int32)  # the last row has nothing on the host
+        self.query = torch.randn(3, heads, DIM)
+        blocks = len(self.case.block_ptr)
+        digests, bias = torch.randn(blocks, KV_HEADS, 2 * DIM), torch.zeros(blocks)
+        bias[int(self.case.table[0, 2])] = -math.inf
+        doubled = torch.cat([self.query.clamp(min=0), self.query.clamp(max=0)], -1)
+        self.digest: Digest = vectors(doubled.numpy(), digests.numpy(), bias.numpy(), dtype=torch.float32)
+        streaming = np.zeros((3, heads), np.uint8)
+        streaming[1, :GROUP] = 1
+        self.needs = Needs(
+            rng.uniform(0.0, 0.6, (3, heads)).astype(np.float32), np.full((3, heads), 0.02, np.float32), streaming,
+            np.array([1, 2, 4], np.int32), BLOCK, 8.0, 128.0,
+        )  # fmt: skip
+        self.masses = np.full((3, heads, (self.end + 15) // 16 * 16), np.nan, np.float32)
+        self.spans, self.runs = np.zeros((3, KV_HEADS), np.int32), np.zeros((3, heads), np.int32)
+        self.blocks, self.counts = np.zeros((3, KV_HEADS, self.end), np.int32), np.zeros((3, KV_HEADS), np.int32)
+        self.out, self.lse = np.zeros((3, heads, DIM), np.float32), np.full((3, heads), -np.inf, np.float32)
+        self.order, self.volumes = np.full(3 * KV_HEADS, -1, np.int32), np.zeros(3 * KV_HEADS)
+
+    def launches(self) -> tuple[Launch, Launch]:
+        table, length = self.case.table.numpy(), self.case.length
+        choice = retrieve_blocks(
+            self.query.numpy(), self.digest, table, self.first, self.end, self.needs, self.masses, self.spans,
+            self.runs, self.blocks, self.counts, sums=False, scale=1.0, softcap=None,
+        )  # fmt: skip
+        attention = sparse_decode(
+            self.query.numpy(), self.case.block_ptr, table, self.blocks, self.counts, self.case.holes.numpy(),
+            self.case.valid.numpy(), length, self.out, self.lse, None, kv_dtype=DTYPE, block_size=BLOCK, scale=0.2,
+            softcap=None,
+        )  # fmt: skip
+        return choice, attention
+
+    def hands(self) -> Hands:
+        """All tasks in the hands of the CPU."""
+        hands, found = new_hands(3 * KV_HEADS), self.rank()
+        hands.order[0, :found], hands.counts[0] = self.order[:found], found
+        return hands
+
+    def rank(self) -> int:
+        needs = self.needs
+        return int(
+            rank_tasks(
+                needs.budget0, needs.slope, needs.streaming, needs.granularities, BLOCK, needs.digest_bytes,
+                needs.block_bytes, self.first, self.end, self.spans, self.volumes, self.order,
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [170, pytest.param(2600, marks=pytest.mark.slow)])
+def test_tasks_give_what_the_two_launches_give(length: int) -> None:
+    one, other = Work(3, length), Work(3, length)
+    for launch in one.launches():
+        run(launch)
+    hands = other.hands()
+    assert sorted(hands.order[0, : hands.counts[0]].tolist()) == [0, 1, 3]  # row 1's first heads stream, row 2 is short
+    launch = whole_tasks(*other.launches(), hands)
+    run(launch, threads=3)
+    assert launch.ticket[1] == 3
+    for name in ("spans", "runs", "counts"):
+        assert np.array_equal(getattr(one, name)[:2], getattr(other, name)[:2]), name
+    assert one.counts[:2].sum() > 0
+    for b in range(2):
+        for h in range(KV_HEADS):
+            count = one.counts[b, h]
+            assert np.array_equal(one.blocks[b, h, :count], other.blocks[b, h, :count])
+    there = one.lse > -np.inf
+    assert np.array_equal(one.lse, other.lse)
+    assert np.array_equal(one.out[there], other.out[there])
+    assert np.isfinite(one.out[there]).all()
+    assert bits(one.case.slabs[0]).size  # the pool outlives its addresses
+
+
+def test_what_another_hand_takes_is_left_alone() -> None:
+    work = Work(5, 300)
+    hands = work.hands()
+    launch, mine = whole_tasks(*work.launches(), hands), take(hands, 0)
+    launch()
+    assert launch.ticket[1] == hands.counts[0] - 1
+    b, h = divmod(mine, KV_HEADS)
+    assert work.counts[b, h] == 0
+    assert (work.lse[b, h * GROUP : (h + 1) * GROUP] == -np.inf).all()
+    assert (work.lse > -np.inf).sum() == GROUP * (hands.counts[0] - 1)
+
+
+def test_a_task_is_taken_once_from_both_ends() -> None:
+    hands, taken = new_hands(3000), []
+    hands.order[0], hands.before[0] = np.arange(3000), np.arange(3001.0)
+    hands.counts[0], hands.seconds[:] = 3000, 1.0
+
+    def work(side: int) -> None:
+        mine = []
+        while (task := take(hands, side)) >= 0:
+            mine.append(task)
+        taken.append((side, mine))
+
+    threads = [threading.Thread(target=work, args=(side,)) for side in (0, 1, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(task for _, mine in taken for task in mine) == list(range(3000))
+    for side, mine in taken:
+        assert mine == sorted(mine, reverse=side == 1)
+
+
+def test_the_order_by_hand() -> None:
+    # Eq. 3 a block at one granularity: 8 + 128 · Σ budgets; rows of 10, 4 and 0 blocks, two KV heads of one query head.
+    budget = np.array([[0.5, 0.25], [1.0, 0.25], [1.0, 1.0]], np.float32)
+    streaming = np.array([[0, 0], [0, 1], [0, 0]], np.uint8)
+    order, spans, volumes = np.full(6, -1, np.int32), np.full((3, 2), -1, np.int32), np.zeros(6)
+    single, first = np.array([1], np.int32), np.array([2, 8, 12], np.int32)
+    found = rank_tasks(
+        budget, np.zeros_like(budget), streaming, single, 16, 8.0, 128.0, first, 12, spans, volumes, order
+    )
+    assert volumes.tolist() == [10 * 72.0, 10 * 40.0, 4 * 136.0, 0.0, 0.0, 0.0]
+    assert found == 3
+    assert order[:3].tolist() == [0, 2, 1]
+    assert spans.tolist() == [[1, 1], [1, 0], [1, 1]]
+
+
+def test_launches_that_do_not_belong_together_are_refused() -> None:
+    work = Work(1, 170)
+    choice, attention = work.launches()
+    with pytest.raises(ValueError, match="other blocks than those that are chosen"):
+        whole_tasks(Work(1, 170).launches()[0], attention, work.hands())
+    with pytest.raises(ValueError, match="order has shape"):
+        whole_tasks(choice, attention, new_hands(3))
