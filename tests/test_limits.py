@@ -69,6 +69,8 @@ def of_memory(error):
 def live(limited, mib):
     for name, act in acts.items():
         if name == limited:
+            if "cache" in held:
+                held["cache"].drain()  # a kernel that is being loaded has been found room for before the limit falls
             size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (size + int(mib * 2**20), -1))
         try:
