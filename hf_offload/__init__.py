@@ -8,7 +8,9 @@ from hf_offload.attention.function import register as _register
 from hf_offload.cache.stats import Stats
 from hf_offload.cpu.worker import WorkerError
 from hf_offload.enable import disable, enable, enabled
+from hf_offload.fields import Field
 from hf_offload.hybrid_cache import HybridCache
+from hf_offload.policies.base import LayerState, Plan
 from hf_offload.policies.fluxion.predictor import ConstantPredictor
 from hf_offload.policies.registry import (
     H2O,
@@ -31,11 +33,14 @@ __all__ = [
     "H2O",
     "HGCA",
     "ConstantPredictor",
+    "Field",
     "FixedHybrid",
     "Fluxion",
     "Full",
     "HybridCache",
     "InfiniGen",
+    "LayerState",
+    "Plan",
     "Policy",
     "Quest",
     "Scout",

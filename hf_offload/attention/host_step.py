@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -383,6 +383,12 @@ class HostStep(Step):
         blocks = np.broadcast_to(np.arange(first, self.num_blocks, dtype=np.int32), shape).copy()
         self.serve_this_block()
         return Selection(blocks, np.full(shape[:2], shape[2], np.int32))
+
+    def blocks(self, numbers: Sequence[int]) -> Selection:
+        listed, shape = self._listed(numbers), (self.store.batch, self.store.num_kv_heads)
+        self.serve_this_block()
+        wide = np.broadcast_to(listed, (*shape, len(listed))).copy()
+        return Selection(wide, np.full(shape, len(listed), np.int32))
 
     def resident_blocks(self) -> None:
         return None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_offload.attention.token_fetch import TokenFetch
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.knobs import shown
 from hf_offload.policies.base import EVER, Plan, Selection
 from hf_offload.scores import Scores
 
@@ -56,6 +58,16 @@ class Step(ABC):
         """Have this step's token and query where everything reads them; whoever asks for the query need not."""
         return
 
+    def _listed(self, numbers: Sequence[int]) -> np.ndarray:
+        """Block numbers, int32 `[n]`, as `blocks` wants them."""
+        listed = np.asarray(numbers, np.int64)
+        ascending = listed.ndim == 1 and np.all(np.diff(listed) > 0)
+        if not ascending or (len(listed) and not 0 <= listed[0] <= listed[-1] < self.num_blocks):
+            raise ValueError(
+                f"blocks {shown(numbers)} are not distinct, ascending and within 0..{self.num_blocks - 1}; sort them"
+            )
+        return listed.astype(np.int32)
+
     def label(self, what: str) -> str:
         """What an error message calls a piece of this step's work."""
         return f"{what} of layer {self.layer.index}, step {self.layer.stats.steps}"
@@ -94,6 +106,14 @@ class Step(ABC):
     @abstractmethod
     def blocks_from(self, first: int) -> Selection:
         """All blocks from number `first` on, the tail included; with two memories at most as many as are resident."""
+
+    @abstractmethod
+    def blocks(self, numbers: Sequence[int]) -> Selection:
+        """Blocks by their numbers, the same in all rows and KV heads, each once and ascending.
+
+        Raises:
+            ValueError: they are not, or one is not there.
+        """
 
     def as_long_as(self, holds: Callable[[], bool]) -> None:
         """Let the plan of this step serve later ones only where this is true; with two memories none does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from hf_offload.attention.step import Step, fp32
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import memory_for
+from hf_offload.cache.mirror import sent
 from hf_offload.cache.tiles import LOWER_TILE, TILE
 from hf_offload.gpu.join import join_heads
 from hf_offload.gpu.merge import merge
@@ -119,6 +121,12 @@ class TieredStep(Step):
         blocks = torch.arange(first, first + self.resident.slots, dtype=torch.int32, device=device)
         counts = torch.full(shape, self.num_blocks - first, dtype=torch.int32, device=device)
         return Selection(blocks.clamp(max=self.store.table.shape[1] - 1).expand(*shape, -1).contiguous(), counts)
+
+    def blocks(self, numbers: Sequence[int]) -> Selection:
+        listed = sent(self._listed(numbers), self.query.device)
+        shape = (self.store.batch, self.store.num_kv_heads)
+        counts = torch.full(shape, len(listed), dtype=torch.int32, device=self.query.device)
+        return Selection(listed.expand(*shape, -1).contiguous(), counts)
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         block, offset = divmod(self.length - 1, self.block_size)

@@ -52,7 +52,8 @@ def open_layer(
         if budget is not None:
             slots = budget.slots(store, tokens)
         layer.resident = ResidentSet(store, slots, layer.mirror)
-    layer.state = policy.new_state(layer)
-    if not isinstance(layer.state, LayerState):
-        raise TypeError(f"{type(policy).__name__}.new_state gave {layer.state!r}, which is no LayerState")
+    state = policy.new_state(layer)
+    if not isinstance(state, LayerState):
+        raise TypeError(f"{type(policy).__name__}.new_state gave {state!r}, which is no LayerState")
+    layer.state = state
     layer.is_initialized = True

@@ -24,9 +24,9 @@ from hf_offload import HybridCache, Policy, Window, register_policy
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = {
-    "ConstantPredictor", "FixedHybrid", "Fluxion", "Full", "H2O", "HGCA", "HybridCache", "InfiniGen", "Policy", "Quest",
-    "Scout", "Stats", "Window", "WorkerError", "__version__", "demo_text", "disable", "enable", "enabled",
-    "hide_number", "load_demo_model", "register_policy",
+    "ConstantPredictor", "Field", "FixedHybrid", "Fluxion", "Full", "H2O", "HGCA", "HybridCache", "InfiniGen",
+    "LayerState", "Plan", "Policy", "Quest", "Scout", "Stats", "Window", "WorkerError", "__version__", "demo_text",
+    "disable", "enable", "enabled", "hide_number", "load_demo_model", "register_policy",
 }  # fmt: skip
 MODULES = {"hf_offload.lm_eval"}
 """Modules that are started with `python -m`, or imported for what they register."""
