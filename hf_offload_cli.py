@@ -127,7 +127,7 @@ def plan(
         import torch
 
         from hf_offload import assets
-        from hf_offload.cache.budget import parse_bytes
+        from hf_offload.cache.memory_budget import parse_bytes
         from hf_offload.plan import DEFAULTS, parse_setting, parse_tokens, plan_table, shape_of
 
         tokens = parse_tokens(context)

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 import hf_offload
 from common import FULL, Row, percentiles, synchronize
 from context_attention import Watch, compare
-from hf_offload.attention.partial import merge_partials
+from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.policies.base import Plan
 from hf_offload.policies.fluxion import policy

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from hf_offload.attention.graph import StepGraph
+from hf_offload.attention.cuda_graph import StepGraph
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.transaction import Transaction

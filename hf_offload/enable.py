@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_offload.attention.checks import check_attention, check_model, inside
-from hf_offload.attention.function import NAME
-from hf_offload.attention.graphed import GraphedForward, graphed
+from hf_offload.attention.cuda_graph import GraphedForward, graphed
+from hf_offload.attention.model_support import NAME, check_attention, check_model, inside
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies.base import Policy
 

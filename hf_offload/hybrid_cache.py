@@ -9,16 +9,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_offload.attention.announce import check_drafts, watch
-from hf_offload.attention.checks import check_graph, check_model, held_layers, image_layers, stock_layers
+from hf_offload.attention.announced_drafts import check_drafts, watch
+from hf_offload.attention.cuda_graph import StepGraph, graphed
 from hf_offload.attention.fallback import Fallback
-from hf_offload.attention.graph import StepGraph
-from hf_offload.attention.graphed import graphed
 from hf_offload.attention.hooks import attach, find_layers, hybrid_layers
-from hf_offload.attention.spread import on_device, two_memories
-from hf_offload.cache.budget import least_blocks, make_budget, resident_tokens
+from hf_offload.attention.model_support import (
+    check_graph,
+    check_model,
+    held_layers,
+    image_layers,
+    on_device,
+    stock_layers,
+    two_memories,
+)
 from hf_offload.cache.fingerprint import likeness
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory_budget import least_blocks, make_budget, resident_tokens
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES

@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
-from hf_offload.attention.function import NAME
+from hf_offload.attention.model_support import NAME
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.plan import CACHE_KNOBS
 from hf_offload.policies.registry import POLICIES, Policy, describe_policy

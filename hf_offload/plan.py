@@ -11,15 +11,15 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from hf_offload.attention.checks import held_layers, stock_layers
-from hf_offload.cache.budget import check_slots, least_blocks, make_budget, resident_tokens
+from hf_offload.attention.model_support import held_layers, stock_layers
+from hf_offload.cache.arrivals import unsuitable
+from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.digests import DIGESTS
-from hf_offload.cache.fits import unsuitable
 from hf_offload.cache.host_pool import growth
 from hf_offload.cache.memory import size_text
+from hf_offload.cache.memory_budget import check_slots, least_blocks, make_budget, resident_tokens
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import check_sizes
-from hf_offload.cache.store import BlockStore
 from hf_offload.fields import LayerSizes
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.knobs import MOST, check_count, shown

@@ -12,17 +12,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_offload.attention.checks import check_model, image_layers, stock_layers
 from hf_offload.attention.fallback import Fallback
 from hf_offload.attention.hooks import Attachment, find_layers
-from hf_offload.attention.spread import two_memories
+from hf_offload.attention.model_support import check_model, image_layers, stock_layers, two_memories
+from hf_offload.cache.conversion import device_of, fork_layers, give_back, take_over
 from hf_offload.cache.fingerprint import difference, fingerprint
-from hf_offload.cache.forking import fork_layers
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.loading import SavedCache, merge_knobs
 from hf_offload.cache.saving import save_cache
-from hf_offload.cache.stock import copy_layer
-from hf_offload.cache.takeover import device_of, give_back, take_over
+from hf_offload.cache.stock_layers import copy_layer
 from hf_offload.changing import Changing
 from hf_offload.knobs import check_flag
 from hf_offload.policies.registry import Policy, describe_policy, saved_policy

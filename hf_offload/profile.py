@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
-from hf_offload.cache.budget import resident_tokens
+from hf_offload.cache.memory_budget import resident_tokens
 from hf_offload.cache.settings import check_block_size
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.knobs import check_count

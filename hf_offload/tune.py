@@ -14,7 +14,7 @@ from rich.table import Table
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import Cache, PreTrainedModel
 
-from hf_offload.attention.spread import two_memories
+from hf_offload.attention.model_support import two_memories
 from hf_offload.cache.settings import check_tier
 from hf_offload.knobs import check_count, check_number
 from hf_offload.measuring import Reading, cost, follow, hold, read

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_offload import HybridCache
-from hf_offload.attention.host_step import HostStep
+from hf_offload.attention.step_cpu import HostStep
 
 STEPS = 10
 SMALL: dict[str, Any] = {"sinks": 8, "recent": 16, "block_size": 8, "synchronous_layers": (0,)}

@@ -14,14 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hf_offload.cache import resident
+from hf_offload.cache import resident_set as resident
 from hf_offload.gpu import flags
 
 SYNCHRONISING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
 
 
 class CpuRecorder(TorchDispatchMode):
-    """Stands for `attention.capture.Recorder`."""
+    """Stands for `attention.graph_capture.Recorder`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 from hf_offload import ConstantPredictor
-from hf_offload.attention import function
+from hf_offload.attention import interface as function
 from hf_offload.cache.layer import HybridLayer
 
 STEPS = 45

@@ -193,7 +193,8 @@ def test_a_model_that_slices_masks_for_shared_keys_gets_dense_ones() -> None:
 def test_stock_layers_go_along(family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if family == "mixed":
         from hf_offload.attention import fallback
-        from hf_offload.cache import fits, takeover
+        from hf_offload.cache import arrivals as fits
+        from hf_offload.cache import conversion as takeover
 
         def odd(key: torch.Tensor, value: torch.Tensor) -> str | None:
             return "odd" if key.shape[1] == 4 else fits.unsuitable(key, value)

@@ -13,10 +13,10 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, WorkerError
-from hf_offload.attention import tiered_step
-from hf_offload.attention.host_part import HostPart
+from hf_offload.attention import step_split as tiered_step
+from hf_offload.attention.cpu_partial import HostPart
 from hf_offload.cache import host_pool
-from hf_offload.cache.resident import ResidentSet
+from hf_offload.cache.resident_set import ResidentSet
 from hf_offload.cpu import pool as movers
 from hf_offload.cpu.launch import LaunchSequence
 from hf_offload.cpu.worker import Worker

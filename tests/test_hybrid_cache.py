@@ -433,7 +433,7 @@ def test_statistics_are_a_table_and_a_dict(llama: PreTrainedModel) -> None:
 
 def test_sink_and_softcap_follow_the_model(llama: PreTrainedModel) -> None:
     """Extra logits (attention sinks) and a softcap, as GPT-OSS and Gemma 2 pass them, in prompt and decode."""
-    from hf_offload.attention.function import hybrid_sparse_attention
+    from hf_offload.attention.interface import hybrid_sparse_attention
 
     cache = HybridCache(llama, "full", tier="split", block_size=BLOCK, resident=64)
     layer = cache.layers[0]

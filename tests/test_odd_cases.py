@@ -209,7 +209,7 @@ def test_rows_reordered_in_inference_mode(llama: PreTrainedModel, tier: str) -> 
 
 
 def test_queries_without_keys_of_their_own_are_refused(llama: PreTrainedModel) -> None:
-    from hf_offload.attention.function import hybrid_sparse_attention
+    from hf_offload.attention.interface import hybrid_sparse_attention
 
     layer = HybridCache(llama, **COVERING).layers[0]
     tagged = layer.update(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16))
@@ -218,7 +218,7 @@ def test_queries_without_keys_of_their_own_are_refused(llama: PreTrainedModel) -
 
 
 def test_keys_that_changed_on_the_way_are_refused(llama: PreTrainedModel) -> None:
-    from hf_offload.attention.function import hybrid_sparse_attention
+    from hf_offload.attention.interface import hybrid_sparse_attention
 
     module, keys = llama.model.layers[0].self_attn, torch.zeros(2, 4, 8, 16)
     with pytest.raises(ValueError, match="changes keys or values after the cache"):

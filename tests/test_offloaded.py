@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, hybrid_cache
-from hf_offload.attention import spread
+from hf_offload.attention import model_support as spread
 from hf_offload.attention.lookahead import make_adapter
-from hf_offload.cache import takeover
+from hf_offload.cache import conversion as takeover
 from hf_offload.cpu import cores
 
 SMALL: dict[str, Any] = {"budget": 64, "sinks": 8, "recent": 16, "block_size": 8, "synchronous_layers": (0,)}

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from tiny import DEVICE
 
 from hf_offload import ConstantPredictor, HybridCache
-from hf_offload.cache.budget import least_blocks
+from hf_offload.cache.memory_budget import least_blocks
 from hf_offload.policies.registry import make_policy
 
 COVERING = 2048

@@ -19,7 +19,8 @@ from tiny import DEVICE, ONE_MEMORY, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.cache import host_pool, loading, saving, store
+from hf_offload.cache import block_store as store
+from hf_offload.cache import host_pool, loading, saving
 
 PROMPT = 205
 MEMORIES: dict[str, dict[str, Any]] = {"one": ONE_MEMORY, "split": {"tier": "split", "resident": 128}}

@@ -13,7 +13,7 @@ from transformers import BartConfig, DynamicCache, PreTrainedModel
 from transformers.models.bart import BartForConditionalGeneration
 
 from hf_offload import HybridCache, disable, enable
-from hf_offload.attention import function
+from hf_offload.attention import interface as function
 from hf_offload.attention.hooks import find_layers
 from hf_offload.attention.lookahead import QueryPredictor, capture_query
 

@@ -13,7 +13,7 @@ import torch
 from common import percentiles
 from gpu.options import Options
 from gpu.supervise import Report
-from hf_offload.attention.capture import Capture, Recorder, undisturbed
+from hf_offload.attention.graph_capture import Capture, Recorder, undisturbed
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cpu.decode import sparse_decode
 from hf_offload.cpu.doorbell import Doorbell

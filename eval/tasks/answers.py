@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 import hf_offload
 from common import Row, prefill
-from hf_offload.attention.spread import on_device
+from hf_offload.attention.model_support import on_device
 from tasks.prompts import Prompt
 from tasks.rows import CONTROL
 from tasks.samples import Sample

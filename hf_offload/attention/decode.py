@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from hf_offload.attention import tiered
-from hf_offload.attention.dense import append_attention
-from hf_offload.attention.host_step import Form, HostStep, readable
-from hf_offload.attention.tiered_step import TieredStep
-from hf_offload.cache.around import uncast
+from hf_offload.attention import decode_split as tiered
+from hf_offload.attention.prefill import append_attention
+from hf_offload.attention.step_cpu import Form, HostStep, readable
+from hf_offload.attention.step_split import TieredStep
+from hf_offload.cache.last_queries import joined
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.queries import joined
 from hf_offload.cache.sealing import seal
+from hf_offload.cache.torch_modes import uncast
 from hf_offload.scores import Scores
 
 FEW_QUERIES = 16

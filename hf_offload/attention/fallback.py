@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
-from hf_offload.cache.fits import unsuitable
+from hf_offload.cache.arrivals import unsuitable
 from hf_offload.cache.layer import HybridLayer
 
 CHANGED = "the model changes keys or values after the cache"

@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_offload.attention.decode import look_ahead
+from hf_offload.attention.drafts import predict_drafts
 from hf_offload.attention.lookahead import CAPTURING, QueryPredictor, capturing
-from hf_offload.attention.spread import exchanges
-from hf_offload.attention.verify import predict_drafts
-from hf_offload.cache.around import uncompiled
-from hf_offload.cache.fits import unconsumed
+from hf_offload.attention.model_support import exchanges
+from hf_offload.cache.arrivals import unconsumed
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.torch_modes import uncompiled
 
 
 class Attachment:

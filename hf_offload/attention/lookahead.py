@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_offload.attention.spread import brings_weights, check_whole, hook_of, leave_hooks
-from hf_offload.cache.around import uncompiled
+from hf_offload.attention.model_support import brings_weights, check_whole, hook_of, leave_hooks
+from hf_offload.cache.torch_modes import uncompiled
 
 CAPTURING: set[int] = set()
 """The threads that run a forward that is to be cut short."""

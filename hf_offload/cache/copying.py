@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_offload.cache.block_store import BlockStore, narrow
+from hf_offload.cache.device_mirror import sent
 from hf_offload.cache.memory import host_empty, memory_for
-from hf_offload.cache.mirror import sent
-from hf_offload.cache.store import BlockStore, narrow
 from hf_offload.cpu import pool as movers
 
 PIECE_BYTES = 32 << 20

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_offload.cache.device_mirror import sent
 from hf_offload.cache.memory import host_empty, memory_for
-from hf_offload.cache.mirror import sent
 from hf_offload.cpu.scoring import Digest, Vectors, vectors
 from hf_offload.cpu.submeans import submeans
 from hf_offload.gpu.score import score_submeans, score_vectors

@@ -20,10 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import nn
 
-from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.conversion import device_of
+from hf_offload.cache.last_queries import LastQueries
+from hf_offload.cache.layer import HybridLayer, open_layer
 from hf_offload.cache.memory import host_empty, host_mapped, memory_for
-from hf_offload.cache.opening import open_layer
-from hf_offload.cache.queries import LastQueries
 from hf_offload.cache.saved_fields import (
     check_about,
     check_numbers,
@@ -33,8 +33,7 @@ from hf_offload.cache.saved_fields import (
     sizes_of,
 )
 from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS, layout, record_sums
-from hf_offload.cache.stock import check, first_token, unpack
-from hf_offload.cache.takeover import device_of
+from hf_offload.cache.stock_layers import check, first_token, unpack
 from hf_offload.fields import Field, check_tensors
 from hf_offload.knobs import MOST, shown
 from hf_offload.scores import Scores

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_offload.cache.budget import MOST_SLOTS, least_blocks
+from hf_offload.cache.block_store import TABLE_STEP
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory_budget import MOST_SLOTS, least_blocks
 from hf_offload.cache.settings import Settings
-from hf_offload.cache.store import TABLE_STEP
 from hf_offload.fields import Check, Field, LayerSizes, check_mapping, count, is_a, list_of, optional, prefixed
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, shown
 

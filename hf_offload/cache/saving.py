@@ -31,12 +31,12 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
-from hf_offload.cache.stock import pack
-from hf_offload.cache.store import BlockStore
+from hf_offload.cache.stock_layers import pack
 from hf_offload.cpu.checksum import checksum_records
 
 FORMAT = 5

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from hf_offload.cache.mirror import sent
-from hf_offload.cache.store import BlockStore
+from hf_offload.cache.block_store import BlockStore
+from hf_offload.cache.device_mirror import sent
 
 
 def seal(store: BlockStore, tile: int, newest: torch.Tensor | None = None) -> None:

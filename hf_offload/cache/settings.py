@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_offload.cache.budget import DeviceBudget
+from hf_offload.cache.device_mirror import DeviceMirror
 from hf_offload.cache.host_format import FORMATS
-from hf_offload.cache.mirror import DeviceMirror
+from hf_offload.cache.memory_budget import DeviceBudget
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.rollback import Drafts

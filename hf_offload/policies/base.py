@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 if TYPE_CHECKING:
-    from hf_offload.attention.host_part import HostPart
-    from hf_offload.attention.host_step import HostStep
+    from hf_offload.attention.cpu_partial import HostPart
     from hf_offload.attention.step import Step
+    from hf_offload.attention.step_cpu import HostStep
     from hf_offload.cache.layer import HybridLayer
     from hf_offload.cache.stats import LayerStats
     from hf_offload.fields import Field, LayerSizes
@@ -52,7 +52,7 @@ class Plan:
         device: resident blocks, attended by the device.
         host: blocks attended by the CPU with the query of this step.
         fetched: host blocks that the device attends once they have been copied to it.
-        beside: with two memories, a CPU part that was started already (`attention.host_part.HostPart`).
+        beside: with two memories, a CPU part that was started already (`attention.cpu_partial.HostPart`).
         attended: out `[B, Hq, D]` and lse `[B, Hq]` fp32 of what the policy has attended itself; with two memories also
             in splits, `[B, Hq, S, D]` and `[B, Hq, S]`.
         queue: with one memory, queues launches that attend everything, into the `out` and `lse` of the step's buffers.

@@ -15,7 +15,7 @@ from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Selection
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
-    from hf_offload.attention.host_part import HostPart
+    from hf_offload.attention.cpu_partial import HostPart
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 

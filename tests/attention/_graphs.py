@@ -9,8 +9,7 @@ from recording import CpuRecorder
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.graph import StepGraph
-from hf_offload.attention.graphed import graphed
+from hf_offload.attention.cuda_graph import StepGraph, graphed
 
 KNOBS: dict[str, Any] = {"block_size": 16, "resident": 96, "tier": "split"}
 SCOUT: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from hf_offload import HybridCache, WorkerError
 from hf_offload.attention.decode import FEW_QUERIES
-from hf_offload.cache.store import BlockStore
+from hf_offload.cache.block_store import BlockStore
 from hf_offload.cpu.launch import Launch
 
 

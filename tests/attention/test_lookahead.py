@@ -15,7 +15,8 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention import function, lookahead
+from hf_offload.attention import interface as function
+from hf_offload.attention import lookahead
 from hf_offload.attention.hooks import find_layers
 from hf_offload.attention.lookahead import QueryPredictor, capture_query, capturing
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from attention.test_verify import BLOCK, SMALL, feed
+from attention.test_drafts import BLOCK, SMALL, feed
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention import function
+from hf_offload.attention import interface as function
 
 
 @pytest.fixture(scope="module")

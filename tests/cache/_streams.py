@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_offload.cache import tiles
+from hf_offload.cache import prefill_tiles as tiles
 
 
 class Event:

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from hf_offload.cache.block_store import KEEP_TOKENS, BlockStore
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.sealing import seal
-from hf_offload.cache.store import KEEP_TOKENS, BlockStore
 
 ROWS, HEADS, DIM, SIZE, LENGTH, TILE = 2, 3, 32, 16, 24 * 16 + 5, 48
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.cache.mirror import sent
+from hf_offload.cache.device_mirror import sent
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.cache import host_pool, memory, mirror, store, tiles
+from hf_offload.cache import block_store as store
+from hf_offload.cache import device_mirror as mirror
+from hf_offload.cache import host_pool, memory
+from hf_offload.cache import prefill_tiles as tiles
+from hf_offload.cache.block_store import KEEP_TOKENS, BlockStore
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.padding import Padding
-from hf_offload.cache.store import KEEP_TOKENS, BlockStore
 from hf_offload.cpu.worker import Worker
 from hf_offload.gpu.move import store_tokens
 

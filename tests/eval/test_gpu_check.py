@@ -23,7 +23,7 @@ from gpu.replay import parse, write_script
 from gpu.results import Results
 from gpu.supervise import Listener, NotApplicable, Report
 from gpu.timing import Timer
-from hf_offload.attention.tiered_step import TieredStep
+from hf_offload.attention.step_split import TieredStep
 
 QUICK = Options("cpu", quick=True, layers=2, contexts=(256,), batches=(2,), rows=("scout",), budget=64, steps=4)
 

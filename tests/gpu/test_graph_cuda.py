@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import hf_offload
 from hf_offload import HybridCache, WorkerError
-from hf_offload.attention.graph import StepGraph
+from hf_offload.attention.cuda_graph import StepGraph
 from hf_offload.cpu import serving
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, TASKS, TILES, stream_for
 

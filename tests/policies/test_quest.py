@@ -10,8 +10,8 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.tiered_step import TieredStep
-from hf_offload.cache.resident import ResidentSet
+from hf_offload.attention.step_split import TieredStep
+from hf_offload.cache.resident_set import ResidentSet
 
 LENGTH, STEPS = 300, 20
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_offload.attention.partial import merge_partials
+from hf_offload.attention.merge import merge_partials
 from hf_offload.policies.fluxion.partials import (
     Partial,
     Tokens,

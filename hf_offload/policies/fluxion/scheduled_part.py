@@ -18,7 +18,7 @@ from hf_offload.policies.fluxion.selector import Properties
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.attention.tiered_step import TieredStep
+    from hf_offload.attention.step_split import TieredStep
     from hf_offload.cache.layer import HybridLayer
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_offload.attention.host_part import HostPart, all_pinned
+from hf_offload.attention.cpu_partial import HostPart, all_pinned
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu.merge import HostPartial
 from hf_offload.policies.fluxion.counts import SelectionCounts
@@ -15,7 +15,7 @@ from hf_offload.policies.fluxion.selector import Properties, Selector
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.attention.tiered_step import TieredStep
+    from hf_offload.attention.step_split import TieredStep
     from hf_offload.cache.layer import HybridLayer
 
 

@@ -7,9 +7,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 
+from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.memory import host_empty
-from hf_offload.cache.store import BlockStore
 from hf_offload.cpu import decode as cpu_decode
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.scoring import Digest

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from hf_offload.cache.mirror import sent
+from hf_offload.cache.device_mirror import sent
 from hf_offload.cpu.join import join_parts
 from hf_offload.gpu.merge import merge
 from hf_offload.policies.base import EVER, Plan, Selection
@@ -24,9 +24,9 @@ from hf_offload.policies.fluxion.scheduled_part import selected_part
 from hf_offload.policies.fluxion.selector import Foresight, Properties, Selector
 
 if TYPE_CHECKING:
-    from hf_offload.attention.host_step import HostStep
     from hf_offload.attention.step import Step
-    from hf_offload.attention.tiered_step import TieredStep
+    from hf_offload.attention.step_cpu import HostStep
+    from hf_offload.attention.step_split import TieredStep
     from hf_offload.policies.fluxion.selected_part import SelectedPart
 
 

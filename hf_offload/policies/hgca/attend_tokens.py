@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_offload.attention.host_part import HostPart
+from hf_offload.attention.cpu_partial import HostPart
 from hf_offload.cpu.decode import sparse_decode
 from hf_offload.cpu.join import join_parts
 from hf_offload.cpu.launch import Launch
@@ -20,8 +20,8 @@ from hf_offload.policies.hgca.token_mass import TokenMass
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
-    from hf_offload.attention.host_step import HostStep
-    from hf_offload.attention.tiered_step import TieredStep
+    from hf_offload.attention.step_cpu import HostStep
+    from hf_offload.attention.step_split import TieredStep
     from hf_offload.cache.layer import HybridLayer
 
 

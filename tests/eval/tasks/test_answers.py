@@ -8,7 +8,7 @@ from letters import letters
 from tiny import prompt, tiny_model
 
 import common
-from hf_offload.attention.spread import on_device
+from hf_offload.attention.model_support import on_device
 from tasks.answers import Reading, answer
 from tasks.prompts import Prompt
 from tasks.rows import parse_row

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_offload.attention.partial import merge_partials
+from hf_offload.attention.merge import merge_partials
 from hf_offload.policies.fluxion.partials import Partial, Tokens, attend, attend_blocks, join_blocks
 from hf_offload.policies.fluxion.training.labels import (
     GRANULARITIES,

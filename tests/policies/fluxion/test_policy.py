@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_offload
 from hf_offload import ConstantPredictor, Fluxion
 from hf_offload.attention.decode import lone_step
-from hf_offload.attention.host_step import HostStep
+from hf_offload.attention.step_cpu import HostStep
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.fluxion.features import FEATURES
 from hf_offload.policies.fluxion.kernels.network import Network

@@ -10,7 +10,7 @@ import torch
 from pools import run
 
 from hf_offload import ConstantPredictor
-from hf_offload.attention.partial import merge_partials
+from hf_offload.attention.merge import merge_partials
 from hf_offload.cpu.join import join_parts
 from hf_offload.policies.fluxion.features import FEATURES, PROMPT_FEATURES, PromptStatistics, step_features
 from hf_offload.policies.fluxion.kernels.needs import budget_of

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 from hf_offload import ConstantPredictor, Fluxion, WorkerError
-from hf_offload.cache.resident import ResidentSet
+from hf_offload.cache.resident_set import ResidentSet
 from hf_offload.policies.fluxion import device_tasks, schedule, scheduled_part
 
 SINKS, LOCAL = 16, 32

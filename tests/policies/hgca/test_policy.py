@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 from hf_offload import HGCA
-from hf_offload.attention import function
+from hf_offload.attention import interface as function
 from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.hgca.token_mass import TokenMass

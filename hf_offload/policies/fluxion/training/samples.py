@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_offload.attention.partial import merge_partials
+from hf_offload.attention.merge import merge_partials
 from hf_offload.cache.digests import DIGESTS, DigestStore
 from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, prompt_statistics, step_features
 from hf_offload.policies.fluxion.partials import BLOCK, Tokens, attend, attend_blocks, join_blocks

@@ -1,0 +1,231 @@
+"""The CPU's partial of a step with two memories: what goes to the host, the job there, and what comes back."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hf_offload.cache.memory import host_empty
+from hf_offload.cache.view import View
+from hf_offload.cpu import decode as cpu_decode
+from hf_offload.cpu import pool as movers
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.worker import Job, WorkerError
+from hf_offload.gpu.handover import Inbox, hand_over
+from hf_offload.gpu.merge import HostPartial
+from hf_offload.policies.base import Selection
+from hf_offload.scores import Scores
+
+if TYPE_CHECKING:
+    from hf_offload.attention.graph_capture import Capture
+    from hf_offload.attention.step import Step
+    from hf_offload.attention.step_split import TieredStep
+    from hf_offload.cache.layer import HybridLayer
+
+
+class HostPart:
+    """Buffers of one layer that both sides reach, and the job that works on them; one job at a time.
+
+    The query, the blocks and their counts come to (pinned) host memory in the order of the device's stream; the job
+    waits for that, not the model's thread. The device reads the result where it lies. The next job fills it only after
+    its own query has arrived, which the device computes after it has read this result.
+
+    Args:
+        layer: the layer.
+        query: `[B, Hq, D]` fp32, tells the sizes.
+        capacity: blocks that a row and KV head may attend here.
+    """
+
+    def __init__(self, layer: HybridLayer, query: torch.Tensor, capacity: int) -> None:
+        store = layer.store
+        assert store is not None
+        self._layer = weakref.ref(layer)  # which holds this part
+        self.shape, self.capacity = query.shape, capacity
+        heads = (store.batch, store.num_kv_heads)
+        pin = store.device.type == "cuda"
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            with torch.inference_mode(False):
+                return host_empty(shape, dtype, pin=pin, brief=True, what="the CPU's part of a step")
+
+        self.query = buffer(*query.shape)
+        self.blocks, self.counts = buffer(*heads, capacity, dtype=torch.int32), buffer(*heads, dtype=torch.int32)
+        self.out, self.lse, self.kbar = buffer(*query.shape), buffer(*query.shape[:2]), buffer(*query.shape)
+        # Asked once: a capture allows few questions.
+        buffers = (self.query, self.blocks, self.counts, self.out, self.lse, self.kbar)
+        self.reachable = not pin or all_pinned(buffers)
+        """Whether the device's kernels can read and write them."""
+        arrived = None
+        if self.reachable:
+            with torch.inference_mode(False):
+                arrived = torch.zeros(1, dtype=torch.int32, device=store.device)
+        self._inbox = Inbox(self.query, self.blocks, self.counts, arrived)
+        self._streams: list[torch.cuda.Stream] = []
+        """The one in which the device uses the buffers; a graph that does so holds this part until it has ended."""
+        if pin:
+            weakref.finalize(self, _settle, self._streams).atexit = False
+        self.host: Selection | None = None
+        self.predicted: torch.Tensor | None = None
+        """The query on the device that the running job attends with."""
+        self._correct = False
+        self._job: Job | None = None
+        self._planned: tuple[View, tuple[Scores, bool], Launch] | None = None
+
+    @property
+    def layer(self) -> HybridLayer:
+        """The layer whose part this is."""
+        layer = self._layer()
+        assert layer is not None, "a part outlives its layer only while a job ends"
+        return layer
+
+    def fits(self, query: torch.Tensor, capacity: int) -> bool:
+        """Whether the buffers have the sizes for such a step."""
+        return self.shape == query.shape and self.capacity == capacity
+
+    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> HostPart:
+        """Start to attend host blocks with the step's query.
+
+        Args:
+            step: its query is the one to attend with.
+            host: sealed blocks; None: they are known here.
+            correct: whether to return k̄ for the first-order correction.
+            label: what an error message calls it.
+        """
+        self.host, self.predicted, self._correct = host, step.query, correct
+        capture = self.layer.mirror.capture
+        if capture is not None:
+            launching = functools.partial(self.make_launch, step.scores)
+            self._send(step.query, host, capture.flag_of(self, launching, step.label(label)), capture.epoch)
+            return self
+        self._send(step.query, host)
+        arrived, launch = self._arrived(), self.launch(step.scores)
+        worker = self.layer.settings.worker
+
+        def attend() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            worker.divide(launch)
+
+        self._job = worker.submit(attend, step.label(label), keep=(step.store.pool, self))
+        return self
+
+    def _send(
+        self,
+        query: torch.Tensor,
+        host: Selection | None,
+        flag: torch.Tensor | None = None,
+        epoch: torch.Tensor | None = None,
+    ) -> None:
+        assert host is not None
+        self.cancel()
+        self.layer.mirror.pause()
+        hand_over(self._inbox, query, host.blocks, host.counts, flag=flag, epoch=epoch)
+
+    def _arrived(self) -> torch.cuda.Event | None:
+        """After what was sent, on a CUDA device."""
+        if self.layer.device.type != "cuda":
+            return None
+        stream = torch.cuda.current_stream(self.layer.device)
+        self._streams[:] = [stream]
+        event: torch.cuda.Event = stream.record_event()
+        return event
+
+    def rehearse(self, capture: Capture) -> None:
+        """Announce a part that is none: a kernel's first launch loads it, which a capture may refuse."""
+        buffers = self.query, self.blocks, self.counts
+        nothing = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
+        hand_over(self._inbox, *nothing, flag=capture.flags[0, :1], epoch=capture.epoch)
+
+    def launch(self, scores: Scores) -> Launch:
+        """The launch of a step in Python: the same one as long as the store's view is."""
+        store = self.layer.store
+        assert store is not None
+        view, form = store.view(store.length), (scores, self._correct)
+        if self._planned is None or self._planned[0] is not view or self._planned[1] != form:
+            self._planned = view, form, self.make_launch(scores)
+        return self._planned[2]
+
+    def make_launch(self, scores: Scores) -> Launch:
+        """A launch that attends what the buffers hold when it runs, with counters and scratch of its own."""
+        store = self.layer.store
+        assert store is not None
+        view = store.view(store.length)
+        # Blocks on the host are full, so that the rows' length says nothing more.
+        return cpu_decode.sparse_decode(
+            self.query.numpy(), view.block_ptr, view.table, self.blocks.numpy(), self.counts.numpy(), view.holes,
+            view.valid, view.covered, self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None,
+            kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.format.packs,
+        )  # fmt: skip
+
+    def read(self, step: Step, host: Selection) -> None:
+        """Bring host blocks into the CPU's caches, off the critical path."""
+        self._send(step.query, host)
+        arrived, store = self._arrived(), step.store
+        blocks, counts = self.blocks.numpy(), self.counts.numpy()
+        size = store.format.record_bytes if store.format.packs else store.pool.record_bytes
+
+        def read() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            rows, heads, column = np.nonzero(np.arange(blocks.shape[2]) < counts[..., None])
+            addresses = store.pool.addresses(store.table[rows, blocks[rows, heads, column]], heads) & ~1
+            movers.touch_records(addresses, size)()
+
+        self._job = self.layer.settings.worker.submit(read, step.label("read-ahead"), keep=(store.pool, self))
+
+    def share(self, step: TieredStep) -> float | None:
+        """Tokens that this part attends, as a share of all; None where the device alone knows."""
+        return None
+
+    def assist(self, step: TieredStep, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the device help: what it has attended, out `[B, Hq, S, D]` and lse `[B, Hq, S]`, comes and goes."""
+        return out, lse
+
+    def partial(self) -> HostPartial:
+        """Wait for the job; what the merge needs.
+
+        Raises:
+            WorkerError: the job failed.
+        """
+        if self.layer.mirror.capture is not None:
+            self.layer.mirror.capture.wait(self)
+        else:
+            assert self._job is not None
+            self._job.result()
+            self._job = None
+        out, lse, kbar = self.out, self.lse, self.kbar
+        if not self.reachable:  # kernels cannot read memory that is not pinned
+            out, lse, kbar = (tensor.to(self.layer.device) for tensor in (out, lse, kbar))
+        return HostPartial(out, lse, kbar, self.predicted) if self._correct else HostPartial(out, lse)
+
+    def cancel(self) -> None:
+        """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change.
+
+        Raises:
+            WorkerError: it is still at work in these buffers when time is up.
+        """
+        if self._job is not None:
+            try:
+                self._job.result()
+            except WorkerError:  # nobody asks for this result any more
+                if not self._job.done():
+                    raise
+            self._job = None
+
+
+def all_pinned(buffers: tuple[torch.Tensor, ...]) -> bool:
+    """Whether kernels reach what buffers hold; an empty one (of a part without a list of blocks) has no address."""
+    return all(tensor.is_pinned() for tensor in buffers if tensor.numel())
+
+
+def _settle(streams: list[torch.cuda.Stream]) -> None:
+    """Let the device end what it does with buffers that are let go: it reads them by their addresses alone.
+
+    Nobody waits for all of the device: another thread may be capturing there.
+    """
+    if streams and not torch.cuda.is_current_stream_capturing():
+        streams[0].synchronize()

@@ -1,0 +1,138 @@
+"""Decoding with two memories: what is resident, the two sides of a step, and the block that fills up meanwhile."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_offload.attention.cpu_partial import HostPart
+from hf_offload.attention.step_split import TieredStep
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.sealing import seal
+from hf_offload.gpu.merge import merge
+from hf_offload.scores import Scores
+
+
+def place(layer: HybridLayer, query: torch.Tensor) -> None:
+    """Decide and load what is resident, at the first decode after a prompt or append; otherwise nothing.
+
+    Args:
+        layer: the layer.
+        query: `[B, Hq, 1, D]` of the step that comes, which decides if the prompt's last queries are not known.
+    """
+    store, resident = layer.store, layer.resident
+    if resident is None or not layer.unplaced:
+        return
+    assert store is not None
+    resident.clear()
+    if layer.state.slots not in (None, resident.slots):
+        resident = layer.resize_resident(layer.state.slots)
+    store.reserve_table(store.num_blocks + 2)  # there is always room for the block that comes next
+    resident.reserve()
+    starts_block = store.length % store.block_size == 0
+    slots = resident.slots - starts_block
+    queries = query if layer.last_queries is None else layer.last_queries.values
+    assert layer.scores is not None
+    step = TieredStep(layer, queries, store.length, layer.scores)
+    chosen = layer.policy.place(step, slots)
+    # Ascending order ends with the tail, which must have a slot: what does not fit is left out from the front.
+    counts = chosen.counts.clamp(max=slots)
+    skipped = (chosen.counts - counts)[..., None]
+    width = min(slots, chosen.blocks.shape[2])
+    kept = (skipped + torch.arange(width, device=store.device)).clamp(max=chosen.blocks.shape[2] - 1)
+    resident.load(chosen.blocks.gather(2, kept.long()), counts, step.label("placement"))
+    layer.stats.placement_bytes += int(counts.sum()) * store.pool.record_bytes
+    layer.stats.placements += 1
+    layer.state.placed(layer, query.shape[1])
+    if starts_block:
+        _open_block(layer)
+    # A pool without a free block pins a quarter more: now, or a step would wait for it and a graph be captured anew.
+    store.pool.release(store.pool.allocate(store.batch))
+    store.reserve_digests()
+    layer.unplaced = False
+
+
+def _open_block(layer: HybridLayer) -> None:
+    """Give the block that the next token starts a slot, in place of the least wanted block."""
+    store, resident, policy = layer.store, layer.resident, layer.policy
+    assert store is not None
+    assert resident is not None
+    store.reserve(store.length + 1)
+    store.reserve_table(store.num_blocks + 2)
+    resident.reserve()
+    limits = layer.mirror.limits("opened", store.length, store.sealed)
+    recent = -(-policy.recent_tokens // store.block_size)
+    resident.open_block(limits, layer.mirror.sinks(policy.sink_tokens), recent)
+    layer.state.block_opened(layer, store.length // store.block_size)
+
+
+def decode(
+    layer: HybridLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scores: Scores,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend with one token on both sides; arguments as in `attention.decode.decode`."""
+    store, stats = layer.store, layer.stats
+    assert store is not None
+    fresh, layer.pending = layer.pending is not None, None
+    layer.state.before_token(layer)
+    place(layer, query)
+    resident = layer.resident
+    assert resident is not None
+    with stats.waiting():
+        resident.wait()  # what the last step recalled is visible from here on
+    if fresh:
+        store.reserve(store.length + 1)
+        store.length += 1
+    step = TieredStep(layer, query[:, :, 0], store.length, scores, fresh=fresh)
+    if fresh:
+        resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
+    plan = layer.policy.plan(step)
+    part: HostPart | None = plan.beside if plan.host is None else step.attend_host(plan.host)
+    if plan.attended is not None:
+        out, lse = plan.attended
+        if out.ndim == 3:
+            out, lse = out.unsqueeze(2), lse.unsqueeze(2)
+    else:
+        assert plan.device is not None, "with two memories the newest block is attended by the device"
+        out, lse = step.attend_device(plan.device)
+    if part is not None:
+        out, lse = part.assist(step, out, lse)
+    if plan.fetched is not None:
+        beside = step.attend_fetched(plan.fetched)
+        out, lse = torch.cat((out, beside[0]), 2), torch.cat((lse, beside[1]), 2)
+    host = share = None
+    if part is not None:
+        with stats.waiting():
+            host = part.partial()
+        share = part.share(step)
+    logits = None if sinks is None else sinks.float()
+    merged, _ = merge(out, lse, host, step.query, logits, scale=scores.scale, dtype=query.dtype)
+    stats.steps += 1
+    layer.count("cpu_ratio", step.cpu_ratio(plan) if share is None else share)
+    if part is not None and part is layer.ahead and layer.mirror.capture is None:
+        assert part.predicted is not None
+        layer.count("cosine", torch.cosine_similarity(part.predicted, step.query, dim=-1).mean())
+    layer.ahead = None
+    layer.policy.after_layer(step, plan)
+    if layer.mirror.capture is None:
+        close_step(layer)
+        if fresh:
+            layer.state.token(layer)
+    return merged.unsqueeze(1)
+
+
+def close_step(layer: HybridLayer) -> None:
+    """What the host does after a step: old blocks are packed; a block that is full is stored there and sealed."""
+    store, resident = layer.store, layer.resident
+    assert store is not None
+    assert resident is not None
+    layer.pack_old(store.length - 1)  # the new token may be undone
+    if store.length % store.block_size or store.sealed == store.num_blocks:
+        return
+    resident.store_block(store.sealed, store.length)
+    seal(store, store.block_size, resident.keys(store.sealed))
+    _open_block(layer)

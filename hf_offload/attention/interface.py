@@ -1,0 +1,306 @@
+"""The registered names: the attention function and the mask function `"hybrid_sparse"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from hf_offload.attention import lookahead
+from hf_offload.attention.decode import append, decode
+from hf_offload.attention.drafts import verify
+from hf_offload.attention.fallback import first_mask, note_changed
+from hf_offload.attention.model_support import NAME
+from hf_offload.attention.prefill import append_attention
+from hf_offload.cache.layer import HybridLayer, HybridLength
+from hf_offload.cache.torch_modes import uncast, uncompiled
+from hf_offload.scores import Scores
+
+_UNSUPPORTED = ("position_bias", "indices", "cache")  # additive biases, indexed sparse attention, paged caches
+_TELLING = frozenset((*_UNSUPPORTED, "sliding_window", "is_causal"))
+"""Arguments that may ask for what cannot be served; in most calls none of them is there."""
+
+
+def register() -> None:
+    """Make `attn_implementation="hybrid_sparse"` known to Transformers: attention and mask."""
+    AttentionInterface.register(NAME, hybrid_sparse_attention)
+    AttentionMaskInterface.register(NAME, hybrid_sparse_mask)
+
+
+def hybrid_sparse_mask(*, kv_length: int, **kwargs: Any) -> torch.Tensor | None:
+    """What sdpa gets, except for the plain causal mask of a `HybridLayer`, which stays compact.
+
+    Returns:
+        For a `HybridLayer` with plain causality: None, or `[B, kv_length]` bool, which keys are no padding. A dense
+        mask of 4,096 queries and 32k keys is 128 MiB; this one is 32 kB. Everything else: `sdpa_mask`'s result.
+    """
+    if torch.compiler.is_compiling() and not isinstance(kv_length, HybridLength):
+        return sdpa_mask(kv_length=kv_length, **kwargs)
+    return _mask(kv_length=kv_length, **kwargs)
+
+
+@uncompiled
+def _mask(
+    *,
+    kv_length: int,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    plain = mask_function is causal_mask_function and local_size is None and allow_is_causal_skip and not use_vmap
+    if isinstance(kv_length, HybridLength) and plain:
+        return None if attention_mask is None else _fit(attention_mask, kv_length)
+    return sdpa_mask(
+        kv_length=int(kv_length),
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
+        **kwargs,
+    )
+
+
+def hybrid_sparse_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over a `HybridCache`; without one, Transformers' sdpa with the same arguments.
+
+    Args:
+        module: the attention module.
+        query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, Q, D]`, the new tokens, tagged by `HybridLayer.update`.
+        attention_mask: from `hybrid_sparse_mask`, or the user's own dense mask.
+        dropout, scaling: as usual; kwargs may hold softcap, s_aux (attention sinks), sliding_window, is_causal.
+
+    Returns:
+        `[B, Q, Hq, D]`, and None in place of attention weights.
+
+    Raises:
+        ValueError: the model wants something of attention that a `HybridCache` cannot give.
+    """
+    if torch.compiler.is_compiling() and not _tagged(key, value, attention_mask):
+        return _without(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return _attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def _tagged(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a compiled model attends with a cache of ours, as far as its tensors tell."""
+    compact = mask is not None and mask.ndim == 2
+    return compact or hasattr(key, "_hybrid_layer") or hasattr(value, "_hybrid_layer")
+
+
+def _without(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the K and V of another cache: Transformers' sdpa."""
+    scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
+    if scores.softcap is None and sinks is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    return _stock_attention(query, key, value, attention_mask, dropout, scores, sinks), None
+
+
+def _scores(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scores:
+    """What a model says of its scores."""
+    return Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), kwargs.get("softcap"))
+
+
+@uncompiled
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if lookahead.CAPTURING:
+        lookahead.intercept(query)
+    tag = getattr(key, "_hybrid_layer", None)
+    told = tag is not None and getattr(value, "_hybrid_layer", None) is tag
+    layer: HybridLayer | None = tag() if told else None  # type: ignore[misc]
+    if layer is None:
+        layer = _layer_of(key, value)
+    if layer is None:
+        note_changed(module, query, key)
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = first_mask(module, query, key, attention_mask)
+        return _without(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
+    dense = attention_mask is not None and attention_mask.ndim == 4
+    batch, _, length, _ = query.shape
+    asks = dropout or length > 1 or query.requires_grad or not _TELLING.isdisjoint(kwargs)
+    if asks or layer.known() is not module:
+        # A dense mask says everything and a compact one stands for causality; with one query there is nothing to say.
+        _check(layer, module, kwargs, dropout, query.requires_grad, causal=length > 1 and attention_mask is None)
+    if torch.is_autocast_enabled(layer.device_type):  # K and V are cast already; nothing else is to be
+        with uncast(layer.device_type):
+            query = query.to(key.dtype)
+            out: torch.Tensor = _attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs)[0]
+            return out, None
+    total, padding = layer.total, layer.settings.padding
+    decoding = length == 1 and total > 1
+    if length != key.shape[2]:
+        layer.pending = None
+        raise ValueError(
+            f"{type(module).__name__} asks with {length} queries for {key.shape[2]} new tokens, which HybridCache "
+            "cannot place; use DynamicCache for this model"
+        )
+    if dense and attention_mask.shape[-1] < total:  # type: ignore[union-attr]
+        layer.pending = None
+        raise ValueError(
+            f"{type(module).__name__} has a mask for {attention_mask.shape[-1]} of {total} keys: it asks the cache for "  # type: ignore[union-attr]
+            "more than attention, or the mask given is too short; use DynamicCache, or a mask for all keys"
+        )
+    if not (layer.has_slots and layer.capturing):  # otherwise what a mask says was looked at before
+        if attention_mask is not None or total != padding.seen or batch != len(padding.first):
+            padding.observe(_key_mask(attention_mask, decoding), batch, total, dense=dense)
+        if layer.revision != padding.revision:
+            layer.heed_padding()
+    if decoding:
+        return decode(layer, query, key, value, scores=scores, sinks=sinks), None
+    singles = _singles(layer, module, length, dense)
+    if not dense:  # padding that an earlier mask told of is still padding
+        seen = padding.valid[:, : total - singles]
+        attention_mask = torch.from_numpy(seen != 0).to(query.device) if padding.ragged else None
+    if singles:
+        out = verify(layer, query, key, value, attention_mask, singles, scores=scores, sinks=sinks)
+    else:
+        out = append(layer, query, key, value, attention_mask, scores=scores, sinks=sinks)
+    return out, None
+
+
+def _singles(layer: HybridLayer, module: torch.nn.Module, length: int, dense: bool) -> int:
+    """How many of the last tokens of a forward are attended one by one; none where a policy leaves nothing out.
+
+    Raises:
+        ValueError: drafts that cannot be attended like that.
+    """
+    if not layer.policy.leaves_out:
+        return 0
+    singles = layer.settings.drafts.singles(length, layer.past)
+    shared = layer.pending is None
+    if singles and (dense or shared):
+        layer.pending = None
+        reason = "layers that share keys and values" if shared else "an attention mask of their own"
+        raise ValueError(
+            f"drafts for {type(module).__name__} come with {reason}, so that they cannot be attended one by one; use "
+            "policy='full' or DynamicCache"
+        )
+    return singles
+
+
+def _layer_of(key: torch.Tensor, value: torch.Tensor) -> HybridLayer | None:
+    """The layer that keys and values were announced to, where they do not both say so at once."""
+    tags = [getattr(tensor, "_hybrid_layer", None) for tensor in (key, value)]
+    layers: list[HybridLayer | None] = [None if tag is None else tag() for tag in tags]
+    if any(tag is not None and layer is None for tag, layer in zip(tags, layers, strict=True)):
+        raise ValueError("the HybridCache of this forward is gone; keep a reference to it while the model runs")
+    if layers[0] is layers[1]:
+        return layers[0]
+    if any(layer is not None and layer.past for layer in layers):
+        raise ValueError("the model changes keys or values after the cache; use DynamicCache for this model family")
+    return None  # a first forward: what the model has made of K and V is all that is to be attended
+
+
+def _fit(mask: torch.Tensor, keys: int) -> torch.Tensor:
+    """A padding mask as `[B, keys]` bool; what it says nothing of is masked, as in Transformers' own masks."""
+    missing = keys - mask.shape[1]
+    return (torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask[:, :keys]).to(torch.bool)
+
+
+def _key_mask(mask: torch.Tensor | None, decoding: bool) -> torch.Tensor | None:
+    """Which keys the newest query may attend, `[B, keys]` bool, from a compact or a dense mask.
+
+    Raises:
+        ValueError: a dense mask of one token that says more than which keys are attended.
+    """
+    if mask is None or mask.ndim == 2:
+        return mask
+    last = mask[:, 0, -1]
+    if last.dtype == torch.bool:
+        seen = last
+    else:
+        seen = last > torch.finfo(last.dtype).min / 2
+        if decoding and bool((last.masked_fill(~seen, 0) != 0).any()):
+            raise ValueError("HybridCache cannot add a mask's values to scores of single tokens; use a bool mask")
+    if decoding and mask.shape[1] > 1:
+        raise ValueError(f"attention mask of shape {tuple(mask.shape)}: a mask for each head; use one for all heads")
+    return seen
+
+
+def _stock_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scores: Scores,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention over another cache's K and V, for softcaps and sinks, which sdpa does not know (Gemma 2, GPT-OSS)."""
+    if dropout:
+        raise ValueError(f"dropout={dropout} with a softcap or attention sinks; put the model in eval mode")
+    if mask is None and query.shape[2] > 1:  # plain causal: the keys are those of the queries, whatever follows
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    past = key.shape[2] - query.shape[2]
+    tiles = [(0, key[:, :, :past], value[:, :, :past])] if past else []
+    new_k, new_v = key[:, :, past:], value[:, :, past:]
+    return append_attention(query, new_k, new_v, past, tiles, mask, scores=scores, sinks=sinks)
+
+
+def _check(
+    layer: HybridLayer,
+    module: torch.nn.Module,
+    kwargs: dict[str, Any],
+    dropout: float,
+    gradients: bool,
+    *,
+    causal: bool,
+) -> None:
+    ours, acausal = layer.serves(module), causal and getattr(module, "is_causal", True) is False
+    if ours and not (acausal or dropout or gradients) and _TELLING.isdisjoint(kwargs):
+        return
+    window = kwargs.get("sliding_window")
+    beyond = window is not None and layer.get_seq_length() > window
+    acausal = acausal or (causal and kwargs.get("is_causal") is False)
+    unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if ours and not (beyond or acausal or dropout or unknown or gradients):
+        return
+    reasons = [*unknown]
+    if beyond:
+        reasons.append(f"sliding_window={window} in a layer that is full attention by the model's config")
+    if acausal:
+        reasons.append("attention that is not causal")
+    if dropout:
+        reasons.append(f"dropout={dropout} (put the model in eval mode)")
+    if gradients:
+        reasons.append("gradients of queries (run the model under torch.no_grad())")
+    if not ours:
+        reasons.append("a model other than the one that the cache was made for (make a cache for this one)")
+    layer.pending = None
+    raise ValueError(f"HybridCache cannot serve {type(module).__name__}: {', '.join(reasons)}; or use DynamicCache")

@@ -1,0 +1,248 @@
+"""What a model must be like to run with a `HybridCache`, and where its parts lie."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from hf_offload.policies.base import Policy
+
+NAME = "hybrid_sparse"
+"""Of the attention implementation: function and mask."""
+
+
+def stock_layers(config: Any) -> list[Any]:
+    """The layers that `DynamicCache` would have for a decoder config."""
+    return DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+
+
+def inside(model: Any) -> str:
+    """The end of an error message about something that is no model, if it wraps one."""
+    found = [name for name in ("_orig_mod", "module") if hasattr(model, name)]
+    return f"; use the model inside (model.{found[0]})" if found else ""
+
+
+def image_layers(config: Any) -> set[int]:
+    """Numbers of the layers that attend an image's tokens, not the text's (Mllama's cross-attention)."""
+    return set(getattr(config, "cross_attention_layers", None) or ())
+
+
+def held_layers(config: Any, stock: list[Any]) -> list[bool]:
+    """Which of `DynamicCache`'s layers become ours: plain full attention over the text itself."""
+    images = image_layers(config)
+    return [type(layer) is DynamicLayer and index not in images for index, layer in enumerate(stock)]
+
+
+def check_model(model: PreTrainedModel) -> Any:
+    """The config of the model's decoder.
+
+    Raises:
+        TypeError: not a Transformers model.
+        ValueError: the model cannot use, or does not use, the `hybrid_sparse` attention function.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or config is None:
+        raise TypeError(f"model must be a Transformers model, not {type(model).__name__}{inside(model)}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(f"a model compiled by torch.compile does not run a HybridCache{inside(model)}")
+    if str(getattr(model, "peft_type", "")).endswith("PREFIX_TUNING"):
+        raise ValueError("PEFT's prefix tuning brings a cache of its own, which HybridCache cannot take the place of")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model, which HybridCache does not serve; use DynamicCache"
+        )
+    decoder = config.get_text_config(decoder=True)
+    if not hasattr(decoder, "num_hidden_layers"):
+        raise ValueError(
+            f"{type(model).__name__} is no single stack of decoder layers, which HybridCache needs; use DynamicCache"
+        )
+    check_attention(model)
+    used = decoder._attn_implementation
+    if used != NAME:
+        raise ValueError(
+            f"{type(model).__name__} runs with attn_implementation={used!r}, which reads no HybridCache; load it with "
+            f"attn_implementation={NAME!r} or call model.set_attn_implementation({NAME!r})"
+        )
+    check_ranks(model, decoder)
+    return decoder
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Raise ValueError if the model computes attention whatever `attn_implementation` says (GPT-J, BLOOM)."""
+    text: Any = model.get_decoder() if hasattr(model, "get_decoder") else model  # a vision tower may do as it likes
+    settable = getattr(text, "_can_set_attn_implementation", None)
+    if settable is not None and not settable():
+        raise ValueError(
+            f"{type(model).__name__} ignores attn_implementation, so HybridCache cannot serve it; use DynamicCache"
+        )
+
+
+def check_graph(model: PreTrainedModel, policy: Policy, config: Any) -> None:
+    """Raise ValueError if decode steps of this model cannot be captured as a CUDA graph, with the reason."""
+    if not policy.capturable:
+        raise ValueError(
+            f"cuda_graph=True: in a step of policy {policy.name!r} the host decides what is attended, or Python "
+            "attends it; leave it out"
+        )
+    if ranks_of(model) > 1:
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} is spread over {ranks_of(model)} ranks, whose exchanges in a "
+            "step have not been tried in a graph; leave it out"
+        )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        where = ", ".join(sorted("the host, offloaded" if d.type == "meta" else str(d) for d in devices))
+        raise ValueError(f"cuda_graph=True needs a model on one CUDA device, but this one is on {where}; leave it out")
+    if not all(held_layers(config, stock_layers(config))):
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} has layers with sliding windows, cross-attention or without "
+            "attention, whose stock caches cannot be captured; leave it out"
+        )
+    kinds = _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    if kinds & {"dynamic", "longrope"}:
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} has rotary positions of type {', '.join(sorted(kinds))}, which "
+            "look at the positions' values in every step; leave it out"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"cuda_graph=True: {type(model).__name__} takes no position_ids, so that its positions cannot change from "
+            "step to step; leave it out"
+        )
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """The types of rotary positions that a config names, for all layers or for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    found = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters}
+    return found.union(*(_rope_types(value) for value in parameters.values()))
+
+
+_HOOKS = "accelerate.hooks"
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+_PROJECTIONS = (*_KEYS, "q_proj", "v_proj")
+"""Modules that give queries, keys and values, by the names that plans of tensor parallelism use."""
+
+
+def compute_devices(model: nn.Module) -> set[torch.device]:
+    """Where the modules of a model compute: where their weights lie, or where accelerate's hooks bring them to."""
+    found = {parameter.device for parameter in model.parameters()}
+    for module in model.modules():
+        for hook in _hooks(module):
+            place = getattr(hook, "execution_device", None)
+            if place is not None:
+                found.add(torch.device(place))
+    return {device for device in found if device.type != "meta"}
+
+
+def on_device(model: nn.Module) -> bool:
+    """Whether any part of the model computes on a device beside the CPU."""
+    return any(device.type != "cpu" for device in compute_devices(model))
+
+
+def two_memories(model: nn.Module, tier: str | None) -> bool:
+    """Whether any layer's blocks lie in two memories, the model's device and the host."""
+    return tier == "split" or (tier is None and on_device(model))
+
+
+def ranks_of(model: nn.Module) -> int:
+    """Over how many processes tensor parallelism has spread the heads of a model."""
+    return getattr(model, "tp_size", None) or 1
+
+
+def exchanges(model: nn.Module) -> bool:
+    """Whether computing a query takes part in an exchange of all ranks, each of which must then do the very same."""
+    return bool(_styles(model, _PROJECTIONS) - {"colwise"})
+
+
+def _styles(model: nn.Module, names: tuple[str, ...]) -> set[str]:
+    """How tensor parallelism has spread modules of these names; nothing without it."""
+    plan = getattr(model, "tp_plan", None) if ranks_of(model) > 1 else None
+    return {style for name, style in (plan or {}).items() if name.rpartition(".")[2] in names}
+
+
+def check_ranks(model: PreTrainedModel, config: Any) -> None:
+    """Raise ValueError if a model is spread over processes in a way that a cache cannot follow.
+
+    Args:
+        model: the model.
+        config: of its decoder.
+    """
+    stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+    if stages > 1:
+        raise ValueError(
+            f"{type(model).__name__} is spread over {stages} processes by its layers (pp_size={stages}), of which "
+            "HybridCache would see a part; use tp_plan, or device_map in one process"
+        )
+    ranks = ranks_of(model)
+    if "colwise" not in _styles(model, _KEYS):
+        return  # every rank holds all heads
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise ValueError(
+                f"{type(model).__name__} has {name}={heads}, which {ranks} ranks of tensor parallelism cannot share "
+                "evenly; start as many ranks as divide it, or use device_map in one process"
+            )
+
+
+def hook_of(module: nn.Module | None) -> Any:
+    """What accelerate has hung on a module, such as a hook that brings its weights for each forward; None without."""
+    return None if module is None else module.__dict__.get("_hf_hook")
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    hook = hook_of(module)
+    return () if hook is None else getattr(hook, "hooks", (hook,))
+
+
+def brings_weights(module: nn.Module) -> bool:
+    """Whether weights are there when a module is called by itself: they lie on a device, or its hooks bring them.
+
+    It must be asked: torch gives memory that nobody wrote where CPU tensors meet weights that are away ("meta").
+    """
+    hooks = _hooks(module)
+    if any(getattr(hook, "place_submodules", False) for hook in hooks):
+        return True
+    away = any(parameter.is_meta for parameter in module.parameters(recurse=False))
+    return bool(hooks or not away) and all(map(brings_weights, module.children()))
+
+
+def check_whole(layer: nn.Module) -> None:
+    """Raise ValueError if a layer's weights are not there for its `forward`, so that its query cannot be predicted.
+
+    Args:
+        layer: a decoder layer.
+    """
+    cause = "" if brings_weights(layer) else "has weights that nothing brings when its forward is called"
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        if isinstance(layer, (FSDPModule, FullyShardedDataParallel)):
+            cause = "is sharded by FSDP, which gathers its weights only when the layer runs"
+    if cause:
+        raise ValueError(f"{type(layer).__name__} {cause}, so its query cannot be predicted; use lookahead='off'")
+
+
+def leave_hooks(traceback: TracebackType | None, output: torch.Tensor) -> None:
+    """Let accelerate's hooks put away what they had brought for forwards that an exception has cut short.
+
+    Args:
+        traceback: of the exception.
+        output: stands for what the forwards did not return.
+    """
+    entered: list[Any] = []
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        if frame.f_globals.get("__name__") == _HOOKS and frame.f_code.co_name == "new_forward":
+            entered.append(frame.f_locals["module"])
+    for module in reversed(entered):
+        module._hf_hook.post_forward(module, output)

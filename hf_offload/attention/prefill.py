@@ -1,0 +1,200 @@
+"""Exact attention of a prompt or append: new tokens against themselves and, tile by tile, against what is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hf_offload.attention.merge import merge_partials
+from hf_offload.cache.memory import memory_for
+from hf_offload.scores import Scores
+
+MASKED_QUERIES = 512
+"""Queries whose mask or scores are in memory at a time."""
+
+
+class MaskPieces:
+    """The mask of an append, cut into the pieces that an attention call needs.
+
+    Args:
+        mask: None (plain causal), `[B, past + Q]` bool validity of keys beside causality, or a dense mask that says
+            everything, `[B, 1 or Hq, Q, past + Q]` (bool, True = attend; or additive).
+        past: cached tokens before the new ones.
+        dtype: of the additive pieces.
+    """
+
+    def __init__(self, mask: torch.Tensor | None, past: int, dtype: torch.dtype) -> None:
+        if mask is not None and mask.ndim not in (2, 4):
+            raise ValueError(f"attention mask of shape {tuple(mask.shape)}; use [B, keys] or [B, heads, queries, keys]")
+        self.mask, self.past, self.dtype = mask, past, dtype
+        self.never = torch.finfo(dtype).min / 2  # finite: a row that sees nothing must not become NaN
+
+    def piece(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> tuple[torch.Tensor | None, bool]:
+        """Additive mask (None = everything is seen) and is_causal flag for new queries q0…q1-1 and keys k0…k1-1."""
+        if self.mask is not None and self.mask.ndim == 4:
+            part = self.mask[:, :, q0:q1, k0:k1]
+            return (
+                self._additive(part) if part.dtype == torch.bool else part.to(self.dtype).clamp(min=self.never)
+            ), False
+        before = k1 <= self.past + q0 + 1
+        if self.mask is None:
+            if before:
+                return None, False
+            if k0 == self.past + q0 and k1 - k0 == q1 - q0:
+                return None, True
+        seen = (
+            torch.arange(k0, k1, device=device) <= torch.arange(self.past + q0, self.past + q1, device=device)[:, None]
+        )
+        if self.mask is not None:
+            seen = seen & self.mask[:, None, None, k0:k1].to(device=device, dtype=torch.bool)
+        return self._additive(seen if seen.ndim == 4 else seen[None, None]), False
+
+    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, self.never)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    causal: bool,
+    scores: Scores,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention with its log-sum-exp.
+
+    Args:
+        query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, T, D]`.
+        bias: additive mask that broadcasts to `[B, Hq, Q, T]`, or None.
+        causal: whether query i sees keys 0…i only (Q = T).
+        scores: the model's.
+
+    Returns:
+        out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` (natural log), fp32.
+    """
+    group = query.shape[1] // key.shape[1]
+    fused = {"cpu": _attend_on_cpu, "cuda": _attend_on_cuda}.get(query.device.type)
+    if scores.softcap is not None or fused is None:
+        return _attend_by_matmul(query, key, value, bias, causal, scores)
+    key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
+    return fused(query, key, value, bias, causal, scores.scale)
+
+
+def _attend_on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if bias is not None:
+        bias = bias.expand(query.shape[0], -1, query.shape[2], key.shape[2])
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return out.float(), lse.float().view(query.shape[:3])
+
+
+def _attend_on_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Torch's own kernels with their lse: FlashAttention for 16 bits and no mask, else the memory-efficient one."""
+    batch, heads, length = query.shape[:3]
+    if bias is None and query.dtype != torch.float32:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
+        return out.float(), lse[:, :, :length].float()
+    if bias is not None:
+        keys = key.shape[2]  # the kernel wants rows that begin at multiples of 16 entries
+        bias = torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys].expand(batch, heads, length, keys)
+    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, 0.0, causal, scale=scale
+    )[:2]
+    return out.float(), lse[:, :, :length].float()
+
+
+def _attend_by_matmul(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    causal: bool,
+    scores: Scores,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, length, dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    outs, lses = [], []
+    for start in range(0, length, MASKED_QUERIES):
+        stop = min(start + MASKED_QUERIES, length)
+        grouped = query[:, :, start:stop].float().reshape(batch, kv_heads, -1, dim)
+        found = scores.of((grouped @ key.float().transpose(2, 3)).view(batch, heads, stop - start, keys))
+        if causal:
+            later = torch.arange(keys, device=key.device) > torch.arange(start, stop, device=key.device)[:, None]
+            found = found.masked_fill(later, float("-inf"))
+        if bias is not None:
+            found = found + (bias[:, :, start:stop].float() if bias.shape[2] > 1 else bias.float())
+        lse = found.logsumexp(-1)
+        weights = (
+            (found - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp().view(batch, kv_heads, -1, keys)
+        )
+        outs.append((weights @ value.float()).view(batch, heads, stop - start, dim))
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def append_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past: int,
+    tiles: Iterable[tuple[int, torch.Tensor, torch.Tensor]],
+    mask: torch.Tensor | None,
+    *,
+    scores: Scores,
+    sinks: torch.Tensor | None = None,
+    tile: int = 4096,
+    before: tuple[torch.Tensor, torch.Tensor] | None = None,
+    attended: Callable[[int], None] | None = None,
+) -> torch.Tensor:
+    """Attention of new tokens over the cached ones and themselves, exact.
+
+    Args:
+        query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, Q, D]`, the new tokens.
+        past: cached tokens; tiles: their K and V in pieces, (first token, K, V `[B, Hkv, t, D]`).
+        mask: see `MaskPieces`.
+        scores, sinks (`[Hq]` extra logits): as the model gives them.
+        tile: keys that a masked piece spans at most.
+        before: out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` over cached tokens that `tiles` leave out.
+        attended: called after each tile and masked piece, with the number of its keys.
+
+    Returns:
+        `[B, Q, Hq, D]` in the query's dtype.
+    """
+    length, pieces = query.shape[2], MaskPieces(mask, past, query.dtype)
+    step = length if mask is None else min(MASKED_QUERIES, length)
+    total: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * -(-length // step)
+    lower = "a smaller prefill_tile, or the prompt in chunks (generate(prefill_chunk_size=...)), needs less"
+
+    def add(first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        stop = first + k.shape[2]
+        for i, q0 in enumerate(range(0, length, step)):
+            q1 = min(q0 + step, length)
+            if first > past + q1 - 1 and (mask is None or mask.ndim == 2):
+                continue  # all of these keys come later than all of these queries
+            bias, causal = pieces.piece(q0, q1, first, stop, query.device)
+            with memory_for(f"attention of {q1 - q0} queries to {stop - first} keys", lower):
+                partial = attend(query[:, :, q0:q1], k, v, bias, causal, scores)
+            done = total[i]
+            total[i] = partial if done is None else merge_partials([done, partial])
+        if attended is not None:
+            attended(k.shape[2])
+
+    if before is not None:
+        for i, q0 in enumerate(range(0, length, step)):
+            total[i] = before[0][:, :, q0 : q0 + step], before[1][:, :, q0 : q0 + step]
+    for first, k, v in tiles:
+        add(first, k, v)
+    span = length if mask is None else tile
+    for first in range(0, length, span):
+        add(past + first, key[:, :, first : first + span], value[:, :, first : first + span])
+    parts = [part for part in total if part is not None]
+    out, lse = torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts], 2)
+    if sinks is not None:
+        out = merge_partials([(out, lse)], sinks.float().view(1, -1, 1))[0]
+    return out.to(query.dtype).transpose(1, 2).contiguous()

@@ -1,0 +1,250 @@
+"""A decode step with two memories: chosen, split and exchanged on the device, attended on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_offload.attention.cpu_partial import HostPart
+from hf_offload.attention.step import Step, fp32
+from hf_offload.cache.copying import Moves
+from hf_offload.cache.device_mirror import sent
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory import memory_for
+from hf_offload.cache.prefill_tiles import LOWER_TILE, TILE
+from hf_offload.gpu.join import join_heads
+from hf_offload.gpu.merge import merge
+from hf_offload.gpu.paged import paged_attention
+from hf_offload.gpu.select import select_blocks, split_blocks
+from hf_offload.policies.base import Plan, Selection
+from hf_offload.scores import Scores
+
+COMPARE_EVERY = 8  # steps between two looks at what the prediction missed
+
+
+class TieredStep(Step):
+    """A step of a layer whose blocks are resident in slots or lie on the host.
+
+    Nothing here asks the device for an answer, and no shape depends on what is in a tensor: a step can be captured as
+    a CUDA graph.
+
+    Args:
+        layer: the layer.
+        query: `[B, Hq, D]` (for `place`: `[B, Hq, n, D]`), the real or the predicted query.
+        length, scores: as in `Step`.
+        fresh: whether the step has stored a token: layers may share keys and values.
+    """
+
+    query: torch.Tensor
+
+    def __init__(
+        self, layer: HybridLayer, query: torch.Tensor, length: int, scores: Scores, *, fresh: bool = False
+    ) -> None:
+        super().__init__(layer, length, scores)
+        self.fresh = fresh
+        assert layer.resident is not None
+        self.query, self.resident, self.mirror = fp32(query), layer.resident, layer.mirror
+        self.limits = self.mirror.limits("step", length, self.store.sealed)
+        self._ratio: torch.Tensor | None = None
+
+    @property
+    def sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """First block and end of each row's sinks, int32 `[B]` each."""
+        return self.mirror.sinks(self.layer.policy.sink_tokens)
+
+    def score(self, join: str) -> torch.Tensor:
+        if self.query.ndim == 3:
+            return self._score(self.query, join)
+        scores = [self._score(self.query[:, :, i].contiguous(), join) for i in range(self.query.shape[2])]
+        return torch.stack(scores).mean(0)
+
+    def _score(self, query: torch.Tensor, join: str) -> torch.Tensor:
+        digests, store = self.store.digests, self.store
+        assert digests is not None, "a policy without a digest cannot score"
+        kv_heads = store.num_kv_heads
+        if not digests.frozen:  # no block has a digest, or all are padding
+            return query.new_full((store.batch, kv_heads, store.table.shape[1]), float("-inf"))
+        masses = digests.score(query, self.resident.tables.table(), self.limits, self.scores)
+        return join_heads(masses, self._tail(query), self.limits, kv_heads=kv_heads, join=join)
+
+    def _tail(self, query: torch.Tensor) -> torch.Tensor:
+        """Log mass `[B, Hq]` of the tokens that are there and have no digest yet; with two memories, of one block."""
+        store = self.store
+        if self.layer.unplaced:
+            return query.new_full(query.shape[:2], float("-inf"))
+        shape = (store.batch, store.num_kv_heads, 1)
+        block = self.limits[1:].expand(shape).contiguous()
+        slot = self.resident.slot_of.index_select(2, self.limits[1:])
+        there = self.limits  # a layer ahead, this step's own token is not
+        if store.length != self.length:
+            there = self.mirror.limits("ahead", store.length, store.sealed)
+        _, lse = paged_attention(
+            query, self.resident.pool, slot, block, torch.ones_like(block[:, :, 0]), there, self.mirror.valid(),
+            **self.scores._asdict(),
+        )  # fmt: skip
+        return lse.logsumexp(-1)
+
+    def _selected(self, score: torch.Tensor, blocks: int, recent: int) -> Selection:
+        low, high = self.sinks
+        straddling = -(-self.layer.policy.sink_tokens // self.block_size) + 1
+        always = straddling + recent + self.num_blocks - self.store.sealed
+        capacity = min(max(blocks, always), self.store.table.shape[1])
+        return Selection(
+            *select_blocks(
+                score, self.limits, low, high, block_size=self.block_size, recent=recent, k=blocks, capacity=capacity
+            )
+        )
+
+    def select(self, score: torch.Tensor, blocks: int) -> Selection:
+        return self._selected(score, blocks, self.recent_blocks)
+
+    def choose(self, join: str, blocks: int) -> tuple[torch.Tensor, Selection]:
+        score = self.score(join)
+        return score, self.select(score, blocks)
+
+    def recent(self, blocks: int) -> Selection:
+        sinks = -(-self.layer.policy.sink_tokens // self.block_size)
+        newest = max(blocks - (self.num_blocks - self.store.sealed) - sinks, 0)
+        return self._selected(torch.zeros_like(self.resident.worth), 0, newest)
+
+    def all_blocks(self) -> Selection:
+        shape = (self.store.batch, self.store.num_kv_heads, self.store.table.shape[1])
+        device = self.query.device
+        blocks = torch.arange(shape[2], dtype=torch.int32, device=device).expand(shape).contiguous()
+        count = (self.limits[:1] + self.block_size - 1) // self.block_size
+        return Selection(blocks, count.expand(shape[:2]).contiguous())
+
+    def blocks_from(self, first: int) -> Selection:
+        shape, device = (self.store.batch, self.store.num_kv_heads), self.query.device
+        blocks = torch.arange(first, first + self.resident.slots, dtype=torch.int32, device=device)
+        counts = torch.full(shape, self.num_blocks - first, dtype=torch.int32, device=device)
+        return Selection(blocks.clamp(max=self.store.table.shape[1] - 1).expand(*shape, -1).contiguous(), counts)
+
+    def blocks(self, numbers: Sequence[int]) -> Selection:
+        listed = sent(self._listed(numbers), self.query.device)
+        shape = (self.store.batch, self.store.num_kv_heads)
+        counts = torch.full(shape, len(listed), dtype=torch.int32, device=self.query.device)
+        return Selection(listed.expand(*shape, -1).contiguous(), counts)
+
+    def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
+        block, offset = divmod(self.length - 1, self.block_size)
+        key, value = self.resident.block(block)[:, :, :, offset].unbind(2)
+        return key, value
+
+    def resident_blocks(self) -> Selection:
+        nowhere = torch.iinfo(torch.int32).max
+        held = self.resident.block_of
+        blocks, slots = torch.where(held < 0, nowhere, held).sort(-1)
+        return Selection(blocks, (held >= 0).sum(-1, dtype=torch.int32), slots.int())
+
+    def split(self, selection: Selection) -> tuple[Selection, Selection]:
+        parts = split_blocks(selection.blocks, selection.counts, self.resident.slot_of)
+        return (
+            Selection(parts.near, parts.near_counts, parts.near_slots),
+            Selection(parts.far, parts.far_counts),
+        )
+
+    # --- computing ---------------------------------------------------------------------------------------------------
+
+    def attend_device(self, device: Selection) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend resident blocks on the device: splits out `[B, Hq, S, D]`, lse `[B, Hq, S]` fp32."""
+        return paged_attention(
+            self.query, self.resident.pool, device.slots, device.blocks, device.counts, self.limits,
+            self.mirror.valid(), **self.scores._asdict(),
+        )  # fmt: skip
+
+    def fetch(self, score: torch.Tensor, chosen: Selection) -> Plan:
+        resident = self.resident
+        if resident.slots > chosen.blocks.shape[2]:  # what is resident beside them stays as long as it may
+            score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
+        self.learn(score, 0.0)
+        moves = resident.exchange(self.limits, self.sinks, self.recent_blocks, None)
+        resident.bring(moves)
+        self.layer.count("moves", moves.counts)
+        device, missing = self.split(chosen)
+        return Plan(device=device, fetched=missing if chosen.blocks.shape[2] > resident.slots else None)
+
+    def attend_fetched(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring blocks of the host to the device, tile by tile, and attend them: as `attend_device`."""
+        resident, shape, most = self.resident, host.blocks.shape[:2], host.blocks.shape[2]
+        size = min(max(self.layer.settings.prefill_tile // self.block_size, 1), most)
+        with memory_for(TILE, LOWER_TILE):
+            tile = resident.pool.new_empty(*shape, size, *resident.pool.shape[3:])
+        slots = torch.arange(size, dtype=torch.int32, device=self.query.device).expand(*shape, size).contiguous()
+        listed, parts = torch.nn.functional.pad(host.blocks, (0, -most % size)), []
+        for first in range(0, most, size):
+            blocks, counts = listed[:, :, first : first + size].contiguous(), (host.counts - first).clamp(0, size)
+            resident.bring(Moves(slots, blocks, counts), tile)
+            out, lse = paged_attention(
+                self.query, tile, slots, blocks, counts, self.limits, self.mirror.valid(),
+                **self.scores._asdict(),
+            )  # fmt: skip
+            parts.append(merge(out, lse, None, self.query, None, scale=self.scores.scale, dtype=torch.float32))
+        self.layer.count("moves", host.counts)
+        return torch.stack([out for out, _ in parts], 2), torch.stack([lse for _, lse in parts], 2)
+
+    def attend_host(self, host: Selection) -> HostPart:
+        """Start the CPU part with this step's query."""
+        return self._host_part(host.blocks.shape[2]).start(self, host, correct=False, label="CPU attention")
+
+    def attend_early(self, host: Selection, *, correct: bool) -> HostPart:
+        part = self._host_part(host.blocks.shape[2]).start(self, host, correct=correct, label="early CPU attention")
+        self.layer.ahead = part
+        return part
+
+    def read_ahead(self, host: Selection) -> None:
+        if self.mirror.capture is None:
+            self._host_part(host.blocks.shape[2]).read(self, host)
+
+    def _host_part(self, capacity: int) -> HostPart:
+        part: HostPart | None = self.layer.host_part
+        if part is None or not part.fits(self.query, capacity):
+            part = self.layer.host_part = HostPart(self.layer, self.query, capacity)
+        return part
+
+    # --- moving and counting -----------------------------------------------------------------------------------------
+
+    def learn(self, score: torch.Tensor, smoothing: float) -> None:
+        self.resident.learn(score, self.limits, smoothing)
+
+    def recall(self, plan: Plan, clock: Any) -> None:
+        due = clock.due(self.cpu_ratio(plan))
+        if due is None:
+            return
+        moves = self.resident.exchange(self.limits, self.sinks, self.recent_blocks, due)
+        self.resident.fetch(moves, self.label("recall"))
+        self.layer.count("moves", moves.counts)
+
+    def cpu_ratio(self, plan: Plan) -> torch.Tensor:
+        """Tokens that the CPU attends, as a share of the budget (of everything, without one); fp32 `[]`."""
+        if self._ratio is None:
+            self._ratio = self._find_ratio(plan)
+        return self._ratio
+
+    def _find_ratio(self, plan: Plan) -> torch.Tensor:
+        host = plan.host if plan.beside is None else plan.beside.host
+        if host is None:
+            return torch.zeros((), device=self.query.device)
+        budget = self.layer.policy.budget_tokens
+        most = self.store.table.shape[1] if budget is None else budget // self.block_size
+        within: torch.Tensor | int = most
+        if self.num_blocks < most:  # which grows: a captured step must look it up
+            within = ((self.limits[0] + self.block_size - 1) // self.block_size).clamp(max=most)
+        ratio: torch.Tensor = host.counts.sum() / (within * self.store.batch * self.store.num_kv_heads)
+        return ratio
+
+    def compare(self, predicted: Selection, wanted: Selection) -> None:
+        if self.layer.stats.steps % COMPARE_EVERY or self.mirror.capture is not None:
+            return
+        meant = torch.arange(wanted.blocks.shape[2], device=self.query.device) < wanted.counts[..., None]
+        found = self._marks(predicted).gather(2, torch.where(meant, wanted.blocks, 0).long()) & meant
+        self.layer.count("overlap", found.sum() / meant.sum().clamp(min=1))
+
+    def _marks(self, selection: Selection) -> torch.Tensor:
+        """Which blocks a selection has, bool `[B, Hkv, N]`."""
+        width, device = self.store.table.shape[1], self.query.device
+        meant = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
+        marks = torch.zeros(*selection.blocks.shape[:2], width + 1, dtype=torch.bool, device=device)
+        return marks.scatter_(2, torch.where(meant, selection.blocks, width).long(), True)[:, :, :width]

@@ -1,0 +1,466 @@
+"""The KV of one layer in host memory: blocks, the table that names them, and their digests."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from hf_offload.cache.device_mirror import TableMirror, pause
+from hf_offload.cache.digests import DigestStore
+from hf_offload.cache.host_format import FORMATS
+from hf_offload.cache.host_pool import HostPool
+from hf_offload.cache.memory import host_empty, memory_for
+from hf_offload.cache.padding import Padding
+from hf_offload.cache.prefill_tiles import LOWER_TILE, TILE, tiles_ahead
+from hf_offload.cache.view import View
+from hf_offload.cpu import pool as movers
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.pool import copy_records
+from hf_offload.cpu.worker import Worker
+from hf_offload.gpu.move import store_tokens
+from hf_offload.gpu.ranking import spare_width
+
+KEEP_TOKENS = 128
+"""Newest full blocks of so many tokens are never packed: what `crop` usually drops is as it was."""
+
+TABLE_STEP = 64
+"""The width of a block table is a multiple of this."""
+
+
+def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Unpacked float32 in the model's dtype; what rounding carried beyond its range stays finite."""
+    most = torch.finfo(dtype).max
+    return x if dtype == torch.float32 else x.clamp(-most, most).to(dtype)
+
+
+class BlockStore:
+    """Blocks of one layer for every row, by logical number.
+
+    Logical block n of a row holds its tokens `n·block_size …`; `table[row, n]` names the physical block. Rows may share
+    physical blocks (beams, forks); the one that writes into a shared block gets its own copy first.
+
+    Args:
+        batch, num_kv_heads, head_dim: sizes, from the tensors that arrived.
+        dtype: of K and V.
+        block_size: tokens a block.
+        device: where the model computes (digests live there).
+        digest: how blocks are summarised, or None for policies that score nothing.
+        padding: validity of the tokens, shared by the layers.
+        host_dtype: how older full blocks are kept (`FORMATS`).
+        worker: brings tiles nearer while others are attended (see `tiles_ahead`), or None: one memory.
+        scored_on_host: whether the digests live in host memory all the same.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        block_size: int,
+        device: torch.device,
+        digest: type[DigestStore] | None,
+        padding: Padding,
+        host_dtype: str | None = None,
+        worker: Worker | None = None,
+        scored_on_host: bool = False,
+    ) -> None:
+        self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
+        self.dtype, self.block_size, self.device = dtype, block_size, device
+        self.padding, self.worker = padding, worker
+        self.format = FORMATS[host_dtype](dtype, head_dim, block_size)
+        self.pool = HostPool(
+            num_kv_heads, block_size, head_dim, dtype, pin=device.type == "cuda", packed_bytes=self.format.record_bytes
+        )
+        where, self.scored_on_host = torch.device("cpu") if scored_on_host else device, scored_on_host
+        self.digests = None if digest is None else digest(num_kv_heads, head_dim, block_size, where)
+        self.table = np.zeros((batch, 0), np.int32)
+        self.tables = TableMirror(self)
+        self._view: View | None = None
+        self.revision = 0
+        """Rises whenever the table has changed."""
+        self.length = 0
+        self.reserved = 0
+        """Logical blocks that have a physical one; those behind the last token are empty."""
+        self.packed_blocks = 0
+        """The blocks before this one are all packed."""
+        self.sealed = 0
+        """Blocks that have a digest: all full ones, once `sealing.seal` has run."""
+        self.event: torch.cuda.Event | None = None
+        """After the last work that writes into blocks, on a CUDA device."""
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            # Slabs that are let go may have a new owner at once.
+            weakref.finalize(self.pool, self.event.synchronize).atexit = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Logical blocks that hold at least one token."""
+        return -(-self.length // self.block_size)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the blocks that the rows hold, each once; forks may hold them too."""
+        return self.pool.bytes_of(np.unique(self.table[:, : self.reserved]))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of those among them that forks hold too."""
+        ids, mine = np.unique(self.table[:, : self.reserved], return_counts=True)
+        return self.pool.bytes_of(ids[self.pool.refcount[ids] > mine])
+
+    @property
+    def digest_bytes(self) -> int:
+        """Bytes of the digests."""
+        return self.digests.nbytes if self.digests is not None else 0
+
+    def reserve(self, length: int, packed: range = range(0)) -> None:
+        """Have a physical block of one's own for every token from `self.length` to `length - 1`.
+
+        Args:
+            length: tokens.
+            packed: logical blocks, none of them there yet, that get places of the packed kind.
+        """
+        have, need = self.reserved, -(-length // self.block_size)
+        if self.length < length and self.length < have * self.block_size:  # rows may share an empty block, too
+            self.own(range(self.length // self.block_size, self.length // self.block_size + 1))
+        self.reserve_table(need)
+        if need > have:
+            taken: list[np.ndarray] = []
+            try:
+                for first, stop in ((have, packed.start), (packed.start, packed.stop), (max(have, packed.stop), need)):
+                    count = max(stop - first, 0)
+                    taken.append(self.pool.allocate(self.batch * count, packed=first in packed))
+                    self.table[:, first : first + count] = taken[-1].reshape(self.batch, count)
+                self.reserve_digests()
+            except BaseException:  # no memory: all of them or none
+                self.pool.release(np.concatenate([np.zeros(0, np.int32), *taken]))
+                raise
+            self.reserved = need
+            self.revision += 1
+
+    def reserve_digests(self) -> None:
+        """Have room for the digest of every physical block."""
+        if self.digests is not None:
+            self.digests.reserve(self.pool.num_blocks)
+
+    def reserve_table(self, blocks: int) -> None:
+        """Have room in the table for `blocks` logical blocks."""
+        if blocks > self.table.shape[1]:
+            # Whole lines of memory: kernels then read them in long words, and one variant serves every length.
+            width = -(-max(blocks, spare_width(self.table.shape[1])) // TABLE_STEP) * TABLE_STEP
+            wide = np.zeros((self.batch, width), np.int32)
+            wide[:, : self.table.shape[1]] = self.table
+            self.table = wide
+            self.revision += 1
+
+    def written(self) -> None:
+        """Note that the model's stream has been given work that writes into blocks."""
+        assert self.event is not None
+        self.event.record(torch.cuda.current_stream(self.device))
+
+    def settle(self) -> None:
+        """Wait for what a stream writes into blocks; the host reads them only after that, or behind that stream."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def own(self, blocks: range) -> None:
+        """Have blocks to write into, or to give other digests: whoever shares them keeps the old ones."""
+        for block in blocks if self.pool.shared else ():
+            own_block(self, block)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write K and V `[B, Hkv, T, D]`, on the model's device or on the host, behind the tokens that are there."""
+        stop = self.length + k.shape[2]
+        old = self.packed_on_arrival(self.length, stop)
+        self._release(self.num_blocks)
+        self.reserve(stop, old)
+        try:
+            self._write(k, v, old)
+        except BaseException:
+            self._release(self.num_blocks)
+            raise
+        self.length = stop
+
+    def view(self, length: int) -> View:
+        """What a step's kernels read, with blocks of one's own for the tokens from `self.length` to `length - 1`."""
+        pool, padding, digests, old = self.pool, self.padding, self.digests, self._view
+        if length > self.length and (length > self.reserved * self.block_size or pool.shared):
+            self.reserve(length)
+        digest = None if digests is None else digests.identity
+        if (
+            old is not None
+            and old.table is self.table
+            and old.block_ptr is pool.block_ptr
+            and old.valid is padding.valid
+            and old.holes is padding.holes
+            and old.first is padding.first
+            and old.digest is digest
+            and old.revision == padding.revision
+        ):
+            return old
+        blocks = min(self.table.shape[1], padding.holes.shape[1])
+        covered = min(padding.valid.shape[1], blocks * self.block_size)
+        self._view = View(
+            self.table, pool.block_ptr, padding.valid, padding.holes, padding.first, digest, padding.revision, covered
+        )
+        return self._view
+
+    def packed_on_arrival(self, start: int, stop: int) -> range:
+        """Blocks that are packed on the way in when tokens start … stop - 1 arrive: they are old as they come."""
+        first = -(-start // self.block_size)
+        return range(first, max(first, self._old(stop))) if self.format.packs else range(0)
+
+    def _write(self, k: torch.Tensor, v: torch.Tensor, old: range) -> None:
+        start, stop, size = self.length, self.length + k.shape[2], self.block_size
+        by_device = k.is_cuda and self.pool.pinned and not old
+        if self.device.type != "cpu" and not by_device:
+            k, v = k.to("cpu"), v.to("cpu")
+        if k.stride(-1) != 1 or v.stride(-1) != 1:
+            k, v = k.contiguous(), v.contiguous()
+        if by_device:
+            pause(self.worker, self.device)
+            with torch.cuda.device(self.device):
+                store_tokens(k, v, self.tables.block_ptr(), self.tables.table(), start, size)
+            self.written()
+            return
+        for first, end in ((start, old.start * size), (old.stop * size, stop)) if old else ((start, stop),):
+            part = slice(first - start, end - start)
+            if end > first:
+                movers.write_tokens(k[:, :, part], v[:, :, part], self.pool.block_ptr, self.table, first, size).run(
+                    "an append"
+                )
+        if old:
+            pack_tokens(self, k, v, old)
+
+    def has_old(self, length: int) -> bool:
+        """Whether `pack_old` would find blocks that it has not looked at."""
+        return self.format.packs and self._old(length) > self.packed_blocks
+
+    def _old(self, length: int) -> int:
+        return length // self.block_size - -(-KEEP_TOKENS // self.block_size)
+
+    def pack_old(self, length: int) -> None:
+        """Pack the full blocks that are old when the rows have `length` tokens; nothing may be reading them."""
+        if self.has_old(length):
+            self.settle()
+            pack_blocks(self, self._old(length))
+
+    def packed_so_far(self) -> tuple[int, int]:
+        """What `unpack` goes back to, until `pool.let_go`.
+
+        Raises:
+            ValueError: forks hold some of the blocks, which are packed apart from theirs.
+        """
+        if self.format.packs and self.pool.shared and self.shared_bytes:
+            raise ValueError(
+                "host_dtype='int8': drafts cannot be verified while a fork shares blocks with this cache; drop the "
+                "forks, or leave host_dtype out"
+            )
+        return self.packed_blocks, self.pool.keep()
+
+    def unpack(self, packed: tuple[int, int]) -> None:
+        """Have no more packed blocks than when `packed_so_far` said this."""
+        self.packed_blocks = packed[0]
+        self.pool.unpack(packed[1])
+
+    def gather(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of tokens `first … first + count - 1` as contiguous `[B, Hkv, count, D]` on the model's device."""
+        shape = (self.batch, self.num_kv_heads, count, self.head_dim)
+        dtype = self.format.gather_dtype
+        pin = self.device.type == "cuda" and dtype == self.dtype
+        k, v = (host_empty(shape, dtype, pin=pin, brief=True, what=TILE, lower=LOWER_TILE) for _ in range(2))
+        self.gathering(k, v, first).run("a gather")
+        with memory_for(TILE, LOWER_TILE, 2 * k.nbytes):
+            return self.narrowed(k).to(self.device), self.narrowed(v).to(self.device)
+
+    def narrowed(self, gathered: torch.Tensor) -> torch.Tensor:
+        """What was gathered, in the model's dtype."""
+        return gathered if gathered.dtype == self.dtype else narrow(gathered, self.dtype)
+
+    def gathering(self, k: torch.Tensor, v: torch.Tensor, first: int) -> Launch:
+        """Prepare the copy of tokens from `first` on, as many as fit, into contiguous tensors in host memory.
+
+        Args:
+            k, v: `[B, Hkv, count, D]` of `format.gather_dtype`, written.
+            first: token.
+        """
+        self.settle()
+        if self.format.packs:
+            return gathering_packed(self, k, v, first)
+        return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
+
+    def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """The first `stop` tokens as pieces of at most `tile` tokens: (first token, K, V), each until the next one."""
+        if self.worker is not None:
+            return tiles_ahead(self, self.worker, stop, tile)
+        return ((first, *self.gather(first, min(tile, stop - first))) for first in range(0, stop, tile))
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens; nothing has happened if that fails."""
+        self.open(length)
+        self.sealed = min(self.sealed, length // self.block_size)
+        if self.digests is not None and self.sealed == 0 and not self.pool.shared:
+            self.digests.thaw()
+        self.packed_blocks = min(self.packed_blocks, length // self.block_size)
+        self.length = length  # after what it bounds: an interruption before this is made up for by another crop
+        self._release(self.num_blocks)
+
+    def open(self, length: int) -> None:
+        """Make the block that is the last one of `length` tokens fit to be appended to: unpack it; it stays whole."""
+        block = length // self.block_size
+        if length % self.block_size and (self.pool.block_ptr[self.table[:, block]] & 1).any():
+            self._reopen(block)
+
+    def _release(self, keep: int) -> None:
+        """Give back the physical blocks behind the first `keep` logical ones."""
+        if keep < self.reserved:
+            unused, self.reserved = self.table[:, keep : self.reserved], keep
+            self.pool.release(unused)
+
+    def _reopen(self, block: int) -> None:
+        first, table = block * self.block_size, self.table.copy()
+        k, v = (x.to("cpu") for x in self.gather(first, min(self.block_size, self.length - first)))
+        table[:, block] = self.pool.allocate(self.batch)
+        try:
+            self.reserve_digests()
+            movers.write_tokens(k, v, self.pool.block_ptr, table, first, self.block_size).run("a crop")
+            if self.digests is not None:
+                self.digests.copy(self.table[:, block], table[:, block])
+        except BaseException:
+            self.pool.release(table[:, block])
+            raise
+        before, self.table = self.table[:, block], table
+        self.revision += 1
+        self.pool.release(before)
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Keep the rows of an index `[B']`, in its order and as often as it names them; K and V are not copied."""
+        kept = self.table[rows]
+        self.pool.retain(kept[:, : self.reserved])
+        self.pool.release(self.table[:, : self.reserved])
+        self.table, self.batch = np.ascontiguousarray(kept), len(rows)
+        self.revision += 1
+
+    def __del__(self) -> None:
+        pool = getattr(self, "pool", None)
+        if pool is not None and pool.shared and not sys.is_finalizing():  # otherwise the pool goes, too
+            self.settle()
+            pool.leave(self.table[:, : self.reserved])
+
+
+def pack_tokens(store: BlockStore, k: torch.Tensor, v: torch.Tensor, blocks: range) -> None:
+    """Pack whole blocks of new K and V `[B, Hkv, T, D]`, which begin at token `store.length`."""
+    rows, heads, block = (x.ravel() for x in np.indices((store.batch, store.num_kv_heads, len(blocks))))
+    token = (block + blocks.start) * store.block_size - store.length
+    size = store.dtype.itemsize
+    keys, values = (
+        x.data_ptr() + size * (rows * x.stride(0) + heads * x.stride(1) + token * x.stride(2)) for x in (k, v)
+    )
+    records = store.pool.addresses(store.table[rows, block + blocks.start], heads) - 1
+    store.format.pack(keys, values, size * k.stride(2), size * v.stride(2), records, keep=(k, v)).run("packing")
+
+
+def pack_blocks(store: BlockStore, stop: int) -> None:
+    """Pack the logical blocks before `stop`, as far as they are not packed; nothing may be reading them."""
+    ids, mine = np.unique(store.table[:, store.packed_blocks : stop], return_counts=True)
+    plain = store.pool.block_ptr[ids] & 1 == 0
+    ids, mine = ids[plain], mine[plain]
+    others = store.pool.refcount[ids] > mine  # they may be reading: what they hold stays where it is
+    heads, step = np.arange(store.num_kv_heads), store.head_dim * store.dtype.itemsize
+
+    def pack(old: np.ndarray, new: np.ndarray) -> None:
+        keys = (old[:, None] + store.pool.record_bytes * heads).ravel()
+        records = (new[:, None] + store.pool.packed_record_bytes * heads).ravel()
+        store.format.pack(keys, keys + store.pool.record_bytes // 2, step, step, records).run("packing")
+
+    if others.any():
+        _pack_apart(store, ids[others], pack)
+    if not others.all():
+        store.pool.repack(ids[~others], pack)
+    store.packed_blocks = stop
+
+
+def _pack_apart(store: BlockStore, ids: np.ndarray, pack: Callable[[np.ndarray, np.ndarray], None]) -> None:
+    """Pack blocks, ascending, into blocks of one's own; arguments as in `HostPool.repack`."""
+    new = store.pool.allocate(len(ids), packed=True)
+    try:
+        store.reserve_digests()
+        pack(store.pool.block_ptr[ids], store.pool.block_ptr[new] - 1)
+        if store.digests is not None:
+            store.digests.copy(ids, new)
+    except BaseException:
+        store.pool.release(new)
+        raise
+    table = store.table.copy()
+    held = np.isin(table[:, : store.reserved], ids).nonzero()
+    old = store.table[held]
+    table[held] = new[np.searchsorted(ids, old)]
+    store.pool.retain(table[held])
+    store.pool.release(new)
+    store.pool.release(old)
+    store.table = table
+    store.revision += 1
+
+
+def gathering_packed(store: BlockStore, k: torch.Tensor, v: torch.Tensor, first: int) -> Launch:
+    """As `BlockStore.gathering`, where blocks may be packed."""
+    size, count = store.block_size, k.shape[2]
+    blocks = np.arange(first // size, -(-(first + count) // size))
+    rows, heads, block = (x.ravel() for x in np.indices((store.batch, store.num_kv_heads, len(blocks))))
+    begins = np.maximum(blocks * size, first)  # of each block, the tokens that are wanted
+    ends = np.minimum((blocks + 1) * size, first + count)
+    line = store.format.gather_dtype.itemsize * store.head_dim
+    places = line * ((rows * store.num_kv_heads + heads) * count + (begins - first)[block])
+    return store.format.unpack(
+        store.pool.addresses(store.table[rows, blocks[block]], heads), (begins % size).astype(np.int32)[block],
+        (ends - begins).astype(np.int32)[block], k.data_ptr() + places, v.data_ptr() + places, keep=(k, v),
+    )  # fmt: skip
+
+
+def share_blocks(store: BlockStore, other: BlockStore) -> None:
+    """Let a store hold the blocks of another one of the same sizes; it has none yet, and nothing is copied.
+
+    Digests are shared as far as there are any: their statistics are fixed.
+    """
+    other.settle()
+    store.pool = other.pool
+    if other.digests is None or other.digests.frozen:
+        store.digests, store.sealed = other.digests, other.sealed
+    store.reserve_digests()
+    store.pool.retain(other.table[:, : other.num_blocks])  # from here on they are this store's to release
+    store.table, store.reserved = other.table.copy(), other.num_blocks
+    store.length, store.packed_blocks = other.length, other.packed_blocks
+    store.revision += 1
+    if store.event is not None:
+        weakref.finalize(store.pool, store.event.synchronize).atexit = False
+
+
+def own_block(store: BlockStore, block: int) -> None:
+    """Give every row a physical block of its own for a logical one, with what it holds but for its digest."""
+    ids, pool = store.table[:, block], store.pool
+    if (pool.refcount[ids] == 1).all():
+        return
+    store.settle()
+    for row in range(store.batch):
+        old = ids[row]
+        if pool.refcount[old] == 1:
+            continue
+        source = pool.block_ptr[old : old + 1]
+        packed = bool(source[0] & 1)
+        new = pool.allocate(1, packed=packed)
+        try:
+            store.reserve_digests()
+            nbytes = store.num_kv_heads * (pool.packed_record_bytes if packed else pool.record_bytes)
+            copy_records(source & ~1, pool.block_ptr[new] & ~1, nbytes).run("a copy of shared blocks")
+        except BaseException:
+            pool.release(new)
+            raise
+        store.table[row, block] = new[0]
+        store.revision += 1
+        pool.release(np.array([old]))

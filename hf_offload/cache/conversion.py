@@ -1,0 +1,199 @@
+"""Layers of one cache made of those of another: forks, and to and from Transformers' `DynamicCache`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from hf_offload.cache.arrivals import check_arrivals, unsuitable
+from hf_offload.cache.block_store import share_blocks
+from hf_offload.cache.layer import HybridLayer, open_layer
+from hf_offload.cache.padding import Padding
+from hf_offload.cache.sealing import seal
+from hf_offload.cache.stock_layers import copy_layer
+
+
+def take_over(
+    layers: list[Any], source: DynamicCache, modules: Sequence[nn.Module], mask: torch.Tensor | None, config: Any
+) -> None:
+    """Fill the layers of a new `HybridCache` with what a `DynamicCache` of the same model holds.
+
+    Args:
+        layers: of the new cache, empty; stock layers among them are replaced.
+        source: it is left as it is, and shares no memory with what is made.
+        modules: the model's decoder layers, which say where and in which dtype each computes.
+        mask: `[B, T]`, 0 where a token is padding; None: there is none.
+        config: of the model's decoder.
+
+    Raises:
+        TypeError: the source is no `DynamicCache`.
+        ValueError: it is not of this model, by its layers, shapes or dtype, or the mask does not fit it.
+    """
+    if not isinstance(source, DynamicCache):
+        raise TypeError(f"from_cache takes over a DynamicCache, not a {type(source).__name__}")
+    theirs: list[Any] = source.layers
+    batch, tokens = _check(layers, theirs, modules, config)
+    if mask is not None and mask.shape != (batch, tokens):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, but the cache holds {batch} rows of {tokens} tokens; give "
+            "one value for each cached token"
+        )
+    if mask is not None:
+        mask = mask != 0
+    for index, (layer, old) in enumerate(zip(layers, theirs, strict=True)):
+        device = device_of(modules[index])
+        if isinstance(layer, HybridLayer):
+            if _holds(old) and unsuitable(old.keys, old.values):
+                layers[index] = copy_layer(old, device)
+            elif _holds(old):
+                layer.settings.padding.observe(mask, batch, tokens)
+                _fill(layer, old.keys.detach().to(device), old.values.detach().to(device))
+        elif type(old) is type(layer):
+            layers[index] = copy_layer(old, device)
+        elif _holds(old):  # a cache that was made without a config keeps all tokens of a sliding window
+            layer.update(old.keys.detach().to(device), old.values.detach().to(device))
+
+
+def _fill(layer: HybridLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+    layer.lazy_initialization(keys, values)
+    assert layer.store is not None
+    check_arrivals(layer, keys, values)
+    layer.revision = layer.settings.padding.revision
+    layer.store.append(keys, values)
+    seal(layer.store, layer.settings.prefill_tile, keys)
+    layer.state.adopted(layer)
+
+
+def give_back(layer: HybridLayer, made: DynamicLayer) -> None:
+    """Fill an empty layer of a `DynamicCache` with the tokens of a layer, in the model's dtype, on its device."""
+    store = layer.store
+    if store is None or not store.length:
+        return
+    layer.drain()
+    layer.write_back()
+    shape = (store.batch, store.num_kv_heads, store.length, store.head_dim)
+    keys, values = (torch.empty(shape, dtype=store.dtype, device=store.device) for _ in range(2))
+    for first, k, v in store.tiles(store.length, layer.settings.prefill_tile):
+        keys[:, :, first : first + k.shape[2]], values[:, :, first : first + k.shape[2]] = k, v
+    made.lazy_initialization(keys, values)
+    made.keys, made.values = keys, values
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a decoder layer computes; its weights may be elsewhere until then (accelerate's offloading)."""
+    devices = [parameter.device for parameter in module.parameters() if parameter.device.type != "meta"]
+    for part in () if devices else module.modules():
+        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            found = torch.device(device)
+            bare = found.type == "cuda" and found.index is None  # what tensors say of themselves has a number
+            return torch.device("cuda", torch.cuda.current_device()) if bare else found
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _holds(layer: Any) -> bool:
+    keys = getattr(layer, "keys", None)
+    return isinstance(keys, torch.Tensor) and keys.numel() > 0
+
+
+def _check(layers: list[Any], theirs: list[Any], modules: Sequence[nn.Module], config: Any) -> tuple[int, int]:
+    """Rows and tokens of a `DynamicCache` with these layers, which all fit.
+
+    Raises:
+        ValueError: one does not.
+    """
+    if len(theirs) != len(layers):
+        raise ValueError(f"the cache has {len(theirs)} layers, this model has {len(layers)}: not its cache")
+    batch, tokens, first = 0, 0, None
+    for index, (layer, old) in enumerate(zip(layers, theirs, strict=True)):
+        ours = isinstance(layer, HybridLayer) or getattr(layer, "is_sliding", False)
+        if type(old) is not type(layer) and not (ours and type(old) is DynamicLayer):
+            kind = "plain full attention" if isinstance(layer, HybridLayer) else type(layer).__name__
+            raise ValueError(
+                f"layer {index} of the cache is a {type(old).__name__}, but {kind} in this model; take over a "
+                "DynamicCache of this model"
+            )
+        window, mine = (getattr(x, "sliding_window", None) for x in (old, layer))
+        if type(old) is type(layer) and window != mine:
+            raise ValueError(f"layer {index} of the cache has a window of {window} tokens, the model's has {mine}")
+        if not isinstance(layer, HybridLayer):
+            continue
+        if not _holds(old):
+            first = index if first is None else first
+            continue
+        if old.keys.ndim != 4 or old.keys.ndim != old.values.ndim or old.keys.shape[2] != old.values.shape[2]:
+            raise ValueError(
+                f"layer {index} of the cache has keys {tuple(old.keys.shape)} and values {tuple(old.values.shape)}; "
+                "both must be [rows, KV heads, tokens, head_dim]"
+            )
+        rows, heads, length, dim = old.keys.shape
+        if tokens and (rows, length) != (batch, tokens):
+            raise ValueError(
+                f"layer {index} of the cache holds {rows} rows of {length} tokens, the layers before it {batch} of "
+                f"{tokens}; take over a cache between two forwards"
+            )
+        batch, tokens = rows, length
+        if not unsuitable(old.keys, old.values):
+            _check_model(index, heads, dim, old.keys.dtype, modules[index], config)
+    if tokens and first is not None and not getattr(config, "num_kv_shared_layers", 0):
+        raise ValueError(f"layer {first} of the cache is empty, others hold {tokens} tokens: not a cache of this model")
+    for index, old in enumerate(theirs):
+        if tokens and getattr(old, "is_sliding", False) and old.get_seq_length() != tokens:
+            raise ValueError(f"layer {index} of the cache has seen {old.get_seq_length()} tokens, others {tokens}")
+    return batch, tokens
+
+
+def _check_model(index: int, heads: int, dim: int, dtype: torch.dtype, module: nn.Module, config: Any) -> None:
+    wanted, size = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    if isinstance(wanted, int) and (heads > wanted or wanted % heads):  # with tensor parallelism a part of them
+        raise ValueError(f"layer {index} of the cache has {heads} KV heads, the model has {wanted}")
+    if isinstance(size, int) and dim != size:
+        raise ValueError(f"layer {index} of the cache has head_dim {dim}, the model has {size}")
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if dtypes and dtype not in dtypes:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(
+            f"layer {index} of the cache is {dtype}, the model computes in {names}; convert the cache's keys and "
+            "values or load the model in their dtype"
+        )
+
+
+def fork_layers(source: list[Any], target: list[Any], padding: Padding, copied: Padding) -> None:
+    """Let the empty layers of a new cache hold what those of another hold, nothing of which is in flight.
+
+    Host blocks and their digests are shared. Resident sets, what policies remember, padding and stock layers are
+    copied, so that both caches go on as the first would have gone on alone.
+
+    Args:
+        source, target: the layers.
+        padding, copied: validity of the tokens in each.
+    """
+    copied.copy_from(padding.valid[:, : padding.seen], dense=padding.dense)
+    for index, layer in enumerate(source):
+        if isinstance(layer, HybridLayer):
+            _fork(layer, target[index])
+        else:
+            target[index] = copy_layer(layer)
+
+
+def _fork(source: HybridLayer, target: HybridLayer) -> None:
+    target.scores, target.revision = source.scores, target.settings.padding.revision
+    if source.store is None:
+        return
+    source.rollback.clear()  # what it would put back is shared from here on
+    source.write_back()
+    target.slots = None if source.resident is None else source.resident.slots
+    store = source.store
+    open_layer(target, store.batch, store.num_kv_heads, store.head_dim, source.dtype, source.device)
+    assert target.store is not None
+    share_blocks(target.store, source.store)
+    seal(target.store, target.settings.prefill_tile)  # blocks of padding alone have digests, but no statistics to share
+    target.last_queries, target.unplaced = source.last_queries, source.unplaced
+    if target.resident is not None and source.resident is not None:
+        target.resident.copy_from(source.resident)
+    target.state.share(target, source.state)

@@ -1,0 +1,136 @@
+"""Prompts and appends: exact against dense attention, whatever the mask, and bounded in memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_offload import HybridCache
+from hf_offload.attention.prefill import append_attention, attend
+from hf_offload.scores import Scores
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1).double(), v.repeat_interleave(group, 1).double()
+    scores = q.double() @ k.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("kind", ["none", "padding", "bool", "float"])
+@pytest.mark.parametrize(("past", "new", "tile"), [(0, 1, 8), (0, 37, 16), (50, 1, 16), (50, 37, 16), (13, 700, 600)])
+def test_equals_dense_attention(past: int, new: int, tile: int, kind: str, softcap: float | None) -> None:
+    generator = torch.Generator().manual_seed(past + new)
+    total = past + new
+    q = torch.randn(2, 6, new, 16, generator=generator)
+    k, v = (torch.randn(2, 2, total, 16, generator=generator) for _ in range(2))
+    seen = (torch.arange(total) <= torch.arange(past, total)[:, None]).expand(2, 1, new, total).clone()
+    mask = None
+    if kind == "padding":
+        mask = torch.ones(2, total, dtype=torch.bool)
+        mask[1, : total // 3] = False
+        seen &= mask[:, None, None]
+    elif kind != "none":
+        seen &= torch.rand(2, 1, new, total, generator=generator) > 0.2
+        seen[..., 0] = True
+        mask = seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    tiles = [(i, k[:, :, i : min(i + tile, past)], v[:, :, i : min(i + tile, past)]) for i in range(0, past, tile)]
+    got = append_attention(q, k[:, :, past:], v[:, :, past:], past, tiles, mask, scores=Scores(0.3, softcap), tile=tile)
+    want = dense(q, k, v, seen, 0.3, softcap)
+    rows = seen.any(-1)[:, 0]  # queries that are padding themselves see nothing, and nobody reads them
+    assert torch.isfinite(got).all()
+    assert torch.allclose(got[rows].double(), want[rows], atol=2e-6 * (1 + want[rows].abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(37, 37, True), (5, 203, False), (130, 64, False)])
+def test_fused_attention_of_a_gpu(
+    queries: int, keys: int, causal: bool, dtype: torch.dtype, tolerance: float, masked: bool
+) -> None:
+    if causal and masked:
+        pytest.skip("a mask says all of causality itself")
+    generator = torch.Generator().manual_seed(queries)
+    q = torch.randn(2, 6, queries, 64, generator=generator).to("cuda", dtype)
+    k, v = (torch.randn(2, 2, keys, 64, generator=generator).to("cuda", dtype) for _ in range(2))
+    seen = torch.ones(2, 1, queries, keys, dtype=torch.bool, device="cuda")
+    bias = None
+    if causal:
+        seen = seen.tril()
+    if masked:
+        seen[1, ..., : keys // 3] = False
+        bias = torch.zeros(seen.shape, dtype=dtype, device="cuda").masked_fill(~seen, torch.finfo(dtype).min / 2)
+    out, lse = attend(q, k, v, bias, causal, 0.2, None)
+    assert torch.allclose(out.double(), dense(q, k, v, seen, 0.2, None).transpose(1, 2), atol=tolerance)
+    scores = (q.double() @ k.repeat_interleave(3, 1).double().transpose(2, 3) * 0.2).masked_fill(~seen, float("-inf"))
+    assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=tolerance)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once among those made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+
+    def _forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self.known:
+                self.known.add(key)
+                self.live += size
+                weakref.finalize(storage, self._forget, key, size)
+        self.peak = max(self.peak, self.live)
+        return out
+
+
+def peak_beyond_host(make_cache: Callable[[PreTrainedModel], Any], model: PreTrainedModel, length: int) -> int:
+    """Peak bytes during a chunked prefill, without the slabs and digests of a HybridCache."""
+    ids, chunk = prompt(1, length)[0], 64
+    cache = make_cache(model)
+    gc.collect()
+    with torch.no_grad(), LiveBytes() as memory:
+        for start in range(0, length, chunk):
+            model(ids[:, start : start + chunk], past_key_values=cache, logits_to_keep=1)
+    stores = [layer.store for layer in cache.layers if hasattr(layer, "store")]
+    return memory.peak - sum(s.digest_bytes + sum(slab.nbytes for slab in s.pool.slabs) for s in stores)
+
+
+@pytest.mark.slow
+def test_device_memory_of_a_chunked_prefill_does_not_grow_with_the_prompt() -> None:
+    """It is bounded by chunk + two tiles + resident set; the same look at DynamicCache sees every token."""
+
+    def hybrid(model: PreTrainedModel) -> HybridCache:
+        knobs: dict[str, Any] = {"budget": 256, "resident": 256, "recent": 0, "block_size": 16, "prefill_tile": 128}
+        return HybridCache(model, "scout", tier="split", **knobs)
+
+    growth = []
+    for make_cache in (hybrid, lambda model: DynamicCache(config=model.config)):
+        short, long = (peak_beyond_host(make_cache, tiny_model("llama"), length) for length in (1024, 4096))
+        growth.append((long - short) / (4096 - 1024))
+    token = 4 * 2 * 2 * 16 * 4  # bytes of K and V of all layers
+    assert growth[0] < 0.05 * token
+    assert growth[1] > 0.9 * token

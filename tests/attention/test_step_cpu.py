@@ -1,0 +1,239 @@
+"""Steps with one memory: planned once, run again with other numbers, planned anew where anything else has changed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import prompt, tiny_model
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_offload import HybridCache, Policy
+from hf_offload.attention.step_cpu import HostStep
+from hf_offload.policies.base import Plan
+
+BLOCK = 16
+KNOBS: dict[str, dict[str, Any]] = {
+    "full": {"block_size": BLOCK},
+    "window": {"budget": 2048, "block_size": BLOCK},
+    "scout": {"budget": 96, "sinks": 16, "recent": 16, "block_size": BLOCK},
+    "quest": {"budget": 1024},
+    "hgca": {"window": 64, "beta": 0.0, "block_size": BLOCK},
+    "fixed_hybrid": {"budget": 1.0, "sinks": 16, "local": 32},
+}
+EXACT = {name for name in KNOBS if name != "scout"}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths at which layer 0 asked its policy for a plan."""
+    made: list[int] = []
+    real = HostStep._make_plan
+
+    def noting(step: HostStep) -> None:
+        real(step)
+        if step.layer.index == 0:
+            made.append(step.length)
+
+    monkeypatch.setattr(HostStep, "_make_plan", noting)
+    return made
+
+
+def decode(model: PreTrainedModel, cache: Any, ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Logits of single tokens `start … stop - 1`."""
+    with torch.no_grad():
+        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(start, stop)]
+    return torch.cat(steps, 1)
+
+
+def prefill(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("full", [251, 257]),  # its list of blocks has room for a multiple of 16
+        ("scout", [251]),  # 128 blocks make the same tasks
+        ("quest", [251]),
+        ("window", [251, 257, 273]),  # what is newest changes with each block
+        ("hgca", None),
+        ("fixed_hybrid", [251, 257, 273]),
+    ],
+)
+def test_a_plan_serves_as_long_as_it_can(
+    model: PreTrainedModel, plans: list[int], name: str, lengths: list[int] | None
+) -> None:
+    ids, _ = prompt(2, 280)
+    cache, stock = HybridCache(model, name, **KNOBS[name]), DynamicCache()
+    prefill(model, cache, ids[:, :250])
+    got = decode(model, cache, ids, 250, 280)
+    if lengths is None:  # at most each block begun and each block that has left the window
+        assert len(plans) <= 6
+    else:
+        assert plans == lengths
+    if name in EXACT:
+        prefill(model, stock, ids[:, :250])
+        assert torch.allclose(got, decode(model, stock, ids, 250, 280), atol=5e-5)
+
+
+@pytest.mark.parametrize("name", sorted(KNOBS))
+def test_steps_that_are_planned_one_by_one_give_the_same_bits(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What depends on the length is written into every launch, whatever lay in the buffers before."""
+    ids, _ = prompt(2, 320)
+    found, empty = [], np.empty
+
+    def poisoned(shape: Any, dtype: Any = float, **kwargs: Any) -> np.ndarray:
+        array = empty(shape, dtype, **kwargs)
+        array.fill(np.nan if array.dtype.kind == "f" else 113)
+        return array
+
+    for once in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "empty", poisoned)
+            if once:
+                patch.setattr(HostStep, "_serves", lambda step: False)
+            cache = HybridCache(model, name, **KNOBS[name])
+            prefill(model, cache, ids[:, :200])
+            found.append(decode(model, cache, ids, 200, 320))
+    assert not found[0].isnan().any()
+    assert torch.equal(*found)
+
+
+def shrink(cache: HybridCache, model: PreTrainedModel, ids: torch.Tensor) -> HybridCache:
+    cache.crop(-40)
+    return cache
+
+
+def fork(cache: HybridCache, model: PreTrainedModel, ids: torch.Tensor) -> HybridCache:
+    """The other one grows the pool that both share."""
+    other = cache.fork()
+    decode(model, other, ids.flip(1), 0, 90)
+    return cache
+
+
+def turn_rows(cache: HybridCache, model: PreTrainedModel, ids: torch.Tensor) -> HybridCache:
+    cache.reorder_cache(torch.tensor([1, 0]))  # type: ignore[arg-type]
+    return cache
+
+
+def fork_and_go_on(cache: HybridCache, model: PreTrainedModel, ids: torch.Tensor) -> HybridCache:
+    """The one that was forked from is gone."""
+    return cache.fork()
+
+
+def append(cache: HybridCache, model: PreTrainedModel, ids: torch.Tensor) -> HybridCache:
+    prefill(model, cache, ids[:, 220:250])
+    return cache
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+@pytest.mark.parametrize("change", [shrink, fork, turn_rows, fork_and_go_on, append])
+@pytest.mark.one_in(2)
+def test_what_has_changed_is_seen(model: PreTrainedModel, name: str, change: Callable[..., HybridCache]) -> None:
+    ids, _ = prompt(2, 400)
+    cache = HybridCache(model, name, **KNOBS[name])
+    prefill(model, cache, ids[:, :200])
+    decode(model, cache, ids, 200, 220)
+    cache = change(cache, model, ids)
+    past = {shrink: 180, append: 250}.get(change, 220)
+    rows = ids.flip(0) if change is turn_rows else ids
+    assert cache.get_seq_length() == past
+    stock = DynamicCache()
+    prefill(model, stock, rows[:, :past])
+    want = decode(model, stock, rows, past, past + 60)
+    assert torch.allclose(decode(model, cache, rows, past, past + 60), want, atol=5e-5)
+
+
+class Newest(Policy):
+    """Attends the newest block, looks at its query, and says that its plan serves for ever."""
+
+    name = "newest_that_looks"
+
+    def plan(self, step: Any) -> Plan:
+        assert not np.isnan(step.query).any()
+        return Plan(host=step.recent(1), until=1 << 20)
+
+
+def test_a_plan_that_looks_at_results_serves_one_step(model: PreTrainedModel, plans: list[int]) -> None:
+    ids, _ = prompt(1, 60)
+    cache = HybridCache(model, Newest())
+    prefill(model, cache, ids[:, :40])
+    decode(model, cache, ids, 40, 44)
+    assert plans == [41, 42, 43, 44]
+
+
+def test_other_strides_and_threads_are_followed(model: PreTrainedModel) -> None:
+    ids, _ = prompt(2, 260)
+    caches = [HybridCache(model, "scout", **KNOBS["scout"]) for _ in range(2)]
+    before, found = torch.get_num_threads(), []
+    try:
+        for cache, change in zip(caches, (False, True), strict=True):
+            prefill(model, cache, ids[:, :200])
+            steps = []
+            for i in range(200, 260):
+                torch.set_num_threads(1 + i % 3 if change else 1)
+                steps.append(decode(model, cache, ids, i, i + 1))
+            found.append(torch.cat(steps, 1))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.allclose(*found, atol=1e-5)
+
+
+def test_a_length_beyond_the_arrays_is_refused(model: PreTrainedModel) -> None:
+    ids, _ = prompt(1, 60)
+    cache = HybridCache(model, "full")
+    prefill(model, cache, ids[:, :40])
+    decode(model, cache, ids, 40, 41)
+    step, heads = cache.layers[0].steps[True], model.config.num_attention_heads
+    query = torch.zeros(1, heads, 1, model.config.head_dim)
+    with pytest.raises(ValueError, match=r"length 1000000 is not within 1\.\.\d+, which the arrays cover"):
+        step.run(query, query, query, None, 1_000_000)
+
+
+@pytest.mark.parametrize("name", sorted(KNOBS))
+def test_nothing_but_its_users_keeps_a_cache(model: PreTrainedModel, name: str) -> None:
+    """A plan that held its layer would keep the blocks until the garbage collector comes."""
+    ids, _ = prompt(2, 230)
+    cache = HybridCache(model, name, **KNOBS[name])
+    prefill(model, cache, ids[:, :200])
+    decode(model, cache, ids, 200, 230)
+    seen = [weakref.ref(layer.store.pool) for layer in cache.layers]
+    gc.collect()
+    gc.disable()
+    try:
+        del cache
+        assert not any(pool() is not None for pool in seen)
+    finally:
+        gc.enable()
+
+
+def test_memory_that_is_not_there_is_an_error_and_the_step_can_be_repeated(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, _ = prompt(1, 230)
+    cache, other = (HybridCache(model, "scout", **KNOBS["scout"]) for _ in range(2))
+    for one in (cache, other):
+        prefill(model, one, ids[:, :200])
+        decode(model, one, ids, 200, 210)
+    launch = cache.layers[2].steps[True]._actions[0].launches[-2]
+    words, i = launch.word("tasks")
+    words[i] = 0  # as if each of its threads had died
+    with pytest.raises(MemoryError, match=r"CPU attention of layer 2: only 0 of \d+ tasks were done"):
+        decode(model, cache, ids, 210, 211)
+    assert cache.get_seq_length() == 210
+    words[i] = launch.tasks
+    assert torch.equal(decode(model, cache, ids, 210, 230), decode(model, other, ids, 210, 230))
