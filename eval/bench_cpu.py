@@ -32,15 +32,14 @@ from tqdm import tqdm
 from common import RESULTS, OutOption, command, percentiles, show, write_csv
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty
-from hf_offload.cpu.choose import choose_blocks
-from hf_offload.cpu.decode import sparse_decode
+from hf_offload.cpu.kernels.block_topk import choose_blocks, select_blocks
+from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
+from hf_offload.cpu.kernels.int8_blocks import packed_bytes
+from hf_offload.cpu.kernels.move_records import touch_records
+from hf_offload.cpu.kernels.sparse_decode import sparse_decode
+from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.cpu.launch import SHARE_BYTES, Launch
-from hf_offload.cpu.packed import packed_bytes
-from hf_offload.cpu.pool import touch_records
-from hf_offload.cpu.scoring import Digest, Vectors
-from hf_offload.cpu.select import select_blocks
-from hf_offload.cpu.submeans import submeans
-from hf_offload.cpu.worker import Worker
+from hf_offload.cpu.thread_pool import Worker
 
 POOL_BYTES = 1 << 29  # far beyond the caches
 READ_BYTES = 1 << 24  # of a read for the limit: as short as the calls it is compared with

@@ -53,9 +53,9 @@ from common import (
     show,
     write_csv,
 )
+from hf_offload.cpu.kernels.move_records import move_kernel
 from hf_offload.cpu.launch import Launch, LaunchSequence
-from hf_offload.cpu.pool import move_kernel
-from hf_offload.cpu.worker import Job, Worker
+from hf_offload.cpu.thread_pool import Job, Worker
 
 BARE = "bare"
 BLOCK_SIZE = 32

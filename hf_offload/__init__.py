@@ -6,7 +6,7 @@ Importing registers `attn_implementation="hybrid_sparse"` with Transformers and 
 from hf_offload.assets import demo_text, hide_number, load_demo_model
 from hf_offload.attention.interface import register as _register
 from hf_offload.cache.stats import Stats
-from hf_offload.cpu.worker import WorkerError
+from hf_offload.cpu.thread_pool import WorkerError
 from hf_offload.enable import disable, enable, enabled
 from hf_offload.fields import Field
 from hf_offload.hybrid_cache import HybridCache

@@ -32,7 +32,7 @@ from hf_offload.cache.settings import Settings, check_progress, check_sizes, che
 from hf_offload.cache.stats import Pace, Stats, report
 from hf_offload.cache.transaction import Transaction
 from hf_offload.cpu.cores import cores
-from hf_offload.cpu.worker import Worker, WorkerError
+from hf_offload.cpu.thread_pool import Worker, WorkerError
 from hf_offload.policies.registry import Policy, make_policy
 from hf_offload.portable import Portable
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,11 @@ def test_nobody_outside_policies_asks_for_the_type_of_a_policy() -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
                 names = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
                 assert not names & {cls.__name__ for cls in POLICIES.values()}, f"{path.name}:{node.lineno}"
+
+
+def test_the_page_names_files_that_exist() -> None:
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "tests").rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert len(named) > 40
+    assert not [name for name in named if not any(str(file).endswith("/" + name) for file in files)]

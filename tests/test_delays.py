@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_offload.cpu.worker import DELAY
+from hf_offload.cpu.thread_pool import DELAY
 
 HERE = Path(__file__).parent
 

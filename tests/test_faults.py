@@ -17,9 +17,9 @@ from hf_offload.attention import step_split as tiered_step
 from hf_offload.attention.cpu_partial import HostPart
 from hf_offload.cache import host_pool
 from hf_offload.cache.resident_set import ResidentSet
-from hf_offload.cpu import pool as movers
+from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.launch import LaunchSequence
-from hf_offload.cpu.worker import Worker
+from hf_offload.cpu.thread_pool import Worker
 
 KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16}
 SPLIT: dict[str, Any] = {"tier": "split", "lookahead": "off", "resident": 64}

@@ -21,7 +21,7 @@ import hf_offload
 from hf_offload import ConstantPredictor, WorkerError
 from hf_offload.cache import memory
 from hf_offload.cpu.launch import Launch, LaunchSequence
-from hf_offload.cpu.worker import Worker
+from hf_offload.cpu.thread_pool import Worker
 
 SCOUT: dict[str, Any] = {
     "budget": 1024, "sinks": 8, "recent": 0, "block_size": 8, "prefill_tile": 32, "lookahead": "select",

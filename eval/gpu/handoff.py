@@ -15,11 +15,11 @@ from gpu.options import Options
 from gpu.supervise import Report
 from hf_offload.attention.graph_capture import Capture, Recorder, undisturbed
 from hf_offload.cache.host_pool import HostPool
-from hf_offload.cpu.decode import sparse_decode
-from hf_offload.cpu.doorbell import Doorbell
+from hf_offload.cpu.host_signals import Doorbell
+from hf_offload.cpu.kernels.move_records import touch_records
+from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.pool import touch_records
-from hf_offload.cpu.worker import Worker
+from hf_offload.cpu.thread_pool import Worker
 from hf_offload.gpu.flags import signal
 from hf_offload.gpu.handover import Inbox, hand_over
 

@@ -11,10 +11,10 @@ import torch
 
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.view import View
-from hf_offload.cpu import decode as cpu_decode
-from hf_offload.cpu import pool as movers
+from hf_offload.cpu.kernels import move_records as movers
+from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.worker import Job, WorkerError
+from hf_offload.cpu.thread_pool import Job, WorkerError
 from hf_offload.gpu.handover import Inbox, hand_over
 from hf_offload.gpu.merge import HostPartial
 from hf_offload.policies.base import Selection

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_map_only
 from hf_offload.attention.decode_split import close_step
 from hf_offload.attention.graph_capture import Capture, Recorder, undisturbed
 from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.cpu.doorbell import Doorbell, ItemError
-from hf_offload.cpu.worker import WorkerError
+from hf_offload.cpu.host_signals import Doorbell, ItemError
+from hf_offload.cpu.thread_pool import WorkerError
 
 
 class StepGraph:

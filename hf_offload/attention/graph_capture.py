@@ -14,7 +14,7 @@ from hf_offload.attention.cpu_partial import HostPart
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.stats import Ledger
-from hf_offload.cpu.doorbell import Item
+from hf_offload.cpu.host_signals import Item
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu import flags
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, stream_for

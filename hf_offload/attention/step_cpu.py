@@ -14,14 +14,13 @@ from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.view import View
-from hf_offload.cpu import choose as choosing
-from hf_offload.cpu import decode as cpu_decode
-from hf_offload.cpu import pool as movers
-from hf_offload.cpu import select as selecting
+from hf_offload.cpu.kernels import block_topk as choosing
+from hf_offload.cpu.kernels import block_topk as selecting
+from hf_offload.cpu.kernels import move_records as movers
+from hf_offload.cpu.kernels import sparse_decode as cpu_decode
+from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, Digest
 from hf_offload.cpu.launch import TAGS, Launch, LaunchSequence
-from hf_offload.cpu.narrow import SHORT, narrow
-from hf_offload.cpu.scoring import CHUNK_BLOCKS, Digest
-from hf_offload.cpu.widen import widen
+from hf_offload.cpu.simd.convert import SHORT, narrow, widen
 from hf_offload.policies.base import EVER, Plan, Selection
 from hf_offload.scores import Scores
 

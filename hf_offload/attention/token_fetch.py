@@ -10,8 +10,8 @@ import torch
 
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import host_empty
-from hf_offload.cpu import pool as movers
-from hf_offload.cpu.worker import WorkerError
+from hf_offload.cpu.kernels import move_records as movers
+from hf_offload.cpu.thread_pool import WorkerError
 
 
 class TokenFetch:

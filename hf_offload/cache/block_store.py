@@ -17,10 +17,10 @@ from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.prefill_tiles import LOWER_TILE, TILE, tiles_ahead
 from hf_offload.cache.view import View
-from hf_offload.cpu import pool as movers
+from hf_offload.cpu.kernels import move_records as movers
+from hf_offload.cpu.kernels.move_records import copy_records
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.pool import copy_records
-from hf_offload.cpu.worker import Worker
+from hf_offload.cpu.thread_pool import Worker
 from hf_offload.gpu.move import store_tokens
 from hf_offload.gpu.ranking import spare_width
 

@@ -11,7 +11,7 @@ import torch
 from hf_offload.cache.block_store import BlockStore, narrow
 from hf_offload.cache.device_mirror import sent
 from hf_offload.cache.memory import host_empty, memory_for
-from hf_offload.cpu import pool as movers
+from hf_offload.cpu.kernels import move_records as movers
 
 PIECE_BYTES = 32 << 20
 """What is brought together at a time."""

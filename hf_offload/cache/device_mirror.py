@@ -12,7 +12,7 @@ import torch
 
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.padding import Padding
-from hf_offload.cpu.worker import Worker
+from hf_offload.cpu.thread_pool import Worker
 
 _CYCLES = 1.5e9  # of a GPU in a second, roughly
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes, unpack_records
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.packed import pack_records, packed_bytes, unpack_records
 from hf_offload.gpu.move import PackedLayout
 
 

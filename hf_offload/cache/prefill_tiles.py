@@ -11,7 +11,7 @@ import torch
 
 from hf_offload.cache.device_mirror import pause
 from hf_offload.cache.memory import host_empty, memory_for
-from hf_offload.cpu.worker import Job, Worker
+from hf_offload.cpu.thread_pool import Job, Worker
 from hf_offload.gpu.streams import TILES, stream_for
 
 if TYPE_CHECKING:

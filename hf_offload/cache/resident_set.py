@@ -13,8 +13,8 @@ from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.copying import Moves, copies
 from hf_offload.cache.device_mirror import DeviceMirror
 from hf_offload.cache.memory import memory_for
-from hf_offload.cpu import pool as movers
-from hf_offload.cpu.worker import Job
+from hf_offload.cpu.kernels import move_records as movers
+from hf_offload.cpu.thread_pool import Job
 from hf_offload.gpu import exchange as exchanging
 from hf_offload.gpu import move
 

@@ -37,7 +37,7 @@ from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.stock_layers import pack
-from hf_offload.cpu.checksum import checksum_records
+from hf_offload.cpu.kernels.checksum import checksum_records
 
 FORMAT = 5
 """Rises when a cache that was saved before cannot be read any more, such as with another layout of packed records."""

@@ -12,7 +12,7 @@ from hf_offload.cache.memory_budget import DeviceBudget
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.rollback import Drafts
-from hf_offload.cpu.worker import Worker
+from hf_offload.cpu.thread_pool import Worker
 from hf_offload.knobs import check_choice, check_count, check_flag, shown
 from hf_offload.policies.base import Policy
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
-from hf_offload.cpu.worker import WorkerError
+from hf_offload.cpu.thread_pool import WorkerError
 
 
 class Transaction:

@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from .vector import BITS32, lowered
+from hf_offload.cpu.simd.vectors import BITS32, lowered
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 """Number of the system call with which threads sleep and are woken; 0: unknown, and nobody may call what is here."""

@@ -19,10 +19,11 @@ from numba.core import types
 from numba.core.caching import FunctionCache
 from numpy.typing import NDArray
 
+from hf_offload.cpu.simd.vectors import lowered, pointer
+
 from .memory import count_up, get_word, put_word
 from .openmp_team import ALONE, ENTRY, call_entry, call_team, team
 from .room import have_room
-from .vector import lowered, pointer
 
 Array = NDArray[Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -221,7 +222,7 @@ class _Bound:
 
 def _source_digest(folder: Path) -> str:
     """A digest of a folder's sources."""
-    files = sorted(folder.glob("*.py"))
+    files = sorted(folder.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from .vector import BITS32, FLOAT, lowered, pointer
+from hf_offload.cpu.simd.vectors import BITS32, FLOAT, lowered, pointer
 
 _BYTE, _LONG = ir.IntType(8), ir.IntType(64)
 LINE = 64  # bytes of a cache line

@@ -16,7 +16,7 @@ import torch
 from llvmlite import ir
 from numba.core import types
 
-from .vector import lowered
+from hf_offload.cpu.simd.vectors import lowered
 
 POINTER = ir.IntType(8).as_pointer()
 ENTRY = ir.FunctionType(ir.VoidType(), [POINTER])

@@ -16,10 +16,11 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from hf_offload.cpu.simd.vectors import BITS32, lowered
+
 from .launch import Array, jit
 from .memory import load_flag, peek, put_word, store_flag, swap_if
 from .openmp_team import call_entry
-from .vector import BITS32, lowered
 
 # A row of `items` int64 [n, WIDTH]: addresses of the flags, the bound call, the counters to clear; the state far from
 # them, as it is written while the others are read.

@@ -9,7 +9,7 @@ import torch
 from hf_offload.cache import device_mirror as mirroring
 from hf_offload.cache.device_mirror import DeviceMirror
 from hf_offload.cache.padding import Padding
-from hf_offload.cpu.worker import Worker
+from hf_offload.cpu.thread_pool import Worker
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_offload.cache.digests import DIGESTS, DigestStore
-from hf_offload.cpu.choose import choose_blocks
+from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.scores import Scores
 
 HEADS, GROUP, DIM = 2, 3, 32

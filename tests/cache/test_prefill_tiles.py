@@ -16,7 +16,7 @@ from hf_offload.cache import prefill_tiles as tiles
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.padding import Padding
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.worker import Worker
+from hf_offload.cpu.thread_pool import Worker
 
 from ._streams import Device
 

@@ -19,7 +19,7 @@ from hf_offload.cache.device_mirror import DeviceMirror
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.resident_set import ResidentSet
-from hf_offload.cpu.worker import Worker, WorkerError
+from hf_offload.cpu.thread_pool import Worker, WorkerError
 from hf_offload.gpu import backend, move
 
 from ._streams import Device

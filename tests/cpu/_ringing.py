@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload.cpu.doorbell import Item
+from hf_offload.cpu.host_signals import Item
 from hf_offload.cpu.launch import Array, Launch, jit, kernel
 from hf_offload.cpu.memory import count_up, load_flag, store_flag
 from hf_offload.cpu.serving import nap, pause

@@ -9,7 +9,7 @@ import torch
 from pools import Case, make_case, run
 
 from hf_offload.cpu import reference
-from hf_offload.cpu.decode import sparse_decode
+from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 
 BATCH, HEADS, GROUP, DIM, BLOCK, LENGTH = 2, 2, 3, 64, 16, 200
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_offload.cpu.best import SPARE, clear_marks, copy_scores, list_marked, mark_best
+from hf_offload.cpu.kernels.block_topk import SPARE, clear_marks, copy_scores, list_marked, mark_best
 from hf_offload.cpu.launch import Array
 
 

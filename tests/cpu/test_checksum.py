@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hf_offload.cpu import reference
-from hf_offload.cpu.checksum import checksum_records
+from hf_offload.cpu.kernels.checksum import checksum_records
 
 
 def sums_of(records: np.ndarray) -> np.ndarray:

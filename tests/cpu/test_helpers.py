@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_offload.cpu import helpers
-from hf_offload.cpu.helpers import FUTEX, WORTH_BYTES, Helpers
+from hf_offload.cpu import thread_pool as helpers
 from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
 from hf_offload.cpu.serving import nap
-from hf_offload.cpu.worker import Worker, WorkerError
+from hf_offload.cpu.thread_pool import FUTEX, WORTH_BYTES, Helpers, Worker, WorkerError
 
 pytestmark = pytest.mark.skipif(not FUTEX, reason="there are no helpers on this system")
 

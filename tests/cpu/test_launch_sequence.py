@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.cpu.join import join_parts
+from hf_offload.cpu.kernels.merge import join_parts
+from hf_offload.cpu.kernels.move_records import write_tokens
 from hf_offload.cpu.launch import SHARE_BYTES, Array, Launch, LaunchSequence, kernel
 from hf_offload.cpu.memory import count_up
-from hf_offload.cpu.pool import write_tokens
 from hf_offload.policies.hgca.kernels.moving_average import move_averages
 
 SIZE = 8

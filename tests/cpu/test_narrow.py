@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_offload.cpu.narrow import narrow
+from hf_offload.cpu.simd.convert import narrow
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ import torch
 from pools import run
 
 from hf_offload.cpu import reference
-from hf_offload.cpu.select import select_blocks
+from hf_offload.cpu.kernels.block_topk import select_blocks
 
 
 def _check(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_offload.cpu.sweep import sweep_from, sweep_on
+from hf_offload.cpu.kernels.submean_scores import sweep_from, sweep_on
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hf_offload.cpu import threads
+from hf_offload.cpu.thread_pool import Worker
 from hf_offload.cpu.threads import start
-from hf_offload.cpu.worker import Worker
 
 SHORTAGE = "no thread for a test could be started: {}; free memory, or use fewer threads"
 

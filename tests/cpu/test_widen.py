@@ -7,7 +7,7 @@ import pytest
 import torch
 from pools import DTYPES, run
 
-from hf_offload.cpu.widen import widen
+from hf_offload.cpu.simd.convert import widen
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

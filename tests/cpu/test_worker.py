@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hf_offload.cpu.worker import JOBS, Job, Worker, WorkerError
+from hf_offload.cpu.thread_pool import JOBS, Job, Worker, WorkerError
 
 
 def test_result_waits_for_the_work() -> None:

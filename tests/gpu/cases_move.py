@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_offload.cpu.packed import packed_bytes
+from hf_offload.cpu.kernels.int8_blocks import packed_bytes
 from hf_offload.gpu import move, move_kernels
 
 _INTS = {"heads": "i32", "slots": "i32"}

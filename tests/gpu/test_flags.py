@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_offload.cpu.doorbell import Doorbell, Item
+from hf_offload.cpu.host_signals import Doorbell, Item
 from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
 from hf_offload.gpu.flags import signal, wait

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_offload.cpu.doorbell import Doorbell, Item
+from hf_offload.cpu.host_signals import Doorbell, Item
 from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
 from hf_offload.gpu.flags import wait

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.cpu.packed import pack_records, packed_bytes
+from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
 from hf_offload.cpu.reference import pack_block
 from hf_offload.gpu.move import PackedLayout, fetch, store_block, store_tokens, write_token
 

@@ -10,9 +10,9 @@ import torch
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.memory import host_empty
-from hf_offload.cpu import decode as cpu_decode
+from hf_offload.cpu.kernels import sparse_decode as cpu_decode
+from hf_offload.cpu.kernels.digest_scores import Digest
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.scoring import Digest
 from hf_offload.policies.fluxion.kernels.needs import Needs, budget_of, rank_tasks, runs_wanted
 from hf_offload.policies.fluxion.kernels.network import Network
 from hf_offload.policies.fluxion.kernels.predict import Known

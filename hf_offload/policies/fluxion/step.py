@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hf_offload.cache.device_mirror import sent
-from hf_offload.cpu.join import join_parts
+from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.gpu.merge import merge
 from hf_offload.policies.base import EVER, Plan, Selection
 from hf_offload.policies.fluxion.kernels.predict import predict_needs

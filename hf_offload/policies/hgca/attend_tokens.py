@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hf_offload.attention.cpu_partial import HostPart
-from hf_offload.cpu.decode import sparse_decode
-from hf_offload.cpu.join import join_parts
+from hf_offload.cpu.kernels.merge import join_parts
+from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
 from hf_offload.policies.base import Selection
 from hf_offload.policies.hgca.kernels.moving_average import move_averages

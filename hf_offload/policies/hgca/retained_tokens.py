@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hf_offload.cache.host_pool import HostPool
+from hf_offload.cpu.kernels.move_records import copy_records
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.pool import copy_records
 from hf_offload.policies.hgca.kernels.retain import copy_kept
 from hf_offload.policies.hgca.rule import Rule
 

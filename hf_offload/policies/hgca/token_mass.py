@@ -13,7 +13,7 @@ import torch
 from hf_offload.cache.device_mirror import brought
 from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.worker import Job
+from hf_offload.cpu.thread_pool import Job
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST
 from hf_offload.policies.base import LayerState

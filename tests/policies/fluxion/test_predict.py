@@ -11,7 +11,7 @@ from pools import run
 
 from hf_offload import ConstantPredictor
 from hf_offload.attention.merge import merge_partials
-from hf_offload.cpu.join import join_parts
+from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.policies.fluxion.features import FEATURES, PROMPT_FEATURES, PromptStatistics, step_features
 from hf_offload.policies.fluxion.kernels.needs import budget_of
 from hf_offload.policies.fluxion.kernels.network import Network, pack_network

@@ -11,7 +11,7 @@ import torch
 from pools import run
 
 from hf_offload.cpu import reference
-from hf_offload.cpu.scoring import Digest, LogMasses, vectors
+from hf_offload.cpu.kernels.digest_scores import Digest, LogMasses, vectors
 from hf_offload.policies.fluxion.kernels import reference as reference_retrieve
 from hf_offload.policies.fluxion.kernels.needs import Needs, budget_of, granularity_of, runs_wanted, shares_of
 from hf_offload.policies.fluxion.kernels.retrieve import TALLIES, retrieve_blocks, tally

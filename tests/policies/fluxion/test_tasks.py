@@ -10,9 +10,9 @@ import pytest
 import torch
 from pools import Case, bits, make_case, run
 
-from hf_offload.cpu.decode import sparse_decode
+from hf_offload.cpu.kernels.digest_scores import Digest, vectors
+from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.scoring import Digest, vectors
 from hf_offload.policies.fluxion.kernels.dealing import Hands, new_hands, take
 from hf_offload.policies.fluxion.kernels.needs import Needs, rank_tasks
 from hf_offload.policies.fluxion.kernels.retrieve import retrieve_blocks

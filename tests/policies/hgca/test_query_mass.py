@@ -10,7 +10,7 @@ import pytest
 import torch
 from pools import Case, make_case, run
 
-from hf_offload.cpu.packed import pack_records, packed_bytes
+from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
 from hf_offload.cpu.reference import pack_block
 from hf_offload.policies.hgca.kernels import reference
 from hf_offload.policies.hgca.kernels.query_lse import query_lse

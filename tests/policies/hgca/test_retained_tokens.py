@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.cpu import decode as cpu_decode
+from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
 
 BLOCK, HEADS, DIM = 8, 2, 16

@@ -13,8 +13,8 @@ import torch
 
 from hf_offload.cpu.launch import Array, jit
 from hf_offload.cpu.memory import LINE, address_of, hold, prefetch, put
-from hf_offload.cpu.tile import load_columns, outer_fma, spread, store_tile, zeros
-from hf_offload.cpu.vector import LANES, choose_less, fma, lane_sum, load_f32, splat, store, vmax
+from hf_offload.cpu.simd.register_tiles import load_columns, outer_fma, spread, store_tile, zeros
+from hf_offload.cpu.simd.vectors import LANES, choose_less, fma, lane_sum, load_f32, splat, store, vmax
 
 OUTPUTS = 3
 _COLUMNS = 32  # of a layer that are computed together: their weights stay in the nearest cache

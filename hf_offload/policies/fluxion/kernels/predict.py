@@ -12,7 +12,7 @@ import numpy as np
 
 from hf_offload.cpu.launch import F32, I32, U8, Array, Launch, jit, kernel, require
 from hf_offload.cpu.memory import address_of, count_up, hold
-from hf_offload.cpu.vector import fma, lane_sum, load_f32, splat
+from hf_offload.cpu.simd.vectors import fma, lane_sum, load_f32, splat
 
 from .network import OUTPUTS, Network, run_network, scratch_floats
 

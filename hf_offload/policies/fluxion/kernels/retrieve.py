@@ -11,11 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload.cpu.best import SPARE, clear_marks, copy_scores, list_marked, mark_best
+from hf_offload.cpu.kernels.block_topk import SPARE, clear_marks, copy_scores, list_marked, mark_best
+from hf_offload.cpu.kernels.digest_scores import (
+    CHUNK_BLOCKS,
+    SPARE_BLOCKS,
+    Digest,
+    check_digest,
+    soften_chunk,
+    write_scores,
+)
 from hf_offload.cpu.launch import F32, I32, U8, Array, Launch, cap_of, group_size, head_tiles, jit, kernel, require
 from hf_offload.cpu.memory import address_of, count_up, get, hold, put
-from hf_offload.cpu.scoring import CHUNK_BLOCKS, SPARE_BLOCKS, Digest, check_digest, soften_chunk, write_scores
-from hf_offload.cpu.vector import choose_less, exp, lane_max, load_f32, splat, store, vmax
+from hf_offload.cpu.simd.vectors import choose_less, exp, lane_max, load_f32, splat, store, vmax
 
 from .needs import Needs, budget_of, granularity_of, runs_wanted
 

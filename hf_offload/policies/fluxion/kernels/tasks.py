@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload.cpu.best import SPARE
-from hf_offload.cpu.block import STEP_TOKENS
-from hf_offload.cpu.decode import attend_step
+from hf_offload.cpu.kernels.block import STEP_TOKENS
+from hf_offload.cpu.kernels.block_topk import SPARE
+from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, SPARE_BLOCKS
+from hf_offload.cpu.kernels.int8_blocks import spare_bytes
+from hf_offload.cpu.kernels.parts import clear_part, merge_parts, part_blocks, partial_state
+from hf_offload.cpu.kernels.record import record_of
+from hf_offload.cpu.kernels.sparse_decode import attend_step
 from hf_offload.cpu.launch import I32, Array, Launch, jit, kernel, require
 from hf_offload.cpu.memory import address_of, count_up, hold
-from hf_offload.cpu.packed_block import spare_bytes
-from hf_offload.cpu.parts import clear_part, merge_parts, part_blocks, partial_state
-from hf_offload.cpu.record import record_of
-from hf_offload.cpu.scoring import CHUNK_BLOCKS, SPARE_BLOCKS
-from hf_offload.cpu.vector import load_f32, splat, store
+from hf_offload.cpu.simd.vectors import load_f32, splat, store
 
 from .dealing import Hands, take
 from .retrieve import score_run, take_blocks

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_offload.cpu.edges import load_first, load_marks, store_first
 from hf_offload.cpu.launch import F32, U8, Array, Launch, kernel, require
 from hf_offload.cpu.memory import address_of, count_up
-from hf_offload.cpu.vector import choose_less, exp, fma, splat, vmax
+from hf_offload.cpu.simd.convert import load_first, load_marks, store_first
+from hf_offload.cpu.simd.vectors import choose_less, exp, fma, splat, vmax
 
 _TASK_TOKENS = 8192  # averages of a task, at most, unless a head has more
 _ALL_VALID = np.empty((0, 0), np.uint8)

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload.cpu.block import STEP_TOKENS, clear_scores, softmax_step
+from hf_offload.cpu.kernels.block import STEP_TOKENS, clear_scores, softmax_step
+from hf_offload.cpu.kernels.int8_blocks import packed_bytes
+from hf_offload.cpu.kernels.parts import PART_TOKENS, PARTS, merge_masses
 from hf_offload.cpu.launch import (
     F32,
     I32,
@@ -23,9 +25,7 @@ from hf_offload.cpu.launch import (
     tag_of,
 )
 from hf_offload.cpu.memory import address_of, count_up, get, hold, put
-from hf_offload.cpu.packed import packed_bytes
-from hf_offload.cpu.parts import PART_TOKENS, PARTS, merge_masses
-from hf_offload.cpu.vector import NOTHING
+from hf_offload.cpu.simd.vectors import NOTHING
 
 from .query_rows import find_ends, open_step, pick_rows, score_rows, scratch_bytes
 

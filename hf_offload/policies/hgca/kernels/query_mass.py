@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload.cpu.block import STEP_TOKENS, clear_scores
-from hf_offload.cpu.edges import store_first
+from hf_offload.cpu.kernels.block import STEP_TOKENS, clear_scores
+from hf_offload.cpu.kernels.int8_blocks import packed_bytes
+from hf_offload.cpu.kernels.parts import PARTS
 from hf_offload.cpu.launch import F32, Array, Launch, jit, kernel, require, tag_of
 from hf_offload.cpu.memory import address_of, count_up, hold
-from hf_offload.cpu.packed import packed_bytes
-from hf_offload.cpu.parts import PARTS
-from hf_offload.cpu.vector import choose_less, exp, fma, load_f32, splat, store, vmax
+from hf_offload.cpu.simd.convert import store_first
+from hf_offload.cpu.simd.vectors import choose_less, exp, fma, load_f32, splat, store, vmax
 
 from .query_lse import check_queries, key_bytes, step_share
 from .query_rows import find_ends, open_step, pick_rows, score_rows, scratch_bytes

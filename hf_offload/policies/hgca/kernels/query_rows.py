@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload.cpu.block import STEP_TOKENS, soften_scores
-from hf_offload.cpu.edges import load_marks
+from hf_offload.cpu.kernels.block import STEP_TOKENS, soften_scores
+from hf_offload.cpu.kernels.int8_blocks import spare_bytes
+from hf_offload.cpu.kernels.record import record_of, score_keys
 from hf_offload.cpu.launch import Array, jit
 from hf_offload.cpu.memory import address_of
-from hf_offload.cpu.packed_block import spare_bytes
-from hf_offload.cpu.record import record_of, score_keys
-from hf_offload.cpu.vector import MASKED, choose_less, load_f32, splat, store
+from hf_offload.cpu.simd.convert import load_marks
+from hf_offload.cpu.simd.vectors import MASKED, choose_less, load_f32, splat, store
 
 _TILE = (0, 0, 0, 0)  # rows in registers, see `launch.head_tiles`; always as many, so that one version is compiled
 

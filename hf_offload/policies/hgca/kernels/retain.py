@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hf_offload.cpu.edges import load_first, load_marks, store_marks
+from hf_offload.cpu.kernels.move_records import layout_of
 from hf_offload.cpu.launch import (
     BLOCK_SIZES,
     F32,
@@ -26,8 +26,8 @@ from hf_offload.cpu.launch import (
     tag_of,
 )
 from hf_offload.cpu.memory import address_of, copy_bytes, count_up
-from hf_offload.cpu.pool import layout_of
-from hf_offload.cpu.vector import choose_less, lane_sum, splat, vmax
+from hf_offload.cpu.simd.convert import load_first, load_marks, store_marks
+from hf_offload.cpu.simd.vectors import choose_less, lane_sum, splat, vmax
 
 Rule = Literal["any", "mean"]
 _RULES = ("any", "mean")

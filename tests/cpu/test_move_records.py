@@ -8,7 +8,7 @@ import torch
 from pools import DTYPES, bits, run
 
 from hf_offload.cpu import reference
-from hf_offload.cpu.pool import copy_records, gather_tokens, touch_records, write_tokens
+from hf_offload.cpu.kernels.move_records import copy_records, gather_tokens, touch_records, write_tokens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,9 +11,9 @@ import torch
 from pools import Case, make_case, run
 
 from hf_offload.cpu import reference
-from hf_offload.cpu.block import STEP_TOKENS
-from hf_offload.cpu.decode import sparse_decode
-from hf_offload.cpu.parts import PART_TOKENS, most_part_blocks, part_blocks
+from hf_offload.cpu.kernels.block import STEP_TOKENS
+from hf_offload.cpu.kernels.parts import PART_TOKENS, most_part_blocks, part_blocks
+from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 
 
 def _choose(case: Case, kv_heads: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:

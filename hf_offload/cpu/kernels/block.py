@@ -10,10 +10,30 @@ from typing import Any
 
 import numpy as np
 
-from .launch import Array, jit
-from .memory import LINE, get, prefetch, put
-from .tile import dot_quad, load_columns, load_tile, outer_fma, spread, store_quads, store_tile
-from .vector import MASKED, NOTHING, bend, choose_less, exp, lane_max, lane_sum, load_f32, splat, store, vmax
+from hf_offload.cpu.launch import Array, jit
+from hf_offload.cpu.memory import LINE, get, prefetch, put
+from hf_offload.cpu.simd.register_tiles import (
+    dot_quad,
+    load_columns,
+    load_tile,
+    outer_fma,
+    spread,
+    store_quads,
+    store_tile,
+)
+from hf_offload.cpu.simd.vectors import (
+    MASKED,
+    NOTHING,
+    bend,
+    choose_less,
+    exp,
+    lane_max,
+    lane_sum,
+    load_f32,
+    splat,
+    store,
+    vmax,
+)
 
 # Scores of this many tokens go through one softmax step: enough to fill vectors when blocks are small.
 STEP_TOKENS = 128

@@ -14,10 +14,10 @@ import pytest
 import torch
 from pools import make_case
 
-from hf_offload.cpu.decode import sparse_decode
-from hf_offload.cpu.doorbell import Doorbell, Item
+from hf_offload.cpu.host_signals import Doorbell, Item
+from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Array, Launch
-from hf_offload.cpu.worker import WorkerError
+from hf_offload.cpu.thread_pool import WorkerError
 
 from ._ringing import (
     DONE,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .launch import BLOCK_SIZES, I32, I64, Array, Launch, kernel, require
-from .memory import LINE, copy_bytes, count_up, prefetch
+from hf_offload.cpu.launch import BLOCK_SIZES, I32, I64, Array, Launch, kernel, require
+from hf_offload.cpu.memory import LINE, copy_bytes, count_up, prefetch
 
 _CHUNK_TOKENS = 256  # tokens of a task: long enough to amortise it, short enough to share a prefill among threads
 _CHUNK_BYTES = 1 << 18

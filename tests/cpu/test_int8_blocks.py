@@ -10,8 +10,8 @@ import torch
 
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cpu import reference
-from hf_offload.cpu.decode import sparse_decode
-from hf_offload.cpu.packed import pack_records, packed_bytes, unpack_records
+from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes, unpack_records
+from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 
 GEOMETRIES = [(64, 32), (96, 8), (80, 16), (16, 128), (128, 32), (256, 8)]
 

@@ -15,9 +15,9 @@ from pools import bits, make_case, run
 from unpacking import unpack_codes, unpack_halves, unpack_levels
 
 from hf_offload.cpu import reference
-from hf_offload.cpu.choose import choose_blocks
-from hf_offload.cpu.scoring import Digest, LogMasses, vectors
-from hf_offload.cpu.submeans import submeans
+from hf_offload.cpu.kernels.block_topk import choose_blocks
+from hf_offload.cpu.kernels.digest_scores import Digest, LogMasses, vectors
+from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.gpu.packing import pack_codes, pack_halves, pack_levels
 
 JOINS = ("max", "mean", "raw")

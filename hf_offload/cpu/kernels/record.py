@@ -1,4 +1,4 @@
-"""What attention does with the record of one (block, KV head), packed (`packed.py`) or not; its address says which.
+"""What attention does with the record of one (block, KV head), packed (`int8_blocks.py`) or not; its address says which.
 
 `packed` is None where none is: kernels for such pools do not contain the other half.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .block import add_block, score_block
-from .launch import Array, jit
-from .memory import PAGE, prefetch
-from .packed import is_packed
-from .packed_block import add_packed_keys, add_packed_values, score_packed
+from hf_offload.cpu.kernels.block import add_block, score_block
+from hf_offload.cpu.kernels.int8_blocks import add_packed_keys, add_packed_values, is_packed, score_packed
+from hf_offload.cpu.launch import Array, jit
+from hf_offload.cpu.memory import PAGE, prefetch
 
 
 @jit

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from .launch import F32, Array, Launch, kernel, require
-from .memory import address_of, count_up, hold
-from .vector import fma, load_f32, splat, store
+from hf_offload.cpu.launch import F32, Array, Launch, kernel, require
+from hf_offload.cpu.memory import address_of, count_up, hold
+from hf_offload.cpu.simd.vectors import fma, load_f32, splat, store
 
 
 @kernel

@@ -9,9 +9,9 @@ import math
 
 import numpy as np
 
-from .launch import Array, jit
-from .memory import get, put
-from .vector import NOTHING, fma, load_f32, splat, store
+from hf_offload.cpu.launch import Array, jit
+from hf_offload.cpu.memory import get, put
+from hf_offload.cpu.simd.vectors import NOTHING, fma, load_f32, splat, store
 
 PART_TOKENS, PARTS = 512, 64
 """A head's tokens are cut into parts of at least so many, while there are less than so many tasks."""

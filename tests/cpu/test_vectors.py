@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.cpu import vector
 from hf_offload.cpu.launch import head_tiles, jit, tag_of
 from hf_offload.cpu.memory import address_of
+from hf_offload.cpu.simd import vectors as vector
 
 
 @jit

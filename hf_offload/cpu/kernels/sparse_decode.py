@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .block import (
+from hf_offload.cpu.kernels.block import (
     STEP_TOKENS,
     bend_weights,
     clear_scores,
@@ -21,7 +21,20 @@ from .block import (
     soften_scores,
     softmax_step,
 )
-from .launch import (
+from hf_offload.cpu.kernels.int8_blocks import packed_bytes, spare_bytes
+from hf_offload.cpu.kernels.parts import (
+    NO_KBAR,
+    PART_TOKENS,
+    PARTS,
+    clear_part,
+    merge_parts,
+    most_part_blocks,
+    part_of,
+    partial_results,
+    partial_state,
+)
+from hf_offload.cpu.kernels.record import add_vectors, record_of, score_keys, touch
+from hf_offload.cpu.launch import (
     F32,
     I32,
     I64,
@@ -38,22 +51,8 @@ from .launch import (
     reserve,
     tag_of,
 )
-from .memory import address_of, count_up, hold
-from .packed import packed_bytes
-from .packed_block import spare_bytes
-from .parts import (
-    NO_KBAR,
-    PART_TOKENS,
-    PARTS,
-    clear_part,
-    merge_parts,
-    most_part_blocks,
-    part_of,
-    partial_results,
-    partial_state,
-)
-from .record import add_vectors, record_of, score_keys, touch
-from .vector import load_f32, splat, store
+from hf_offload.cpu.memory import address_of, count_up, hold
+from hf_offload.cpu.simd.vectors import load_f32, splat, store
 
 _NO_SCORES = np.empty((0, 0, 0), np.float32)
 
@@ -277,7 +276,7 @@ def sparse_decode(
     Args:
         query: float32 [B, Hq, D], D a multiple of 16 up to 256.
         block_ptr: int64 [P], address of each physical block, [Hkv] records [2 (K, V), block_size, D], or packed
-            ones (see `packed.py`), marked in the lowest bit.
+            ones (see `int8_blocks.py`), marked in the lowest bit.
         table: int32 [B, N], physical block of each logical one.
         blocks: int32 [B, Hkv, C], the logical blocks to attend, each at most once; ignored from the count on.
         counts: int32 [B, Hkv], how many.

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .launch import I64, Array, Launch, jit, kernel, require
-from .memory import LINE, count_up, get_word
+from hf_offload.cpu.launch import I64, Array, Launch, jit, kernel, require
+from hf_offload.cpu.memory import LINE, count_up, get_word
 
 PRIME = np.uint64(0x9E3779B97F4A7C15)
 HALF = np.uint64(32)

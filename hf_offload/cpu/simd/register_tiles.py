@@ -12,8 +12,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from .launch import jit
-from .vector import (
+from hf_offload.cpu.launch import jit
+from hf_offload.cpu.simd.vectors import (
     BITS32,
     FLOAT,
     FLOATS,

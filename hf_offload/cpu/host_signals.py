@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from . import serving
-from .launch import Array, Launch
-from .threads import Thread, start
-from .worker import WorkerError
+from hf_offload.cpu import serving
+from hf_offload.cpu.launch import Array, Launch
+from hf_offload.cpu.thread_pool import WorkerError
+from hf_offload.cpu.threads import Thread, start
 
 _TURNS = 2000  # how many turns of waiting are timed
 

@@ -1,0 +1,351 @@
+"""Conversions: rows of float32 to int16, a query into a kernel, an output out of it, vectors at the end of a row."""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from hf_offload.cpu.launch import F32, Array, Launch, jit, kernel, require, tag_of
+from hf_offload.cpu.memory import address_of, count_up, get, hold, put
+from hf_offload.cpu.simd.register_tiles import emit_offset, emit_quarter_sums
+from hf_offload.cpu.simd.vectors import (
+    BITS8,
+    BITS16,
+    BITS32,
+    FLOAT,
+    FLOATS,
+    LANES,
+    ROUNDER,
+    VECTOR,
+    WORDS,
+    constant,
+    emit_fma,
+    emit_splat,
+    emit_widen,
+    load,
+    load_f32,
+    lowered,
+    pointer,
+    shuffle,
+    store,
+    word_constant,
+)
+
+_LONG = ir.IntType(64)
+_QUAD = ir.VectorType(FLOAT, 4)
+
+
+def _larger(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.icmp_unsigned(">", x, y), x, y)
+
+
+def _size(builder: Any, x: Any) -> Any:
+    """Bits of the magnitudes: as integers they are in the same order, and NaN above them all."""
+    return builder.and_(builder.bitcast(x, WORDS), word_constant(0x7FFFFFFF))
+
+
+@lowered
+def scale_rows(
+    typing: Any, peaks: Any, rows: Any, row_step: Any, scales: Any, target: Any, target_step: Any, heads: Any
+) -> Any:
+    """Write 16 entries of float32 rows times `scales`; return the larger magnitudes of these and `peaks`, a head each.
+
+    They are NaN where one is.
+    """
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        found = []
+        for head in range(heads.count):
+            row = emit_widen(context, builder, types.float32, emit_offset(builder, args[1], args[2], head))
+            scaled = builder.fmul(row, args[3])
+            builder.store(scaled, pointer(builder, emit_offset(builder, args[4], args[5], head), FLOATS), align=4)
+            size = _larger(
+                builder, _size(builder, scaled), builder.bitcast(builder.extract_value(args[0], head), WORDS)
+            )
+            found.append(builder.bitcast(size, FLOATS))
+        return context.make_tuple(builder, peaks, found)
+
+    place = types.int64
+    return peaks(peaks, place, place, VECTOR, place, place, heads), emit
+
+
+@lowered
+def choose_units(typing: Any, peaks: Any, units: Any) -> Any:
+    """Write each head's peak / 32767, and 32767 / peak behind these, 4 float32 each.
+
+    The latter is 0 below 1e-34, where it would be infinite.
+    """
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        sizes = [builder.bitcast(builder.extract_value(args[0], head), WORDS) for head in range(peaks.count)]
+        sizes += [word_constant(0)] * (4 - len(sizes))
+        joined = emit_quarter_sums(builder, sizes, _larger)  # lane 4 * quarter + head
+        for turn in (4, 8):
+            turned = shuffle(builder, joined, joined, [(lane + turn) % LANES for lane in range(LANES)])
+            joined = _larger(builder, joined, turned)
+        quad = builder.bitcast(shuffle(builder, joined, joined, range(4)), _QUAD)
+        top, tiny = (ir.Constant(_QUAD, [value] * 4) for value in (32767.0, float(np.float32(1e-34))))
+        inverse = builder.select(
+            builder.fcmp_ordered("<", quad, tiny), ir.Constant(_QUAD, None), builder.fdiv(top, quad)
+        )
+        for offset, value in ((0, builder.fdiv(quad, top)), (16, inverse)):
+            place = builder.add(args[1], ir.Constant(_LONG, offset))
+            builder.store(value, pointer(builder, place, _QUAD), align=4)
+        return context.get_dummy_value()
+
+    return types.void(peaks, types.int64), emit
+
+
+@lowered
+def round_rows(typing: Any, rows: Any, row_step: Any, units: Any, target: Any, target_step: Any, heads: Any) -> Any:
+    """Write 16 entries of float32 rows in their units (from `choose_units`), rounded to int16."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        for head in range(heads.count):
+            row = emit_widen(context, builder, types.float32, emit_offset(builder, args[0], args[1], head))
+            place = builder.add(args[2], ir.Constant(_LONG, 16 + 4 * head))
+            inverse = emit_splat(builder, builder.load(pointer(builder, place, FLOAT), align=4))
+            shorts = builder.trunc(
+                builder.bitcast(emit_fma(builder, row, inverse, ROUNDER), WORDS), ir.VectorType(BITS16, LANES)
+            )
+            builder.store(shorts, pointer(builder, emit_offset(builder, args[3], args[4], head), shorts.type), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, types.int64, heads), emit
+
+
+@lowered
+def first_half(typing: Any, x: Any) -> Any:
+    """The first 8 lanes; 0 in the others."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return shuffle(builder, args[0], constant(0.0), [*range(8), *range(16, 24)])
+
+    return VECTOR(VECTOR), emit
+
+
+SHORT = {torch.float32: False, torch.bfloat16: True}
+"""Whether numbers of a dtype are bfloat16; these are the dtypes that are covered."""
+
+
+def _emit_round(builder: Any, value: Any) -> Any:
+    """The bits of a float32 rounded to the nearest bfloat16, ties to even."""
+    bits = builder.bitcast(value, BITS32)
+    odd = builder.and_(builder.lshr(bits, ir.Constant(BITS32, 16)), ir.Constant(BITS32, 1))
+    near = builder.add(bits, builder.add(odd, ir.Constant(BITS32, 0x7FFF)))
+    unordered = builder.fcmp_unordered("uno", value, value)
+    near = builder.select(unordered, ir.Constant(BITS32, 0x7FC00000), near)
+    return builder.and_(near, ir.Constant(BITS32, 0xFFFF0000))
+
+
+@lowered
+def _to_bfloat16(typing: Any, value: Any) -> Any:
+    """A float32 rounded to the nearest bfloat16."""
+    return types.float32(types.float32), lambda c, b, sig, args: b.bitcast(_emit_round(b, args[0]), FLOAT)
+
+
+@lowered
+def _put_upper(typing: Any, address: Any, value: Any) -> Any:
+    """Write a float32 that is a bfloat16 as one."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = builder.lshr(builder.bitcast(args[1], BITS32), ir.Constant(BITS32, 16))
+        builder.store(builder.trunc(bits, BITS16), pointer(builder, args[0], BITS16), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), emit
+
+
+@kernel
+def narrow_kernel(ticket: Array, tasks: int, short: bool, source: Array, target: int) -> None:
+    """One task = one row."""
+    count = source.shape[1]
+    while True:
+        row = count_up(ticket, 0)
+        if row >= tasks:
+            break
+        place = address_of(source[row])
+        for i in range(count):
+            if short:
+                _put_upper(target + 2 * (row * count + i), _to_bfloat16(get(place + 4 * i)))
+            else:
+                put(target + 4 * (row * count + i), get(place + 4 * i))
+        count_up(ticket, 1)
+    hold(source)
+
+
+def narrow(source: Array, target: torch.Tensor) -> Launch:
+    """Prepare the copy of float32 numbers into a tensor, rounded to its dtype.
+
+    Args:
+        source: float32 `[rows, n]`.
+        target: CPU tensor of float32 or bfloat16, contiguous, with as many numbers; written.
+
+    Raises:
+        ValueError: another number of them, or a target that is not contiguous.
+        TypeError: another dtype.
+    """
+    require("source", source, F32, source.shape)
+    if target.dtype not in SHORT:
+        raise TypeError(f"target has dtype {target.dtype}; expected torch.float32 or torch.bfloat16")
+    if target.numel() != source.size or not target.is_contiguous():
+        raise ValueError(f"target has shape {tuple(target.shape)} and source {source.shape}; pass a contiguous target")
+    args = (SHORT[target.dtype], source, target.data_ptr())
+    return Launch(narrow_kernel, len(source), args, source.nbytes, (target,))
+
+
+@kernel
+def widen_kernel(
+    ticket: Array, tasks: int, source: int, row_stride: int, head_stride: int, tag: Array, query: Array
+) -> None:
+    """One task = one row; strides in bytes."""
+    heads, dim = query.shape[1], query.shape[2]
+    while True:
+        b = count_up(ticket, 0)
+        if b >= tasks:
+            break
+        for h in range(heads):
+            place = source + b * row_stride + h * head_stride
+            for d in range(0, dim, LANES):
+                store(address_of(query[b, h]) + 4 * d, load(tag, place + d * tag.itemsize))
+        count_up(ticket, 1)
+
+
+def widen(source: torch.Tensor, query: Array) -> Launch:
+    """Prepare the copy of a query as float32, exactly.
+
+    Args:
+        source: `[B, Hq, …, D]` CPU tensor of float32, float16 or bfloat16, the axes between of length 1; its last
+            dimension is contiguous, other strides are free.
+        query: float32 `[B, Hq, D]`, written; D a multiple of 16.
+
+    Raises:
+        ValueError: shapes or strides that the kernel does not cover.
+        TypeError: an array or a tensor of another dtype.
+    """
+    batch, heads, dim = query.shape
+    require("query", query, F32, (batch, heads, dim))
+    if source.numel() != query.size or (*source.shape[:2], source.shape[-1]) != query.shape:
+        raise ValueError(f"source has shape {tuple(source.shape)} and query {query.shape}; they must agree")
+    if source.stride(-1) != 1 or dim % LANES:
+        raise ValueError(f"the last dimension, of {dim}, must be contiguous and a multiple of {LANES}")
+    size = source.element_size()
+    args = (source.data_ptr(), source.stride(0) * size, source.stride(1) * size, tag_of(source.dtype), query)
+    return Launch(widen_kernel, batch, args, query.nbytes, (source,))
+
+
+_MASK, _BYTES = ir.VectorType(ir.IntType(1), LANES), ir.VectorType(BITS8, LANES)
+
+
+def _first_lanes(builder: Any, count: Any) -> Any:
+    lanes = ir.Constant(WORDS, list(range(LANES)))
+    return builder.icmp_signed("<", lanes, emit_splat(builder, builder.trunc(count, BITS32), WORDS))
+
+
+def _load(builder: Any, name: str, kind: Any, address: Any, align: int, mask: Any, others: Any) -> Any:
+    place = pointer(builder, address, kind)
+    signature = ir.FunctionType(kind, [place.type, BITS32, _MASK, kind])
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.load.{name}.p0")
+    return builder.call(function, [place, ir.Constant(BITS32, align), mask, others])
+
+
+def _emit_marks(builder: Any, octets: Any) -> Any:
+    return builder.uitofp(builder.zext(octets, WORDS), FLOATS)
+
+
+@lowered
+def _load_some(typing: Any, address: Any, count: Any) -> Any:
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _load(builder, "v16f32", FLOATS, args[0], 4, _first_lanes(builder, args[1]), constant(0.0))
+
+    return VECTOR(types.int64, types.int64), emit
+
+
+@lowered
+def _store_some(typing: Any, address: Any, count: Any, vector: Any) -> Any:
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        place = pointer(builder, args[0], FLOATS)
+        signature = ir.FunctionType(ir.VoidType(), [FLOATS, place.type, BITS32, _MASK])
+        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.store.v16f32.p0")
+        builder.call(function, [args[2], place, ir.Constant(BITS32, 4), _first_lanes(builder, args[1])])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, VECTOR), emit
+
+
+def _emit_octets(builder: Any, vector: Any) -> Any:
+    return builder.trunc(builder.fptoui(vector, WORDS), _BYTES)
+
+
+@lowered
+def _store_all_marks(typing: Any, address: Any, vector: Any) -> Any:
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(_emit_octets(builder, args[1]), pointer(builder, args[0], _BYTES), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, VECTOR), emit
+
+
+@lowered
+def _store_some_marks(typing: Any, address: Any, count: Any, vector: Any) -> Any:
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        place = pointer(builder, args[0], _BYTES)
+        signature = ir.FunctionType(ir.VoidType(), [_BYTES, place.type, BITS32, _MASK])
+        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.store.v16i8.p0")
+        octets = _emit_octets(builder, args[2])
+        builder.call(function, [octets, place, ir.Constant(BITS32, 1), _first_lanes(builder, args[1])])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, VECTOR), emit
+
+
+@lowered
+def _load_some_marks(typing: Any, address: Any, count: Any) -> Any:
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        none = ir.Constant(_BYTES, [0] * LANES)
+        return _emit_marks(builder, _load(builder, "v16i8", _BYTES, args[0], 1, _first_lanes(builder, args[1]), none))
+
+    return VECTOR(types.int64, types.int64), emit
+
+
+@lowered
+def _load_all_marks(typing: Any, address: Any) -> Any:
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _emit_marks(builder, builder.load(pointer(builder, args[0], _BYTES), align=1))
+
+    return VECTOR(types.int64), emit
+
+
+@jit
+def load_first(address: int, count: int) -> Any:
+    """The first `count` of 16 float32 at `address`, 0 in the other lanes; all if there are 16 or more."""
+    return load_f32(address) if count >= 16 else _load_some(address, count)
+
+
+@jit
+def store_first(address: int, count: int, vector: Any) -> None:
+    """Write the first `count` of 16 lanes at `address`; all if there are 16 or more."""
+    if count >= 16:
+        store(address, vector)
+    else:
+        _store_some(address, count, vector)
+
+
+@jit
+def load_marks(address: int, count: int) -> Any:
+    """The first `count` of 16 unsigned bytes at `address` as float32, 0 in the other lanes."""
+    return _load_all_marks(address) if count >= 16 else _load_some_marks(address, count)
+
+
+@jit
+def store_marks(address: int, count: int, vector: Any) -> None:
+    """Write the first `count` of 16 lanes, whole numbers of 0 to 255, as bytes at `address`; all if count is more."""
+    if count >= 16:
+        _store_all_marks(address, vector)
+    else:
+        _store_some_marks(address, count, vector)
