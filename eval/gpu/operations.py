@@ -122,14 +122,14 @@ def exchange(x: Inputs) -> Operation:
     slot_of = x.slot_of(blocks, slots)
     block_of = torch.empty_like(blocks).scatter_(2, slots.long(), blocks)
     before = block_of.clone(), slot_of.clone()
-    limits, (_, high) = x.limits(), x.sinks()
+    limits, sinks = x.limits(), x.sinks()
 
     def restore() -> None:
         block_of.copy_(before[0])
         slot_of.copy_(before[1])
 
     return Operation(
-        lambda: operation(worth, known, block_of, slot_of, high, limits, recent=1, due=None),
+        lambda: operation(worth, known, block_of, slot_of, *sinks, limits, recent=1, due=None),
         worth.nbytes + slot_of.nbytes + 4 * block_of.nbytes, prepare=restore,
     )  # fmt: skip
 

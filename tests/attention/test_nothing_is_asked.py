@@ -51,7 +51,7 @@ def who_asks() -> str | None:
         if "transformers" in place:
             return None
         if place.startswith(OURS):
-            by_torch = "/gpu/" in place and code.co_name.endswith("_by_torch")
+            by_torch = ("/gpu/" in place or "/kernels/" in place) and code.co_name.endswith("_by_torch")
             return None if by_torch or code.co_name in ALLOWED else f"{Path(place).name}: {code.co_name}"
         frame = frame.f_back
     return None

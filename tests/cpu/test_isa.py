@@ -13,10 +13,11 @@ import pytest
 from hf_offload.cpu import isa
 
 NAMES = (
-    "test_scoring.py::test_submeans[8-80-3-5-1.5-max]",
-    "test_average.py::test_averages_move[5-37-64-32-True-1-peak]",  # vectors that end with their row, and bytes
-    "test_packed.py::test_decode_over_packed_and_plain_blocks[True-4-128-32-dtype4-20.0]",  # float16 and int8
-    "test_keep.py::test_what_is_kept[100-17-300-1-3-any]",
+    "cpu/test_digest_scores.py::test_submeans[8-80-3-5-1.5-max]",
+    # vectors that end with their row, and bytes
+    "policies/hgca/test_moving_average.py::test_averages_move[5-37-64-32-True-1-peak]",
+    "cpu/test_int8_blocks.py::test_decode_over_packed_and_plain_blocks[True-4-128-32-dtype4-20.0]",  # float16 and int8
+    "policies/hgca/test_retain.py::test_what_is_kept[100-17-300-1-3-any]",
 )
 
 
@@ -25,7 +26,7 @@ NAMES = (
 def test_kernels(level: str) -> None:
     if level == "avx2" and platform.machine() != "x86_64":
         pytest.skip("AVX2 is for x86-64")
-    tests = [str(Path(__file__).parent / name) for name in NAMES]
+    tests = [str(Path(__file__).parent.parent / name) for name in NAMES]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", *tests]
     result = subprocess.run(
         command, env={**os.environ, isa.VARIABLE: level}, capture_output=True, text=True, timeout=600, check=False

@@ -1,4 +1,4 @@
-"""What attention does with the record of one (block, KV head), packed (`int8_blocks.py`) or not; its address says which.
+"""What attention does with the record of one (block, KV head), packed (`int8_blocks.py`) or not, as its address says.
 
 `packed` is None where none is: kernels for such pools do not contain the other half.
 """
