@@ -246,7 +246,7 @@ class HybridCache(Portable):
         self.settings.drafts.begin()
         if self.settings.drafts.recording:
             for layer in hybrid_layers(self):
-                layer.rollback.clear()
+                layer.snapshots.clear()
 
     def end(self, finished: bool) -> None:
         """A forward ends (the model's hook calls this); one that raised is undone."""
@@ -259,7 +259,7 @@ class HybridCache(Portable):
         if self.settings.progress is not None:
             self.settings.progress.end(finished)
         if finished:
-            self._pace.forward(self.get_seq_length() - (transaction.committed or 0))
+            self._pace.forward(self.get_seq_length() - (transaction.floor or 0))
             transaction.commit()
         with suppress(RuntimeError):  # told at the next forward: this one has an error of its own to tell
             transaction.rollback(interrupted=False)
@@ -289,7 +289,7 @@ class HybridCache(Portable):
             for i, fresh in enumerate(stock_layers(self._config)):
                 layer = self.layers[i]
                 if isinstance(layer, HybridLayer):
-                    layer.rollback.clear()
+                    layer.snapshots.clear()
                     layer.reset()
                 else:  # Transformers' own resets keep old keys in some versions
                     self.layers[i] = fresh

@@ -83,3 +83,14 @@ def test_the_pages_name_files_that_exist(page: str) -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", text))
     assert len(named) > 40
     assert not [name for name in named if not any(str(file).endswith("/" + name) for file in files)]
+
+
+def test_docstrings_name_modules_that_exist() -> None:
+    modules = {".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py")}
+    stale = []
+    for file in PACKAGE.rglob("*.py"):
+        for name in re.findall(r"`((?:attention|cache|cpu|gpu|policies)(?:\.\w+)+)`", file.read_text(encoding="utf-8")):
+            parts = name.split(".")
+            if not any(".".join(parts[:depth]) in modules for depth in range(2, len(parts) + 1)):
+                stale.append(f"{file.name}: {name}")
+    assert not stale

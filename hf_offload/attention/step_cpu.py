@@ -406,7 +406,7 @@ class HostStep(Step):
         Args:
             host: the blocks.
             what: what an error message calls it.
-            scores: as `cpu.decode.sparse_decode` has it.
+            scores: as `cpu.kernels.sparse_decode.sparse_decode` has it.
             to: out `[B, Hq, D]` and lse `[B, Hq]`.
         """
         store, view, buffers = self.store, self.view, self.buffers

@@ -185,7 +185,7 @@ def _fork(source: HybridLayer, target: HybridLayer) -> None:
     target.scores, target.revision = source.scores, target.settings.padding.revision
     if source.store is None:
         return
-    source.rollback.clear()  # what it would put back is shared from here on
+    source.snapshots.clear()  # what it would put back is shared from here on
     source.write_back()
     target.slots = None if source.resident is None else source.resident.slots
     store = source.store

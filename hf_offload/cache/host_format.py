@@ -47,7 +47,7 @@ class HostFormat:
         self, keys: np.ndarray, values: np.ndarray, key_step: int, value_step: int, records: np.ndarray,
         keep: tuple[Any, ...] = (),
     ) -> Launch:  # fmt: skip
-        """Prepare packing full blocks of one KV head each; arguments as in `cpu.packed.pack_records`."""
+        """Prepare packing full blocks of one KV head each; arguments as in `cpu.kernels.int8_blocks.pack_records`."""
         raise NotImplementedError(f"{type(self).__name__} packs nothing")
 
     def unpack(

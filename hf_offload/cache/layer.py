@@ -18,7 +18,7 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.last_queries import LastQueries
 from hf_offload.cache.memory_budget import check_slots
 from hf_offload.cache.resident_set import ResidentSet
-from hf_offload.cache.rollback import Rollback, crop
+from hf_offload.cache.rollback import Snapshots, crop
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
@@ -80,18 +80,18 @@ class HybridLayer(CacheLayerMixin):
         """Whether what is pending reached the attention function, but not as it was announced."""
         self.state = LayerState()
         self.kernels: dict[Any, Any] = {}
-        """The buffers of steps (`attention.host_step.StepBuffers`)."""
+        """The buffers of steps (`attention.step_cpu.StepBuffers`)."""
         self.steps: dict[bool, Any] = {}
-        """The steps that are planned, with one memory (`attention.host_step.HostStep`): that of the layer itself, which
+        """The steps that are planned, with one memory (`attention.step_cpu.HostStep`): that of the layer itself, which
         writes its token, and that of others which share its tokens."""
         self.ahead: Any = None
         self.host_part: Any = None
-        """The buffers of the CPU's part, with two memories (`attention.host_part.HostPart`)."""
+        """The buffers of the CPU's part, with two memories (`attention.cpu_partial.HostPart`)."""
         self.last_queries: LastQueries | None = None
         self.unplaced = True
         self.slots: int | None = None
         """Slots for each row and KV head, where the cache that this one goes on from has decided."""
-        self.rollback = Rollback()
+        self.snapshots = Snapshots()
         self.stats = LayerStats(self.index)
         self.tally = Tally(self.stats)
         self.settings.padding.reset()
@@ -295,7 +295,7 @@ class HybridLayer(CacheLayerMixin):
             return 0
         tokens_to_remove = max(tokens_to_remove, -self.store.length)
         length = self.store.length + tokens_to_remove
-        if not self.rollback.knows(length):
+        if not self.snapshots.knows(length):
             self.store.open(length)
             self.state.prepare_crop(self, length)
         return tokens_to_remove
@@ -319,7 +319,7 @@ class HybridLayer(CacheLayerMixin):
         if self.store is None:
             return
         self.drain()
-        self.rollback.clear()
+        self.snapshots.clear()
         self.store.select_rows(rows)
         if self.resident is not None:
             self.resident.select_rows(rows)

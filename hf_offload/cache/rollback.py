@@ -1,4 +1,4 @@
-"""Going back over drafts: what a layer was like before tokens that may turn out to be wrong."""
+"""Crops of a layer, and the snapshots that drafts leave for them."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def crop(layer: HybridLayer, length: int) -> None:
     """Keep a layer's first `length` tokens, and what was known then; if that is not remembered, begin anew."""
     assert layer.store is not None
     layer.drain()
-    state = layer.rollback.take(length)
+    state = layer.snapshots.take(length)
     if state is None:
-        layer.rollback.clear()
+        layer.snapshots.clear()
         layer.unplace()
     else:
         layer.store.unpack(state.packed)
@@ -109,7 +109,7 @@ class Snapshot:
             layer.resident.restore(self.resident, f"a crop of layer {layer.index}")
 
 
-class Rollback:
+class Snapshots:
     """The states of a layer to which a crop may return, by the tokens that were cached then."""
 
     def __init__(self) -> None:

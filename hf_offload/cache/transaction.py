@@ -31,15 +31,15 @@ class Transaction:
         self._layers, self._settings, self._undo_stock = layers, settings, undo_stock
         self._holder: dict[int | None, int] = {}  # `setdefault` decides between two threads
         self._torn: str | None = None
-        self.committed: int | None = None
-        """Tokens that a rollback goes back to; None: there is nothing to roll back."""
+        self.floor: int | None = None
+        """Tokens to which a forward that does not end goes back; None: none is open."""
         self.calls: dict[int, Any] = {}
         """The keyword arguments of the decoder layers that the forward now running has reached."""
 
     @property
     def open(self) -> bool:
         """Whether a forward is running, or was interrupted and not rolled back yet."""
-        return self.committed is not None
+        return self.floor is not None
 
     @property
     def hybrid(self) -> list[HybridLayer]:
@@ -106,7 +106,7 @@ class Transaction:
                 cache.
         """
         self.take()
-        held = self.committed
+        held = self.floor
         if held is not None:
             try:
                 self.rollback()
@@ -117,17 +117,17 @@ class Transaction:
                 "with the inputs that follow these"
             )
         self.calls.clear()
-        self.committed = min((layer.past for layer in self.hybrid), default=past)
+        self.floor = min((layer.past for layer in self.hybrid), default=past)
 
     def reopen(self, past: int) -> None:
         """Have a forward be running that has ended already, behind `past` tokens."""
         self.take()
-        self.committed = past
+        self.floor = past
 
     def commit(self) -> None:
         """Keep what the forward has done; there is nothing to roll back any more."""
         self.calls.clear()
-        self.committed = None
+        self.floor = None
 
     def rollback(self, *, interrupted: bool = True) -> None:
         """Forget the tokens of a forward that did not end; nothing if there is none.
@@ -139,7 +139,7 @@ class Transaction:
             RuntimeError: layers with sliding windows or linear attention have taken them in and cannot forget.
             WorkerError: work in flight does not end in time.
         """
-        length = self.committed
+        length = self.floor
         if length is None:
             return
         self.calls.clear()  # they hold the cache, too
@@ -153,14 +153,14 @@ class Transaction:
             self._halt(layers)
         for layer in layers:
             layer.pending = None
-            layer.rollback.clear()
+            layer.snapshots.clear()
             layer.go_back(length)
             layer.forget_plans()
         self._settings.padding.truncate(length)
         if interrupted:
             self._derive(layers)
         self._undo_stock(length)
-        self.committed = None
+        self.floor = None
 
     def _halt(self, layers: list[HybridLayer]) -> None:
         """Have no work in flight, known or not, and nothing resident."""
@@ -197,15 +197,15 @@ class Transaction:
         layers = self.hybrid
         removed = [layer.prepare_crop(tokens) for layer in layers]
         stock = [layer for layer in self._layers if not isinstance(layer, HybridLayer)]
-        self.committed = left
+        self.floor = left
         for count, layer in enumerate(sorted(stock, key=lambda layer: type(layer) is DynamicLayer)):
             try:
                 layer.crop(tokens)
             except Exception:  # it refuses, as others than plain layers may
-                self.committed = None
+                self.floor = None
                 if count:
                     self.tear(f"crop({tokens})")
                 raise
         for layer, mine in zip(layers, removed, strict=True):
             layer.go_back(layer.past + mine)
-        self.committed = None
+        self.floor = None

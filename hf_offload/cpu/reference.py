@@ -68,7 +68,7 @@ def sparse_decode(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out [B, Hq, D], lse [B, Hq] and kbar [B, Hq, D], float64, as `decode.sparse_decode` defines them."""
+    """Return out [B, Hq, D], lse [B, Hq] and kbar [B, Hq, D], float64, as `sparse_decode` defines them."""
     group = query.shape[1] // pool.shape[1]
     rows = []
     for b, heads in enumerate(query.double()):
@@ -93,7 +93,7 @@ def listed_scores(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return `scores` [B, Hq, C * block_size], float64, of `decode.sparse_decode`; NaN where it leaves them alone."""
+    """Return `scores` [B, Hq, C * block_size], float64, of `sparse_decode`; NaN where it leaves them alone."""
     group, size = query.shape[1] // pool.shape[1], pool.shape[3]
     scores = torch.full((*query.shape[:2], blocks.shape[2], size), math.nan, dtype=torch.float64)
     for b, heads in enumerate(query.double()):
@@ -113,7 +113,7 @@ def tail_lse(
     query: Tensor, pool: Tensor, table: Tensor, first_block: int, length: int, valid: Tensor, *, scale: float,
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return lse [B, Hq], float64, of the tokens from a block on, as `tail.tail_of_head` defines it."""
+    """Return lse [B, Hq], float64, of the tokens from a block on, as `digest_scores.tail_of_head` defines it."""
     end = max(first_block, -(-length // pool.shape[3]))
     blocks = torch.arange(first_block, end).expand(query.shape[0], pool.shape[1], -1)
     counts = torch.full(blocks.shape[:2], end - first_block)
@@ -121,7 +121,7 @@ def tail_lse(
 
 
 def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V [..., block_size, D], float64, as `packed.pack_records` keeps them: codes times scales."""
+    """Return K and V [..., block_size, D], float64, as `int8_blocks.pack_records` keeps them: codes times scales."""
 
     def rounded(x: Tensor, axis: int) -> Tensor:
         x = torch.where(x.abs() < 3e38, x, 0.0).float()
@@ -135,7 +135,7 @@ def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, Hkv, tokens, D] in the pool's dtype, as `pool.gather_tokens` defines them."""
+    """Return keys and values [B, Hkv, tokens, D] in the pool's dtype, as `move_records.gather_tokens` defines them."""
     size = pool.shape[3]
     positions = torch.arange(first, first + tokens)
     blocks = pool[table.long()[:, positions // size], :, :, positions % size]  # [B, tokens, Hkv, 2, D]
@@ -145,7 +145,7 @@ def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[T
 def score_vectors(
     query: Tensor, vectors: Tensor, bias: Tensor, table: Tensor, n_blocks: int, softcap: float | None = None
 ) -> Tensor:
-    """Return logmass [B, Hq, n_blocks], float64, of `scoring.Vectors`."""
+    """Return logmass [B, Hq, n_blocks], float64, of `digest_scores.Vectors`."""
     group = query.shape[1] // vectors.shape[1]
     physical = table[:, :n_blocks].long()
     chosen = vectors[physical].double().repeat_interleave(group, 2)  # [B, n, Hq, W]
@@ -169,7 +169,7 @@ def score_submeans(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return logmass [B, Hq, n_blocks], float64, of `submeans.SubMeans`, from codes and levels [P, Hkv, S, D].
+    """Return logmass [B, Hq, n_blocks], float64, of `submean_scores.SubMeans`, from codes and levels [P, Hkv, S, D].
 
     sigma * query is rounded to 127 steps, as the kernel does it.
     """
@@ -190,7 +190,7 @@ def score_submeans(
 
 
 def join_scores(logmass: Tensor, tail: Tensor, kv_heads: int, *, join: str) -> Tensor:
-    """Return score [B, Hkv, n], float64, as `choose.choose_blocks` defines it, from logmass [B, Hq, n]."""
+    """Return score [B, Hkv, n], float64, as `block_topk.choose_blocks` defines it, from logmass [B, Hq, n]."""
     batch, query_heads, count = logmass.shape
     masses = logmass.double()
     total = torch.logsumexp(torch.cat((masses, tail.double()[..., None]), -1), -1, keepdim=True)

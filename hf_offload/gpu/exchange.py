@@ -1,4 +1,4 @@
-"""Which resident blocks give way to which others, decided on the device; the semantics of `attention.exchange`."""
+"""Which resident blocks give way to which others, decided on the device."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def split_heads(tensor: torch.Tensor, kv_heads: int) -> list[torch.Tensor]:
     return [part.flatten(1, 2).contiguous() for part in torch.split(grouped, MOST_HEADS, 2)]
 
 
-def join_parts(parts: Sequence[torch.Tensor], kv_heads: int) -> torch.Tensor:
+def regroup_heads(parts: Sequence[torch.Tensor], kv_heads: int) -> torch.Tensor:
     """Put together again what `split_heads` has cut, and something was computed of."""
     grouped = [part.reshape(len(part), kv_heads, -1, *part.shape[2:]) for part in parts]
     return torch.cat(grouped, 2).flatten(1, 2)

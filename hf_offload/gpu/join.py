@@ -1,4 +1,4 @@
-"""One score a (row, KV head, block) from the log masses of the group's query heads; the semantics of `cpu.choose`."""
+"""One score a (row, KV head, block), of the log masses of the group's query heads; `block_topk` does it on the CPU."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .backend import on_triton
-from .groups import MOST_HEADS, join_parts, split_heads
+from .groups import MOST_HEADS, regroup_heads, split_heads
 from .listing import check_listing, gather_slots, scores_by_torch, seen_tokens, tile_sizes
 
 _PROGRAMS = 264  # two for each multiprocessor of a large GPU
@@ -59,7 +59,7 @@ def paged_attention(
     if group <= MOST_HEADS:
         return _launch(query, *listing)
     outs, lses = zip(*(_launch(part, *listing) for part in split_heads(query, heads)), strict=True)
-    return join_parts(outs, heads), join_parts(lses, heads)
+    return regroup_heads(outs, heads), regroup_heads(lses, heads)
 
 
 def _launch(

@@ -10,7 +10,7 @@ import torch
 from hf_offload.scores import Scores
 
 from .backend import on_triton
-from .groups import MOST_HEADS, join_parts, split_heads
+from .groups import MOST_HEADS, regroup_heads, split_heads
 from .require import require
 
 F32, I32 = (torch.float32,), (torch.int32,)
@@ -54,7 +54,7 @@ def score_vectors(
         return _vectors_by_torch(ready, vectors, bias, table, limits, softcap)
     if query_heads > MOST_HEADS * kv_heads:
         parts = split_heads(ready, kv_heads)
-        return join_parts(
+        return regroup_heads(
             [score_vectors(part, vectors, bias, table, limits, softcap=softcap) for part in parts], kv_heads
         )
     from . import score_kernels
@@ -147,7 +147,7 @@ def score_submeans(
     if query_heads > MOST_HEADS * kv_heads:
         rest = (codes, levels, sizes, bias, center, sigma, table, limits)
         parts = [score_submeans(part, *rest, scale=scale, softcap=softcap) for part in split_heads(query, kv_heads)]
-        return join_parts(parts, kv_heads)
+        return regroup_heads(parts, kv_heads)
     from . import score_kernels
 
     masses = torch.empty(batch, query_heads, table.shape[1], dtype=torch.float32, device=device)

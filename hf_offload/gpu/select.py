@@ -1,4 +1,4 @@
-"""The choice of the blocks to attend, and its split by where they lie; the semantics of `cpu.select`."""
+"""The choice of the blocks to attend, and its split by where they lie; the semantics of `cpu.kernels.block_topk`."""
 
 from __future__ import annotations
 

@@ -38,11 +38,6 @@ class Selection:
     counts: Any
     slots: Any = None
 
-    @property
-    def total(self) -> int:
-        """Blocks in all rows and heads."""
-        return int(self.counts.sum())
-
 
 @dataclass(slots=True)
 class Plan:
@@ -101,13 +96,18 @@ class LayerState:
         """A decode step has stored its token and attended; not told of steps that a CUDA graph replays."""
 
     def placed(self, layer: HybridLayer, query_heads: int | None = None) -> None:
-        """With two memories: what is resident was decided and loaded."""
+        """With two memories: what is resident was decided and loaded.
+
+        Args:
+            layer: the layer.
+            query_heads: of the model; None: as many as before.
+        """
 
     def block_opened(self, layer: HybridLayer, block: int) -> None:
         """With two memories: a block that the next token begins got a slot."""
 
     def unplaced(self, layer: HybridLayer) -> None:
-        """Decoding begins anew, after an append or a crop: what is resident, if anything, is about to be dropped."""
+        """What is resident is about to be dropped, and decoding begins anew: append, crop, changed padding."""
 
     def cancelled(self) -> None:
         """The step that was prepared (`Policy.before_layer`) does not come."""
@@ -138,7 +138,10 @@ class LayerState:
     # --- what lasts --------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What it must keep between two forwards, by name; the first dimension is the rows', or there is none."""
+        """What it must keep between two forwards, by name.
+
+        For `select_rows` as it is here the first dimension is the rows', or there is none.
+        """
         return {}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
@@ -315,7 +318,8 @@ class Policy(ABC):
     def place(self, step: Step, slots: int) -> Selection:
         """Which blocks are resident (at most `slots` for a row and KV head) when decoding starts.
 
-        `step.query` holds the prompt's last queries, `[B, Hq, query_window, D]`.
+        `step.query` holds the prompt's last queries, `[B, Hq, query_window, D]`, or that of the step that comes where
+        nobody has kept them.
         """
         if self.retrieves:  # no sink may be left out for a newer block
             return step.recent(min(slots, self.always_blocks(step.block_size)))

@@ -1,4 +1,4 @@
-"""`best.mark_best` against sorting: odd sizes, ties, -inf and NaN, and what lies behind a row."""
+"""`block_topk.mark_best` against sorting: odd sizes, ties, -inf and NaN, and what lies behind a row."""
 
 from __future__ import annotations
 

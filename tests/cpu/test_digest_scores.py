@@ -1,4 +1,4 @@
-"""`choose.choose_blocks` with every digest, and `packing`, against float64.
+"""`block_topk.choose_blocks` with every digest, and `packing`, against float64.
 
 Kernels are compiled for each dtype and size of a tile of heads: the quick set has the usual ones.
 """

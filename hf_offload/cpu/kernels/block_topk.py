@@ -433,10 +433,10 @@ def choose_blocks(
         tail: float32 [B, Hq], log of the mass of the tokens without a digest; may be -inf. Written with `unsealed`.
         score: float32 [B, Hkv, N], written up to n_sealed rounded up to a multiple of 16.
         join: "max", "mean" or "raw".
-        scale, softcap: of the scores, as in `decode.sparse_decode`.
+        scale, softcap: of the scores, as in `sparse_decode`.
         kv_dtype: dtype of the pool, whether it is read or not (there is one compiled kernel for each).
         unsealed: where the tokens without a digest are read, to fill `tail`: block_ptr, holes and valid (as in
-            `decode.sparse_decode`), length in tokens, block size.
+            `sparse_decode`), length in tokens, block size.
         select: sink_lo, sink_hi, recent, n_blocks, k, blocks and counts, as in `select.select_blocks`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Attention to tokens apart from each other, taken together."""
+"""The merge of three partials on the CPU, by their log-sum-exp."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def score_chunk(
         query: float32 [G, D].
         table: int32 [N].
         cap: None, or the softcap of the scores.
-        reach: as in `scoring.write_scores`.
+        reach: as in `digest_scores.write_scores`.
         out: address of the scores; up to 7 blocks beyond the last may be written.
     """
     pieces, count = digest.pieces, digest.sizes.shape[2]

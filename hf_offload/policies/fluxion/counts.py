@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class SelectionCounts:
-    """Counts of one layer since the last `reset`; a group is the query heads of a KV head."""
+    """Counts of one layer since the last `reset` of the cache; a group is the query heads of a KV head."""
 
     def __init__(self) -> None:
         self._known: tuple[tuple[int, ...], int] = ((), 0)
         self.spans, self.totals = np.empty(0, np.int32), np.zeros(TALLIES)
-        """Blocks a run that may be chosen; and the counts, as `kernels.retrieve.tally` has them."""
+        """Blocks a run that may be chosen; and the counts, as `tally` has them."""
         self._shared = False  # whether tasks were shared out, of which there may have been none
         self._tasks = self._device_tasks = 0
         self._busy = {"device": 0.0, "cpu": 0.0}
         self._idle = {"device": 0.0, "cpu": 0.0}
 
-    def of(self, granularities: tuple[int, ...], block_size: int) -> np.ndarray:
+    def spans_for(self, granularities: tuple[int, ...], block_size: int) -> np.ndarray:
         """Blocks a run, int32 `[n]`: the same array as long as these are the same."""
         if self._known != (granularities, block_size):
             self._known = granularities, block_size
@@ -35,7 +35,7 @@ class SelectionCounts:
         return self.spans
 
     def count(self, spans: np.ndarray, runs: np.ndarray, counts: np.ndarray, first: np.ndarray, end: int) -> None:
-        """Take in a choice; arguments as in `kernels.retrieve.tally`."""
+        """Take in a choice; arguments as in `tally`."""
         tally(spans, runs, counts, first, end, self.spans, self.totals)
 
     def count_shares(self, device_tasks: int, tasks: int, device: float, cpu: float, busy: float, threads: int) -> None:

@@ -45,7 +45,7 @@ class FluxionState(SelectorState):
         self.foresight: Foresight | None = None
         """With the statistics of the prompt, once there are tokens on the host."""
         self.blocks = 0
-        """The end of the host's blocks when they were made."""
+        """`step.host_end` when the statistics were made."""
 
     def learn(self, statistics: PromptStatistics, blocks: int) -> None:
         """Foresee by these from here on."""
@@ -198,7 +198,7 @@ class Fluxion(Policy):
         return 1
 
     def check_blocks(self, block_size: int) -> None:
-        """Budgets are predicted for runs of blocks of 16 tokens."""
+        """Raise ValueError unless blocks have 16 tokens: budgets are predicted for runs of these."""
         if block_size != BLOCK:
             raise ValueError(f"block_size={block_size}: fluxion chooses runs of blocks of {BLOCK} tokens; leave it out")
 

@@ -67,7 +67,7 @@ class Queue:
             raise ValueError(f"schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
         self.schedule, self.threads, self.pace = schedule, threads, Pace()
         self.hands = new_hands(most)
-        """What a kernel takes tasks with too (`cpu.tasks.whole_tasks`)."""
+        """What a kernel takes tasks with too (`whole_tasks`)."""
 
     def fill(self, tasks: np.ndarray, lengths: np.ndarray, volumes: np.ndarray) -> None:
         """Have these tasks; nobody is taking any.

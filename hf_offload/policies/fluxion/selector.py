@@ -24,7 +24,7 @@ Properties: TypeAlias = tuple[torch.Tensor | float, torch.Tensor | float, torch.
 is cut to [0, 1], and whether a head needs nothing at all; each `[B, Hq]`, or one value for all heads."""
 
 
-class Foresight(Protocol):
+class Foresees(Protocol):
     """What tells the needs of the heads from a step's query and from attention to what is near."""
 
     @property

@@ -21,7 +21,7 @@ from hf_offload.policies.fluxion.kernels.predict import predict_needs
 from hf_offload.policies.fluxion.kernels.retrieve import count_choice
 from hf_offload.policies.fluxion.local_blocks import LocalBlocks
 from hf_offload.policies.fluxion.scheduled_part import selected_part
-from hf_offload.policies.fluxion.selector import Foresight, Properties, Selector
+from hf_offload.policies.fluxion.selector import Foresees, Properties, Selector
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -52,7 +52,7 @@ def attend_local(step: Step) -> Local:
 
 
 def select(
-    step: Step, needs: Properties | Foresight, granularities: tuple[int, ...], local: Local | None = None,
+    step: Step, needs: Properties | Foresees, granularities: tuple[int, ...], local: Local | None = None,
     schedule: str | None = "none",
 ) -> Any:  # fmt: skip
     """Start the CPU part: choose blocks for the step's query among those that are not local, and attend them.
@@ -66,7 +66,7 @@ def select(
         granularities: tokens of a run, multiples of the block size, of which each KV head gets the one that makes the
             fewest bytes (Fluxion, Eq. 3).
         local: what has been attended, for a foresight.
-        schedule: with two memories, how the CPU and the device share the tasks (`SCHEDULES`).
+        schedule: with two memories, how the CPU and the device share the tasks (`SCHEDULES`); None decides.
     """
     if step.layer.has_slots:
         return _select_beside_device(cast("TieredStep", step), needs, granularities, local, schedule)
@@ -91,7 +91,7 @@ def join(step: Step, local: Local, selected: Any) -> Plan:
 
 def has_host_tokens(step: Step) -> bool:
     """Whether there are tokens that are not local, in any row."""
-    return step.host_end > int(_sinks(step)[1].min())
+    return step.host_end > int(_sink_blocks(step)[1].min())
 
 
 def anchor_of(step: Step) -> torch.Tensor:
@@ -101,7 +101,7 @@ def anchor_of(step: Step) -> torch.Tensor:
     return torch.as_tensor(step.query)
 
 
-def _sinks(step: Step) -> tuple[np.ndarray, np.ndarray]:
+def _sink_blocks(step: Step) -> tuple[np.ndarray, np.ndarray]:
     """First block and end of each row's sinks, `[B]` each."""
     return step.store.padding.sinks(step.layer.policy.sink_tokens)
 
@@ -109,7 +109,7 @@ def _sinks(step: Step) -> tuple[np.ndarray, np.ndarray]:
 def lengths_of(step: Step) -> torch.Tensor:
     """Tokens that count, of each row: those on the host, and the local ones; fp32 `[B, 2]` on the device."""
     padding, size, end = step.store.padding, step.block_size, step.host_end
-    first = np.minimum(_sinks(step)[1], end)
+    first = np.minimum(_sink_blocks(step)[1], end)
     host = (end - first) * size
     total = step.length - padding.first
     if padding.ragged:
@@ -123,7 +123,7 @@ def _reserve(step: Step, selector: Selector, granularities: tuple[int, ...]) -> 
     """Have room for this step's choice; whether there is anything to choose from."""
     digests = step.store.digests
     assert digests is not None, "a policy without a digest cannot choose"
-    selector.reserve(step.state.counts.of(granularities, step.block_size), _sinks(step)[1], step.host_end)
+    selector.reserve(step.state.counts.spans_for(granularities, step.block_size), _sink_blocks(step)[1], step.host_end)
     return digests.frozen and has_host_tokens(step)
 
 
@@ -155,7 +155,7 @@ class HostBuffers:
         step.serve_this_block()
         return Local(self.query, (self.sink_out, self.sink_lse), (buffers.out_tensor, buffers.lse_tensor))
 
-    def select(self, step: HostStep, needs: Properties | Foresight) -> None:
+    def select(self, step: HostStep, needs: Properties | Foresees) -> None:
         """Queue the choice of host blocks, for which the selector has room, and attention to them.
 
         Args:
@@ -212,7 +212,7 @@ def _attend_local_on_device(step: TieredStep) -> Local:
     store = step.store
     local: LocalBlocks = step.layer.kernels.setdefault("fluxion", LocalBlocks(functools.partial(_sent, store.device)))
     found = []
-    for part in local.parts(_sinks(step), step.host_end, step.num_blocks, store.num_kv_heads):
+    for part in local.parts(_sink_blocks(step), step.host_end, step.num_blocks, store.num_kv_heads):
         out, lse = step.attend_device(replace(part, slots=step.resident.slot_of.gather(2, part.slots)))
         found.append(merge(out, lse, None, step.query, None, scale=step.scores.scale, dtype=torch.float32))
     return Local(step.query, *found)
@@ -225,7 +225,7 @@ def _sent(device: torch.device, selection: Selection) -> Selection:
 
 
 def _select_beside_device(
-    step: TieredStep, needs: Properties | Foresight, granularities: tuple[int, ...], local: Local | None,
+    step: TieredStep, needs: Properties | Foresees, granularities: tuple[int, ...], local: Local | None,
     schedule: str | None,
 ) -> SelectedPart | None:  # fmt: skip
     part: SelectedPart | None = step.layer.host_part

@@ -53,7 +53,7 @@ class TokenBuffers:
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self.weights = np.empty((*shape[:2], 0), np.float32)
+        self.scores = np.empty((*shape[:2], 0), np.float32)
         """`[B, Hq, W]`, scores of the window's tokens."""
         self.out, self.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
         """Of the retained tokens."""
@@ -71,9 +71,9 @@ def queue_attention(step: HostStep, window: Selection) -> None:
     scores = None
     if step.form.fresh:
         width = window.blocks.shape[2] * step.block_size
-        if mine.weights.shape[2] != width:
-            mine.weights = np.empty((*mine.lse.shape, width), np.float32)
-        scores = mine.weights
+        if mine.scores.shape[2] != width:
+            mine.scores = np.empty((*mine.lse.shape, width), np.float32)
+        scores = mine.scores
     step.attention(window, "CPU attention", scores)
     if scores is not None:
         _queue_averages(step, mass, scores)
@@ -150,6 +150,7 @@ class RetainedPart(HostPart):
         flag: torch.Tensor | None = None,
         epoch: torch.Tensor | None = None,
     ) -> None:
+        assert flag is None, "HGCA's steps are not captured: the host decides in them"
         self.layer.mirror.pause()
         self.query.copy_(query, non_blocking=True)
 

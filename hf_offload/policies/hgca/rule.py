@@ -1,4 +1,4 @@
-"""By what the CPU keeps single tokens for each KV head: the knobs of methods that learn it from attention weights."""
+"""Which tokens HGCA retains for each KV head, and by which weights."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class TokenMass(LayerState):
 
         Raises:
             WorkerError: it failed, or does not end in time. Then nothing was decided: the blocks are still in the
-                window, or what was kept before still is, and every token that leaves the window until the next append.
+                window, or the old lists stay, and every token that leaves the window until the next append is kept.
         """
         job, decision = self._job, self._decision
         if job is None:

@@ -1,6 +1,6 @@
 """What each query head needs of the host, predicted: the features of a step and the network, in one launch.
 
-Method: Fluxion, section 5.2 and appendix A; `fluxion.features` says what the columns are.
+Method: Fluxion, section 5.2 and appendix A; `policies.fluxion.features` says what the columns are.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def retrieve_blocks(
         blocks: int32 [B, Hkv, C], C at least `end`, written up to the count.
         counts: int32 [B, Hkv], written.
         sums: a run's mass is the sum of its blocks'; otherwise its score is their largest.
-        scale, softcap: of the scores, as in `decode.sparse_decode`.
+        scale, softcap: of the scores, as in `sparse_decode`.
 
     Raises:
         ValueError: shapes that contradict each other, or granularities that are none.

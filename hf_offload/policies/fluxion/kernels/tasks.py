@@ -45,7 +45,7 @@ def _choose(choice: Any, b: int, h: int) -> None:
 
 @jit
 def _attend(attention: Any, b: int, h: int) -> None:
-    """Attend what was chosen, in the parts of `decode.decode_kernel`: the result is the same in every bit."""
+    """Attend what was chosen, in the parts of `decode_kernel`: the result is the same in every bit."""
     (
         tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, length, out, lse, _1, _2, block_size,
         scale, cap, parts, partial, _3, packed, packed_record, prefetches,
@@ -111,7 +111,7 @@ def whole_tasks(choice: Launch, attention: Launch, hands: Hands) -> Launch:
 
     Args:
         choice: from `retrieve.retrieve_blocks`, not run.
-        attention: from `decode.sparse_decode`, not run, without `kbar` and `scores`, over what `choice` chooses.
+        attention: from `sparse_decode`, not run, without `kbar` and `scores`, over what `choice` chooses.
         hands: for B * Hkv tasks; a task is row * Hkv + KV head. Read when the launch runs: whoever calls it takes part
             until nothing is left that a thread of the CPU should do.
 

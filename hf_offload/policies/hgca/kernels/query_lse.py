@@ -185,14 +185,14 @@ def query_lse(
 
     Args:
         query: float32 [B, Hq, Q, D], D a multiple of 16 up to 256; query i stands at position start + i.
-        block_ptr, table, holes: as in `decode.sparse_decode`.
+        block_ptr, table, holes: as in `sparse_decode`.
         valid: uint8 [B, T], 1 where the token may be attended; covers `stop` tokens and the queries.
         first: a multiple of the block size.
         stop: the token after the last.
         start: position of the first query, the same in every row.
         lse: float32 [B, Hq, Q], written: natural log; -inf where nothing is seen.
         kv_heads: how many.
-        kv_dtype, block_size, scale, softcap, packed: as in `decode.sparse_decode`.
+        kv_dtype, block_size, scale, softcap, packed: as in `sparse_decode`.
 
     Raises:
         ValueError: shapes that contradict each other, a memory layout or a size that the kernel does not cover.

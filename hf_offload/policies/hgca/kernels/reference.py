@@ -14,7 +14,7 @@ def move_averages(
     average: Tensor, scores: Tensor, lse: Tensor, first: int, length: int, *, alpha: float, valid: Tensor | None,
     share: float | None = None, after: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return the averages [B, Hq, T], float64, as `average.move_averages` leaves them."""
+    """Return the averages [B, Hq, T], float64, as `move_averages` leaves them."""
     new = average.double().clone()
     total = lse.double()[..., None]
     weights = torch.where(total == -math.inf, 0.0, torch.exp(scores.double()[..., : length - first] - total))
@@ -69,10 +69,10 @@ def weigh_tokens(
     start: int,
     near: int,
 ) -> Tensor:
-    """Return the joined weights [B, Hq, T], float64, as `weigh.weigh_tokens` leaves them.
+    """Return the joined weights [B, Hq, T], float64, as `weigh_tokens` leaves them.
 
     Args:
-        scores: from `query_scores`; the others as in `weigh.weigh_tokens`.
+        scores: from `query_scores`; the others as in `weigh_tokens`.
     """
     total = lse.double()[..., None]
     weights = torch.where((scores == -math.inf) | (total == -math.inf), 0.0, torch.exp(scores - total))
@@ -96,7 +96,7 @@ def count_kept(
     kv_heads: int,
     rule: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return kept, bool [B, Hkv, stop - first], and the joined averages that decide, as `keep.count_kept` does."""
+    """Return kept, bool [B, Hkv, stop - first], and the joined averages that decide, as `count_kept` does."""
     batch, query_heads, _ = average.shape
     grouped = average[..., first:stop].double().reshape(batch, kv_heads, query_heads // kv_heads, stop - first)
     joined = grouped.amax(2) if rule == "any" else grouped.mean(2)

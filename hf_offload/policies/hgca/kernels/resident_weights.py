@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_offload.gpu.backend import on_triton
-from hf_offload.gpu.groups import MOST_HEADS, join_parts, split_heads
+from hf_offload.gpu.groups import MOST_HEADS, regroup_heads, split_heads
 from hf_offload.gpu.listing import check_listing, gather_slots, scores_by_torch, seen_tokens, tile_sizes
 from hf_offload.gpu.require import require
 
@@ -68,7 +68,7 @@ def update_weights(
             update_weights(
                 some, asked, *rest, relative, scale=scale, softcap=softcap, alpha=alpha, share=share, after=after
             )
-        average.copy_(join_parts(parts[0], heads))
+        average.copy_(regroup_heads(parts[0], heads))
         return
     from . import resident_weights_kernels
 

@@ -5,7 +5,7 @@ Source: HGCA, algorithm 1, lines 19-24; section 3.3, "CPU-local sparse attention
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ from hf_offload.cpu.launch import (
 from hf_offload.cpu.memory import address_of, copy_bytes, count_up
 from hf_offload.cpu.simd.convert import load_first, load_marks, store_marks
 from hf_offload.cpu.simd.vectors import choose_less, lane_sum, splat, vmax
+from hf_offload.policies.hgca.rule import Rule
 
-Rule = Literal["any", "mean"]
 _RULES = ("any", "mean")
 
 
