@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
         def fail(*_: Any) -> None:
             raise MemoryError("no memory on this rank")
 
-        HostStep.begin = fail  # type: ignore[method-assign]
+        HostStep.run = fail  # type: ignore[method-assign]
     generate(model, "off-64")
 
 
