@@ -126,7 +126,7 @@ class LayerState:
 
     def select_rows(self, layer: HybridLayer, rows: torch.Tensor) -> None:
         """The rows of an index stay, int64 `[n]`, in its order."""
-        self.load(layer, {name: x[rows.to(x.device)] if x.ndim else x for name, x in self.tensors().items()})
+        self.load(layer, {name: x[rows.to(x.device)] if x.ndim else x.clone() for name, x in self.tensors().items()})
 
     def settle(self) -> None:
         """Wait for what it has in flight, before anything moves, is freed, copied or saved.

@@ -39,13 +39,14 @@ class InfiniGenState(LayerState):
         return 0 if self.basis is None or self.partial is None else self.basis.nbytes + self.partial.nbytes
 
     def cancelled(self) -> None:
-        self.coming = None
+        """Forget the directions, too: they may be of the token that does not come."""
+        self.coming, self.basis, self.partial, self.count = None, None, None, 0
 
     def unplaced(self, layer: HybridLayer) -> None:
-        self.load(layer, {})
+        self.cancelled()
 
     def padding_changed(self, layer: HybridLayer, block: int) -> None:
-        self.load(layer, {})
+        self.cancelled()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         if self.basis is None or self.partial is None:
@@ -53,7 +54,7 @@ class InfiniGenState(LayerState):
         return {"basis": self.basis, "partial": self.partial, "count": torch.tensor(self.count)}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
-        self.coming, self.basis, self.partial, self.count = None, None, None, 0
+        self.cancelled()
         if tensors:
             with torch.inference_mode(False):
                 self.basis, self.partial = (tensors[n].to(layer.device, copy=True) for n in ("basis", "partial"))

@@ -49,10 +49,11 @@ class ScoutState(LayerState):
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
         self.cancelled()
-        self.clock.reset()
-        if tensors:
-            self.clock.since.copy_(tensors["since"])
-            self.clock.ratio.copy_(tensors["ratio"])
+        if not tensors:
+            self.clock.reset()
+            return
+        self.clock.since.copy_(tensors["since"])  # in place, and these may be the clock's own
+        self.clock.ratio.copy_(tensors["ratio"])
 
 
 @dataclass(frozen=True)

@@ -111,3 +111,29 @@ def test_partial_keys_are_those_of_the_keys(model: PreTrainedModel) -> None:
         assert state.count == length
         keys = layer.store.gather(0, length)[0]
         torch.testing.assert_close(state.partial[:, :, :length], keys @ state.basis, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_a_step_that_fails_leaves_no_directions(tier: str) -> None:
+    """Of a layer that was looked ahead to: they would be those of a token that is taken back."""
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("no luck")
+
+    model, ids = tiny_model("llama"), prompt(1, 100)[0]
+    found = []
+    for token in (None, 149):
+        cache = HybridCache(model, "infinigen", tier=tier, block_size=16)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+            for layer in cache.layers:
+                layer.last_queries = None  # as in a cache that was taken over: a step's own query gives the directions
+            cache.crop(-1)
+            if token is not None:
+                handle = model.model.layers[2].register_forward_pre_hook(fail)
+                with pytest.raises(ArithmeticError):
+                    model(torch.full((1, 1), token), past_key_values=cache)
+                handle.remove()
+            found.append(model(ids[:, 5:6], past_key_values=cache).logits)
+    assert torch.equal(*found)

@@ -136,3 +136,17 @@ def test_the_correction_brings_attending_ahead_nearer_to_the_truth(model: PreTra
 def test_attending_all_residents_is_more_than_the_selected_ones(model: PreTrainedModel, attend: Any) -> None:
     cache = HybridCache(model, "scout", **SMALL, **CACHE, tier="split", attend_resident=attend)
     assert len(decode(model, cache)) == 20
+
+
+def test_a_change_of_the_rows_keeps_the_clock() -> None:
+    model = tiny_model("llama")
+    cache = HybridCache(
+        model, "scout", tier="split", block_size=16, budget=64, sinks=16, recent=16, resident=96, recall=5
+    )
+    ids = prompt(2, 150)[0]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for _ in range(3):
+            model(ids[:, :1], past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert [float(layer.state.clock.since) for layer in cache.layers] == [3.0] * 4
