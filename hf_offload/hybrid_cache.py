@@ -280,7 +280,8 @@ class HybridCache(Portable):
         """
         self.transaction.take(torn=True)
         with self.transaction.changing_rows("reset()"):
-            self.drain(quiet=True)
+            with suppress(Exception):  # a state of the user's own may raise what it likes
+                self.drain(quiet=True)
             if self.graph is not None:
                 self.graph.close()
             self.transaction.commit()

@@ -110,7 +110,7 @@ class LayerState:
         """What is resident is about to be dropped, and decoding begins anew: append, crop, changed padding."""
 
     def cancelled(self) -> None:
-        """The step that was prepared (`Policy.before_layer`) does not come."""
+        """The step that was prepared does not come: undo what `Policy.before_layer` has done to the state."""
 
     def padding_changed(self, layer: HybridLayer, block: int) -> None:
         """Tokens that were there before, in block `block` or behind it, became valid or invalid."""

@@ -135,3 +135,23 @@ def test_a_class_that_is_defined_again_takes_its_own_place(method: Any) -> None:
     other = dataclass(frozen=True)(type("Other", (method,), {"__module__": method.__module__}))
     with pytest.raises(ValueError, match=r"belongs to extending\.EveryTenth"):
         hf_offload.register_policy(other)
+
+
+def test_reset_helps_whatever_a_state_does(llama: PreTrainedModel, method: Any) -> None:
+    class Sour(hf_offload.LayerState):
+        def settle(self) -> None:
+            raise ArithmeticError("no luck")
+
+    class Wrong(method):  # type: ignore[misc]
+        def new_state(self, layer: Any) -> Any:
+            return Sour() if layer.index == 1 and not helped else super().new_state(layer)
+
+    helped, ids = False, prompt(1, 60)[0]
+    cache = HybridCache(llama, Wrong(), **KNOBS["one"])
+    feed(llama, cache, ids, 0, 50, 50)
+    with pytest.raises(ArithmeticError):
+        cache.drain()
+    helped = True
+    cache.reset()
+    feed(llama, cache, ids, 0, 50, 50)
+    assert cache.get_seq_length() == 50

@@ -420,7 +420,8 @@ class TokenMass(LayerState):
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def adopted(self, layer: HybridLayer) -> None:
-        self.window_blocks = self._window_of(layer)
+        if not self.average.size:  # of a cache that was taken over; otherwise the window is the last append's
+            self.window_blocks = self._window_of(layer)
         self._keep_all()
 
     def padding_changed(self, layer: HybridLayer, block: int) -> None:

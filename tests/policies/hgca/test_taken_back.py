@@ -211,3 +211,21 @@ def test_behind_forks_rows_and_files_a_crop_across_an_append_keeps_every_token(
         talk.mask = talk.mask[[1, 0, 1]]
     talk.cache.crop(-40)
     assert every_token(talk)
+
+
+def test_an_interruption_does_not_size_the_window_anew(model: PreTrainedModel) -> None:
+    """A share of the tokens is taken at an append, and is constant until the next one."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    talk = Talk(model, "one", **SHARE).begin()
+    talk.steps(5, 80)
+    window = [layer.state.window_blocks for layer in hybrid_layers(talk.cache)]
+    handle = model.model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        talk.steps(6, 1)
+    handle.remove()
+    talk.cache.crop(0)
+    talk.steps(6, 1)
+    assert [layer.state.window_blocks for layer in hybrid_layers(talk.cache)] == window
