@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from tiny import DEVICE, prompt, tiny_model
-from transformers import DynamicCache, PreTrainedModel
+from tiny import DEVICE, SIZES, prompt, spread_weights, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3nTextConfig, PreTrainedModel
 
 from hf_offload import HybridCache
 
@@ -57,3 +58,26 @@ def test_every_layer_decodes_where_it_lies(kind: str, lookahead: str) -> None:
     if budget == 512:
         assert torch.equal(second[::2, : out.shape[1]], out)
         assert torch.equal(second[::2], second[1::2])
+
+
+@pytest.mark.parametrize("policy", ["full", "scout", "fixed_hybrid"])
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_layers_that_share_keys_see_the_block_that_the_other_began(policy: str, tier: str) -> None:
+    """Of two layers over the same tokens, one plans when a block is full and sealed, and goes on in the next."""
+    config = Gemma3nTextConfig(
+        **(SIZES | {"intermediate_size": [96] * 4}), num_key_value_heads=2, head_dim=16, num_kv_shared_layers=2,
+        layer_types=["full_attention"] * 4, vocab_size_per_layer_input=SIZES["vocab_size"],
+        hidden_size_per_layer_input=8, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    ours = spread_weights(AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse"))
+    theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    theirs.load_state_dict(ours.state_dict())
+    knobs: dict[str, Any] = {"budget": 1.0, "local": 32, "sinks": 16} if policy == "fixed_hybrid" else {"block_size": 8}
+    cache = HybridCache(ours, policy, tier=tier, **knobs)
+    known, ids = DynamicCache(config=config), prompt(1, 100)[0]
+    with torch.no_grad():
+        for first, stop in [(0, 60), *((t, t + 1) for t in range(60, 100))]:
+            got = ours(ids[:, first:stop], past_key_values=cache).logits
+            want = theirs(ids[:, first:stop], past_key_values=known).logits
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

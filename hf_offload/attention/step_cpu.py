@@ -118,7 +118,7 @@ class HostStep(Step):
         self.view, self.form, self.buffers = view, form, buffers_of(layer, query.shape)
         self.model_sinks: torch.Tensor | None = None
         """`[Hq]`, of models that have attention sinks."""
-        self._sealed = self.store.sealed
+        self._blocks = self.store.sealed, self.num_blocks
         taking = self._launch(widen(query, self.buffers.query), "the query")
         self._arrival, self._places = [taking], [taking.word("source")]
         if key is not None and value is not None:
@@ -216,16 +216,16 @@ class HostStep(Step):
 
     def _set_numbers(self) -> None:
         """Write what depends on the length into the other launches."""
-        length, sealed = self.length, self.store.sealed
+        length, blocks = self.length, (self.store.sealed, self.num_blocks)
         for words, i in self._lengths:
             words[i] = length
         if self._target is not None:
             words, i = self._target
             words[i] = self._answer.data_ptr()
-        if sealed != self._sealed:
-            self._sealed = sealed
+        if blocks != self._blocks:  # of layers that share a block that is full, one sees it sealed, the next begun
+            self._blocks = blocks
             for (words, i), (others, j) in self._block_numbers:
-                words[i], others[j] = sealed, self.num_blocks
+                words[i], others[j] = blocks
             if self._all_counts is not None:
                 self._all_counts.fill(self.num_blocks)
 
@@ -241,7 +241,7 @@ class HostStep(Step):
             items = list(group)
             actions += [LaunchSequence(items)] if isinstance(items[0], Launch) else items  # type: ignore[arg-type]
         self._actions += actions
-        self._sealed = self.store.sealed
+        self._blocks = self.store.sealed, self.num_blocks
         for action in actions:
             action.run() if isinstance(action, LaunchSequence) else action(self)
 
