@@ -210,7 +210,9 @@ def _buffers_of(step: HostStep) -> HostBuffers:
 
 def _attend_local_on_device(step: TieredStep) -> Local:
     store = step.store
-    local: LocalBlocks = step.layer.kernels.setdefault("fluxion", LocalBlocks(functools.partial(_sent, store.device)))
+    local: LocalBlocks | None = step.layer.kernels.get("fluxion")
+    if local is None:
+        local = step.layer.kernels["fluxion"] = LocalBlocks(functools.partial(_sent, store.device))
     found = []
     for part in local.parts(_sink_blocks(step), step.host_end, step.num_blocks, store.num_kv_heads):
         out, lse = step.attend_device(replace(part, slots=step.resident.slot_of.gather(2, part.slots)))

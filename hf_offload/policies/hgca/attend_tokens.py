@@ -67,7 +67,10 @@ def queue_attention(step: HostStep, window: Selection) -> None:
     """
     mass: TokenMass = step.state
     query = step.buffers.query
-    mine: TokenBuffers = step.layer.kernels.setdefault(("hgca", query.shape), TokenBuffers(query.shape))
+    key = "hgca", query.shape
+    mine: TokenBuffers | None = step.layer.kernels.get(key)
+    if mine is None:
+        mine = step.layer.kernels[key] = TokenBuffers(query.shape)
     scores = None
     if step.form.fresh:
         width = window.blocks.shape[2] * step.block_size
