@@ -102,10 +102,9 @@ class HybridCache(Portable):
         check_sizes(block_size, prefill_tile, host_dtype, cuda_graph)
         if cuda_graph:
             check_graph(model, self.policy, config)
-        self.policy.check_blocks(block_size)
         stock = stock_layers(config)
         two = two_memories(model, tier)
-        self.policy.check_memories(two=two)
+        self.policy.check(block_size=block_size, two=two)
         held = held_layers(config, stock)
         least = least_blocks(self.policy, block_size)
         budget = make_budget(device_budget, resident, sum(held), least, two_memories=two)
@@ -145,7 +144,10 @@ class HybridCache(Portable):
         )
         self._attachment, self._watch = attach(model), watch(model)
         self._looks_ahead: bool | None = None
-        self._may_look_ahead = self.policy.may_look_ahead(beside_device=on_device(model))
+        beside = on_device(model)
+        self._may_look_ahead = any(
+            self.policy.looks_ahead(layer.index, two=two, beside_device=beside) for layer in hybrid_layers(self)
+        )
         self.donors: dict[int, int] = {}
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
         self._pace = Pace()
@@ -182,7 +184,7 @@ class HybridCache(Portable):
             layers = hybrid_layers(self)
             if not all(layer.is_initialized for layer in layers):
                 return self._may_look_ahead
-            self._looks_ahead = any(layer.policy.looks_ahead(layer) for layer in layers)
+            self._looks_ahead = any(layer.looks_ahead for layer in layers)
         return self._looks_ahead
 
     def predict_query(
@@ -203,7 +205,7 @@ class HybridCache(Portable):
         rows = [report(layer) for layer in layers]
         near = sum(
             (row.resident_bytes if layer.has_slots else row.host_bytes)
-            + (0 if layer.has_slots and layer.policy.retrieves else row.digest_bytes)
+            + (0 if layer.has_slots and layer.requirements.scored_on_host else row.digest_bytes)
             for layer, row in zip(layers, rows, strict=True)
             if layer.is_initialized
         )

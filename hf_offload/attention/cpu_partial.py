@@ -177,13 +177,10 @@ class HostPart:
 
         self._job = self.layer.settings.worker.submit(read, step.label("read-ahead"), keep=(store.pool, self))
 
-    def share(self, step: TieredStep) -> float | None:
-        """Tokens that this part attends, as a share of all; None where the device alone knows."""
-        return None
-
-    def assist(self, step: TieredStep, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the device help: what it has attended, out `[B, Hq, S, D]` and lse `[B, Hq, S]`, comes and goes."""
-        return out, lse
+    def share(self, step: TieredStep) -> torch.Tensor | float:
+        """Tokens that this part has attended, as a share of the budget; on the device, where that alone knows."""
+        assert self.host is not None, "blocks are known"
+        return step.share_of(self.host)
 
     def partial(self) -> HostPartial:
         """Wait for the job; what the merge needs.

@@ -72,9 +72,9 @@ def append(
         seal(store, tile, key)
         layer.state.append(layer, query, scores)
     layer.scores = scores
-    window = layer.policy.query_window
+    window = layer.requirements.query_window
     # Of layers that share keys and values only the one that brought them counts, in chunks as in one prompt.
-    if fresh and window and (layer.has_slots or layer.policy.retrieves or not layer.policy.attends_blocks):
+    if fresh and window and (layer.has_slots or layer.requirements.learns_from_prompts):
         layer.last_queries = joined(layer.last_queries, query, past, window)
     return out
 

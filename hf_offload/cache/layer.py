@@ -52,7 +52,7 @@ class HybridLayer(CacheLayerMixin):
     def __init__(self, index: int, settings: Settings) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.index, self.settings, self.tag = index, settings, weakref.ref(self)
-        self.policy = settings.policy
+        self.policy, self.requirements = settings.policy, settings.policy.requirements
         self.modules: Callable[[torch.nn.Module], bool] = lambda module: True
         """Whether an attention module belongs to the model that the cache was made for."""
         self.known: Callable[[], torch.nn.Module | None] = lambda: None
@@ -117,6 +117,11 @@ class HybridLayer(CacheLayerMixin):
     def has_device(self) -> bool:
         """Whether a device computes beside the CPU."""
         return self.is_initialized and self.device_type != "cpu"
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the policy wants this layer's query predicted."""
+        return self.policy.looks_ahead(self.index, two=self.has_slots, beside_device=self.has_device)
 
     @property
     def capturing(self) -> bool:
@@ -372,11 +377,11 @@ def open_layer(
         raise ValueError(f'tier="one" is for models on the CPU, but this one is on {device}; leave tier out')
     if layer.has_slots:
         settings.worker.ready()
-    name = policy.digest_name
+    name = layer.requirements.digest
     layer.store = store = BlockStore(
         batch, heads, dim, dtype, block_size=settings.block_size, device=device, digest=DIGESTS[name] if name else None,
         padding=settings.padding, host_dtype=settings.host_dtype, worker=settings.worker if layer.has_slots else None,
-        scored_on_host=policy.retrieves,
+        scored_on_host=layer.requirements.scored_on_host,
     )  # fmt: skip
     if layer.has_slots:
         budget = settings.device_budget if layer.slots is None else None

@@ -49,7 +49,7 @@ def parse_bytes(name: str, value: int | str) -> int:
 
 def least_blocks(policy: Policy, block_size: int) -> int:
     """Blocks that a resident set has at least: those always resident, one for straddling sinks, one to recall into."""
-    return policy.always_blocks(block_size) + 2
+    return policy.requirements.always_blocks(block_size) + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,9 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
         return slots * block_size
     least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
     if resident is None:
-        wanted = least if policy.retrieves or not policy.attends_blocks else policy.budget_tokens or DEFAULT_RESIDENT
+        wants = policy.requirements
+        only_always = wants.scored_on_host or not wants.attends_blocks
+        wanted = least if only_always else wants.budget or DEFAULT_RESIDENT
         if least > most:
             raise ValueError(
                 f"sinks and recent (or local) tokens take {least // block_size} blocks of {block_size} for each row "

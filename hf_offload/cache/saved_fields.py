@@ -119,7 +119,7 @@ def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
     """
     full, packed = told["length"] // settings.block_size, told["blocks"][1]
     sealed = {full}
-    if settings.policy.digest_name is not None and not told["frozen"]:  # blocks of padding alone teach nothing
+    if settings.policy.requirements.digest is not None and not told["frozen"]:  # blocks of padding alone teach nothing
         sealed.add(0)
     allowed: dict[str, tuple[int, Container[int]]] = {
         "batch": (told["batch"], {len(settings.padding.valid)}),
@@ -159,7 +159,7 @@ def layer_fields(
         "sums": Field(torch.int64, (physical, sizes.kv_heads)),
     }
     if told["queries_end"]:
-        window = range(1, min(told["queries_end"], policy.query_window) + 1)
+        window = range(1, min(told["queries_end"], policy.requirements.query_window) + 1)
         fields["queries"] = Field(torch.float32, (sizes.rows, sizes.query_heads, window, sizes.head_dim))
     if "block_of" in found:
         slots = _slots(settings, sizes)
