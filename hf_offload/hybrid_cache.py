@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
 from hf_offload.cache.settings import Settings, check_progress, check_sizes, check_tier
-from hf_offload.cache.stats import Pace, Stats, report
+from hf_offload.cache.stats import LayerStats, Pace, Stats
 from hf_offload.cache.transaction import Transaction
 from hf_offload.cpu.cores import cores
 from hf_offload.cpu.thread_pool import Worker, WorkerError
@@ -202,7 +203,7 @@ class HybridCache(Portable):
     def stats(self) -> Stats:
         """Return steps, recalls and times since the cache was made or reset, and the memory in use now."""
         layers = hybrid_layers(self)
-        rows = [report(layer) for layer in layers]
+        rows = [_report(layer) for layer in layers]
         near = sum(
             (row.resident_bytes if layer.has_slots else row.host_bytes)
             + (0 if layer.has_slots and layer.requirements.scored_on_host else row.digest_bytes)
@@ -329,3 +330,16 @@ class HybridCache(Portable):
 def default_threads(model: PreTrainedModel) -> int:
     """Threads beside the model's: with a GPU all of this process' cores but one, otherwise one (torch has them)."""
     return min(max(cores() - 1, 1), MOST_THREADS) if on_device(model) else 1
+
+
+def _report(layer: HybridLayer) -> LayerStats:
+    """A copy of a layer's counters, with the memory in use now."""
+    layer.tally.count()
+    stats, store = layer.stats, layer.store
+    if store is not None:
+        stats.host_bytes, stats.digest_bytes = store.host_bytes, store.digest_bytes
+        stats.shared_bytes = store.shared_bytes
+        stats.resident_bytes = layer.state.nbytes
+        stats.resident_bytes += layer.resident.nbytes if layer.resident is not None else 0
+    layer.state.report(stats)
+    return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))

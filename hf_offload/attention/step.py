@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import HostPart
 from hf_offload.attention.token_fetch import TokenFetch
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.knobs import shown
-from hf_offload.policies.base import Partial, Plan, Selection
+from hf_offload.policies.base import Partial, Plan, RunningPartial, Selection
 from hf_offload.scores import Scores
 
 
@@ -124,15 +124,15 @@ class Step(ABC):
     def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
         """Part a selection into (on the device, on the host); with one memory the host has all."""
 
-    def attend(self, selection: Selection) -> tuple[Partial | HostPart, ...]:
+    def attend(self, selection: Selection) -> tuple[Partial | RunningPartial, ...]:
         """Attend blocks where they lie: resident ones on the device, the others on the CPU, which works beside it."""
         return self.attend_split(*self.split(selection))
 
     @abstractmethod
-    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | HostPart, ...]:
+    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | RunningPartial, ...]:
         """Attend the two parts of a selection, or of two, as `split` gives them."""
 
-    def fetch(self, score: Any, chosen: Selection) -> tuple[Partial | HostPart, ...]:
+    def fetch(self, score: Any, chosen: Selection) -> tuple[Partial | RunningPartial, ...]:
         """Attend all that was chosen on the device: what is not resident becomes so at once.
 
         With one memory there is nothing to fetch.
@@ -156,6 +156,13 @@ class Step(ABC):
         """
         raise RuntimeError("with one memory nothing is attended early; ask step.layer.has_slots")
 
+    def share_of(self, host: Selection) -> torch.Tensor:
+        """Blocks of a selection, as a share of the budget (of everything, without one): fp32 `[]`.
+
+        With two memories alone.
+        """
+        raise RuntimeError("with one memory nothing is shared; ask step.layer.has_slots")
+
     def read_ahead(self, host: Selection) -> None:
         """Read host blocks into the CPU's caches, off the critical path; with two memories alone."""
         raise RuntimeError("with one memory nothing is read ahead; ask step.layer.has_slots")
@@ -170,7 +177,7 @@ class Step(ABC):
         """All tokens before this step's own, in tiles: the first token, K and V `[B, Hkv, T, D]`, until the next."""
         self.begin()
         self.layer.write_back()
-        return self.store.tiles(self.length - 1, self.layer.settings.prefill_tile)
+        return read_tiles(self.store, self.length - 1, self.layer.settings.prefill_tile)
 
     def bring_tokens(self, numbers: torch.Tensor, counts: torch.Tensor) -> TokenFetch:
         """Start to bring single tokens from the host to the device.

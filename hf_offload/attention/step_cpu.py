@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import HostPart
 from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.cache.layer import HybridLayer
@@ -24,7 +23,7 @@ from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, Digest
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.launch import TAGS, Launch, LaunchSequence
 from hf_offload.cpu.simd.convert import SHORT, narrow, widen
-from hf_offload.policies.base import EVER, Partial, Plan, Selection
+from hf_offload.policies.base import EVER, Partial, Plan, RunningPartial, Selection
 from hf_offload.scores import Scores
 
 LIST_BLOCKS = 16
@@ -450,7 +449,7 @@ class HostStep(Step):
         self.begin()
         return self.buffers.out_tensor, self.buffers.lse_tensor
 
-    def _merge(self, partials: Sequence[Partial | HostPart]) -> None:
+    def _merge(self, partials: Sequence[Partial | RunningPartial]) -> None:
         """Queue the merge of a plan's partials into the layer's `out` and `lse`."""
         own = self.buffers.partial(0)
         others = [_arrays(partial) for partial in partials]
@@ -485,8 +484,14 @@ class HostStep(Step):
         """There is nothing to exchange."""
 
 
-def _arrays(partial: Partial | HostPart) -> Partial:
-    """A partial whose launches are queued, or that is there, as arrays that a launch can read."""
+def _arrays(partial: Partial | RunningPartial) -> Partial:
+    """A partial whose launches are queued, or that is there, as arrays that a launch can read.
+
+    Raises:
+        ValueError: it runs beside the model, which waits for nobody here.
+    """
+    if isinstance(partial, RunningPartial):
+        raise ValueError("with one memory no part of a plan runs beside the model; ask step.layer.has_slots")
     out, lse = (torch.as_tensor(x).float().contiguous().numpy() for x in (partial.out, partial.lse))
     return Partial(out, lse)
 

@@ -12,13 +12,12 @@ from hf_offload.attention.step import Step, fp32
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.device_mirror import sent
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.memory import memory_for
-from hf_offload.cache.prefill_tiles import LOWER_TILE, TILE
+from hf_offload.cache.memory import LOWER_TILE, TILE, memory_for
 from hf_offload.gpu.join import join_heads
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged import paged_attention
 from hf_offload.gpu.select import select_blocks, split_blocks
-from hf_offload.policies.base import Partial, Plan, Selection
+from hf_offload.policies.base import Partial, Plan, RunningPartial, Selection
 from hf_offload.scores import Scores
 
 COMPARE_EVERY = 8  # steps between two looks at what the prediction missed
@@ -156,12 +155,12 @@ class TieredStep(Step):
         )  # fmt: skip
         return Partial(out, lse)
 
-    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | HostPart, ...]:
+    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | RunningPartial, ...]:
         part = None if host is None else self.attend_host(host)  # which begins first
         found = () if device is None else (self.attend_device(device),)
         return found if part is None else (*found, part)
 
-    def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | HostPart, ...]:
+    def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | RunningPartial, ...]:
         resident = self.resident
         if resident.slots > chosen.blocks.shape[2]:  # what is resident beside them stays as long as it may
             score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
@@ -231,7 +230,6 @@ class TieredStep(Step):
         return self._ratio
 
     def share_of(self, host: Selection) -> torch.Tensor:
-        """Blocks of a selection, as a share of the budget (of everything, without one); fp32 `[]`."""
         budget = self.layer.requirements.budget
         most = self.store.table.shape[1] if budget is None else budget // self.block_size
         within: torch.Tensor | int = most
@@ -255,13 +253,13 @@ class TieredStep(Step):
         return marks.scatter_(2, torch.where(meant, selection.blocks, width).long(), True)[:, :, :width]
 
 
-def running(plan: Plan) -> HostPart | None:
+def running(plan: Plan) -> RunningPartial | None:
     """The partial of a plan that the CPU is at work on.
 
     Raises:
         ValueError: there are more.
     """
-    found = [partial for partial in plan.partials if isinstance(partial, HostPart)]
+    found = [partial for partial in plan.partials if isinstance(partial, RunningPartial)]
     if len(found) > 1:
         raise ValueError(f"a plan has {len(found)} parts of the CPU; join their blocks, or attend one on the device")
     return found[0] if found else None

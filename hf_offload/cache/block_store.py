@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from hf_offload.cache.device_mirror import TableMirror, pause
+from hf_offload.cache.device_mirror import pause, sent
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.host_pool import HostPool
-from hf_offload.cache.memory import host_empty, memory_for
+from hf_offload.cache.memory import LOWER_TILE, TILE, host_empty, memory_for
 from hf_offload.cache.padding import Padding
-from hf_offload.cache.prefill_tiles import LOWER_TILE, TILE, tiles_ahead
 from hf_offload.cache.view import View
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels.move_records import copy_records
@@ -51,7 +50,7 @@ class BlockStore:
         digest: how blocks are summarised, or None for policies that score nothing.
         padding: validity of the tokens, shared by the layers.
         host_dtype: how older full blocks are kept (`FORMATS`).
-        worker: brings tiles nearer while others are attended (see `tiles_ahead`), or None: one memory.
+        worker: brings tiles nearer while others are attended (see `cache.prefill_tiles`), or None: one memory.
         scored_on_host: whether the digests live in host memory all the same.
     """
 
@@ -295,12 +294,6 @@ class BlockStore:
             return gathering_packed(self, k, v, first)
         return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
 
-    def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """The first `stop` tokens as pieces of at most `tile` tokens: (first token, K, V), each until the next one."""
-        if self.worker is not None:
-            return tiles_ahead(self, self.worker, stop, tile)
-        return ((first, *self.gather(first, min(tile, stop - first))) for first in range(0, stop, tile))
-
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens; nothing has happened if that fails."""
         self.open(length)
@@ -464,3 +457,31 @@ def own_block(store: BlockStore, block: int) -> None:
         store.table[row, block] = new[0]
         store.revision += 1
         pool.release(np.array([old]))
+
+
+class TableMirror:
+    """The block table and the addresses of one layer's blocks.
+
+    Args:
+        store: the layer's blocks, which hold this object.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self.store: BlockStore = weakref.proxy(store)  # a cycle would keep the slabs until it is collected
+        self._table: tuple[int, torch.Tensor] | None = None
+        self._block_ptr: tuple[int, torch.Tensor] | None = None
+
+    def table(self) -> torch.Tensor:
+        """`[B, N]` int32, the physical block of each logical one."""
+        if self._table is None or self._table[0] != self.store.revision:
+            old = None if self._table is None else self._table[1]
+            self._table = self.store.revision, sent(self.store.table, self.store.device, old)
+        return self._table[1]
+
+    def block_ptr(self) -> torch.Tensor:
+        """`[P]` int64, the address of each physical block in host memory."""
+        pool = self.store.pool
+        if self._block_ptr is None or self._block_ptr[0] != pool.revision:
+            old = None if self._block_ptr is None else self._block_ptr[1]
+            self._block_ptr = pool.revision, sent(pool.block_ptr, self.store.device, old)
+        return self._block_ptr[1]

@@ -10,10 +10,11 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_offload.cache.arrivals import check_arrivals, unsuitable
+from hf_offload.cache.arrivals import unsuitable
 from hf_offload.cache.block_store import share_blocks
 from hf_offload.cache.layer import HybridLayer, open_layer
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.stock_layers import copy_layer
 
@@ -62,7 +63,7 @@ def take_over(
 def _fill(layer: HybridLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
     layer.lazy_initialization(keys, values)
     assert layer.store is not None
-    check_arrivals(layer, keys, values)
+    layer.check_arrivals(keys, values)
     layer.revision = layer.settings.padding.revision
     layer.store.append(keys, values)
     seal(layer.store, layer.settings.prefill_tile, keys)
@@ -78,7 +79,7 @@ def give_back(layer: HybridLayer, made: DynamicLayer) -> None:
     layer.write_back()
     shape = (store.batch, store.num_kv_heads, store.length, store.head_dim)
     keys, values = (torch.empty(shape, dtype=store.dtype, device=store.device) for _ in range(2))
-    for first, k, v in store.tiles(store.length, layer.settings.prefill_tile):
+    for first, k, v in read_tiles(store, store.length, layer.settings.prefill_tile):
         keys[:, :, first : first + k.shape[2]], values[:, :, first : first + k.shape[2]] = k, v
     made.lazy_initialization(keys, values)
     made.keys, made.values = keys, values

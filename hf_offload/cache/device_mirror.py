@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +14,6 @@ from hf_offload.cache.padding import Padding
 from hf_offload.cpu.thread_pool import Worker
 
 _CYCLES = 1.5e9  # of a GPU in a second, roughly
-
-if TYPE_CHECKING:
-    from hf_offload.cache.block_store import BlockStore
 
 
 class DeviceMirror:
@@ -100,34 +96,6 @@ class DeviceMirror:
             self._mirror(("low", tokens), low.tobytes(), low),
             self._mirror(("high", tokens), high.tobytes(), high),
         )
-
-
-class TableMirror:
-    """The block table and the addresses of one layer's blocks.
-
-    Args:
-        store: the layer's blocks, which hold this object.
-    """
-
-    def __init__(self, store: BlockStore) -> None:
-        self.store: BlockStore = weakref.proxy(store)  # a cycle would keep the slabs until it is collected
-        self._table: tuple[int, torch.Tensor] | None = None
-        self._block_ptr: tuple[int, torch.Tensor] | None = None
-
-    def table(self) -> torch.Tensor:
-        """`[B, N]` int32, the physical block of each logical one."""
-        if self._table is None or self._table[0] != self.store.revision:
-            old = None if self._table is None else self._table[1]
-            self._table = self.store.revision, sent(self.store.table, self.store.device, old)
-        return self._table[1]
-
-    def block_ptr(self) -> torch.Tensor:
-        """`[P]` int64, the address of each physical block in host memory."""
-        pool = self.store.pool
-        if self._block_ptr is None or self._block_ptr[0] != pool.revision:
-            old = None if self._block_ptr is None else self._block_ptr[1]
-            self._block_ptr = pool.revision, sent(pool.block_ptr, self.store.device, old)
-        return self._block_ptr[1]
 
 
 def pause(worker: Worker | None, device: torch.device) -> None:

@@ -11,19 +11,20 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_offload.cache.arrivals import check_arrivals, unconsumed, unsuitable
+from hf_offload.cache.arrivals import unconsumed, unsuitable
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.device_mirror import DeviceMirror
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.last_queries import LastQueries
 from hf_offload.cache.memory_budget import check_slots
 from hf_offload.cache.resident_set import ResidentSet
-from hf_offload.cache.rollback import Snapshots, crop
+from hf_offload.cache.rollback import Snapshot, Snapshots
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.torch_modes import attended, uncompiled
 from hf_offload.cache.view import DeviceView
+from hf_offload.gpu.ranking import MOST_BLOCKS
 from hf_offload.policies.base import LayerState
 from hf_offload.scores import Scores
 
@@ -159,12 +160,39 @@ class HybridLayer(CacheLayerMixin):
             key_states, value_states = attended(key_states, value_states, kind)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        check_arrivals(self, key_states, value_states)
+        self.check_arrivals(key_states, value_states)
         # These are new objects that may carry the tag; the model's own tensors stay as they are.
         self.pending = pending = key_states.detach(), value_states.detach()
         pending[0]._hybrid_layer = pending[1]._hybrid_layer = self.tag  # type: ignore[attr-defined]
         self.changed = False
         return pending
+
+    def check_arrivals(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise ValueError unless new K and V `[B, Hkv, T, D]` are like those that are held, and not too many."""
+        store, index = self.store, self.index
+        assert store is not None
+        batch, heads, _, dim = key.shape
+        if (batch, heads, dim) != (store.batch, store.num_kv_heads, store.head_dim):
+            raise ValueError(
+                f"layer {index} holds {store.batch} rows, {store.num_kv_heads} KV heads and head_dim {store.head_dim}, "
+                f"but {batch}, {heads} and {dim} arrived; call reset() or make a new cache for another batch or model"
+            )
+        if key.dtype != value.dtype:
+            raise ValueError(
+                f"layer {index} got {key.dtype} keys and {value.dtype} values; load the model in the dtype that it "
+                "should run in"
+            )
+        if key.dtype != self.dtype or key.device != self.device:
+            raise ValueError(
+                f"layer {index} holds {self.dtype} from {self.device}, but {key.dtype} on {key.device} arrived; call "
+                "reset() or make a new cache"
+            )
+        tokens = store.length + key.shape[2]
+        if tokens > (MOST_BLOCKS - 2) * store.block_size and self.has_slots:  # beside the block that comes next
+            raise ValueError(
+                f"{tokens} tokens a row are more than the {MOST_BLOCKS - 2} blocks of {store.block_size} among which a "
+                "device chooses; use a larger block_size"
+            )
 
     @uncompiled
     def get_seq_length(self) -> int:
@@ -314,9 +342,45 @@ class HybridLayer(CacheLayerMixin):
 
     def go_back(self, length: int) -> None:
         """Keep the first `length` tokens, after `prepare_crop` or in a forward that is rolled back."""
-        if self.store is not None and length < self.store.length:
-            crop(self, length)
-            self.settings.padding.truncate(length)
+        if self.store is None or length >= self.store.length:
+            return
+        self.drain()
+        snapshot = self.snapshots.take(length)
+        if snapshot is None:  # what was known then is not remembered: begin anew
+            self.snapshots.clear()
+            self.unplace()
+        else:
+            self.store.unpack(snapshot.packed)
+        if self.last_queries is not None:
+            self.last_queries = self.last_queries.cropped(length)
+        if snapshot is None:
+            self.state.crop(self, length)
+        self.store.crop(length)  # last: an interruption before its end is made up for by another crop
+        if snapshot is not None:
+            self._restore(snapshot)
+        self.settings.padding.truncate(length)
+
+    def remember(self) -> None:
+        """Keep a snapshot of what the layer is like now, between two tokens, to which a crop may go back."""
+        store = self.store
+        assert store is not None
+        policy = self.state.snapshot()  # frees slots, maybe
+        resident = None if self.resident is None or self.unplaced else self.resident.state()
+        frozen = store.digests is not None and store.digests.frozen
+        self.snapshots.save(self.past, Snapshot(policy, store.packed_so_far(), frozen, resident), store.pool)
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        """Be what a snapshot says; the blocks are cropped already."""
+        self.state.restore(self, snapshot.policy)
+        self.unplaced = snapshot.resident is None
+        if self.store is not None and self.store.digests is not None:
+            self.store.digests.frozen = snapshot.frozen
+        if self.resident is None:
+            return
+        if snapshot.resident is None:
+            self.resident.clear()
+        else:
+            self.resident.restore(snapshot.resident, f"a crop of layer {self.index}")
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Keep the rows of an index; K and V on the host are shared, not copied."""

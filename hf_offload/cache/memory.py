@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 _HUGE = 2 << 20  # bytes of a huge page on x86-64, and on ARM with 4 KiB pages
+TILE, LOWER_TILE = "tiles of cached tokens", "a smaller prefill_tile or fewer rows need less"
+"""For errors: what could not be had, and what needs less."""
 
 
 class HostMemoryError(MemoryError, RuntimeError):

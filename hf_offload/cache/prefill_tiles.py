@@ -5,19 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.device_mirror import pause
-from hf_offload.cache.memory import host_empty, memory_for
+from hf_offload.cache.memory import LOWER_TILE, TILE, host_empty, memory_for
 from hf_offload.cpu.thread_pool import Job, Worker
 from hf_offload.gpu.streams import TILES, stream_for
-
-if TYPE_CHECKING:
-    from hf_offload.cache.block_store import BlockStore
-
-TILE, LOWER_TILE = "tiles of cached tokens", "a smaller prefill_tile or fewer rows need less"
 
 
 class _DeviceTiles:
@@ -63,7 +58,14 @@ class _DeviceTiles:
         self.copied[i].synchronize()
 
 
-def tiles_ahead(
+def read_tiles(store: BlockStore, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """The first `stop` tokens of a store as pieces of at most `tile`: (first token, K, V), each until the next one."""
+    if store.worker is not None:
+        return _tiles_ahead(store, store.worker, stop, tile)
+    return ((first, *store.gather(first, min(tile, stop - first))) for first in range(0, stop, tile))
+
+
+def _tiles_ahead(
     store: BlockStore, worker: Worker, stop: int, tile: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """The first `stop` tokens as pieces of at most `tile` tokens, in two buffers that take turns.

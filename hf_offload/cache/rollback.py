@@ -1,16 +1,13 @@
-"""Crops of a layer, and the snapshots that drafts leave for them."""
+"""Drafts, which a forward may hold, and the snapshots to which a crop goes back when they are rejected."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hf_offload.cache.host_pool import HostPool
-
-if TYPE_CHECKING:
-    from hf_offload.cache.layer import HybridLayer
 
 
 @dataclass(slots=True)
@@ -60,25 +57,6 @@ class Drafts:
         return length if drafts and past and length - drafts == 1 else drafts
 
 
-def crop(layer: HybridLayer, length: int) -> None:
-    """Keep a layer's first `length` tokens, and what was known then; if that is not remembered, begin anew."""
-    assert layer.store is not None
-    layer.drain()
-    state = layer.snapshots.take(length)
-    if state is None:
-        layer.snapshots.clear()
-        layer.unplace()
-    else:
-        layer.store.unpack(state.packed)
-    if layer.last_queries is not None:
-        layer.last_queries = layer.last_queries.cropped(length)
-    if state is None:
-        layer.state.crop(layer, length)
-    layer.store.crop(length)  # last: an interruption before its end is made up for by another crop
-    if state is not None:
-        state.put_back(layer)
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What one layer was like between two tokens; tokens are not part of it.
@@ -95,19 +73,6 @@ class Snapshot:
     frozen: bool
     resident: tuple[torch.Tensor, ...] | None
 
-    def put_back(self, layer: HybridLayer) -> None:
-        """Make the layer, whose blocks have been cropped, what it was."""
-        layer.state.restore(layer, self.policy)
-        layer.unplaced = self.resident is None
-        if layer.store is not None and layer.store.digests is not None:
-            layer.store.digests.frozen = self.frozen
-        if layer.resident is None:
-            return
-        if self.resident is None:
-            layer.resident.clear()
-        else:
-            layer.resident.restore(self.resident, f"a crop of layer {layer.index}")
-
 
 class Snapshots:
     """The states of a layer to which a crop may return, by the tokens that were cached then."""
@@ -116,16 +81,10 @@ class Snapshots:
         self._states: dict[int, Snapshot] = {}
         self._pool: HostPool | None = None
 
-    def save(self, layer: HybridLayer) -> None:
-        """Remember what the layer is like now, between two tokens."""
-        store = layer.store
-        assert store is not None
-        self._pool = store.pool
-        policy = layer.state.snapshot()  # frees slots, maybe
-        decided = layer.resident is not None and not layer.unplaced
-        resident = layer.resident.state() if decided else None  # type: ignore[union-attr]
-        frozen = store.digests is not None and store.digests.frozen
-        self._states[layer.past] = Snapshot(policy, store.packed_so_far(), frozen, resident)
+    def save(self, tokens: int, snapshot: Snapshot, pool: HostPool) -> None:
+        """Remember what the layer is like with so many tokens, whose packed blocks keep their places in a pool."""
+        self._pool = pool
+        self._states[tokens] = snapshot
 
     def knows(self, length: int) -> bool:
         """Whether there is a state with `length` tokens."""

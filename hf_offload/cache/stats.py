@@ -7,16 +7,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from hf_offload.cache.layer import HybridLayer
 
 
 @dataclass(slots=True)
@@ -92,22 +89,6 @@ class LayerStats:
         row["recall_interval"] = _mean(self.steps, self.recalls)
         row["kept_share"] = _mean(sum(self.kept_share_by_head), len(self.kept_share_by_head))
         return row
-
-
-def report(layer: HybridLayer) -> LayerStats:
-    """A copy of a layer's counters, with the memory in use now."""
-    layer.tally.count()
-    stats, store = layer.stats, layer.store
-    if store is not None:
-        stats.host_bytes, stats.digest_bytes, stats.shared_bytes = (
-            store.host_bytes,
-            store.digest_bytes,
-            store.shared_bytes,
-        )
-        stats.resident_bytes = layer.state.nbytes
-        stats.resident_bytes += layer.resident.nbytes if layer.resident is not None else 0
-    layer.state.report(stats)
-    return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))
 
 
 class Pace:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from hf_offload.attention.cpu_partial import HostPart
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
     from hf_offload.cache.stats import LayerStats
     from hf_offload.fields import Field, LayerSizes
+    from hf_offload.gpu.merge import HostPartial
     from hf_offload.scores import Scores
 
 
@@ -50,18 +50,41 @@ class Partial(NamedTuple):
     lse: Any
 
 
+class RunningPartial(ABC):
+    """A partial that the CPU is at work on beside the device (`attention.cpu_partial`); the core waits for it."""
+
+    predicted: torch.Tensor | None = None
+    """The query `[B, Hq, D]` that it attends with."""
+
+    @abstractmethod
+    def share(self, step: Step) -> torch.Tensor | float:
+        """Tokens that it attends, as a share of the budget; on the device, where that alone knows."""
+
+    @abstractmethod
+    def partial(self) -> HostPartial:
+        """Wait for it; what the merge needs.
+
+        Raises:
+            WorkerError: the work failed.
+        """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Let the work end, whatever comes of it."""
+
+
 @dataclass(slots=True)
 class Plan:
     """What a decode step of one layer attends, in partials that share no key; the core merges them by log-sum-exp.
 
     Args:
-        partials: made by the step's services (`Step.attend`), or by the policy itself. One of them may be a
-            `attention.cpu_partial.HostPart`, which the CPU is still at work on: the core waits for it.
+        partials: made by the step's services (`Step.attend`), or by the policy itself. With two memories one of them
+            may be running.
         until: with one memory the plan serves later steps, too, as long as the rows have fewer blocks than this and
             nothing has changed that its services depend on; 0: this step alone.
     """
 
-    partials: tuple[Partial | HostPart, ...]
+    partials: tuple[Partial | RunningPartial, ...]
     until: int = 0
 
 

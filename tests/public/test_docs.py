@@ -20,6 +20,7 @@ import typer
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import drawings
 import hf_offload
 import hf_offload.cli
 from common import command
@@ -247,10 +248,5 @@ def test_knobs_are_listed_with_their_defaults(owner: str) -> None:
 
 
 def test_the_drawings_are_what_the_script_draws() -> None:
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import drawings
-    finally:
-        sys.path.pop(0)
     for name, draw in drawings.DRAWINGS.items():
         assert (ROOT / "docs" / "img" / f"{name}.svg").read_text(encoding="utf-8") == str(draw()), name

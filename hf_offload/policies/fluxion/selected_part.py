@@ -60,7 +60,7 @@ class SelectedPart(HostPart):
         """What the device attends of the CPU's part."""
         return ()
 
-    def share(self, step: TieredStep) -> float:
+    def share(self, step: Step) -> float:
         return float(self.selector.counts.sum() / (self.selector.counts.size * step.num_blocks))
 
     def _stages(self, step: Step) -> Iterator[Launch]:

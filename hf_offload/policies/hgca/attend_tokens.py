@@ -11,7 +11,7 @@ import torch
 from hf_offload.attention.cpu_partial import HostPart
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.policies.base import Partial, Selection
+from hf_offload.policies.base import Partial, RunningPartial, Selection
 from hf_offload.policies.hgca.kernels.moving_average import move_averages
 from hf_offload.policies.hgca.kernels.resident_weights import update_weights
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
@@ -19,6 +19,7 @@ from hf_offload.policies.hgca.token_mass import TokenMass
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
     from hf_offload.attention.step_cpu import HostStep
     from hf_offload.attention.step_split import TieredStep
     from hf_offload.cache.layer import HybridLayer
@@ -118,7 +119,7 @@ class RetainedPart(HostPart):
         self.start(step, None, correct=False, label="attention to retained tokens")
         return self
 
-    def share(self, step: TieredStep) -> float:
+    def share(self, step: Step) -> float:
         assert self._retained is not None
         return float(self._retained.counts.sum() / (self._retained.lists * step.length))
 
@@ -145,7 +146,7 @@ class RetainedPart(HostPart):
         return _attention(self._retained, self.query.numpy(), self.out.numpy(), self.lse.numpy(), scores)
 
 
-def attend_on_both_sides(step: TieredStep, window: Selection | None) -> tuple[Partial | HostPart, ...]:
+def attend_on_both_sides(step: TieredStep, window: Selection | None) -> tuple[Partial | RunningPartial, ...]:
     """Start the CPU's part, and attend the window on the device.
 
     Where the step has a token of its own, the averages of the window's tokens take in its weights.
