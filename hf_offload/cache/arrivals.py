@@ -1,4 +1,4 @@
-"""Checks of the keys and values that reach a layer."""
+"""Checks of the keys and values that reach a layer of the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def unsuitable(key: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Why K and V `[B, Hkv, T, D]` do not fit into blocks, as the end of a sentence; None if they do."""
+    """The reason why K and V `[B, Hkv, T, D]` do not fit into blocks, as the end of a sentence; None if they do."""
     if key.shape != value.shape:
         heads = [f"{x.shape[1]} head{'s' * (x.shape[1] > 1)} with {x.shape[3]}" for x in (key, value)]
         return f"it has keys of {heads[0]} channels and values of {heads[1]} (compressed KV?)"
@@ -24,7 +24,7 @@ def unsuitable(key: torch.Tensor, value: torch.Tensor) -> str | None:
 
 
 def check_arrivals(layer: HybridLayer, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise ValueError unless new K and V `[B, Hkv, T, D]` are like those that a layer holds, and not too many."""
+    """Raise ValueError unless new K and V `[B, Hkv, T, D]` match those of the layer and do not exceed its capacity."""
     store, index = layer.store, layer.index
     assert store is not None
     batch, heads, _, dim = key.shape
@@ -44,7 +44,7 @@ def check_arrivals(layer: HybridLayer, key: torch.Tensor, value: torch.Tensor) -
             "reset() or make a new cache"
         )
     tokens = store.length + key.shape[2]
-    if tokens > (MOST_BLOCKS - 2) * store.block_size and layer.has_slots:  # beside the block that comes next
+    if tokens > (MOST_BLOCKS - 2) * store.block_size and layer.has_slots:  # with room for the next block
         raise ValueError(
             f"{tokens} tokens a row are more than the {MOST_BLOCKS - 2} blocks of {store.block_size} among which a "
             "device chooses; use a larger block_size"
@@ -52,7 +52,7 @@ def check_arrivals(layer: HybridLayer, key: torch.Tensor, value: torch.Tensor) -
 
 
 def unconsumed(layer: int) -> str:
-    """The message for K and V that never reached our attention function."""
+    """The error message for K and V that did not reach the `hybrid_sparse` attention function."""
     return (
         f"the keys and values of layer {layer} did not reach the 'hybrid_sparse' attention function, so its output is "
         "not right; load the model with attn_implementation='hybrid_sparse' (or call model.set_attn_implementation("

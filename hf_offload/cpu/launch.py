@@ -109,7 +109,7 @@ class Launch:
 
     @property
     def address(self) -> tuple[int, int]:
-        """Addresses of the entry (a C function of one pointer) and of its argument; a call runs one participant's share."""
+        """Addresses of a C function of one pointer and of its argument; a call runs one participant's share."""
         return self.bound.entry, self.bound.place
 
     @property
@@ -235,7 +235,7 @@ _sources: dict[Path, str] = {_HERE: _source_digest(_HERE)}
 
 
 class _KernelCache(FunctionCache):
-    """Numba's disk cache, keyed also by the sources that a kernel may import; Numba looks at the kernel's file alone."""
+    """Numba's disk cache, keyed by all sources that a kernel may import instead of the kernel's file alone."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         own = Path(self._py_func.__code__.co_filename).parent
@@ -352,7 +352,7 @@ def _emit_entry(typing: Any, target: Any, args: Any, place: Any) -> Any:
         function = convention.get_function_type(types.none, args.types).as_pointer()
         each = [inner.extract_value(stored, (1, i)) for i in range(len(args.types))]
         compiled = inner.inttoptr(inner.extract_value(stored, 0), function)
-        convention.call_function(inner, compiled, types.none, args.types, each)  # an exception is dropped: it shows as undone tasks
+        convention.call_function(inner, compiled, types.none, args.types, each)  # an exception shows as undone tasks
         inner.ret_void()
         return builder.ptrtoint(entry, ir.IntType(64))
 

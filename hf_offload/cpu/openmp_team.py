@@ -1,7 +1,8 @@
 """Kernels on torch's OpenMP team, through the runtime's entry point `GOMP_parallel`.
 
-Torch's operators run on the OpenMP team of the thread that calls them. Between two operators the team spins for a while.
-A kernel on that team therefore starts within microseconds, and no threads of ours compete with torch's for the cores.
+Torch's operators run on the OpenMP team of the thread that calls them. Between two operators the team spins for a
+while. A kernel on that team therefore starts within microseconds, and no threads of ours compete with torch's for the
+cores.
 """
 
 # mypy: allow-untyped-calls

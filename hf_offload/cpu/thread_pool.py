@@ -90,7 +90,7 @@ class Job:
                 raise self._withdraw(late)
         error = self._raised
         if isinstance(error, WorkerError):
-            raise WorkerError(*error.args)  # a new object: the stored one would collect tracebacks and keep their frames alive
+            raise WorkerError(*error.args)  # a new object: the stored one's traceback would keep frames alive
         if error is not None:
             raise WorkerError(f"{self.label} failed: {error!r}") from error
 

@@ -15,8 +15,8 @@ from typing import Any
 from .room import have_room
 
 _HEAP = 136 << 20
-"""Address space of a thread's own malloc arena. A thread without one maps a page for each small allocation, and C++ code
-ends the process when no page is left."""
+"""Address space of a thread's own malloc arena. A thread without one maps a page for each small allocation, and C++
+code ends the process when no page is left."""
 _PAUSE = 0.01  # seconds between two checks of a thread that has not begun
 _LOOKS = 3000
 

@@ -1,7 +1,7 @@
 """Attention of one group of query heads to one KV block: scores, online-softmax step, weighted sum.
 
-All arguments are addresses. K or V of a block is `[block_size, D]` in the pool's dtype. Scores are float32 rows, one for
-each query head, `stride` bytes apart, with one entry for each token.
+All arguments are addresses. K or V of a block is `[block_size, D]` in the pool's dtype. Scores are float32 rows, one
+for each query head, `stride` bytes apart, with one entry for each token.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def soften_scores(count: int, scores: int, stride: int, tokens: int, cap: float)
 
 @jit
 def mask_scores(count: int, scores: int, stride: int, valid: Array, first: int, filled: int, block_size: int) -> None:
-    """Write MASKED for the tokens of a block that are unfilled or not valid; `first` is the position of its first token."""
+    """Write MASKED for the tokens of a block that are unfilled or invalid; `first`: position of its first token."""
     for token in range(block_size):
         if token >= filled or valid[first + token] == 0:
             for head in range(count):

@@ -1,8 +1,8 @@
 """64-bit checksums of records, computed at memory bandwidth.
 
-Eight lanes take the 64-bit words in turn: x = lane XOR word, halves folded, times a prime, halves folded. Each step is a
-bijection, so that a change within one word is always detected. Other accidental changes are missed with a probability of
-about 2⁻⁶⁴. The checksum is not cryptographic.
+Eight lanes take the 64-bit words in turn: x = lane XOR word, halves folded, times a prime, halves folded. Each step is
+a bijection, so that a change within one word is always detected. Other accidental changes are missed with a probability
+of about 2⁻⁶⁴. The checksum is not cryptographic.
 """
 
 from __future__ import annotations

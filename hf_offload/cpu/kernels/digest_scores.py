@@ -130,7 +130,7 @@ _FLOOR, _LEAST = np.float32(-40.0), np.float32(1e-18)
 
 
 class Vectors(NamedTuple):
-    """Digests of one vector for each block: mean key (W = D), or Quest's maximum and minimum (W = 2 D; Quest, section 3.3).
+    """Digests of one vector for each block: mean key (W = D), or Quest's maximum and minimum (W = 2 D; section 3.3).
 
     Args:
         query: float32 [B, Hq, W], scaled; for Quest its positive part, then its negative part.

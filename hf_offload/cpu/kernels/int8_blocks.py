@@ -2,12 +2,12 @@
 
 A packed record of one (block, KV head) is K codes int8 [block_size / 4, D / 8, 4, 8] (of 4 tokens in 8 dimensions: a
 register of int16), V codes int8 [block_size / 2, D, 2] (of 2 tokens in 16 dimensions), key scales bfloat16 [D], value
-scales bfloat16 [max(block_size, 16)], padded to whole cache lines. The two axes differ because keys, unlike values, have
-channels that are large in every token. The address of a packed record has a 1 in its lowest bit.
+scales bfloat16 [max(block_size, 16)], padded to whole cache lines. The two axes differ because keys, unlike values,
+have channels that are large in every token. The address of a packed record has a 1 in its lowest bit.
 
-The float operand of an integer product (the query, or the softmax weights) is multiplied by the codes' scales and rounded
-to int16, with one unit for each head and block. No rounding error exceeds half a unit: a score is off by at most
-D / 65534 of the largest product of a single channel, a weight by at most 1 / 65534 of the block's largest.
+The float operand of an integer product (the query, or the softmax weights) is multiplied by the codes' scales and
+rounded to int16, with one unit for each head and block. No rounding error exceeds half a unit: a score is off by at
+most D / 65534 of the largest product of a single channel, a weight by at most 1 / 65534 of the block's largest.
 """
 
 # mypy: allow-untyped-calls
@@ -110,7 +110,7 @@ def load_key_codes(typing: Any, address: Any) -> Any:
 
 @lowered
 def store_value_codes(typing: Any, address: Any, even: Any, odd: Any) -> Any:
-    """Write 16 lanes of each of two tokens, of magnitude at most 127, as int8 at the `value_place` of the even token."""
+    """Write 16 lanes of each of two tokens, magnitudes up to 127, as int8 at the `value_place` of the even token."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lanes = [lane + LANES * odd for lane in range(LANES) for odd in (0, 1)]

@@ -198,8 +198,8 @@ def decode_kernel(
     part = 4 * group * dim
     state_offset = partial_state(group, dim, wants_kbar)
     partial_step = 4 * partial.shape[1]
-    # Scratch: the scaled query; scores and a second set of weights [G, stride]. `addresses`: the chosen blocks, then the
-    # first blocks of the next task, which are prefetched.
+    # Scratch: the scaled query; scores and a second set of weights [G, stride]. `addresses`: the chosen blocks, then
+    # the first blocks of the next task, which are prefetched.
     scratch = np.empty(16 + (part + 2 * group * stride + spare_bytes(dim, block_size)) // 4, np.float32)
     queries = (address_of(scratch) + 63) & ~63
     scores = queries + part
@@ -278,7 +278,8 @@ def sparse_decode(
         block_ptr: int64 [P], address of each physical block, [Hkv] records [2 (K, V), block_size, D], or packed
             ones (see `int8_blocks.py`), marked in the lowest bit.
         table: int32 [B, N], physical block of each logical one.
-        blocks: int32 [B, Hkv, C], the logical blocks to attend, each at most once; entries from the count on are ignored.
+        blocks: int32 [B, Hkv, C], the logical blocks to attend, each at most once; entries from the count on are
+            ignored.
         counts: int32 [B, Hkv], number of blocks to attend.
         holes: uint8 [B, N], 1 where a filled token of the block is not valid.
         valid: uint8 [B, T], 1 where the token may be attended (read only in blocks with holes and in the last one).

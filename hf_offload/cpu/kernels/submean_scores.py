@@ -1,11 +1,11 @@
 """Scores of sub-mean digests: pairs of keys, stored as their mean in int4 and half their difference in 2 bits.
 
-A block has S pairs for each KV head; codes and levels are packed as in `gpu/packing.py`. The lanes of a register are the
-pairs of one or more blocks; two registers are scored at a time.
+A block has S pairs for each KV head; codes and levels are packed as in `gpu/packing.py`. The lanes of a register are
+the pairs of one or more blocks; two registers are scored at a time.
 
-An array of digests holds one row for each physical block, with the data of all KV heads. Reading one head's data of many
-blocks strides by the row size, often a power of two, which is several times slower than sequential reads. The KV heads
-of a chunk are therefore scored in turn, and each prefetches its share of the next chunk's whole rows (`Sweep`).
+An array of digests holds one row for each physical block, with the data of all KV heads. Reading one head's data of
+many blocks strides by the row size, often a power of two, which is much slower than sequential reads. The KV
+heads of a chunk are therefore scored in turn, and each prefetches its share of the next chunk's whole rows (`Sweep`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sweep(NamedTuple):
 
 @jit
 def sweep_from(base: int, row: int, begin: int, end: int, h: int, kv_heads: int, steps: int) -> Any:
-    """The `Sweep` over KV head h's share of the rows of blocks begin..end-1 (`row` bytes each, at `base`), in `steps`."""
+    """The `Sweep` over KV head h's share of the rows of blocks begin..end-1 (`row` bytes each, at `base`)."""
     lines = (row + LINE - 1) // LINE
     total = max(end - begin, 0) * lines
     first, last = total * h // kv_heads, total * (h + 1) // kv_heads
@@ -120,8 +120,8 @@ def _prepare_query(
     """Round sigma * query of one head to int8, in the order of `add_code_dots`.
 
     start: [0] corrects the codes' offset of 8, [1] is zero. facts: [0] the score of one unit of the integer sums, [1]
-    the score of `center`, [2] corrects the levels' offset of 1.5. The rounding error is a twentieth of that of the 4-bit
-    codes.
+    the score of `center`, [2] corrects the levels' offset of 1.5. The rounding error is a twentieth of that of the
+    4-bit codes.
     """
     dim = query.shape[0]
     top, middle = np.float32(0.0), np.float32(0.0)

@@ -1,4 +1,4 @@
-"""Conversions: float32 rows to int16, queries to float32, outputs to the model's dtype, loads and stores of row ends."""
+"""Conversions of float32 rows to int16, of queries and outputs; partial loads and stores at the end of a row."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Integer dot products for sub-mean digests and int8 blocks.
 
-Sub-means (int4 and 2-bit codes times int8 queries): a register of 16 words holds the codes of `pieces` blocks (16 / S of
-them, at least 1), a number given by the length of a tuple tag; the layout is that of `gpu/packing.py`.
+Sub-means (int4 and 2-bit codes times int8 queries): a register of 16 words holds the codes of `pieces` blocks (16 / S
+of them, at least 1), a number given by the length of a tuple tag; the layout is that of `gpu/packing.py`.
 
 Int8 blocks: tiles of sums of int8 codes times int16 rows, exact in 32 bits. A lane adds two products at a time, one
 instruction of x86 (`pmaddwd`; with VNNI it includes the sum). A tile of m heads by n columns is a tuple of m * n
-registers of 16 words, head-major, as in `register_tiles.py`. Codes are laid out as in `kernels/int8_blocks.py`: operands
-of one lane are adjacent.
+registers of 16 words, head-major, as in `register_tiles.py`. Codes are laid out as in `kernels/int8_blocks.py`:
+operands of one lane are adjacent.
 """
 
 # mypy: allow-untyped-calls
@@ -173,7 +173,7 @@ def add_level_dots(typing: Any, sums: Any, words: Any, query: Any, stride: Any, 
 
 
 def _dots(registers: int, heads: int, mask: int, shifts: Iterable[int]) -> Any:
-    """Generator of code that adds the dot products of the bytes under `mask`, after each shift, with each head's next 4 int8."""
+    """Emitter that adds the dot products of the bytes under `mask`, after each shift, with each head's next 4 int8."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         totals = [builder.extract_value(args[0], i) for i in range(registers)]
@@ -330,7 +330,7 @@ def add_token_dots(typing: Any, tile: Any, keys: Any, step: Any, rows: Any, stri
 
 @lowered
 def token_scores(typing: Any, tile: Any, units: Any) -> Any:
-    """Two vectors of scores from `add_token_dots`' sums, of the first 4 tokens and of the others: lane 4 * head + token.
+    """Scores from `add_token_dots`' sums: a vector of the first 4 tokens, one of the others; lane 4 * head + token.
 
     They are multiplied by the head's float32 at units + 4 * head (4 of them are read).
     """

@@ -1,8 +1,8 @@
 """`VectorType`: 16 float32 lanes as a Numba value, with its elementary operations, on any CPU.
 
-A vector is an LLVM `<16 x float>`: one register with AVX-512, two with AVX2, four with SSE or NEON. LLVM splits it. Only
-the float16 conversion depends on the instruction set here, since LLVM cannot lower it everywhere. The functions work in
-compiled code alone (`launch.jit`).
+A vector is an LLVM `<16 x float>`: one register with AVX-512, two with AVX2, four with SSE or NEON. LLVM splits it.
+Only the float16 conversion depends on the instruction set here, since LLVM cannot lower it everywhere. The functions
+work in compiled code alone (`launch.jit`).
 """
 
 # mypy: allow-untyped-calls
