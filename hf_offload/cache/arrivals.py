@@ -46,8 +46,8 @@ def check_arrivals(layer: HybridLayer, key: torch.Tensor, value: torch.Tensor) -
     tokens = store.length + key.shape[2]
     if tokens > (MOST_BLOCKS - 2) * store.block_size and layer.has_slots:  # with room for the next block
         raise ValueError(
-            f"{tokens} tokens a row are more than the {MOST_BLOCKS - 2} blocks of {store.block_size} among which a "
-            "device chooses; use a larger block_size"
+            f"{tokens} tokens a row are more than the {MOST_BLOCKS - 2} blocks of {store.block_size} that a device "
+            "can rank; use a larger block_size"
         )
 
 

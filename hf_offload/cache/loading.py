@@ -111,7 +111,7 @@ class SavedCache:
         except (*_UNSOUND, SafetensorError) as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"{self.folder / name} holds what no saved cache holds ({what}): it was damaged or forged; run the "
+                f"{self.folder / name} has invalid contents ({what}): it was damaged or forged; run the "
                 "prompt again and save its cache anew"
             ) from error
 

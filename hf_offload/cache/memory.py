@@ -108,7 +108,7 @@ def _tell_pageable(reason: str) -> None:
     """Warn of pageable memory, once for each reason."""
     warnings.warn(
         f"pinned host memory cannot be had ({reason}); HybridCache goes on with pageable memory: the results are the "
-        "same, but copies to and from the GPU are slower and hold up the thread that starts them",
+        "same, but copies to and from the GPU are slower and block the thread that starts them",
         RuntimeWarning,
         stacklevel=3,
     )

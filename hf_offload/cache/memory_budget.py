@@ -131,7 +131,8 @@ def make_budget(
         return None
     if resident is not None:
         raise ValueError(
-            f"resident={shown(resident)} and device_budget={shown(given)} both say what is resident; use one of them"
+            f"resident={shown(resident)} and device_budget={shown(given)} both set the size of the resident set; use "
+            "one of them"
         )
     if not two_memories:
         raise ValueError(
@@ -142,8 +143,8 @@ def make_budget(
         blocks = int(found[1])
         if not least <= blocks <= MOST_SLOTS:
             raise ValueError(
-                f"device_budget={given!r} is not within {least} blocks, which sinks, recent tokens and the tail take "
-                f"and leave room beside, and {MOST_SLOTS}, for each row and KV head of a layer"
+                f"device_budget={given!r} is not within {least} blocks (sinks, recent tokens, the tail, and room for "
+                f"others) and {MOST_SLOTS} for each row and KV head of a layer"
             )
         return DeviceBudget(given, 0, layers, least, blocks)
     return DeviceBudget(given, parse_bytes("device_budget", given), layers, least)

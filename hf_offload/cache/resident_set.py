@@ -288,7 +288,7 @@ class ResidentSet:
             RuntimeError: a step is being captured, where nothing may wait; the capturing code undoes the step.
         """
         if self.mirror.capture is not None:
-            raise RuntimeError("nothing can be waited for while a step is captured")
+            raise RuntimeError("a step is being captured as a CUDA graph; nothing may wait for the device")
         self.wait()
         if self.mirror.stream is not None:
             torch.cuda.current_stream(self.pool.device).synchronize()

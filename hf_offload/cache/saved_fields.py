@@ -35,7 +35,7 @@ def _dim(name: str, value: Any) -> None:
 
 def _scalar(name: str, value: Any) -> None:
     if not isinstance(value, str | int | float | None):
-        raise ValueError(f"{name}={shown(value)} is no value of a knob")
+        raise ValueError(f"{name}={shown(value)} is not a value of a knob")
 
 
 def _samples(name: str, value: Any) -> None:

@@ -63,7 +63,7 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
         TypeError: a stock layer holds an object that cannot be saved.
     """
     if sys.byteorder != "little":
-        raise ValueError("caches are saved on machines with the least significant byte first only")
+        raise ValueError("caches can be saved on little-endian machines only")
     name = str(folder)
     if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
         raise ValueError(f"{name!r} has a NUL or bytes that are no UTF-8; name another folder")

@@ -109,7 +109,7 @@ def check(name: str, layer: Any, examples: Sequence[Any], rows: int, tokens: int
                 raise ValueError(f"{name} is {value.item()}, not {like.item()}")
         elif isinstance(like, dict) and isinstance(value, dict):
             if odd := sorted(map(str, value.keys() ^ like.keys())):
-                raise ValueError(f"{name}.{shown(odd[0])} is missing, or none that belongs there")
+                raise ValueError(f"{name}.{shown(odd[0])} is missing or unexpected")
             for key, part in like.items():
                 compare(f"{name}.{key}", value[key], part)
         elif name.endswith(".cumulative_length"):
@@ -127,7 +127,7 @@ def check(name: str, layer: Any, examples: Sequence[Any], rows: int, tokens: int
         except ValueError as error:
             wrong = error
     else:
-        raise wrong or ValueError(f"{name} is like no other")
+        raise wrong or ValueError(f"{name} matches no layer of this model")
     if isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None:
         have, held = layer.get_seq_length(), layer.keys.shape[2]
         seen = layer.get_mask_sizes(1)[0] - 1

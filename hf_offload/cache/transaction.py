@@ -79,7 +79,7 @@ class Transaction:
         if self._torn is not None and not torn:
             what = self._torn
             self.leave()
-            raise RuntimeError(f"{what} did not come to its end, so that layers differ; call reset()")
+            raise RuntimeError(f"{what} was not completed, so that layers differ; call reset()")
 
     def leave(self) -> None:
         """Release the cache for other threads."""
