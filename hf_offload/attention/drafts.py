@@ -44,7 +44,7 @@ def verify(
 
     outs = [append(layer, *part(0, first), mask, **given)] if first else []
     for token in range(first, length):
-        layer.remember()
+        layer.take_snapshot()
         if predicted is not None and layer.scores is not None:  # one that was taken over has not attended yet
             look_ahead(layer, predicted[:, :, token - first : token - first + 1])
         outs.append(decode(layer, *part(token, token + 1), **given))

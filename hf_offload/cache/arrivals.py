@@ -1,4 +1,4 @@
-"""Keys and values that a layer cannot hold, and those that never reached the attention function."""
+"""Keys and values that a layer cannot hold, or that did not reach the attention function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def unsuitable(key: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Why K and V `[B, Hkv, T, D]` do not fit into blocks, as the end of a sentence; None if they do."""
+    """The reason why K and V `[B, Hkv, T, D]` do not fit into blocks, as the end of a sentence; None if they do."""
     if key.shape != value.shape:
         heads = [f"{x.shape[1]} head{'s' * (x.shape[1] > 1)} with {x.shape[3]}" for x in (key, value)]
         return f"it has keys of {heads[0]} channels and values of {heads[1]} (compressed KV?)"
@@ -17,7 +17,7 @@ def unsuitable(key: torch.Tensor, value: torch.Tensor) -> str | None:
 
 
 def unconsumed(layer: int) -> str:
-    """The message for K and V that never reached our attention function."""
+    """The error message for K and V that did not reach the `hybrid_sparse` attention function."""
     return (
         f"the keys and values of layer {layer} did not reach the 'hybrid_sparse' attention function, so its output is "
         "not right; load the model with attn_implementation='hybrid_sparse' (or call model.set_attn_implementation("
