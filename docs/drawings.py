@@ -208,8 +208,6 @@ def box_of(module: str) -> str | None:
         return None
     if "/".join(parts[:2]) in BOXES:
         return "/".join(parts[:2])
-    if parts[0] in ("changing", "portable"):
-        return "hybrid_cache"
     return parts[0] if parts[0] in BOXES else "ways in"
 
 
