@@ -1,4 +1,4 @@
-"""A decode step of HGCA (§3.2, algorithm 2): the window, whose weights are averaged, and the retained tokens."""
+"""A decode step of HGCA: attention to the window and to the retained tokens, and the averages (algorithm 2, §3.3)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _attention(retained: RetainedTokens, query: np.ndarray, out: np.ndarray, lse
 
 
 class TokenBuffers:
-    """What a layer's steps with one memory need beside `StepBuffers`.
+    """Buffers of a layer's steps with one memory, beside `StepBuffers`.
 
     Args:
         shape: (B, Hq, D) of the query.
@@ -56,7 +56,7 @@ class TokenBuffers:
         self.scores = np.empty((*shape[:2], 0), np.float32)
         """`[B, Hq, W]`, scores of the window's tokens."""
         self.out, self.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
-        """Of the retained tokens."""
+        """Partial of the retained tokens."""
         self.nothing = np.empty(shape, np.float32), np.full(shape[:2], -np.inf, np.float32)
 
 
@@ -92,20 +92,20 @@ def queue_attention(step: HostStep, window: Selection) -> None:
 
 
 def _queue_averages(step: HostStep, mass: TokenMass, scores: np.ndarray) -> None:
-    """Queue what moves the averages of the window's tokens, behind their scores and the log-sum-exp of these."""
+    """Queue the update of the window's averages, behind the launch that writes the scores and their log-sum-exp."""
     mass.reserve(step.num_blocks * step.block_size, scores.shape[1])
     average, blocks = mass.average, mass.window_blocks
     first = mass.evicted * step.block_size
-    launch = move_averages(average, scores, step.buffers.lse, first, step.length, **mass.moving)
+    launch = move_averages(average, scores, step.buffers.lse, first, step.length, **mass.step_update)
     step.as_long_as(lambda: mass.average is average and mass.window_blocks == blocks)
     if not step.store.padding.ragged:
         step.add(launch, "averages", length=True)
         return
     before: list[np.ndarray] = []
 
-    def remember(step: HostStep) -> None:  # of rows whose newest token is padding: its weights say nothing
-        silent = mass.silent(step.length)
-        before[:] = [] if silent is None else [silent, average[silent]]
+    def remember(step: HostStep) -> None:
+        rows = mass.rows_at_padding(step.length)
+        before[:] = [] if rows is None else [rows, average[rows]]
 
     def put_back(step: HostStep) -> None:
         if before:
@@ -120,7 +120,7 @@ def _queue_averages(step: HostStep, mass: TokenMass, scores: np.ndarray) -> None
 
 
 class RetainedPart(HostPart):
-    """The CPU's part, whose tokens the host knows: the query alone comes from the device.
+    """The CPU's part: attention to the retained tokens, for which only the query comes from the device.
 
     Args:
         layer: the layer.
@@ -132,7 +132,7 @@ class RetainedPart(HostPart):
         self._retained: RetainedTokens | None = None
 
     def attend(self, step: TieredStep, retained: RetainedTokens) -> RetainedPart:
-        """Start to attend retained tokens with the step's query."""
+        """Start attention to retained tokens with the step's query."""
         self.cancel()
         self._retained = retained
         self.start(step, None, correct=False, label="attention to retained tokens")
@@ -153,7 +153,7 @@ class RetainedPart(HostPart):
         flag: torch.Tensor | None = None,
         epoch: torch.Tensor | None = None,
     ) -> None:
-        assert flag is None, "HGCA's steps are not captured: the host decides in them"
+        assert flag is None, "HGCA's steps are not captured: the host selects tokens in them"
         self.layer.mirror.pause()
         self.query.copy_(query, non_blocking=True)
 
@@ -190,12 +190,12 @@ def attend_on_both_sides(
     out, lse = step.attend_device(window)
     if step.fresh:
         assert mass.resident is not None
-        average, silent = mass.resident.average, mass.silent(step.length)
-        before = None if silent is None else average[silent]
+        average, rows = mass.resident.average, mass.rows_at_padding(step.length)
+        before = None if rows is None else average[rows]
         update_weights(
             average, step.query, step.resident.pool, window.slots, window.blocks, window.counts, step.limits,
-            step.mirror.valid(), lse.logsumexp(-1), **step.scores._asdict(), **mass.moving,
+            step.mirror.valid(), lse.logsumexp(-1), **step.scores._asdict(), **mass.step_update,
         )  # fmt: skip
         if before is not None:
-            average[silent] = before
+            average[rows] = before
     return part, (out, lse)
