@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_offload.cache.digests import DIGESTS
-from hf_offload.policies.fluxion.partials import BLOCK, Partial, Tokens, join_blocks, logits
+from hf_offload.policies.fluxion.block_attention import BLOCK, Partial, Tokens, join_blocks, logits
 
 GRANULARITIES = (1, 16, 32, 64, 128)
 """Tokens of the blocks that budgets are found for; 1 only offline."""

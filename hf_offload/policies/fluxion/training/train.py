@@ -20,13 +20,12 @@ from hf_offload.attention.hooks import find_layers
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.fingerprint import fingerprint, likeness
 from hf_offload.knobs import check_choice
-from hf_offload.policies.fluxion.partials import BLOCK
+from hf_offload.policies.fluxion.block_attention import BLOCK
 from hf_offload.policies.fluxion.predictor import save_predictors, write_whole
-from hf_offload.policies.fluxion.training.capture import capture
 from hf_offload.policies.fluxion.training.fitting import Fitting, fit_predictor
 from hf_offload.policies.fluxion.training.needle_samples import ask
 from hf_offload.policies.fluxion.training.report import quality
-from hf_offload.policies.fluxion.training.samples import Samples, Sampling, layer_samples
+from hf_offload.policies.fluxion.training.samples import Samples, Sampling, capture, layer_samples
 
 PREDICTOR, REPORT, SETTINGS = "predictor.safetensors", "report.json", "settings.json"
 
