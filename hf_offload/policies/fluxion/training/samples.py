@@ -29,12 +29,12 @@ _ANSWER = 24  # tokens behind a question that are taken for its answer
 _TILE = 4096  # tokens of the host that prompt statistics read at a time
 
 
-# --- what a model does with a text -----------------------------------------------------------------------------------
+# --- queries, keys and values of a text ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CapturedLayer:
-    """What one layer saw of a text.
+    """One layer's queries at sampled positions of a text, and its keys and values.
 
     Args:
         layer: its number.
@@ -51,7 +51,7 @@ class CapturedLayer:
 
 
 class _Capture:
-    """An attention function that keeps queries."""
+    """An attention function that keeps the queries at some positions."""
 
     def __init__(self, positions: Sequence[int]) -> None:
         self.positions = positions
@@ -84,13 +84,13 @@ class _Capture:
 def capture(
     model: PreTrainedModel, ids: torch.Tensor, positions: Sequence[int], advance: Callable[[int], Any]
 ) -> Iterator[CapturedLayer]:
-    """Let a model read a text, and hand out what its full-attention layers saw, one after the other.
+    """Let a model read a text; yields one full-attention layer after the other.
 
     Args:
-        model: the model; its attention implementation is another one meanwhile.
+        model: the model; its attention implementation is replaced meanwhile.
         ids: `[1, T]`.
-        positions: of the queries that are wanted, ascending.
-        advance: called with the tokens that were read, after every chunk.
+        positions: of the queries to keep, ascending.
+        advance: called after every chunk with the number of its tokens.
 
     Raises:
         ValueError: a model without such layers, or with attention that is more than a softmax over all keys.
@@ -119,19 +119,19 @@ def _attending_by(model: PreTrainedModel, taken: _Capture) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-# --- samples of it ---------------------------------------------------------------------------------------------------
+# --- samples ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """At what steps of a text heads are looked at, and how.
+    """Which steps of a text are sampled, and the settings of their budgets.
 
     Args:
         interval: tokens between two anchors; a prompt ends at each multiple of it.
         steps: decode steps drawn at random between an anchor and the next.
         taus: deviations that budgets are found for.
         digest: by whose scores blocks are chosen.
-        sinks, local: first and newest tokens that are attended anyway, in whole blocks.
+        sinks, local: first and newest tokens that are always attended, in whole blocks.
     """
 
     interval: int = 4096
@@ -157,7 +157,7 @@ class Sampling:
         return found
 
     def host(self, length: int) -> tuple[int, int]:
-        """The first token of the host's and the first behind them, with `length` tokens in all."""
+        """The first of the host's tokens and the first behind them, with `length` tokens in all."""
         first = self.sinks
         return first, max(first, (length // BLOCK - self.local // BLOCK) * BLOCK)
 
@@ -169,7 +169,7 @@ class Samples:
     Args:
         features: fp32 `[N, 41]`, with the anchor's budgets for the first τ.
         anchor_budgets: fp32 `[N, taus, 4]`, these for every τ.
-        budgets: fp32 `[N, granularities, taus]`, what was needed; 0 throughout for a streaming head.
+        budgets: fp32 `[N, granularities, taus]`, the labels; 0 throughout for a streaming head.
     """
 
     features: torch.Tensor
