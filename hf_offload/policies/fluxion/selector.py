@@ -118,12 +118,14 @@ class Selector:
     def rank(self, store: BlockStore) -> np.ndarray:
         """Find the tasks, int32 `[n]`, largest V(blk) first, and clear the results of all."""
         self.clear()
-        found = rank_tasks(
-            self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
-            digests_of(store).block_bytes / store.num_kv_heads, store.pool.record_bytes, self.first, self.end,
-            self.spans, self.volumes, self._order,
-        )  # fmt: skip
+        found = rank_tasks(self._budgets(store), self.first, self.end, self.spans, self.volumes, self._order)
         return self._order[:found]
+
+    def _budgets(self, store: BlockStore) -> Budgets:
+        return Budgets(
+            self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
+            digests_of(store).block_bytes / store.num_kv_heads, float(store.pool.record_bytes),
+        )  # fmt: skip
 
     def runs_of(self, row: int, head: int, block_size: int) -> tuple[int, list[int], int]:
         """Of a ranked task: the first host block, the runs that each query head takes, and the blocks of a run."""
@@ -141,14 +143,9 @@ class Selector:
 
     def make_choice(self, store: BlockStore, digest: Digest, scores: Scores) -> Launch:
         """Prepare the choice of blocks."""
-        digests = digests_of(store)
-        budgets = Budgets(
-            self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
-            digests.block_bytes / store.num_kv_heads, store.pool.record_bytes,
-        )  # fmt: skip
         return retrieve_blocks(
-            self.query, digest, store.table, self.first, self.end, budgets, self.masses, self.spans, self.runs,
-            self.blocks, self.counts, sums=digests.sums, **scores._asdict(),
+            self.query, digest, store.table, self.first, self.end, self._budgets(store), self.masses, self.spans,
+            self.runs, self.blocks, self.counts, sums=digests_of(store).sums, **scores._asdict(),
         )  # fmt: skip
 
     def make_attention(self, store: BlockStore, scores: Scores) -> Launch:

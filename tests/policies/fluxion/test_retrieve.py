@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,20 +115,20 @@ def test_quest(group: int, dim: int, blocks: int) -> None:
 def test_granularity_by_hand() -> None:
     # One block: digest 64 bytes, K and V 256. V(16) = 64 + 256·(0.1 + 4·0.05) = 140.8; V(32) = 32 + 256·0.35 = 121.6;
     # V(64) = 16 + 256·0.4 = 118.4; V(128) = 8 + 256·0.45 = 123.2.
-    spans, slope = np.array([1, 2, 4, 8], np.int32), np.array([0.05], np.float32)
-    budget0, retrieves = np.array([0.1], np.float32), np.array([0], np.uint8)
-    assert sum_budgets(budget0, slope, retrieves, 16.0) == pytest.approx(0.3)
-    assert sum_budgets(budget0, slope, retrieves, 32.0) == pytest.approx(0.35)
-    assert choose_granularity(budget0, slope, retrieves, spans, 16, 64.0, 256.0) == 4
+    def made(heads: int, budget0: float = 0.1, slope: float = 0.05, streaming: object = 0) -> Budgets:
+        return _budgets(1, heads, budget0, slope, streaming)._replace(digest_bytes=64.0, block_bytes=256.0)
+
+    assert sum_budgets(made(1), 0, 0, 1, 1) == pytest.approx(0.3)
+    assert sum_budgets(made(1), 0, 0, 1, 2) == pytest.approx(0.35)
+    assert choose_granularity(made(1), 0, 0, 1) == 4
     # A second head that streams costs nothing; one that retrieves doubles what coarse runs cost: 64 + 2·76.8 = 217.6;
     # 32 + 2·89.6 = 211.2; 16 + 2·102.4 = 220.8.
-    two = (np.repeat(budget0, 2), np.repeat(slope, 2))
-    assert choose_granularity(*two, np.array([0, 1], np.uint8), spans, 16, 64.0, 256.0) == 4
-    assert choose_granularity(*two, np.array([0, 0], np.uint8), spans, 16, 64.0, 256.0) == 2
-    assert choose_granularity(*two, np.array([1, 1], np.uint8), spans, 16, 64.0, 256.0) == 0
+    assert choose_granularity(made(2, streaming=[0, 1]), 0, 0, 2) == 4
+    assert choose_granularity(made(2), 0, 0, 2) == 2
+    assert choose_granularity(made(2, streaming=[1, 1]), 0, 0, 2) == 0
     # Without slope the coarsest has the least to choose among; without a budget nothing is read.
-    assert choose_granularity(budget0, slope * 0, retrieves, spans, 16, 64.0, 256.0) == 8
-    assert choose_granularity(budget0 * 0, slope * 0, retrieves, spans, 16, 64.0, 256.0) == 0
+    assert choose_granularity(made(1, slope=0.0), 0, 0, 1) == 8
+    assert choose_granularity(made(1, 0.0, 0.0), 0, 0, 1) == 0
 
 
 def test_budgets_by_hand() -> None:
@@ -167,4 +166,4 @@ def test_refusals() -> None:
         _run(query, digest, table, [0], 9, _budgets(1, 2), 1, sums=False)
     budgets = _budgets(1, 2)
     with pytest.raises(TypeError, match="budget0"):
-        _run(query, digest, table, [0], 8, replace(budgets, budget0=budgets.budget0.astype(np.float64)), 1, sums=False)
+        _run(query, digest, table, [0], 8, budgets._replace(budget0=budgets.budget0.astype(np.float64)), 1, sums=False)

@@ -66,13 +66,7 @@ class Work:
         return lists
 
     def rank(self) -> int:
-        budgets = self.budgets
-        return int(
-            rank_tasks(
-                budgets.budget0, budgets.slope, budgets.streaming, budgets.granularities, BLOCK, budgets.digest_bytes,
-                budgets.block_bytes, self.first, self.end, self.spans, self.volumes, self.order,
-            )
-        )  # fmt: skip
+        return int(rank_tasks(self.budgets, self.first, self.end, self.spans, self.volumes, self.order))
 
 
 @pytest.mark.parametrize("length", [170, pytest.param(2600, marks=pytest.mark.slow)])
@@ -138,9 +132,8 @@ def test_the_order_by_hand() -> None:
     streaming = np.array([[0, 0], [0, 1], [0, 0]], np.uint8)
     order, spans, volumes = np.full(6, -1, np.int32), np.full((3, 2), -1, np.int32), np.zeros(6)
     single, first = np.array([1], np.int32), np.array([2, 8, 12], np.int32)
-    found = rank_tasks(
-        budget, np.zeros_like(budget), streaming, single, 16, 8.0, 128.0, first, 12, spans, volumes, order
-    )
+    budgets = Budgets(budget, np.zeros_like(budget), streaming, single, 16, 8.0, 128.0)
+    found = rank_tasks(budgets, first, 12, spans, volumes, order)
     assert volumes.tolist() == [10 * 72.0, 10 * 40.0, 4 * 136.0, 0.0, 0.0, 0.0]
     assert found == 3
     assert order[:3].tolist() == [0, 2, 1]

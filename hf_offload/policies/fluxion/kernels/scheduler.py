@@ -23,7 +23,7 @@ from hf_offload.cpu.launch import I32, Array, Launch, jit, kernel, require
 from hf_offload.cpu.memory import address_of, count_up, hold, peek, swap_if
 from hf_offload.cpu.simd.vectors import load_f32, splat, store
 
-from .selector import score_chunk, take_blocks
+from .selector import score_blocks, take_blocks
 
 NOTHING_LEFT = -1
 _WARY = 2.0
@@ -118,8 +118,7 @@ def assign_tasks(volumes: Array, threads: int, thread: float, device: float, the
 @jit
 def _choose(choice: Any, b: int, h: int) -> None:
     (
-        digest, full, rest, query, table, scale, cap, first, end, sums, budget0, slope, streaming, _1, block_size, _2,
-        _3, masses, _4, spans, runs, blocks, counts,
+        digest, full, rest, query, table, scale, cap, first, end, sums, budgets, masses, _, spans, runs, blocks, counts,
     ) = choice  # fmt: skip
     group, low = query.shape[1] // counts.shape[1], min(max(first[b], 0), end)
     row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(digest.runs)
@@ -127,11 +126,8 @@ def _choose(choice: Any, b: int, h: int) -> None:
     scratch = np.empty((4, end + SPARE), np.float32)
     for begin in range(low // CHUNK_BLOCKS * CHUNK_BLOCKS, end, CHUNK_BLOCKS):
         stop = min(begin + CHUNK_BLOCKS, end)
-        score_chunk(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, stop, scores, masses)
-    take_blocks(
-        b, h, group, spans[b, h], low, end, masses, sums, budget0, slope, streaming, block_size, scratch, word, runs,
-        blocks, counts,
-    )  # fmt: skip
+        score_blocks(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, stop, scores, masses)
+    take_blocks(b, h, group, spans[b, h], low, end, masses, sums, budgets, scratch, word, runs, blocks, counts)
 
 
 @jit

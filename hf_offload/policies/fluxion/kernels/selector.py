@@ -9,8 +9,7 @@ Source: Fluxion, Eq. 1 (budgets), Eq. 3 and section 5.3 (granularity), section 6
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +36,7 @@ TALLIES = 8
 # --- budgets and granularity (Eq. 1, Eq. 3) --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Budgets:
+class Budgets(NamedTuple):
     """Predicted properties of every query head, and the terms of V(blk) (Eq. 1 and 3).
 
     Args:
@@ -71,36 +69,28 @@ def budget_of(budget0: float, slope: float, streams: int, tokens: float) -> floa
 
 
 @jit
-def sum_budgets(budget0: Array, slope: Array, streaming: Array, tokens: float) -> float:
-    """The sum of the budgets of a KV head's query heads in runs of `tokens`."""
-    needed = 0.0
-    for g in range(len(budget0)):
-        needed += budget_of(budget0[g], slope[g], streaming[g], tokens)
-    return needed
+def sum_budgets(budgets: Any, b: int, h: int, group: int, span: int) -> float:
+    """The sum of the budgets of a KV head's query heads in runs of `span` blocks."""
+    total, tokens = 0.0, float(span * budgets.block_size)
+    for g in range(h * group, (h + 1) * group):
+        total += budget_of(budgets.budget0[b, g], budgets.slope[b, g], budgets.streaming[b, g], tokens)
+    return total
 
 
 @jit
-def choose_granularity(
-    budget0: Array, slope: Array, streaming: Array, spans: Array, block_size: int, digest_bytes: float,
-    block_bytes: float,
-) -> int:  # fmt: skip
+def choose_granularity(budgets: Any, b: int, h: int, group: int) -> int:
     """Return the blocks of a run with the least V(blk) (Eq. 3), or 0 if all heads stream or have a budget of 0.
 
     For each of the host's blocks, V(blk) = digest_bytes / span + block_bytes * (sum of the heads' budgets); of equal
     values the first wins. The first term stands for the work of choosing among more runs: the kernel always reads the
     digests of single blocks.
-
-    Args:
-        budget0, slope: float32 [G], of the query heads of a KV head; streaming: uint8 [G].
-        spans: int32 [n], blocks a run.
-        digest_bytes: of a KV head's digest; block_bytes: of its keys and values in a block.
     """
     best, least = 0, np.inf
-    for span in spans:
-        needed = sum_budgets(budget0, slope, streaming, float(span * block_size))
-        volume = digest_bytes / float(span) + block_bytes * needed
+    for span in budgets.granularities:
+        total = sum_budgets(budgets, b, h, group, span)
+        volume = budgets.digest_bytes / float(span) + budgets.block_bytes * total
         if volume < least:
-            best, least = int(span) if needed > 0.0 else 0, volume
+            best, least = int(span) if total > 0.0 else 0, volume
     return best
 
 
@@ -111,15 +101,11 @@ def runs_wanted(budget: float, blocks: int, span: int) -> int:
 
 
 @jit
-def rank_tasks(
-    budget0: Array, slope: Array, streaming: Array, granularities: Array, block_size: int, digest_bytes: float,
-    block_bytes: float, first: Array, end: int, spans: Array, volumes: Array, order: Array,
-) -> int:  # fmt: skip
+def rank_tasks(budgets: Any, first: Array, end: int, spans: Array, volumes: Array, order: Array) -> int:
     """Find the tasks, (row, KV head) pairs with a budget, and order them by V(blk), largest first; return how many.
 
     Args:
-        budget0, slope: float32 [B, Hq], of Eq. 1; streaming: uint8 [B, Hq].
-        granularities, block_size, digest_bytes, block_bytes: as in `Budgets`.
+        budgets: of all heads.
         first: int32 [B], the host's blocks of a row are first..end-1.
         spans: int32 [B, Hkv], written: blocks of a run, 0 where no head has a budget.
         volumes: float64 [B * Hkv], written: bytes that a pair reads, the digests of all its blocks and each head's
@@ -127,17 +113,16 @@ def rank_tasks(
         order: int32 [B * Hkv], written up to the number returned: row * Hkv + KV head; of equal ones the first.
     """
     batch, kv_heads = spans.shape
-    group, found = budget0.shape[1] // kv_heads, 0
+    group, found = budgets.budget0.shape[1] // kv_heads, 0
     for line in range(batch * kv_heads):
         b, h = line // kv_heads, line % kv_heads
-        heads = slice(h * group, (h + 1) * group)
-        mine = (budget0[b, heads], slope[b, heads], streaming[b, heads])
-        span = choose_granularity(*mine, granularities, block_size, digest_bytes, block_bytes)
+        span = choose_granularity(budgets, b, h, group)
         blocks = end - min(max(first[b], 0), end)
         spans[b, h], volumes[line] = span, 0.0
         if not span or not blocks:
             continue
-        volumes[line] = (digest_bytes + block_bytes * sum_budgets(*mine, float(span * block_size))) * blocks
+        total = sum_budgets(budgets, b, h, group, span)
+        volumes[line] = (budgets.digest_bytes + budgets.block_bytes * total) * blocks
         place = found
         while place > 0 and volumes[order[place - 1]] < volumes[line]:
             order[place] = order[place - 1]
@@ -197,7 +182,7 @@ def _widen_marks(runs: int, span: int, count: int, narrow: int, marks: int) -> N
 
 
 @jit
-def score_chunk(
+def score_blocks(
     digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
     begin: int, stop: int, reach: int, scores: Array, masses: Array,
 ) -> None:  # fmt: skip
@@ -215,8 +200,8 @@ def score_chunk(
 
 @jit
 def take_blocks(
-    b: int, h: int, group: int, span: int, low: int, end: int, masses: Array, sums: bool, budget0: Array, slope: Array,
-    streaming: Array, block_size: int, scratch: Array, word: Array, runs: Array, blocks: Array, counts: Array,
+    b: int, h: int, group: int, span: int, low: int, end: int, masses: Array, sums: bool, budgets: Any, scratch: Array,
+    word: Array, runs: Array, blocks: Array, counts: Array,
 ) -> None:  # fmt: skip
     """Write the blocks of low..end-1 that the query heads of KV head h take, by their masses; and their runs.
 
@@ -230,7 +215,8 @@ def take_blocks(
     for g in range(h * group, (h + 1) * group):
         runs[b, g] = 0
         if span and count > 0:
-            budget = budget_of(budget0[b, g], slope[b, g], streaming[b, g], float(span * block_size))
+            tokens = float(span * budgets.block_size)
+            budget = budget_of(budgets.budget0[b, g], budgets.slope[b, g], budgets.streaming[b, g], tokens)
             runs[b, g] = runs_wanted(budget, count, span)
         if runs[b, g] and span == 1:
             copy_scores(address_of(masses[b, g]) + 4 * low, count, score)
@@ -260,13 +246,7 @@ def retrieve_kernel(
     first: Array,
     end: int,
     sums: bool,
-    budget0: Array,
-    slope: Array,
-    streaming: Array,
-    granularities: Array,
-    block_size: int,
-    digest_bytes: float,
-    block_bytes: float,
+    budgets: Any,
     masses: Array,
     finished: Array,
     spans: Array,
@@ -286,21 +266,14 @@ def retrieve_kernel(
         if task >= tasks:
             break
         b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
-        heads = slice(h * group, (h + 1) * group)
         low = min(max(first[b], 0), end)
-        span = choose_granularity(
-            budget0[b, heads], slope[b, heads], streaming[b, heads], granularities, block_size, digest_bytes,
-            block_bytes,
-        )  # fmt: skip
+        span = choose_granularity(budgets, b, h, group)
         begin, stop = chunk * CHUNK_BLOCKS, min((chunk + 1) * CHUNK_BLOCKS, end)
         if span and max(begin, low) < stop:
             reach = min(stop + CHUNK_BLOCKS, end)
-            score_chunk(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, reach, scores, masses)
+            score_blocks(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, reach, scores, masses)
         if count_up(finished, b * kv_heads + h) == chunks - 1:
-            take_blocks(
-                b, h, group, span, low, end, masses, sums, budget0, slope, streaming, block_size, scratch, word, runs,
-                blocks, counts,
-            )  # fmt: skip
+            take_blocks(b, h, group, span, low, end, masses, sums, budgets, scratch, word, runs, blocks, counts)
             spans[b, h] = span
         count_up(ticket, 1)
     hold(scores)
@@ -373,9 +346,8 @@ def retrieve_blocks(
     chunks = max(1, -(-end // CHUNK_BLOCKS))
     finished = np.zeros(batch * kv_heads, np.int64)
     args = (
-        digest, full, rest, query, table, float(scale), cap_of(softcap), first, int(end), bool(sums), budgets.budget0,
-        budgets.slope, budgets.streaming, budgets.granularities, int(budgets.block_size), float(budgets.digest_bytes),
-        float(budgets.block_bytes), masses, finished, spans, runs, blocks, counts,
+        digest, full, rest, query, table, float(scale), cap_of(softcap), first, int(end), bool(sums), budgets, masses,
+        finished, spans, runs, blocks, counts,
     )  # fmt: skip
     return Launch(retrieve_kernel, batch * kv_heads * chunks, args, cost, counters=finished)
 
