@@ -273,7 +273,6 @@ class ScheduledPart(SelectedPart):
         self._lock = threading.Lock()
         self._launch: Launch | None = None
         """Of this step, once its tasks are assigned."""
-        self._sent: torch.cuda.Event | None = None
         self._began = self._device_ended = self._ended = self._busy = 0.0
         """When the queue was filled, when the device and the CPU found it empty; seconds of the CPU's threads."""
         self._all = 0
@@ -281,19 +280,14 @@ class ScheduledPart(SelectedPart):
         self._tried = False
         """Whether the device has done a task before: the time of the first is that of compiling and loading kernels."""
 
-    def select(self, step: Step, properties: Properties) -> ScheduledPart:
-        """Let the CPU's threads begin; no job uses the buffers."""
-        self._send_properties(step, properties)
-        self._sent, self._launch = self._arrived(), None
-        worker = self.layer.settings.worker
+    def select(self, step: Step, properties: Properties) -> SelectedPart:
+        self._launch = None
+        return super().select(step, properties)
 
-        def work() -> None:
-            self._busy = worker.divide(self._assign(step))
-            self._ended = time.perf_counter()
-
-        label = step.label("choice of blocks and attention")
-        self._job = worker.submit(work, label, keep=(step.store.pool, self))
-        return self
+    def _work(self, step: Step) -> None:
+        """The job: the CPU's share of the tasks."""
+        self._busy = step.layer.settings.worker.divide(self._assign(step))
+        self._ended = time.perf_counter()
 
     def _assign(self, step: Step) -> Launch:
         """Rank and assign the tasks once query and properties have arrived; the first caller does it for both sides."""

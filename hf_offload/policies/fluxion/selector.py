@@ -5,7 +5,6 @@ The CPU chooses runs of blocks by their digests and attends them. `kernels.selec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -174,38 +173,32 @@ class SelectedPart(HostPart):
         self.out, self.lse = self.selector.out_tensor, self.selector.lse_tensor
         self._counts = SelectionCounts()
         """Of the layer whose step is running."""
+        self._sent: torch.cuda.Event | None = None
+        """After query and properties of the step, on a CUDA device."""
         self.reachable = not pin or all_pinned((self.out, self.lse, self.kbar))
 
     def select(self, step: Step, properties: Properties) -> SelectedPart:
         """Start choice and attention, for which the selector has room; no job uses the buffers."""
-        self._send_properties(step, properties)
-        arrived, worker = self._arrived(), self.layer.settings.worker
-
-        def work() -> None:
-            if arrived is not None:
-                arrived.synchronize()
-            for launch in self._launches(step):
-                worker.divide(launch)
-
-        label = step.label("choice of blocks and attention")
-        self._job = worker.submit(work, label, keep=(step.store.pool, self))
-        return self
-
-    def _send_properties(self, step: Step, properties: Properties) -> None:
-        """Copy the step's query and the properties to the buffers, in the order of the device's stream."""
         self._counts = step.state.counts
         self.layer.mirror.pause()
         self.query.copy_(step.query, non_blocking=True)
         self.selector.set_properties(properties)
+        self._sent, label = self._arrived(), step.label("choice of blocks and attention")
+        worker = self.layer.settings.worker
+        self._job = worker.submit(lambda: self._work(step), label, keep=(step.store.pool, self))
+        return self
+
+    def _work(self, step: Step) -> None:
+        """The job: the choice, and the attention to what it chose."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        selector, store, scores = self.selector, step.store, step.scores
+        digest, divide = selector.digest(digests_of(store), scores), step.layer.settings.worker.divide
+        divide(selector.make_choice(store, digest, scores))
+        divide(selector.make_attention(store, scores))
 
     def share(self, step: TieredStep) -> float:
         return float(self.selector.counts.sum() / (self.selector.counts.size * step.num_blocks))
-
-    def _launches(self, step: Step) -> Iterator[Launch]:
-        """The choice, and the attention to what it chose."""
-        digest = self.selector.digest(digests_of(step.store), step.scores)
-        yield self.selector.make_choice(step.store, digest, step.scores)
-        yield self.selector.make_attention(step.store, step.scores)
 
     def partial(self) -> HostPartial:
         """Wait for the job; what the merge needs."""
