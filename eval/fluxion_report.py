@@ -58,7 +58,7 @@ from common import (
 )
 from fluxion_rows import CRITERIA, WARM_UP, Batch, Needing, Replayed, recording
 from hf_offload.policies.fluxion.predictor import ConstantPredictor, read_about
-from hf_offload.policies.fluxion.schedule import SCHEDULES
+from hf_offload.policies.fluxion.scheduler import SCHEDULES
 from resume import Progress
 
 SPLIT = {"tier": "split"}

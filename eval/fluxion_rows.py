@@ -20,10 +20,9 @@ from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.policies.base import Plan
 from hf_offload.policies.fluxion import policy
-from hf_offload.policies.fluxion.counts import SelectorState
-from hf_offload.policies.fluxion.partials import BLOCK, Partial, Tokens, attend_blocks, join_blocks
-from hf_offload.policies.fluxion.segments import segments_of
-from hf_offload.policies.fluxion.step import attend_local, has_host_tokens, join, select
+from hf_offload.policies.fluxion.block_attention import BLOCK, Partial, Tokens, attend_blocks, join_blocks
+from hf_offload.policies.fluxion.selector import SelectorState
+from hf_offload.policies.fluxion.step import attend_local, has_host_tokens, join, segments_of, select
 from hf_offload.policies.fluxion.training.labels import (
     GRANULARITIES,
     deviation_limit,
@@ -74,7 +73,7 @@ class Needing(Fluxion):
         if not has_host_tokens(step):
             return join(step, near, None)
         segments = segments_of(step, near.query)
-        key, value, valid = zip(*segments.far, strict=True)
+        key, value, valid = zip(*segments.host, strict=True)
         far = Tokens(torch.cat(key, 2), torch.cat(value, 2), torch.cat(valid, 1))
         kept, blocks = merge_partials([near.sinks, near.newest]), attend_blocks(near.query, far, step.scores.scale)
         name, _, number = self.criterion.partition("-")
@@ -123,7 +122,7 @@ def recording() -> Iterator[dict[int, list[Any]]]:
         found = real(step, *args)
         step.begin()  # with one memory needs are computed then, and the next step plans anew
         synchronize()
-        (budget0, slope), streaming = getattr(found, "selector", found).needs
+        (budget0, slope), streaming = getattr(found, "selector", found).properties
         needs.setdefault(step.layer.index, []).append((budget0.clone(), slope.clone(), streaming.bool()))
         return found
 

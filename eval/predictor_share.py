@@ -45,7 +45,7 @@ from common import (
 )
 from context_attention import Watch
 from hf_offload.cpu.launch import LaunchSequence
-from hf_offload.policies.fluxion.kernels.predict import predict_kernel
+from hf_offload.policies.fluxion.kernels.predictor import predict_kernel
 
 WARM_UP = 4
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, WorkerError
 from hf_offload.attention import step_split as tiered_step
-from hf_offload.attention.cpu_partial import HostPart
+from hf_offload.attention.cpu_partial import CpuPartial
 from hf_offload.cache import host_pool
 from hf_offload.cache.resident_set import ResidentSet
 from hf_offload.cpu.kernels import move_records as movers
@@ -43,9 +43,9 @@ def broken_call(*args: Any, **kwargs: Any) -> Any:
     ("knobs", "module", "name"),
     [
         ({}, LaunchSequence, "run"),
-        ({**SPLIT}, HostPart, "launch"),
+        ({**SPLIT}, CpuPartial, "launch"),
         # All blocks resident: how an early part is attended would depend on when they were placed.
-        ({**SPLIT, "resident": 512, "lookahead": "attend"}, HostPart, "launch"),
+        ({**SPLIT, "resident": 512, "lookahead": "attend"}, CpuPartial, "launch"),
         ({**SPLIT, "resident": 512, "lookahead": "attend", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, "recall": 1}, movers, "copy_records"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
 
-class HostPart(RunningPartial):
+class CpuPartial(RunningPartial):
     """Buffers of one layer that both sides reach, and the job that works on them; one job at a time.
 
     The query, the blocks and their counts come to (pinned) host memory in the order of the device's stream; the job
@@ -84,7 +84,7 @@ class HostPart(RunningPartial):
         """Whether the buffers have the sizes for such a step."""
         return self.shape == query.shape and self.capacity == capacity
 
-    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> HostPart:
+    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> CpuPartial:
         """Start to attend host blocks with the step's query.
 
         Args:

@@ -92,7 +92,7 @@ class StepGraph:
     def _reachable(self) -> bool:
         """Whether a graph could read what lies in host memory; a warning, once, where that is not pinned."""
         pools = [layer.store.pool.pinned for layer in self.layers if layer.store is not None]
-        parts = [layer.host_part.reachable for layer in self.layers if layer.host_part is not None]
+        parts = [layer.cpu_partial.reachable for layer in self.layers if layer.cpu_partial is not None]
         device, worker = self.layers[0].device, self.layers[0].settings.worker
         if device.type != "cuda" or all((*pools, *parts)):
             with self.layers[0].mirror.current():
@@ -196,8 +196,8 @@ class StepGraph:
         with torch.inference_mode(False):
             self._inputs = {name: value.clone() for name, value in inputs.items()}
         for layer in self.layers:
-            if layer.host_part is not None:
-                layer.host_part.rehearse(capture)
+            if layer.cpu_partial is not None:
+                layer.cpu_partial.rehearse(capture)
         self._recorded = self.recorder()
 
         def step() -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_offload.attention.cpu_partial import HostPart
+from hf_offload.attention.cpu_partial import CpuPartial
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.stats import Ledger
@@ -89,7 +89,7 @@ class Capture:
         """Whether the device's kernels can read and write the flags."""
         if self.reachable:  # a kernel's first launch loads it, which a capture may refuse
             flags.wait(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
-        self.parts: list[tuple[HostPart, Callable[[], Launch], str]] = []
+        self.parts: list[tuple[CpuPartial, Callable[[], Launch], str]] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
         self._ledger: Ledger | None = None
         self._side = stream_for(CAPTURE_SIDE, device) if pin else None
@@ -105,12 +105,12 @@ class Capture:
         """Let tensors live until the capture has ended: the stream beside it reads them."""
         self._kept.append(value)
 
-    def flag_of(self, part: HostPart, launch: Callable[[], Launch], label: str) -> torch.Tensor:
+    def flag_of(self, part: CpuPartial, launch: Callable[[], Launch], label: str) -> torch.Tensor:
         """The flag of one more part: once it holds the epoch, the CPU works on what is in the part's buffers."""
         self.parts.append((part, launch, label))
         return self.flags[2 * len(self.parts) - 2, :1]
 
-    def wait(self, part: HostPart) -> None:
+    def wait(self, part: CpuPartial) -> None:
         """Let the device wait for the CPU's result."""
         number = next(i for i, (known, _, _) in enumerate(self.parts) if known is part)
         flags.wait(self.flags[2 * number + 1, :1], self.epoch, self.late, spins=self._spins)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_offload.attention.cpu_partial import HostPart
+from hf_offload.attention.cpu_partial import CpuPartial
 from hf_offload.attention.step import Step, fp32
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.device_mirror import sent
@@ -190,23 +190,23 @@ class TieredStep(Step):
         self.layer.count("moves", host.counts)
         return Partial(torch.stack([out for out, _ in parts], 2), torch.stack([lse for _, lse in parts], 2))
 
-    def attend_host(self, host: Selection) -> HostPart:
+    def attend_host(self, host: Selection) -> CpuPartial:
         """Start the CPU part with this step's query."""
-        return self._host_part(host.blocks.shape[2]).start(self, host, correct=False, label="CPU attention")
+        return self._cpu_partial(host.blocks.shape[2]).start(self, host, correct=False, label="CPU attention")
 
-    def attend_early(self, host: Selection, *, correct: bool) -> HostPart:
-        part = self._host_part(host.blocks.shape[2]).start(self, host, correct=correct, label="early CPU attention")
+    def attend_early(self, host: Selection, *, correct: bool) -> CpuPartial:
+        part = self._cpu_partial(host.blocks.shape[2]).start(self, host, correct=correct, label="early CPU attention")
         self.layer.ahead = part
         return part
 
     def read_ahead(self, host: Selection) -> None:
         if self.mirror.capture is None:
-            self._host_part(host.blocks.shape[2]).read(self, host)
+            self._cpu_partial(host.blocks.shape[2]).read(self, host)
 
-    def _host_part(self, capacity: int) -> HostPart:
-        part: HostPart | None = self.layer.host_part
+    def _cpu_partial(self, capacity: int) -> CpuPartial:
+        part: CpuPartial | None = self.layer.cpu_partial
         if part is None or not part.fits(self.query, capacity):
-            part = self.layer.host_part = HostPart(self.layer, self.query, capacity)
+            part = self.layer.cpu_partial = CpuPartial(self.layer, self.query, capacity)
         return part
 
     # --- moving and counting -----------------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ class HybridLayer(CacheLayerMixin):
         """Planned steps with one memory (`attention.step_cpu.HostStep`): by True for the layer itself, which writes its
         token, by False for layers that share its tokens."""
         self.ahead: Any = None
-        self.host_part: Any = None
-        """The buffers of the CPU's part, with two memories (`attention.cpu_partial.HostPart`)."""
+        self.cpu_partial: Any = None
+        """The buffers of the CPU's part, with two memories (`attention.cpu_partial.CpuPartial`)."""
         self.last_queries: LastQueries | None = None
         self.unplaced = True
         self.slots: int | None = None
@@ -233,7 +233,7 @@ class HybridLayer(CacheLayerMixin):
     def drain_ahead(self) -> None:
         """Wait for the CPU part that was started a layer ahead, and drop it."""
         ahead, self.ahead = getattr(self, "ahead", None), None
-        for part in (ahead, getattr(self, "host_part", None)):
+        for part in (ahead, getattr(self, "cpu_partial", None)):
             if part is not None:
                 part.cancel()
 
@@ -290,7 +290,7 @@ class HybridLayer(CacheLayerMixin):
         """Replace the resident set by an empty one with this many slots for each row and KV head."""
         assert self.store is not None
         check_slots(slots, self.store.block_size, f"the window of {self.policy}")
-        self.resident, self.host_part = ResidentSet(self.store, slots, self.mirror), None
+        self.resident, self.cpu_partial = ResidentSet(self.store, slots, self.mirror), None
         return self.resident
 
     def write_back(self) -> None:

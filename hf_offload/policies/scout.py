@@ -15,7 +15,7 @@ from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirement
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
-    from hf_offload.attention.cpu_partial import HostPart
+    from hf_offload.attention.cpu_partial import CpuPartial
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 
@@ -36,7 +36,7 @@ class ScoutState(LayerState):
 
     clock: RecallClock
     predicted: Selection | None = None
-    ahead: HostPart | None = None
+    ahead: CpuPartial | None = None
 
     def cancelled(self) -> None:
         self.predicted = self.ahead = None

@@ -1,1 +1,1 @@
-"""Fluxion: a network predicts what each head needs of the host; and its baseline with a fixed share."""
+"""Fluxion: per-head budgets and granularities, predicted in each step, over tokens in host memory."""

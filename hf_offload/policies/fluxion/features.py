@@ -1,11 +1,11 @@
-"""The 41 features that a head's properties are predicted from (Fluxion, Appendix A).
+"""The 41 features that a head's properties are predicted from (Fluxion, appendix A).
 
 q is the query of a decode step, q′ the anchor, the prompt's last query. Sinks and local tokens are on the device, the
-host has those in between; tokens that were generated count as local. z_i(q) = s · q·k_i / ‖q‖₂ over the host's keys,
-with s the softmax scale, in most models 1/√D. Norms ‖·‖₂ of keys and values are taken token by token.
+host has those in between; generated tokens count as local. z_i(q) = s · q·k_i / ‖q‖₂ over the host's keys, with s the
+softmax scale, in most models 1/√D. Norms ‖·‖₂ of keys and values are taken token by token.
 
-30 features are fixed by the prompt (`prompt_statistics`), 11 change with every step (`step_features`), which reads
-nothing but the query, two partial results and what was kept of the prompt.
+30 features are fixed by the prompt (`prompt_statistics`). 11 change with every step: `step_features` reads only the
+query, two partials and the prompt's statistics.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_offload.attention.merge import merge_partials
-from hf_offload.policies.fluxion.partials import (
+from hf_offload.policies.fluxion.block_attention import (
     Partial,
     Tokens,
     attend,
@@ -78,7 +78,7 @@ FEATURES = (*PROMPT_FEATURES, *STEP_FEATURES)
 
 @dataclass(frozen=True, slots=True)
 class PromptStatistics:
-    """What a layer keeps of a prompt; the first dimension of every tensor is rows.
+    """Statistics of a prompt in one layer; the first dimension of every tensor is rows.
 
     Args:
         fixed: fp32 `[B, Hq, 30]`, the features of the prompt.
@@ -99,7 +99,7 @@ class Moments:
         self.sums: torch.Tensor | float = 0.0
 
     def add(self, values: torch.Tensor, valid: torch.Tensor) -> None:
-        """Take in values `[B, H, T]` of which those count that are valid, `[B, T]` bool."""
+        """Add the valid ones, `[B, T]` bool, of values `[B, H, T]`."""
         kept = values.double().masked_fill(~valid[:, None], 0.0)
         square = kept.square()
         powers = torch.stack((kept, square, square * kept, square.square()), -1)
@@ -120,7 +120,7 @@ class Moments:
 
 
 def mean_norm(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """The mean over the tokens that count of ‖x_t‖₂, fp32 `[B, Hkv]`, from `[B, Hkv, T, D]` and `[B, T]`."""
+    """The mean over valid tokens of ‖x_t‖₂, fp32 `[B, Hkv]`, from `[B, Hkv, T, D]` and `[B, T]`."""
     norms: torch.Tensor = torch.linalg.vector_norm(x.float(), dim=-1).masked_fill(~valid[:, None], 0.0)
     return norms.sum(-1) / valid.sum(-1, keepdim=True).clamp(min=1)
 
@@ -143,46 +143,46 @@ def prompt_statistics(
     digest: str,
     scale: float,
 ) -> PromptStatistics:
-    """What the features need of a prompt; the host's keys and values are read once.
+    """The statistics of a prompt in one layer; reads the host's keys and values once.
 
     Args:
         layer: its number.
         anchor: `[B, Hq, D]`, the prompt's last query, as the attention function gets it.
         sinks, local: tokens on the device.
-        host: the tokens in between, in tiles of whole blocks of 16; only the last may end with less.
+        host: the tokens in between, in tiles of whole blocks of 16; only the last block may be shorter.
         scores: fp32 `[B, Hq, n]`, log masses for the anchor of the host's blocks by their digests.
         tau: the deviation that the anchor's budgets are for (Eq. 2).
-        digest: that `scores` are from.
+        digest: the digest of `scores`.
         scale: softmax scale.
     """
     anchor = anchor.float()
     length = torch.linalg.vector_norm(anchor, dim=-1)
-    state = _HostState(anchor, length, scale)
+    sums_of = _HostSums(anchor, length, scale)
     for tile in host:
-        state.add(tile)
-    blocks, valid, sums = state.joined()
+        sums_of.add(tile)
+    blocks, valid, sums = sums_of.joined()
     blocks, valid, scores = from_first_block(blocks, valid, scores)
     group = anchor.shape[1] // sums.shape[1]
     means = sums / valid.sum(-1).clamp(min=1)[:, None, None, None]  # [B, Hkv, 2, D]
-    sink, near = (attend(anchor, tokens, scale) for tokens in (sinks, local))
+    sink, newest = (attend(anchor, tokens, scale) for tokens in (sinks, local))
     host_out, host_lse = (part[:, :, 0] for part in join_blocks(blocks, -1))
-    device, whole = merge_partials([sink, near]), merge_partials([sink, near, (host_out, host_lse)])
+    device, whole = merge_partials([sink, newest]), merge_partials([sink, newest, (host_out, host_lse)])
     limit = deviation_limit(whole[0], [tau])
     budgets = needed_at_blocks(device, blocks, scores, valid, whole[0], limit, digest=digest)[..., 0]
     kv = torch.cat(
         (
             torch.stack((mean_norm(sinks.key, sinks.valid), mean_norm(sinks.value, sinks.valid)), -1),
             torch.linalg.vector_norm(means, dim=-1),
-            state.keys.mean_to_kurtosis(),
-            state.values.mean_to_kurtosis(),
+            sums_of.keys.mean_to_kurtosis(),
+            sums_of.values.mean_to_kurtosis(),
         ),
         -1,
     ).repeat_interleave(group, 1)
-    shape, z = length.shape, state.z.mean_to_kurtosis()
+    shape, z = length.shape, sums_of.z.mean_to_kurtosis()
     heads = torch.arange(shape[1], device=anchor.device).expand(shape)
     one = (torch.full_like(length, layer), heads.float())
-    lses = (sink[1], host_lse, near[1])
-    outs = (torch.linalg.vector_norm(part, dim=-1) for part in (sink[0], host_out, near[0]))
+    lses = (sink[1], host_lse, newest[1])
+    outs = (torch.linalg.vector_norm(part, dim=-1) for part in (sink[0], host_out, newest[0]))
     columns = (
         torch.stack(one, -1), kv, z, torch.stack((*lses, *outs, length), -1), budgets,
         largest_norm(device[0])[..., None],
@@ -201,7 +201,7 @@ def step_features(
         statistics: of the layer's prompt.
         query: fp32 `[B, Hq, D]`.
         sinks, local: attention over these tokens, out `[B, Hq, D]` and lse `[B, Hq]`.
-        lengths: fp32 `[B, 2]`: tokens that count on the host, and on the device.
+        lengths: fp32 `[B, 2]`: valid tokens on the host, and on the device.
 
     Returns:
         fp32 `[B, Hq, 41]`, columns as in `FEATURES`.
@@ -219,8 +219,8 @@ def step_features(
     return torch.cat((statistics.fixed, sizes, norms, lses, dots / length.clamp(min=1e-12)[..., None]), -1)
 
 
-class _HostState:
-    """What is gathered over the tiles of the host's tokens."""
+class _HostSums:
+    """Sums and block partials over the tiles of the host's tokens."""
 
     def __init__(self, anchor: torch.Tensor, length: torch.Tensor, scale: float) -> None:
         self.anchor, self.length, self.scale = anchor, length, scale

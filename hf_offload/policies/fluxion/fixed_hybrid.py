@@ -1,4 +1,4 @@
-"""Fluxion's baseline: sinks and newest tokens on the device, a fixed share of the others on the CPU."""
+"""Fluxion's baseline: sinks and newest tokens on the device, a fixed share of the others on the CPU (section 8)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_number, check_tokens
 from hf_offload.policies.base import Plan, Policy, Requirements
-from hf_offload.policies.fluxion.counts import SelectorState
+from hf_offload.policies.fluxion.selector import SelectorState
 from hf_offload.policies.fluxion.step import attend_local, join, select
 
 if TYPE_CHECKING:

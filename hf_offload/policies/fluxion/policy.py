@@ -15,41 +15,45 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import check_choice, check_flag, check_number, shown
 from hf_offload.policies.base import Plan, Policy, Requirements
-from hf_offload.policies.fluxion.counts import SelectorState
+from hf_offload.policies.fluxion.block_attention import BLOCK
 from hf_offload.policies.fluxion.features import PROMPT_FEATURES, PromptStatistics, prompt_statistics
-from hf_offload.policies.fluxion.foresight import Foresight
-from hf_offload.policies.fluxion.partials import BLOCK, Tokens
-from hf_offload.policies.fluxion.predictor import ConstantPredictor, HeadPredictor, Predictor, check_predictor
-from hf_offload.policies.fluxion.schedule import SCHEDULES
-from hf_offload.policies.fluxion.segments import segments_of
-from hf_offload.policies.fluxion.step import anchor_of, attend_local, has_host_tokens, join, select
+from hf_offload.policies.fluxion.predictor import (
+    ConstantPredictor,
+    HeadPredictor,
+    LayerPredictor,
+    Predictor,
+    check_predictor,
+)
+from hf_offload.policies.fluxion.scheduler import SCHEDULES
+from hf_offload.policies.fluxion.selector import SelectorState
+from hf_offload.policies.fluxion.step import anchor_of, attend_local, has_host_tokens, join, segments_of, select
 from hf_offload.policies.fluxion.training.labels import GRANULARITIES
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
-    from hf_offload.policies.fluxion.kernels.network import Network
+    from hf_offload.policies.fluxion.kernels.predictor import Network
 
 
 class FluxionState(SelectorState):
-    """What Fluxion remembers of one layer.
+    """State of a layer: the statistics of its prompt, with the predictor that uses them.
 
     Args:
         layer: the layer.
-        foresee: makes a foresight of the statistics of a prompt.
+        make_predictor: makes the layer's predictor of the statistics of a prompt.
     """
 
-    def __init__(self, layer: HybridLayer, foresee: Callable[[PromptStatistics], Foresight]) -> None:
+    def __init__(self, layer: HybridLayer, make_predictor: Callable[[PromptStatistics], LayerPredictor]) -> None:
         super().__init__(layer)
-        self._foresee = foresee
-        self.foresight: Foresight | None = None
-        """With the statistics of the prompt, once there are tokens on the host."""
+        self._make_predictor = make_predictor
+        self.foresight: LayerPredictor | None = None
+        """There once there are tokens on the host."""
         self.blocks = 0
         """`step.host_end` when the statistics were made."""
 
     def learn(self, statistics: PromptStatistics, blocks: int) -> None:
-        """Foresee by these from here on."""
-        self.foresight, self.blocks = self._foresee(statistics), blocks
+        """Predict by these statistics from here on."""
+        self.foresight, self.blocks = self._make_predictor(statistics), blocks
 
     def unplaced(self, layer: HybridLayer) -> None:
         self.foresight, self.blocks = None, 0
@@ -68,16 +72,16 @@ class FluxionState(SelectorState):
             self.learn(PromptStatistics(**found), int(tensors["blocks"]))
 
 
-def _constant(said: Mapping[str, Any]) -> ConstantPredictor:
+def _constant(saved: Mapping[str, Any]) -> ConstantPredictor:
     """The constant predictor of a saved cache.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: unknown names or bad values.
     """
-    unknown = sorted(str(name) for name in said.keys() - {part.name for part in dataclasses.fields(ConstantPredictor)})
+    unknown = sorted(str(name) for name in saved.keys() - {part.name for part in dataclasses.fields(ConstantPredictor)})
     if unknown:
-        raise ValueError(f"predictor={shown(said)}: a ConstantPredictor has no {', '.join(unknown)}; leave it out")
-    return ConstantPredictor(**said)
+        raise ValueError(f"predictor={shown(saved)}: a ConstantPredictor has no {', '.join(unknown)}; leave it out")
+    return ConstantPredictor(**saved)
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Fluxion(Policy):
             all. `"priority"`: by the speed of both, the largest first (section 6). `"uniform"`, `"length"`: fixed
             before the step, by the number of tasks or by the rows' lengths (section 8.3). None: `"priority"` on a
             GPU, otherwise `"none"`. All but `"none"` need two memories, and their rounding depends on timing.
-        digest: the digest that the predictor is expected to have; None: any.
+        digest: the digest that the predictor must have; None: any.
 
     Raises:
         ValueError: no predictor, a damaged file, or one for another model, digest or deviation.
@@ -115,9 +119,9 @@ class Fluxion(Policy):
     skip_streaming: bool = True
     schedule: str | None = None
     ready: Predictor | None = field(default=None, init=False, repr=False, compare=False)
-    """The predictor, once it is known for which model."""
+    """The predictor, once its file was read for a model."""
     network: Network | None = field(default=None, init=False, repr=False, compare=False)
-    """The same for compiled code."""
+    """Its network for compiled code."""
 
     def __post_init__(self) -> None:
         if self.predictor is None:
@@ -133,12 +137,12 @@ class Fluxion(Policy):
             raise ValueError(
                 f"granularities={shown(chosen)} are not some of {GRANULARITIES[1:]}; use one or more of these"
             )
-        object.__setattr__(self, "granularities", tuple(chosen))  # a list where a saved cache tells of it
+        object.__setattr__(self, "granularities", tuple(chosen))  # a saved cache has a list
         check_number("tau", self.tau, "a deviation", above=0, below=1)
         check_choice("digest", self.digest, (None, *DIGESTS))
         check_flag("skip_streaming", self.skip_streaming)
         check_choice("schedule", self.schedule, (*SCHEDULES, None))
-        if isinstance(self.predictor, Mapping):  # as a saved cache tells of one
+        if isinstance(self.predictor, Mapping):  # as a saved cache has it
             object.__setattr__(self, "predictor", _constant(self.predictor))
         if not isinstance(self.predictor, str | Path):
             self._adopt(self.predictor)
@@ -192,7 +196,7 @@ class Fluxion(Policy):
             )
 
     def new_state(self, layer: HybridLayer) -> FluxionState:
-        return FluxionState(layer, self._foresee)
+        return FluxionState(layer, self._layer_predictor)
 
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
         heads = (sizes.rows, sizes.query_heads)
@@ -204,7 +208,7 @@ class Fluxion(Policy):
         }
 
     def plan(self, step: Step) -> Plan:
-        """The device attends what it has; then the CPU is told what each head needs of the rest (figure 6)."""
+        """The device attends local tokens; the CPU gets each head's properties and attends the host's (figure 6)."""
         local, state = attend_local(step), step.state
         if not has_host_tokens(step):
             return join(step, local, None)
@@ -215,15 +219,14 @@ class Fluxion(Policy):
         step.as_long_as(lambda: state.foresight is foresight)
         return join(step, local, select(step, foresight, self.granularities, local, self.schedule))
 
-    def _foresee(self, statistics: PromptStatistics) -> Foresight:
+    def _layer_predictor(self, statistics: PromptStatistics) -> LayerPredictor:
         assert self.network is not None, "a predictor that is known has a network"
-        return Foresight(self.known, self.network, statistics, skip_streaming=self.skip_streaming)
+        return LayerPredictor(self.known, self.network, statistics, skip_streaming=self.skip_streaming)
 
     def _look(self, step: Step, anchor: torch.Tensor) -> PromptStatistics:
-        """What the features need of the tokens so far."""
+        """The statistics of the tokens so far."""
         segments = segments_of(step, anchor)
         return prompt_statistics(
-            step.layer.index, anchor, Tokens(*segments.sinks), Tokens(*segments.newest),
-            (Tokens(*piece) for piece in segments.far), segments.scores, tau=self.tau, digest=self.known.digest,
-            scale=step.scores.scale,
+            step.layer.index, anchor, segments.sinks, segments.newest, segments.host, segments.scores, tau=self.tau,
+            digest=self.known.digest, scale=step.scores.scale,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The predictor of head properties: a small network over the features of a head (Fluxion §5.2), and its file."""
+"""The head property predictor: a small network over the features of a head, and its file (Fluxion, section 5.2)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.fingerprint import unlikeness
 from hf_offload.fields import Check, Field, check_mapping, check_tensors, count, is_a, list_of
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
-from hf_offload.policies.fluxion.features import FEATURES
-from hf_offload.policies.fluxion.kernels.network import Network, pack_network
+from hf_offload.policies.fluxion.block_attention import Partial
+from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, step_features
+from hf_offload.policies.fluxion.kernels.predictor import Network, PromptArrays, pack_network
 from hf_offload.policies.fluxion.training.labels import GRANULARITIES
 
 FORMAT = 4
@@ -56,20 +57,20 @@ _PARTS: dict[str, Check] = {
     "local": partial(check_tokens, least=0),
     "predictors": _check_predictors,
 }
-"""What a file must say, and what that may be."""
+"""Required entries of a file's header, and their checks."""
 _TRAIN = "train it again with `hf-offload train-fluxion`"
 WIDTH = 312
-"""Of the two layers that the three outputs share."""
+"""Nodes of each of the two hidden layers."""
 LIMIT = 8.0
-"""Standard deviations beyond which a feature says no more, even in training."""
+"""Standard deviations from the mean at which features are clipped, in training too."""
 
 
 class HeadProperties(NamedTuple):
-    """What is predicted of heads: bgt(blk) = budget0 + slope · log₂ blk, to be clipped to [0, 1] (Eq. 1).
+    """Predicted properties of heads: bgt(blk) = budget0 + slope · log₂ blk, clipped to [0, 1] (Eq. 1), and streaming.
 
     Args:
         budget0, slope: fp32 `[…]`, shares of the host's tokens.
-        streaming: bool `[…]`, whether sinks and local tokens are all that a head needs.
+        streaming: bool `[…]`, whether a head attends sinks and local tokens alone.
     """
 
     budget0: torch.Tensor
@@ -78,7 +79,7 @@ class HeadProperties(NamedTuple):
 
 
 class Predictor(Protocol):
-    """What predicts the properties of heads, for one deviation τ."""
+    """A predictor of head properties, for one deviation τ."""
 
     @property
     def tau(self) -> float:
@@ -90,24 +91,24 @@ class Predictor(Protocol):
 
     @property
     def sinks(self) -> int:
-        """First tokens that are attended anyway."""
+        """First tokens that are always attended."""
 
     @property
     def local(self) -> int:
-        """Newest tokens that are attended anyway."""
+        """Newest tokens that are always attended."""
 
     def predict(self, features: torch.Tensor) -> HeadProperties:
         """Properties `[…]` from features fp32 `[…, 41]`."""
 
     def network(self) -> Network:
-        """The same for compiled code, as it is now."""
+        """The same for compiled code, with the present weights."""
 
 
 def check_predictor(predictor: Any) -> None:
-    """Check what a predictor says of itself.
+    """Check a predictor's methods and settings.
 
     Raises:
-        ValueError: it is none, or a value is not allowed.
+        ValueError: it is no predictor, or a value is not allowed.
     """
     parts = ("tau", "digest", "sinks", "local", "predict", "network")
     lacking = [name for name in parts if not hasattr(predictor, name)]
@@ -162,12 +163,12 @@ class ConstantPredictor:
         )
 
     def network(self) -> Network:
-        """A network that hears nothing: no node is between the features and the outputs."""
+        """A network without hidden nodes: its outputs are the biases."""
         count, none = len(FEATURES), torch.zeros(0)
-        said = torch.tensor((self.budget0, self.slope, float(self.streaming)))
-        layers = ((torch.zeros(0, count), none), (torch.zeros(0, 0), none), (torch.zeros(3, 0), said))
-        nothing = torch.zeros(count)
-        return pack_network((nothing, nothing, nothing, nothing), *layers, 0.5)
+        bias = torch.tensor((self.budget0, self.slope, float(self.streaming)))
+        layers = ((torch.zeros(0, count), none), (torch.zeros(0, 0), none), (torch.zeros(3, 0), bias))
+        zeros = torch.zeros(count)
+        return pack_network((zeros, zeros, zeros, zeros), *layers, 0.5)
 
 
 class HeadPredictor(nn.Module):
@@ -176,7 +177,7 @@ class HeadPredictor(nn.Module):
     Args:
         tau: the deviation that it predicts budgets for.
         digest: the digest that they are for.
-        sinks, local: tokens that are attended anyway.
+        sinks, local: first and newest tokens that are always attended.
         streaming_at: the probability from which a head counts as streaming.
     """
 
@@ -204,12 +205,12 @@ class HeadPredictor(nn.Module):
     def standardise(self, features: torch.Tensor) -> None:
         """Take mean, deviation and range of every feature from those of the training set `[N, 41]`.
 
-        Beyond its range a feature counts as at its end: how a network goes on where it has learnt nothing is chance. A
-        context longer than those of training is to it as long as the longest of these.
+        Features are clipped to their range in training, because a network's outputs beyond it are arbitrary. So a
+        longer context counts as long as the longest one of the training.
         """
         wide = features.double()
         mean, deviation = wide.mean(0), wide.std(0, unbiased=False)
-        inverse = torch.where(deviation > 1e-6 * (1 + mean.abs()), 1 / deviation, 0.0)  # what never varies says nothing
+        inverse = torch.where(deviation > 1e-6 * (1 + mean.abs()), 1 / deviation, 0.0)  # 0 for a constant feature
         self.inverse.copy_(inverse)
         self.offset.copy_(-mean * inverse)
         for end, found in ((self.low, features.amin(0)), (self.high, features.amax(0))):
@@ -224,7 +225,7 @@ class HeadPredictor(nn.Module):
         return nn.functional.linear(x, self.outputs.weight, self.outputs.bias)
 
     def predict(self, features: torch.Tensor) -> HeadProperties:
-        """The properties of heads from their features, on whatever device these are.
+        """The properties of heads from their features, on the features' device.
 
         Args:
             features: fp32 `[…, 41]`, as `FEATURES` names them.
@@ -242,7 +243,7 @@ class HeadPredictor(nn.Module):
         return found
 
     def network(self) -> Network:
-        """The network for compiled code, with the weights of now."""
+        """The network for compiled code, with the present weights."""
         first, second, outputs = ((layer.weight, layer.bias) for layer in (self.first, self.second, self.outputs))
         standard = (self.offset, self.inverse, self.low, self.high)
         return pack_network(standard, first, second, outputs, self._logit)
@@ -258,8 +259,8 @@ class HeadPredictor(nn.Module):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: no predictor, a damaged one, another model (in what it differs), other features, or a τ that it
-                does not know.
+            ValueError: no predictor, a damaged one, another model (with the difference), other features, or a τ that
+                it was not trained for.
         """
         about, tensors = _file(path)
         odd = unlikeness(about["model"], dict(model))
@@ -290,21 +291,56 @@ class HeadPredictor(nn.Module):
         return made.eval().requires_grad_(False)
 
 
+class LayerPredictor:
+    """A predictor with the statistics of one layer's prompt.
+
+    Args:
+        predictor: for all layers.
+        network: the same for compiled code.
+        statistics: of the layer's prompt.
+        skip_streaming: False: no head counts as streaming.
+    """
+
+    def __init__(
+        self, predictor: Predictor, network: Network, statistics: PromptStatistics, *, skip_streaming: bool
+    ) -> None:
+        self.predictor, self.network, self.statistics = predictor, network, statistics
+        self.skip_streaming = skip_streaming
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # immutable
+
+    @functools.cached_property
+    def prompt(self) -> PromptArrays:
+        """The statistics for compiled code; they must be in host memory."""
+        given = self.statistics
+        tensors = (given.fixed, given.directions, given.half_variance)
+        return PromptArrays(*(tensor.contiguous().numpy() for tensor in tensors))
+
+    def predict(self, query: torch.Tensor, sinks: Partial, newest: Partial, lengths: torch.Tensor) -> HeadProperties:
+        """The properties at a step, on the device of these tensors; arguments as in `features.step_features`."""
+        found = self.predictor.predict(step_features(self.statistics, query, sinks, newest, lengths))
+        return found if self.skip_streaming else found._replace(streaming=torch.zeros_like(found.streaming))
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
 def save_predictors(
     path: str | os.PathLike[str],
     model: Mapping[str, Any],
     predictors: Mapping[float, HeadPredictor],
     summary: Mapping[str, Any],
 ) -> None:
-    """Write predictors of one training, a set of weights for each τ, whole or not at all.
+    """Write the predictors of one training, one for each τ, to a file; an interruption leaves no half of it.
 
-    A τ has weights of its own because the anchor's budgets among the features are for that τ, too.
+    Each τ has its own weights because the anchor's budgets, which are features, are for that τ, too.
 
     Args:
         path: the file.
         model: likeness of the model.
         predictors: by τ; they share digest, sinks and local tokens.
-        summary: what is to be known of the training, for `json`.
+        summary: of the training, for `json`.
 
     Raises:
         ValueError: no predictors, or predictors that differ in what they share.
@@ -327,7 +363,7 @@ def save_predictors(
 
 
 def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a predictor's file says of itself.
+    """The header of a predictor's file: model, features, settings, summary.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -337,7 +373,7 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a file says and holds; nobody writes into it."""
+    """Header and tensors of a file, shared by all callers: read only."""
     name = os.fspath(path)
     try:
         found = os.stat(path)
@@ -357,7 +393,7 @@ def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch
 
 @functools.lru_cache(maxsize=4)
 def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """`_file`, read once as long as the file is the same."""
+    """`_file`, read once while the file's stamp is the same."""
     try:
         tensors = load_file(path)
         with safe_open(path, "pt") as file:
@@ -386,7 +422,7 @@ def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, 
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], about: str) -> str:
-    """The checksum of a file's contents: sha256 of what it says and of every tensor's name, dtype, shape and bytes."""
+    """The checksum of a file's contents: sha256 of its header and of every tensor's name, dtype, shape and bytes."""
     found = hashlib.sha256(about.encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -395,7 +431,7 @@ def _digest(tensors: Mapping[str, torch.Tensor], about: str) -> str:
 
 
 def write_whole(path: Path, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-    """Write a safetensors file under another name and rename it: who is killed in between leaves no half of it."""
+    """Write a safetensors file under a temporary name and rename it, so that an interruption leaves no half of it."""
     new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     said = json.dumps(about)
     try:

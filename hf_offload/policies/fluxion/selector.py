@@ -1,63 +1,58 @@
-"""What a CPU part works with that chooses its blocks itself: needs of the heads, the choice, and what is attended."""
+"""The granularity-budget selector: a layer's buffers and launches for the choice of host blocks (Fluxion, section 5.3).
+
+The CPU chooses runs of blocks by their digests and attends them. `kernels.selector` holds Eq. 1 and Eq. 3.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
+from hf_offload.attention.cpu_partial import CpuPartial, all_pinned
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.memory import host_empty
-from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.cpu.kernels.digest_scores import Digest
+from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.policies.fluxion.kernels.needs import Needs, budget_of, rank_tasks, runs_wanted
-from hf_offload.policies.fluxion.kernels.network import Network
-from hf_offload.policies.fluxion.kernels.predict import Known
-from hf_offload.policies.fluxion.kernels.retrieve import retrieve_blocks
+from hf_offload.gpu.merge import HostPartial
+from hf_offload.policies.base import LayerState, Partial
+from hf_offload.policies.fluxion.kernels.selector import (
+    TALLIES,
+    Budgets,
+    budget_of,
+    rank_tasks,
+    retrieve_blocks,
+    runs_wanted,
+    tally,
+)
 from hf_offload.scores import Scores
 
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+    from hf_offload.attention.step_split import TieredStep
+    from hf_offload.cache.layer import HybridLayer
+    from hf_offload.cache.stats import LayerStats
+
 Properties: TypeAlias = tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]
-"""What the query heads need of the host: budget0 and slope of the share budget0 + slope · log₂(tokens of a run), which
-is cut to [0, 1], and whether a head needs nothing at all; each `[B, Hq]`, or one value for all heads."""
+"""bgt₀, k and streaming of the query heads (`predictor.HeadProperties`): each `[B, Hq]`, or one value for all heads."""
 
 
-class Foresees(Protocol):
-    """What tells the needs of the heads from a step's query and from attention to what is near."""
-
-    @property
-    def network(self) -> Network:
-        """For compiled code; the same object at every step."""
-
-    @property
-    def known(self) -> Known:
-        """Of the layer's prompt, for compiled code; the same object at every step. Wants it in host memory."""
-
-    def properties(
-        self,
-        query: torch.Tensor,
-        sinks: tuple[torch.Tensor, torch.Tensor],
-        newest: tuple[torch.Tensor, torch.Tensor],
-        lengths: torch.Tensor,
-    ) -> Properties:
-        """The needs where these tensors are, without compiled code.
-
-        Args:
-            query: fp32 `[B, Hq, D]`.
-            sinks, newest: out `[B, Hq, D]` and lse `[B, Hq]` fp32.
-            lengths: fp32 `[B, 2]`, tokens on the host and near.
-        """
+def digests_of(store: BlockStore) -> DigestStore:
+    """The digests by which a layer's blocks are chosen."""
+    assert store.digests is not None, "a policy without a digest cannot choose"
+    return store.digests
 
 
 class Selector:
-    """The arrays of one layer, for queries of one shape; good until the next step.
+    """Buffers of one layer for queries of one shape: properties, choice, and partial; good until the next step.
 
     Args:
         store: of the layer's blocks.
-        query: `[B, Hq, D]` fp32 on the host, the memory that every step's query comes to.
-        pin: whether a device writes the needs, and reads out and lse.
+        query: `[B, Hq, D]` fp32 on the host, the buffer of every step's query.
+        pin: whether a device writes the properties, and reads out and lse.
     """
 
     def __init__(self, store: BlockStore, query: torch.Tensor, *, pin: bool) -> None:
@@ -69,10 +64,11 @@ class Selector:
                 return host_empty(shape, dtype, pin=pin, brief=True, what="the CPU's part of a step")
 
         self.query = query.numpy()
-        self.needs = buffer(2, batch, heads), buffer(batch, heads, dtype=torch.uint8)
+        self.properties = buffer(2, batch, heads), buffer(batch, heads, dtype=torch.uint8)
+        """bgt₀ and k, `[2, B, Hq]`, and streaming."""
         self.out_tensor, self.lse_tensor = buffer(*query.shape), buffer(batch, heads)
         self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
-        (self._budget0, self._slope), self._streaming = self.needs[0].numpy(), self.needs[1].numpy()
+        (self._budget0, self._slope), self._streaming = self.properties[0].numpy(), self.properties[1].numpy()
         self.granularities = np.empty(0, np.int32)
         self.spans, self.runs = np.empty(groups, np.int32), np.empty((batch, heads), np.int32)
         self.counts, self.blocks = np.zeros(groups, np.int32), np.empty((*groups, 0), np.int32)
@@ -80,21 +76,21 @@ class Selector:
         self.first, self.end = np.empty(0, np.int32), 0
         self._order = np.empty(self.counts.size, np.int32)
         self.volumes = np.zeros(self.counts.size)
-        """What each task reads, in bytes; 0: nothing."""
-        self._bundle: Digest | None = None
+        """Bytes that each task reads (Eq. 3)."""
+        self._digest: Digest | None = None
         self._constants: Properties | None = None
 
     @property
-    def needs_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """budget0, slope and streaming of every head, for whoever writes them on the host."""
+    def property_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """bgt₀, k and streaming of every head, for a predictor that writes them on the host."""
         return self._budget0, self._slope, self._streaming
 
-    def take(self, properties: Properties) -> None:
-        """Have these needs, in the order of the device's stream."""
+    def set_properties(self, properties: Properties) -> None:
+        """Copy properties to the buffers, in the order of the device's stream."""
         constant = not isinstance(properties[0], torch.Tensor)
         if constant and properties == self._constants:
             return
-        (budget0, slope), streaming = self.needs
+        (budget0, slope), streaming = self.properties
         for to, given in ((budget0, properties[0]), (slope, properties[1]), (streaming, properties[2])):
             if isinstance(given, torch.Tensor):
                 to.copy_(given, non_blocking=True)
@@ -103,16 +99,35 @@ class Selector:
         self._constants = properties if constant else None
 
     def reserve(self, granularities: np.ndarray, first: np.ndarray, end: int) -> None:
-        """Have room for a choice among the blocks first..end-1 of each row, in runs of so many blocks."""
+        """Make room for a choice among the blocks first..end-1 of each row, in runs of so many blocks."""
         self.granularities, self.first, self.end = granularities, first, end
-        # Known from the length alone: what is attended is cut into parts by it, and rounded.
+        # By the length alone: attention cuts the blocks into parts by the width, and rounds accordingly.
         width = (end + 63) // 64 * 64
         if self.blocks.shape[2] != width:
             self.blocks = np.empty((*self.counts.shape, width), np.int32)
             self.masses = np.empty((*self.masses.shape[:2], width), np.float32)
 
-    def wanted(self, row: int, head: int, block_size: int) -> tuple[int, list[int], int]:
-        """What a KV head takes, whose runs' length is known: its first block, runs of each query head, blocks a run."""
+    def clear(self) -> None:
+        """Record that no block is chosen or attended."""
+        self.counts.fill(0)
+        self.spans.fill(0)
+        self.runs.fill(0)
+        self.lse.fill(-np.inf)
+
+    def rank(self, store: BlockStore) -> np.ndarray:
+        """Find the tasks, int32 `[n]`, largest V(blk) first, and clear the results of all."""
+        self.clear()
+        found = rank_tasks(self._budgets(store), self.first, self.end, self.spans, self.volumes, self._order)
+        return self._order[:found]
+
+    def _budgets(self, store: BlockStore) -> Budgets:
+        return Budgets(
+            self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
+            digests_of(store).block_bytes / store.num_kv_heads, float(store.pool.record_bytes),
+        )  # fmt: skip
+
+    def runs_of(self, row: int, head: int, block_size: int) -> tuple[int, list[int], int]:
+        """Of a ranked task: the first host block, the runs that each query head takes, and the blocks of a run."""
         group = self.runs.shape[1] // self.counts.shape[1]
         low, span = min(int(self.first[row]), self.end), int(self.spans[row, head])
         for g in range(head * group, (head + 1) * group):
@@ -120,48 +135,167 @@ class Selector:
             self.runs[row, g] = runs_wanted(budget, self.end - low, span)
         return low, self.runs[row, head * group : (head + 1) * group].tolist(), span
 
-    def rank(self, store: BlockStore) -> np.ndarray:
-        """The tasks, int32 `[n]`, those first that read most; what has none has attended nothing, until it is done."""
-        self.nothing()
-        digests = store.digests
-        assert digests is not None, "a policy without a digest cannot choose"
-        found = rank_tasks(
-            self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
-            digests.block_bytes / store.num_kv_heads, store.pool.record_bytes, self.first, self.end, self.spans,
-            self.volumes, self._order,
-        )  # fmt: skip
-        return self._order[:found]
+    def digest(self, digests: DigestStore, scores: Scores) -> Digest:
+        """What the step's query is scored with: the same object as long as the digests' arrays are the same."""
+        self._digest = digests.arrays(self.query, scores.scale, self._digest)
+        return self._digest
 
-    def nothing(self) -> None:
-        """Have chosen and attended no block."""
-        self.counts.fill(0)
-        self.spans.fill(0)
-        self.runs.fill(0)
-        self.lse.fill(-np.inf)
-
-    def bundle(self, digests: DigestStore, scores: Scores) -> Digest:
-        """What this step's query is scored with: the same object as long as the digests' arrays are the same."""
-        self._bundle = digests.arrays(self.query, scores.scale, self._bundle)
-        return self._bundle
-
-    def choosing(self, store: BlockStore, bundle: Digest, scores: Scores) -> Launch:
-        """Prepare the choice."""
-        digests = store.digests
-        assert digests is not None, "a policy without a digest cannot choose"
-        needs = Needs(
-            self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
-            digests.block_bytes / store.num_kv_heads, store.pool.record_bytes,
-        )  # fmt: skip
+    def make_choice(self, store: BlockStore, digest: Digest, scores: Scores) -> Launch:
+        """Prepare the choice of blocks."""
         return retrieve_blocks(
-            self.query, bundle, store.table, self.first, self.end, needs, self.masses, self.spans, self.runs,
-            self.blocks, self.counts, sums=digests.sums, **scores._asdict(),
+            self.query, digest, store.table, self.first, self.end, self._budgets(store), self.masses, self.spans,
+            self.runs, self.blocks, self.counts, sums=digests_of(store).sums, **scores._asdict(),
         )  # fmt: skip
 
-    def attending(self, store: BlockStore, scores: Scores) -> Launch:
-        """Prepare attention to what will have been chosen; blocks on the host are full."""
+    def make_attention(self, store: BlockStore, scores: Scores) -> Launch:
+        """Prepare attention to the chosen blocks; blocks on the host are full."""
         padding = store.padding
-        return cpu_decode.sparse_decode(
+        return sparse_decode(
             self.query, store.pool.block_ptr, store.table, self.blocks, self.counts, padding.holes, padding.valid,
             padding.valid.shape[1], self.out, self.lse, None, kv_dtype=store.dtype, block_size=store.block_size,
             **scores._asdict(), packed=store.format.packs,
         )  # fmt: skip
+
+
+class SelectedPart(CpuPartial):
+    """The CPU's part of a step with two memories: query and properties come from the device, choice and attention run.
+
+    Args:
+        layer: the layer.
+        query: `[B, Hq, D]` fp32, gives the sizes.
+    """
+
+    def __init__(self, layer: HybridLayer, query: torch.Tensor) -> None:
+        super().__init__(layer, query, 0)
+        assert layer.store is not None
+        pin = layer.store.device.type == "cuda"
+        self.selector = Selector(layer.store, self.query, pin=pin)
+        self.out, self.lse = self.selector.out_tensor, self.selector.lse_tensor
+        self._counts = SelectionCounts()
+        """Of the layer whose step is running."""
+        self._sent: torch.cuda.Event | None = None
+        """After query and properties of the step, on a CUDA device."""
+        self.reachable = not pin or all_pinned((self.out, self.lse, self.kbar))
+
+    def select(self, step: Step, properties: Properties) -> SelectedPart:
+        """Start choice and attention, for which the selector has room; no job uses the buffers."""
+        self._counts = step.state.counts
+        self.layer.mirror.pause()
+        self.query.copy_(step.query, non_blocking=True)
+        self.selector.set_properties(properties)
+        self._sent, label = self._arrived(), step.label("choice of blocks and attention")
+        worker = self.layer.settings.worker
+        self._job = worker.submit(lambda: self._work(step), label, keep=(step.store.pool, self))
+        return self
+
+    def _work(self, step: Step) -> None:
+        """The job: the choice, and the attention to what it chose."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        selector, store, scores = self.selector, step.store, step.scores
+        digest, divide = selector.digest(digests_of(store), scores), step.layer.settings.worker.divide
+        divide(selector.make_choice(store, digest, scores))
+        divide(selector.make_attention(store, scores))
+
+    def assist(self, step: TieredStep) -> tuple[Partial, ...]:
+        """What the device attends of the CPU's part."""
+        return ()
+
+    def share(self, step: Step) -> float:
+        return float(self.selector.counts.sum() / (self.selector.counts.size * step.num_blocks))
+
+    def partial(self) -> HostPartial:
+        """Wait for the job; what the merge needs."""
+        found = super().partial()
+        selector = self.selector
+        self._counts.count(selector.spans, selector.runs, selector.counts, selector.first, selector.end)
+        return found
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+class SelectionCounts:
+    """Counts of one layer since the last `reset` of the cache; a group is the query heads of a KV head."""
+
+    def __init__(self) -> None:
+        self._runs: tuple[tuple[int, ...], int] = ((), 0)
+        """Granularities in tokens, and the block size."""
+        self.spans, self.totals = np.empty(0, np.int32), np.zeros(TALLIES)
+        """Granularities in blocks; and the counts, as `tally` orders them."""
+        self._shared = False  # whether tasks were shared out, of which there may have been none
+        self._tasks = self._device_tasks = 0
+        self._busy = {"device": 0.0, "cpu": 0.0}
+        self._idle = {"device": 0.0, "cpu": 0.0}
+
+    def spans_for(self, granularities: tuple[int, ...], block_size: int) -> np.ndarray:
+        """Granularities in blocks, int32 `[n]`: the same array as long as the arguments are the same."""
+        if self._runs != (granularities, block_size):
+            self._runs = granularities, block_size
+            self.spans = np.array([tokens // block_size for tokens in granularities], np.int32)
+            self.totals = np.zeros(TALLIES + len(granularities))
+        return self.spans
+
+    def count(self, spans: np.ndarray, runs: np.ndarray, counts: np.ndarray, first: np.ndarray, end: int) -> None:
+        """Add a choice; arguments as in `tally`."""
+        tally(spans, runs, counts, first, end, self.spans, self.totals)
+
+    def count_shares(self, device_tasks: int, tasks: int, device: float, cpu: float, busy: float, threads: int) -> None:
+        """Add how a step's tasks were shared.
+
+        Args:
+            device_tasks, tasks: how many the device took, and how many there were.
+            device, cpu: seconds after which the device and the CPU found none left.
+            busy: seconds that the CPU's threads spent on tasks, all together; threads: how many there are.
+        """
+        self._shared = True
+        self._tasks += tasks
+        self._device_tasks += device_tasks
+        last = max(device, cpu)
+        for side, there, spent in (("device", last, max(device, 0.0)), ("cpu", threads * last, busy)):
+            self._busy[side] += spent
+            self._idle[side] += max(there - spent, 0.0)
+
+    def as_dict(self, record_bytes: int, digest_bytes: float) -> dict[str, Any]:
+        """Shares of streaming groups and heads, the mean budget, bytes read, and shares of the granularities.
+
+        Args:
+            record_bytes: of a KV head's keys and values in a block; digest_bytes: of its digest.
+        """
+        groups, streaming, heads, idle, budget, chosen, there, scored = self.totals[:TALLIES].tolist()
+        if not groups:
+            return {}
+        shares: dict[str, Any] = {}
+        if self._shared:
+            shares = {"device_tasks": self._device_tasks / max(self._tasks, 1)}
+            shares |= {f"{side}_busy_seconds": seconds for side, seconds in self._busy.items()}
+            shares |= {f"{side}_idle_seconds": seconds for side, seconds in self._idle.items()}
+        by_tokens = zip(self._runs[0], self.totals[TALLIES:].tolist(), strict=True)
+        return {
+            "streaming_groups": streaming / groups,
+            "streaming_heads": idle / heads,
+            "head_budget": budget / heads,
+            "retrieved_share": chosen / there,
+            "scored_share": scored / there,
+            "retrieved_bytes": int(chosen) * record_bytes,
+            "scored_bytes": int(scored * digest_bytes),
+            "granularities": {str(tokens): number / groups for tokens, number in by_tokens},
+            **shares,
+        }
+
+
+class SelectorState(LayerState):
+    """State of a layer whose query heads choose among the host's blocks: counts for the statistics.
+
+    Args:
+        layer: the layer.
+    """
+
+    def __init__(self, layer: HybridLayer) -> None:
+        assert layer.store is not None
+        self._store, self.counts = layer.store, SelectionCounts()
+
+    def report(self, stats: LayerStats) -> None:
+        digests = self._store.digests
+        digest_bytes = 0 if digests is None else digests.block_bytes / self._store.num_kv_heads
+        stats.retrievals = self.counts.as_dict(self._store.pool.record_bytes, digest_bytes)

@@ -1,12 +1,14 @@
-"""A decode step in which each query head chooses among the host's blocks: what is local, the choice, attention to both.
+"""A decode step in which each query head chooses among the host's blocks (Fluxion, section 4, figure 6).
 
-Local are the sinks and the newest blocks, which are always attended and resident (Fluxion §5). With one memory all of
-it is one queue of launches; with two the device attends what is local while the CPU chooses and attends.
+Sinks and newest blocks are local: always attended and resident. Their attention gives the features of the prediction;
+then blocks of the host are chosen and attended, and the partials joined. With one memory all of it is one queue of
+launches. With two memories the device attends local blocks while the CPU chooses and attends.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -16,21 +18,21 @@ import torch
 from hf_offload.cache.device_mirror import sent
 from hf_offload.gpu.merge import merge
 from hf_offload.policies.base import EVER, Partial, Plan, Selection
-from hf_offload.policies.fluxion.kernels.predict import predict_needs
-from hf_offload.policies.fluxion.kernels.retrieve import count_choice
-from hf_offload.policies.fluxion.local_blocks import LocalBlocks
-from hf_offload.policies.fluxion.scheduled_part import selected_part
-from hf_offload.policies.fluxion.selector import Foresees, Properties, Selector
+from hf_offload.policies.fluxion.block_attention import Tokens
+from hf_offload.policies.fluxion.kernels.predictor import predict_properties
+from hf_offload.policies.fluxion.kernels.selector import count_choice
+from hf_offload.policies.fluxion.predictor import LayerPredictor
+from hf_offload.policies.fluxion.scheduler import make_part
+from hf_offload.policies.fluxion.selector import Properties, SelectedPart, Selector, digests_of
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.attention.step_cpu import HostStep
     from hf_offload.attention.step_split import TieredStep
-    from hf_offload.policies.fluxion.selected_part import SelectedPart
 
 
 class Local(NamedTuple):
-    """What is always attended, in two partials: Fluxion's features are made of them.
+    """Attention to what is local, in two partials, of which the features are made.
 
     Args:
         query: `[B, Hq, D]` fp32, of this step.
@@ -51,36 +53,37 @@ def attend_local(step: Step) -> Local:
 
 
 def select(
-    step: Step, needs: Properties | Foresees, granularities: tuple[int, ...], local: Local | None = None,
+    step: Step, properties: Properties | LayerPredictor, granularities: tuple[int, ...], local: Local | None = None,
     schedule: str | None = "none",
 ) -> Any:  # fmt: skip
-    """Start the CPU part: choose blocks for the step's query among those that are not local, and attend them.
+    """Start the CPU's part: choose blocks for the step's query among the host's, and attend them.
 
-    Each query head takes as many of its best runs of blocks as its needs say; the heads of a KV head share the length
-    of a run and attend what any of them took.
+    Each query head takes its budget of runs, by its own scores. The heads of a KV head share the granularity and attend
+    the union.
 
     Args:
-        step: of a layer whose policy has a digest and whose state counts choices.
-        needs: what the heads need, or what tells it from the step's query and what is local.
-        granularities: tokens of a run, multiples of the block size, of which each KV head gets the one that makes the
-            fewest bytes (Fluxion, Eq. 3).
-        local: what has been attended, for a foresight.
-        schedule: with two memories, how the CPU and the device share the tasks (`SCHEDULES`); None decides.
+        step: of a layer whose policy has a digest and whose state is a `SelectorState`.
+        properties: of the heads, or the predictor of them.
+        granularities: tokens of a run, multiples of the block size; each KV head takes the one with the least V(blk)
+            (Eq. 3).
+        local: attention to what is local, for the predictor.
+        schedule: with two memories, how the CPU and the device share the tasks (`scheduler.SCHEDULES`); None: see
+            there.
     """
     if step.layer.has_slots:
-        return _select_beside_device(cast("TieredStep", step), needs, granularities, local, schedule)
+        return _select_beside_device(cast("TieredStep", step), properties, granularities, local, schedule)
     host_step = cast("HostStep", step)
     buffers = _buffers_of(host_step)
     host_step.serve_this_block()
     if _reserve(step, buffers.selector, granularities):
-        buffers.select(host_step, needs)
+        buffers.select(host_step, properties)
     else:
-        buffers.selector.nothing()
+        buffers.selector.clear()
     return buffers.selector
 
 
 def join(step: Step, local: Local, selected: Any) -> Plan:
-    """The plan that attends what is local and what `select` gave, or None."""
+    """The plan that joins the local partials with `selected`, which `select` returned; None: nothing was selected."""
     if step.layer.has_slots:
         parts = (Partial(*local.sinks), Partial(*local.newest))
         return Plan(parts if selected is None else (*parts, *selected.assist(step), selected))
@@ -94,7 +97,7 @@ def has_host_tokens(step: Step) -> bool:
 
 
 def anchor_of(step: Step) -> torch.Tensor:
-    """`[B, Hq, D]` fp32, the last query of the last append; where nobody has kept it, this step's."""
+    """`[B, Hq, D]` fp32, the last query of the last append, or this step's where that was not kept."""
     if step.layer.last_queries is not None:
         return step.layer.last_queries.values[:, :, -1].contiguous()
     return torch.as_tensor(step.query)
@@ -106,7 +109,7 @@ def _sink_blocks(step: Step) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lengths_of(step: Step) -> torch.Tensor:
-    """Tokens that count, of each row: those on the host, and the local ones; fp32 `[B, 2]` on the device."""
+    """Valid tokens of each row, on the host and local; fp32 `[B, 2]` on the device."""
     padding, size, end = step.store.padding, step.block_size, step.host_end
     first = np.minimum(_sink_blocks(step)[1], end)
     host = (end - first) * size
@@ -119,11 +122,95 @@ def lengths_of(step: Step) -> torch.Tensor:
 
 
 def _reserve(step: Step, selector: Selector, granularities: tuple[int, ...]) -> bool:
-    """Have room for this step's choice; whether there is anything to choose from."""
-    digests = step.store.digests
-    assert digests is not None, "a policy without a digest cannot choose"
+    """Make room for this step's choice; whether there is anything to choose from."""
     selector.reserve(step.state.counts.spans_for(granularities, step.block_size), _sink_blocks(step)[1], step.host_end)
-    return digests.frozen and has_host_tokens(step)
+    return digests_of(step.store).frozen and has_host_tokens(step)
+
+
+class LocalBlocks:
+    """The sinks and the newest blocks of a layer as selections, kept from step to step while they are the same.
+
+    Args:
+        convert: makes of a selection in arrays what a step works with.
+    """
+
+    def __init__(self, convert: Callable[[Selection], Any] = lambda selection: selection) -> None:
+        self._convert = convert
+        self._known: tuple[int, ...] = ()
+        self._low: np.ndarray | None = None
+        self._parts: tuple[Any, Any] | None = None
+
+    def parts(self, sinks: tuple[np.ndarray, np.ndarray], end: int, blocks: int, kv_heads: int) -> tuple[Any, Any]:
+        """The sinks, and the blocks end..blocks-1 behind them.
+
+        Args:
+            sinks: first block and end, int32 `[B]` each, as `Padding.sinks` has them: other arrays where they change.
+            kv_heads: of the layer.
+        """
+        known = (end, blocks, kv_heads)
+        if self._parts is None or self._known != known or self._low is not sinks[0]:
+            low, high = sinks
+            newest = np.maximum(low, end)  # a row may begin behind `end`
+            spans = (low, np.minimum(high, newest)), (newest, np.full_like(low, blocks))
+            one, two = (self._convert(_consecutive(first, stop, blocks, kv_heads)) for first, stop in spans)
+            self._known, self._low, self._parts = known, low, (one, two)
+        return self._parts
+
+
+def _consecutive(first: np.ndarray, stop: np.ndarray, blocks: int, kv_heads: int) -> Selection:
+    """The blocks first..stop-1 of each row, `[B]` each, for all KV heads; there are so many blocks."""
+    counts = np.maximum(stop - first, 0).astype(np.int32)
+    listed = first[:, None] + np.arange(max(int(counts.max()), 1), dtype=np.int32)
+    shape = (len(first), kv_heads, listed.shape[1])
+    wide = np.broadcast_to(listed.clip(max=blocks - 1)[:, None].astype(np.int32), shape).copy()
+    return Selection(wide, np.broadcast_to(counts[:, None], shape[:2]).copy())
+
+
+class Segments(NamedTuple):
+    """The tokens before a step's own, by where they are attended.
+
+    Args:
+        sinks, newest: local tokens.
+        host: the tokens in between, in tiles of whole blocks, read one by one.
+        scores: fp32 `[B, Hq, n]`, log masses of the host's blocks for a query, by their digests.
+    """
+
+    sinks: Tokens
+    newest: Tokens
+    host: Iterator[Tokens]
+    scores: torch.Tensor
+
+
+def segments_of(step: Step, query: torch.Tensor) -> Segments:
+    """The segments of the tokens before a step's own, some of which are on the host.
+
+    Args:
+        step: of a layer; blocks that only the device holds are written to the host.
+        query: `[B, Hq, D]` fp32, which scores the blocks.
+    """
+    step.begin()
+    layer, length, end, scores = step.layer, step.length - 1, step.host_end, step.scores
+    layer.write_back()
+    store, size, tile = layer.store, layer.settings.block_size, layer.settings.prefill_tile
+    assert store is not None
+    padding, digests = store.padding, digests_of(store)
+    behind = torch.from_numpy(padding.sinks(layer.requirements.sinks)[1]).long().clamp(max=end) * size  # [B]
+    begin, stop = int(behind.min()), end * size
+
+    def piece(first: int, last: int, sinks: bool | None) -> Tokens:
+        key, value = store.gather(first, last - first)
+        valid = torch.from_numpy(padding.valid[:, first:last] != 0)
+        if sinks is not None:
+            valid &= (torch.arange(first, last) < behind[:, None]) == sinks
+        return Tokens(key, value, valid.to(key.device))
+
+    stride = max(tile // size, 1) * size
+    host = (piece(first, min(first + stride, stop), False) for first in range(begin, stop, stride))
+    limits = torch.tensor([stop, end], dtype=torch.int32, device=digests.device)
+    table = torch.from_numpy(store.table[:, :end].copy()).to(digests.device)
+    masses = digests.score(query.to(digests.device).contiguous(), table, limits, scores)
+    masses = masses[:, :, begin // size :].to(query.device)
+    return Segments(piece(0, int(behind.max()), True), piece(stop, length, None), host, masses)
 
 
 # --- one memory ------------------------------------------------------------------------------------------------------
@@ -154,30 +241,29 @@ class HostBuffers:
         step.serve_this_block()
         return Local(self.query, (self.sink_out, self.sink_lse), (buffers.out_tensor, buffers.lse_tensor))
 
-    def select(self, step: HostStep, needs: Properties | Foresees) -> None:
-        """Queue the choice of host blocks, for which the selector has room, and attention to them.
+    def select(self, step: HostStep, properties: Properties | LayerPredictor) -> None:
+        """Queue the prediction, behind attention to what is local, the choice of host blocks, and attention to them.
 
         Args:
-            step: of this layer.
-            needs: of the heads; a foresight wants what is local.
+            step: of this layer; the selector has room for it.
+            properties: of the heads, or the predictor of them.
         """
         selector, store, buffers, counts = self.selector, step.store, step.buffers, step.state.counts
-        if isinstance(needs, tuple):
-            selector.take(needs)
+        if isinstance(properties, tuple):
+            selector.set_properties(properties)
         else:
             padding = store.padding
-            launch = predict_needs(
-                needs.network, needs.known, buffers.query, self._sinks, (buffers.out, buffers.lse),
-                selector.needs_arrays, first=selector.first, end=selector.end, begins=padding.first,
+            launch = predict_properties(
+                properties.network, properties.prompt, buffers.query, self._sinks, (buffers.out, buffers.lse),
+                selector.property_arrays, first=selector.first, end=selector.end, begins=padding.first,
                 valid=padding.valid, ragged=padding.ragged, block_size=step.block_size, length=step.length,
             )  # fmt: skip
-            step.add(launch, "the needs of the heads", length=True)
-        digests, totals = store.digests, counts.totals
-        assert digests is not None, "a policy without a digest cannot choose"
-        bundle = selector.bundle(digests, step.scores)
+            step.add(launch, "the properties of the heads", length=True)
+        digests, totals = digests_of(store), counts.totals
+        digest = selector.digest(digests, step.scores)
         if digests.of_query:
-            step.then(lambda step: digests.fill(bundle, buffers.query, step.scores.scale))
-        step.add(selector.choosing(store, bundle, step.scores), "the choice of host blocks")
+            step.then(lambda step: digests.fill(digest, buffers.query, step.scores.scale))
+        step.add(selector.make_choice(store, digest, step.scores), "the choice of host blocks")
         counting = count_choice(
             selector.spans, selector.runs, selector.counts, selector.first, selector.end, selector.granularities,
             totals,
@@ -205,29 +291,29 @@ def _attend_local_on_device(step: TieredStep) -> Local:
     if local is None:
         local = step.layer.kernels["fluxion"] = LocalBlocks(functools.partial(_sent, store.device))
     found = []
-    for part in local.parts(_sink_blocks(step), step.host_end, step.num_blocks, store.num_kv_heads):
-        out, lse = step.attend_device(replace(part, slots=step.resident.slot_of.gather(2, part.slots)))
+    for selection, index in local.parts(_sink_blocks(step), step.host_end, step.num_blocks, store.num_kv_heads):
+        out, lse = step.attend_device(replace(selection, slots=step.resident.slot_of.gather(2, index)))
         found.append(merge(out, lse, None, step.query, None, scale=step.scores.scale, dtype=torch.float32))
     return Local(step.query, *found)
 
 
-def _sent(device: torch.device, selection: Selection) -> Selection:
-    """A selection on the device; in place of slots the blocks, as an index."""
+def _sent(device: torch.device, selection: Selection) -> tuple[Selection, torch.Tensor]:
+    """A selection on the device, and its blocks as an index, int64."""
     blocks, counts = (sent(array, device) for array in (selection.blocks, selection.counts))
-    return Selection(blocks, counts, blocks.long())
+    return Selection(blocks, counts), blocks.long()
 
 
 def _select_beside_device(
-    step: TieredStep, needs: Properties | Foresees, granularities: tuple[int, ...], local: Local | None,
+    step: TieredStep, properties: Properties | LayerPredictor, granularities: tuple[int, ...], local: Local | None,
     schedule: str | None,
 ) -> SelectedPart | None:  # fmt: skip
-    part: SelectedPart | None = step.layer.host_part
+    part: SelectedPart | None = step.layer.cpu_partial
     if part is None or not part.fits(step.query, 0):
-        part = step.layer.host_part = selected_part(step.layer, step.query, schedule)
+        part = step.layer.cpu_partial = make_part(step.layer, step.query, schedule)
     part.cancel()
     if not _reserve(step, part.selector, granularities):
         return None
-    if not isinstance(needs, tuple):
-        assert local is not None, "a foresight wants what is local"
-        needs = needs.properties(local.query, local.sinks, local.newest, lengths_of(step))
-    return part.select(step, needs)
+    if not isinstance(properties, tuple):
+        assert local is not None, "a predictor needs the attention to what is local"
+        properties = properties.predict(local.query, local.sinks, local.newest, lengths_of(step))
+    return part.select(step, properties)

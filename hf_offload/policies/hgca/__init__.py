@@ -1,1 +1,1 @@
-"""HGCA: a window on the device, and on the host the tokens of each KV head that received much attention."""
+"""HGCA: dense attention to a window on the device, per-head sparse attention to retained tokens on the CPU."""

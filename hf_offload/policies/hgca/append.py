@@ -1,4 +1,8 @@
-"""Which queries of a prompt or append count, on which tokens, and how much: what averages of weights are made of."""
+"""HGCA's re-evaluation: how a prompt's or append's queries change the average weight A of each token (section 3.2.2).
+
+Two spans of tokens are weighed. Tokens of the window take the new queries in as if each were a decode step. In an
+append, tokens on the host get a new average, A_cpu, of the append's own queries.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,49 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload.policies.hgca.rule import RetentionRule
+from hf_offload.policies.hgca.kernels.compact import Rule
 
-PULL = 64
-"""Tokens that follow one closely count as if a 64th of its weight were theirs."""
+FOLLOWER_SHARE = 1 / 64
+"""Share of a token's weight that the tokens right behind it count as theirs (`append_run`)."""
 PEAK_SHARE = 1 / 3
-"""What the weight of one query counts beside a mean over many, which is what thresholds are made for."""
-NEAR_STEPS = 64
-"""In its first steps, at most a quarter of a window, a token is attended for being near."""
+"""Factor of one query's weight in a fading peak: thresholds are made for a mean over many queries."""
+SKIPPED_STEPS = 64
+"""A token's first steps, at most a quarter of a window, in which it is attended for being new; peaks leave them out."""
 
 
-def pull(weights: np.ndarray, run: int) -> np.ndarray:
-    """Weights `[…, T]`, or a 64th of the largest among the `run` tokens before each, if that is more."""
+@dataclass(frozen=True, slots=True)
+class RetentionRule:
+    """Which tokens are retained, and by which weights: knobs of `HGCA`, which describes them.
+
+    Args:
+        alpha: None: 1 / (tokens of the window).
+        beta: a token is kept for a head if its average exceeds beta / (tokens that shared the weights).
+        group: how the averages of a KV head's query heads are joined, `"any"` or `"mean"`.
+        steps: how the weights of decode steps are joined, `"max"` or `"mean"`.
+        append: how those of an append's queries are joined, `"max"` or `"mean"`.
+        append_queries: so many of an append's last queries count; None: all.
+        append_run: so many tokens behind a strongly attended one are kept with it.
+        prompt_queries: so many of a prompt's last queries count; None: 1/alpha.
+        reevaluate: whether an append decides anew which tokens on the host are kept.
+        sinks: so many first tokens of each row are always kept.
+    """
+
+    alpha: float | None
+    beta: float
+    group: Rule
+    steps: str
+    append: str
+    append_queries: int | None
+    append_run: int
+    prompt_queries: int | None
+    reevaluate: bool
+    sinks: int
+
+
+def weigh_followers(weights: np.ndarray, run: int) -> np.ndarray:
+    """The larger of each token's weight and 1/64 of the largest among the `run` tokens before it; `[…, T]`."""
     most, reach = np.zeros_like(weights), 1
-    most[..., 1:] = weights[..., :-1] / PULL
+    most[..., 1:] = weights[..., :-1] * FOLLOWER_SHARE
     while reach < run:
         step = min(reach, run - reach)
         before = most[..., :-step].copy()
@@ -30,80 +63,80 @@ def pull(weights: np.ndarray, run: int) -> np.ndarray:
     return most
 
 
-def newest(valid: np.ndarray, among: int) -> np.ndarray:
-    """Each row's last `among` queries that are no padding, by marks `[B, Q]`: bool `[B, Q']`, of the last Q'."""
+def newest_queries(valid: np.ndarray, most: int) -> np.ndarray:
+    """Each row's last `most` queries that are no padding, by marks `[B, Q]`: bool `[B, Q']`, of the last Q'."""
     real: np.ndarray = valid != 0
     behind = real[:, ::-1].cumsum(1)[:, ::-1]
-    real &= behind <= among
+    real &= behind <= most
     last: np.ndarray = real[:, int(real.any(0).argmax()) if real.any() else -1 :]
     return last
 
 
-def averages_for(length: int, have: int, block_size: int) -> int:
-    """Tokens that there are averages of when there were `have` and rows get `length` tokens."""
+def average_capacity(length: int, have: int, block_size: int) -> int:
+    """Tokens to allocate averages for when rows grow to `length` tokens and there are `have` averages."""
     return -(-max(length, have * 5 // 4, 1024) // block_size) * block_size
 
 
-def _of_tokens(numbers: np.ndarray) -> np.ndarray:
+def _by_token(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.float32)[None]
 
 
-def _of_rows(numbers: np.ndarray) -> np.ndarray:
+def _by_row(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.float32)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `first` to `stop - 1`, which the newest queries weigh.
+    """Tokens `first` to `stop - 1`, and how the newest queries change their averages.
 
     Args:
         first, stop: tokens.
-        asking: bool `[B, Q]`, which of the newest Q queries count; in a row where none does, averages stay.
+        counted: bool `[B, Q]`, which of the newest Q queries count; a row where none does keeps its averages.
         largest: whether the largest of a token's weights counts, or their mean over the queries that see it.
-        scale: float32 `[B, T]`, where one row or token stands for all: Q over those that count and see the token.
+        scale: float32 `[B, T]`, with 1 for B or T where all are alike: Q / (queries that count and see the token).
         rate: as `scale`: share of these queries in the average.
-        keeps: as `scale`, or None: then what is larger counts, so much of the average or what these queries say.
-        near: so many tokens up to a query get nothing from it.
-        run: tokens that are pulled along by one before them.
+        decay: None: A ← A + rate·(new − A). Otherwise, as `scale`: A ← max(decay·A, new).
+        skipped: so many of the newest tokens that a query sees, itself among them, get nothing from it.
+        run: so many tokens behind one get a share of its weight (`weigh_followers`).
     """
 
     first: int
     stop: int
-    asking: np.ndarray
+    counted: np.ndarray
     largest: bool
     scale: np.ndarray
     rate: np.ndarray
-    keeps: np.ndarray | None = None
-    near: int = 0
+    decay: np.ndarray | None = None
+    skipped: int = 0
     run: int = 0
 
     @property
     def queries(self) -> int:
         """How many queries may count in any row."""
-        count: int = self.asking.shape[1]
+        count: int = self.counted.shape[1]
         return count
 
     @property
     def coefficient(self) -> np.ndarray | None:
-        """What each query's weights count in their mean, float32 `[Q]`; None for the largest of them."""
+        """Factor of each query's weights in their mean, float32 `[Q]`; None for the largest of them."""
         return None if self.largest else np.full(self.queries, 1 / self.queries, np.float32)
 
-    def pick(self, lse: np.ndarray) -> None:
-        """Leave the queries out that do not count, in their log-sum-exp `[B, Hq, Q]`."""
-        np.copyto(lse, -np.inf, where=~self.asking[:, None])
+    def leave_out(self, lse: np.ndarray) -> None:
+        """Write −inf for the queries that do not count into their log-sum-exp `[B, Hq, Q]`."""
+        np.copyto(lse, -np.inf, where=~self.counted[:, None])
 
-    def take_in(self, average: np.ndarray, weights: np.ndarray) -> None:
-        """Bring averages `[B, Hq, T]` up to date with these queries' mean or largest weights, as many."""
+    def update(self, average: np.ndarray, weights: np.ndarray) -> None:
+        """Update averages `[B, Hq, T]` with these queries' mean or largest weights, of the same shape."""
         old, new = (part[:, :, self.first : self.stop] for part in (average, weights))
         if self.run:
-            new = pull(new, self.run)
+            new = weigh_followers(new, self.run)
         new = new * self.scale[:, None]
-        if self.keeps is None:
+        if self.decay is None:
             moved = old + self.rate[:, None] * (new - old)
         else:
-            moved = np.maximum(old * self.keeps[:, None], new)
-        asked: np.ndarray = np.any(self.asking, axis=1, keepdims=True)
-        np.copyto(old, moved, where=asked[:, :, None])
+            moved = np.maximum(old * self.decay[:, None], new)
+        any_counted: np.ndarray = np.any(self.counted, axis=1, keepdims=True)
+        np.copyto(old, moved, where=any_counted[:, :, None])
 
 
 @dataclass(slots=True)
@@ -112,11 +145,10 @@ class AppendProgress:
 
     Args:
         rule: of the policy.
-        queries: int64 `[B]`, how many have been joined into what is known of the tokens on the host; never changed in
-            place.
+        queries: int64 `[B]`, how many are in A_cpu so far; replaced, never changed in place.
         border: tokens before this one were on the host when the append began; 0 in a prompt, all of which is weighed.
         prompt: whether it is a prompt: nothing has been decoded yet.
-        end: tokens when its last chunk had come, behind which a further one goes on; -1: none does.
+        end: tokens after its last chunk; a further chunk starts there. −1: none can follow.
     """
 
     rule: RetentionRule
@@ -126,9 +158,10 @@ class AppendProgress:
     end: int = 0
 
     def begin(self, past: int, length: int, outside: int) -> bool:
-        """Tokens arrive behind `past` others, which makes `length`; is it no further chunk?
+        """Note that a chunk brings the rows from `past` to `length` tokens, the first `outside` of them on the host.
 
-        The first `outside` tokens are on the host.
+        Returns:
+            Whether it begins a prompt or append, instead of continuing one.
         """
         anew = past != self.end or not past
         if anew:
@@ -141,59 +174,60 @@ class AppendProgress:
         """Keep the rows of an index, in its order."""
         self.queries = self.queries[rows]
 
-    def near(self, window: int) -> int:
-        """A token's first steps, in a window of so many tokens, which say nothing of it."""
-        return 0 if self.rule.steps == "mean" else min(NEAR_STEPS, window // 4)
+    def skipped_steps(self, window: int) -> int:
+        """A token's first steps whose weights do not count, in a window of so many tokens."""
+        return 0 if self.rule.steps == "mean" else min(SKIPPED_STEPS, window // 4)
 
-    def moving(self, alpha: float, window: int) -> dict[str, Any]:
-        """The last arguments of `move_averages` and `update_weights`, with a window of so many tokens."""
+    def step_update(self, alpha: float, window: int) -> dict[str, Any]:
+        """How a decode step updates averages: the last arguments of `move_averages` and `update_weights`."""
         if self.rule.steps == "mean":
             return {"alpha": alpha}
-        return {"alpha": alpha, "share": PEAK_SHARE, "after": self.near(window)}
+        return {"alpha": alpha, "share": PEAK_SHARE, "after": self.skipped_steps(window)}
 
     def spans(self, valid: np.ndarray, length: int, alpha: float, window: int, *, anew: bool) -> list[Span]:
-        """What the newest queries, with `length` tokens in all, say about which tokens.
+        """Which averages the newest queries change, and how.
 
         Args:
-            valid: uint8 `[B, count]`, which of the newest tokens are no padding.
-            length: tokens.
+            valid: uint8 `[B, Q]`, which of the newest tokens are no padding.
+            length: tokens, the newest among them.
             alpha: share of a decode step in an average.
             window: tokens of the window.
             anew: whether it is decided anew which tokens on the host are kept.
         """
-        count, near = valid.shape[1], self.near(window)
+        count, skipped = valid.shape[1], self.skipped_steps(window)
+        # By token: its age in steps, and how many of the new queries it has met; both once more without skipped steps.
         age = length - np.arange(self.border, length)
-        met, far = np.minimum(count, age), np.maximum(age - near, 0)
-        met_far = np.minimum(count, far)
-        keeps = None
+        met, counted_age = np.minimum(count, age), np.maximum(age - skipped, 0)
+        counted_met = np.minimum(count, counted_age)
+        decay = None
         if self.prompt:  # the mean over its last queries
-            among = self.rule.prompt_queries or max(round(1 / alpha), 1)
-            rate = met_far / np.maximum(np.minimum(np.maximum(among, met_far), far), 1)
-        else:  # as many steps
-            among = min(max(round(1 / alpha), 1), self.rule.append_queries or count)
+            most = self.rule.prompt_queries or max(round(1 / alpha), 1)
+            rate = counted_met / np.maximum(np.minimum(np.maximum(most, counted_met), counted_age), 1)
+        else:  # as many decode steps
+            most = min(max(round(1 / alpha), 1), self.rule.append_queries or count)
             left = (1 - alpha) ** met
             rate = np.maximum(1 - left, met / age)
-            keeps = _of_tokens(left) if self.rule.steps == "max" else None
-        asking = newest(valid, among)
-        queries = asking.shape[1]
-        behind = np.pad(asking[:, ::-1].cumsum(1), ((0, 0), (1, 0)))
-        scale = (queries / np.maximum(behind[:, np.minimum(queries, far)], 1)).astype(np.float32)
-        spans = [Span(self.border, length, asking, False, scale, _of_tokens(rate), keeps, near)]
+            decay = _by_token(left) if self.rule.steps == "max" else None
+        counted = newest_queries(valid, most)
+        queries = counted.shape[1]
+        behind = np.pad(counted[:, ::-1].cumsum(1), ((0, 0), (1, 0)))
+        scale = (queries / np.maximum(behind[:, np.minimum(queries, counted_age)], 1)).astype(np.float32)
+        spans = [Span(self.border, length, counted, False, scale, _by_token(rate), decay, skipped)]
         if self.border and anew:
-            spans.append(self._of_append(valid))
+            spans.append(self._host_span(valid))
         return spans
 
-    def _of_append(self, valid: np.ndarray) -> Span:
-        """A_cpu: what an append's queries say about the tokens on the host."""
-        among, run = self.rule.append_queries, self.rule.append_run
-        asking = newest(valid, among or valid.shape[1])
-        before, mine = self.queries, asking.sum(1)
-        self.queries = before + mine
-        most = np.minimum(self.queries, among or self.queries)
-        rate = _of_rows(mine / np.maximum(most, 1))
+    def _host_span(self, valid: np.ndarray) -> Span:
+        """A_cpu: the weights that an append's queries give to the tokens on the host."""
+        most, run = self.rule.append_queries, self.rule.append_run
+        counted = newest_queries(valid, most or valid.shape[1])
+        before, new = self.queries, counted.sum(1)
+        self.queries = before + new
+        joined = np.minimum(self.queries, most or self.queries)
+        rate = _by_row(new / np.maximum(joined, 1))
         if self.rule.append == "mean":
-            scale = _of_rows(asking.shape[1] / np.maximum(mine, 1))
-            return Span(0, self.border, asking, False, scale, rate, run=run)
+            scale = _by_row(counted.shape[1] / np.maximum(new, 1))
+            return Span(0, self.border, counted, False, scale, rate, run=run)
         # Weights of earlier chunks' queries cannot be told from one another: as some are too old to count, all fade.
-        keeps = _of_rows((most - mine) / np.maximum(np.minimum(before, most), 1))
-        return Span(0, self.border, asking, True, np.ones((1, 1), np.float32), rate, keeps, run=run)
+        decay = _by_row((joined - new) / np.maximum(np.minimum(before, joined), 1))
+        return Span(0, self.border, counted, True, np.ones((1, 1), np.float32), rate, decay, run=run)

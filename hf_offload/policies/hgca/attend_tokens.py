@@ -1,4 +1,4 @@
-"""A decode step of HGCA (§3.2, algorithm 2): the window, whose weights are averaged, and the retained tokens."""
+"""A decode step of HGCA: attention to the window and to the retained tokens, and the averages (algorithm 2, §3.3)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import HostPart
+from hf_offload.attention.cpu_partial import CpuPartial
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
 from hf_offload.policies.base import Partial, RunningPartial, Selection
@@ -73,20 +73,20 @@ def queue_attention(step: HostStep, window: Selection) -> tuple[Partial, ...]:
 
 
 def _queue_averages(step: HostStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
-    """Queue what moves the averages of the window's tokens, behind their scores and the log-sum-exp of these."""
+    """Queue the update of the window's averages, behind the launch that writes the scores and their log-sum-exp."""
     mass.reserve(step.num_blocks * step.block_size, scores.shape[1])
     average, blocks = mass.average, mass.window_blocks
     first = mass.evicted * step.block_size
-    launch = move_averages(average, scores, lse, first, step.length, **mass.moving)
+    launch = move_averages(average, scores, lse, first, step.length, **mass.step_update)
     step.as_long_as(lambda: mass.average is average and mass.window_blocks == blocks)
     if not step.store.padding.ragged:
         step.add(launch, "averages", length=True)
         return
     before: list[np.ndarray] = []
 
-    def remember(step: HostStep) -> None:  # of rows whose newest token is padding: its weights say nothing
-        silent = mass.silent(step.length)
-        before[:] = [] if silent is None else [silent, average[silent]]
+    def remember(step: HostStep) -> None:
+        rows = mass.rows_at_padding(step.length)
+        before[:] = [] if rows is None else [rows, average[rows]]
 
     def put_back(step: HostStep) -> None:
         if before:
@@ -100,8 +100,8 @@ def _queue_averages(step: HostStep, mass: TokenMass, scores: np.ndarray, lse: np
 # --- two memories ----------------------------------------------------------------------------------------------------
 
 
-class RetainedPart(HostPart):
-    """The CPU's part, whose tokens the host knows: the query alone comes from the device.
+class RetainedPart(CpuPartial):
+    """The CPU's part: attention to the retained tokens, for which only the query comes from the device.
 
     Args:
         layer: the layer.
@@ -113,7 +113,7 @@ class RetainedPart(HostPart):
         self._retained: RetainedTokens | None = None
 
     def attend(self, step: TieredStep, retained: RetainedTokens) -> RetainedPart:
-        """Start to attend retained tokens with the step's query."""
+        """Start attention to retained tokens with the step's query."""
         self.cancel()
         self._retained = retained
         self.start(step, None, correct=False, label="attention to retained tokens")
@@ -134,7 +134,7 @@ class RetainedPart(HostPart):
         flag: torch.Tensor | None = None,
         epoch: torch.Tensor | None = None,
     ) -> None:
-        assert flag is None, "HGCA's steps are not captured: the host decides in them"
+        assert flag is None, "HGCA's steps are not captured: the host selects tokens in them"
         self.layer.mirror.pause()
         self.query.copy_(query, non_blocking=True)
 
@@ -162,19 +162,19 @@ def attend_on_both_sides(step: TieredStep, window: Selection | None) -> tuple[Pa
     assert window is not None, "with two memories the window is resident"
     part: RetainedPart | None = None
     if mass.retained.counts.any():
-        part = step.layer.host_part
+        part = step.layer.cpu_partial
         if part is None or not part.fits(step.query, 0):
-            part = step.layer.host_part = RetainedPart(step.layer, step.query)
+            part = step.layer.cpu_partial = RetainedPart(step.layer, step.query)
         part.attend(step, mass.retained)
     found = step.attend_device(window)
     if step.fresh:
         assert mass.resident is not None
-        average, silent = mass.resident.average, mass.silent(step.length)
-        before = None if silent is None else average[silent]
+        average, rows = mass.resident.average, mass.rows_at_padding(step.length)
+        before = None if rows is None else average[rows]
         update_weights(
             average, step.query, step.resident.pool, window.slots, window.blocks, window.counts, step.limits,
-            step.mirror.valid(), found.lse.logsumexp(-1), **step.scores._asdict(), **mass.moving,
+            step.mirror.valid(), found.lse.logsumexp(-1), **step.scores._asdict(), **mass.step_update,
         )  # fmt: skip
         if before is not None:
-            average[silent] = before
+            average[rows] = before
     return (found,) if part is None else (found, part)

@@ -1,8 +1,8 @@
-"""HGCA (Deng et al. 2025): dense attention over a window on the device, per-head sparse attention on the CPU."""
+"""HGCA (Deng et al. 2025): dense attention to a window on the device, per-head sparse attention on the CPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -10,9 +10,9 @@ import torch
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens
 from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
-from hf_offload.policies.hgca.append import averages_for
+from hf_offload.policies.hgca.append import RetentionRule, average_capacity
 from hf_offload.policies.hgca.attend_tokens import attend_on_both_sides, queue_attention
-from hf_offload.policies.hgca.rule import RetentionRule, Rule
+from hf_offload.policies.hgca.kernels.compact import Rule
 from hf_offload.policies.hgca.token_mass import TokenMass, token_mass_fields
 
 if TYPE_CHECKING:
@@ -93,11 +93,8 @@ class HGCA(Policy):
 
     @property
     def rule(self) -> RetentionRule:
-        """Which tokens are retained, and by which weights."""
-        return RetentionRule(
-            self.alpha, self.beta, self.group, self.steps, self.append, self.append_queries, self.append_run,
-            self.prompt_queries, self.reevaluate, self.sinks,
-        )  # fmt: skip
+        """The knobs by which tokens are retained."""
+        return RetentionRule(**{knob.name: getattr(self, knob.name) for knob in fields(RetentionRule)})
 
     @property
     def requirements(self) -> Requirements:
@@ -111,7 +108,7 @@ class HGCA(Policy):
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
         """Averages of resident tokens on the device; on the host averages and marks of all tokens."""
         heads = max(sizes.query_heads)
-        tokens = sizes.rows * averages_for(sizes.tokens, 0, sizes.block_size)
+        tokens = sizes.rows * average_capacity(sizes.tokens, 0, sizes.block_size)
         return 4 * sizes.rows * heads * slots * sizes.block_size, tokens * (4 * heads + sizes.kv_heads)
 
     def new_state(self, layer: HybridLayer) -> TokenMass:

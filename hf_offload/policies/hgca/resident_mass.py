@@ -1,4 +1,4 @@
-"""Averages of attention weights of the tokens that are resident, where the device moves them."""
+"""Moving averages of resident tokens' attention weights, on the device that updates them (HGCA §3.2.1)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_offload.cache.resident_set import FREE, ResidentSet
 
 
 class ResidentMass:
-    """`average` `[B, Hq, R, block_size]` fp32 on the device, by slot; those of other tokens lie in `TokenMass`.
+    """`average` `[B, Hq, R, block_size]` fp32 on the device, by slot; `TokenMass` has those of other tokens.
 
     Args:
         resident: the slots.
-        average: float32 `[B, Hq, T]`, of all tokens, of which those in blocks from `first` on are taken.
-        first: block.
+        average: float32 `[B, Hq, T]`, of all tokens; those in blocks from `first` on are copied.
+        first: the first block of the window.
     """
 
     def __init__(self, resident: ResidentSet, average: np.ndarray, first: int) -> None:
@@ -46,11 +46,11 @@ class ResidentMass:
         return self._grouped().gather(3, self._index(first, stop)).flatten(3).flatten(1, 2)
 
     def open(self, block: int) -> None:
-        """A block has got a slot: its tokens begin with 0."""
+        """Set the averages of a block that got a slot to 0."""
         self._grouped().scatter_(3, self._index(block, block + 1), 0.0)
 
     def write_back(self, average: np.ndarray, first: int) -> None:
-        """Write all that are resident from block `first` on to `[B, Hq, T]`; a block whose copy failed is not."""
+        """Copy those of blocks from `first` on to `[B, Hq, T]`, except of blocks without a slot (a copy failed)."""
         store, size = self.resident.store, self.resident.store.block_size
         stop = store.num_blocks
         there = (self.resident.slot_of[:, :, first:stop] >= 0).cpu().numpy()
@@ -58,7 +58,11 @@ class ResidentMass:
         np.copyto(average[:, :, first * size : stop * size], self.read(first, stop).cpu().numpy(), where=there)
 
     def leave(self, first: int, stop: int) -> tuple[Callable[[np.ndarray], None], Callable[[], None]]:
-        """Blocks leave the window: what brings their averages to `[B, Hq, T]`, in a thread; what frees their slots."""
+        """Start to copy the averages of blocks that leave the window to the host.
+
+        Returns:
+            A function for the job, which waits for the copy and writes it to `[B, Hq, T]`; one that frees the slots.
+        """
         values, wait = brought(self.read(first, stop), "averages of attention weights")
         size, resident = self.resident.store.block_size, self.resident
 

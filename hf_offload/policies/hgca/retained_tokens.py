@@ -1,4 +1,4 @@
-"""HGCA's context cache: the retained tokens of each row and KV head, in lists of their own lengths (§3.3)."""
+"""HGCA's context cache: ragged per-head lists of retained tokens, stored contiguously (sections 3.3 and 4)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cpu.kernels.move_records import copy_records
 from hf_offload.cpu.launch import Launch
-from hf_offload.policies.hgca.kernels.retain import copy_kept
-from hf_offload.policies.hgca.rule import Rule
+from hf_offload.policies.hgca.kernels.compact import compact_tokens
 
 LIST_STEP = 4
-"""Lists get room for so many blocks more at a time: what a kernel was prepared with stays good until then."""
+"""Lists grow by a multiple of so many blocks; a prepared launch stays valid until they do."""
 
 
 class RetainedTokens:
-    """K and V of kept tokens, contiguous for each row and KV head: list row · Hkv + head, in ascending order.
+    """K and V of retained tokens, contiguous for each row and KV head: list row · Hkv + head, in ascending order.
 
-    Lists lie in blocks of a pool with one KV head, so that rows and forks share what they both hold, and whoever
-    appends to a shared block gets a copy first. To a kernel the lists are rows with one KV head.
+    Lists lie in blocks of a pool with one KV head. Rows and forks share the blocks that they both hold; an append to a
+    shared block copies it first. To an attention kernel each list is a row with one KV head.
 
     Args:
         lists: rows times KV heads.
         block_size, head_dim, dtype: as of the tokens' own blocks.
-        room: blocks that each list has room for at first; how it is cut into tasks, and so rounded, depends on that.
+        room: blocks that each list has room for at first. The kernel cuts lists into tasks by it, so rounding depends
+            on it.
     """
 
     def __init__(self, lists: int, block_size: int, head_dim: int, dtype: torch.dtype, room: int = 0) -> None:
@@ -38,13 +38,11 @@ class RetainedTokens:
         self._shape(lists, room)
 
     def _shape(self, lists: int, blocks: int) -> None:
-        """Have empty lists with room for so many blocks each."""
+        """Make arrays of empty lists with room for so many blocks each."""
         tokens = blocks * self.block_size
         self.table = np.zeros((lists, blocks), np.int32)
         self.positions = np.zeros((lists, tokens), np.int32)
-        """Which tokens of their rows the lists hold."""
-        self.mass = np.zeros((lists, tokens), np.float32)
-        """Their averages of attention weights when they were kept, joined over the group's heads."""
+        """`[lists, E]`, the position in its row of each retained token."""
         self.valid = np.zeros((lists, tokens), np.uint8)
         self.holes = np.ones((lists, blocks), np.uint8)
         self.blocks = np.broadcast_to(np.arange(blocks, dtype=np.int32), (lists, 1, blocks)).copy()
@@ -62,43 +60,33 @@ class RetainedTokens:
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What kernels read of the lists."""
+        """The arrays that kernels read."""
         return self.blocks, self.block_counts, self.table, self.pool.block_ptr, self.valid, self.holes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V, each once."""
+        """Bytes of K and V; a shared block counts once."""
         held = [self.table[i, :n] for i, n in self._held()]
         return self.pool.bytes_of(np.unique(np.concatenate(held))) if held else 0
 
-    def weights(self, index: int) -> np.ndarray:
-        """The averages of a list's tokens, made to sum to one; float32. Source: HGCA, section 3.2.2."""
-        kept = self.mass[index, : self.counts[index]]
-        weights: np.ndarray = kept / max(kept.sum(dtype=np.float32), np.finfo(np.float32).tiny)
-        return weights
-
     def _held(self) -> Iterator[tuple[int, int]]:
+        """Lists that hold blocks, and how many each holds."""
         return ((i, int(n)) for i, n in enumerate(self.block_counts[:, 0]) if n)
 
-    def append(
-        self, k: torch.Tensor, v: torch.Tensor, kept: np.ndarray, more: np.ndarray, first: int, average: np.ndarray,
-        rule: Rule,
-    ) -> Launch:  # fmt: skip
-        """Add the kept ones among a run of tokens, which follow those that are there; the launch copies K and V.
+    def append(self, k: torch.Tensor, v: torch.Tensor, kept: np.ndarray, more: np.ndarray, first: int) -> Launch:
+        """Append the marked ones of a run of tokens behind those that are there; the launch copies K and V.
 
         Args:
             k, v: `[B, Hkv, t, D]`, contiguous, on the CPU: tokens `first` to `first + t - 1`.
-            kept: `[B, Hkv, T]` uint8, by token.
-            more: int64 `[B, Hkv]`, how many of these tokens are kept.
-            first: the number of the first one in its row.
-            average: `[B, Hq, T]` float32.
-            rule: how a group's averages are joined.
+            kept: `[B, Hkv, T]` uint8, marks by token.
+            more: int64 `[B, Hkv]`, how many of these tokens are marked.
+            first: the position of the first one.
         """
         counts = self.counts + more.ravel()
         self._reserve(counts)
-        launch = copy_kept(
-            k, v, kept, first, self.pool.block_ptr, self.table, self.counts.copy(), self.positions, self.mass,
-            average, block_size=self.block_size, kv_dtype=self.dtype, rule=rule,
+        launch = compact_tokens(
+            k, v, kept, first, self.pool.block_ptr, self.table, self.counts.copy(), self.positions,
+            block_size=self.block_size, kv_dtype=self.dtype,
         )  # fmt: skip
         for i in np.flatnonzero(more.ravel()):
             self.valid[i, self.counts[i] : counts[i]] = 1
@@ -107,14 +95,14 @@ class RetainedTokens:
         return launch
 
     def _reserve(self, counts: np.ndarray) -> None:
-        """Have blocks of one's own for lists that grow to these lengths."""
+        """Allocate blocks for lists that grow to these lengths, and copy shared last blocks that they append to."""
         need = (-(-counts // self.block_size)).astype(np.int32)
         widest = int(need.max(initial=0))
         if widest > self.table.shape[1]:
             self._widen(-(-max(widest, self.table.shape[1] * 5 // 4) // LIST_STEP) * LIST_STEP)
         grows = np.flatnonzero(counts > self.counts)
         if self.pool.shared:
-            self._own(grows[self.counts[grows] % self.block_size > 0])
+            self._copy_shared(grows[self.counts[grows] % self.block_size > 0])
         have = self.block_counts[:, 0]
         missing = np.maximum(need - have, 0)
         taken = self.pool.allocate(int(missing.sum()))
@@ -125,7 +113,7 @@ class RetainedTokens:
         np.maximum(have, need, out=have)
 
     def _widen(self, blocks: int) -> None:
-        names = ("table", "positions", "mass", "valid", "holes")
+        names = ("table", "positions", "valid", "holes")
         old: list[np.ndarray] = [getattr(self, name) for name in names]
         counts = self._forget_blocks()
         self._shape(self.lists, blocks)
@@ -134,12 +122,15 @@ class RetainedTokens:
         self.block_counts[:] = counts
 
     def _forget_blocks(self) -> np.ndarray:
-        """How many blocks the lists hold, which hold none until they are told: an interruption may lose blocks."""
+        """Take the lists' block counts away, and return them for the caller to set again.
+
+        An interruption in between then loses blocks, and never releases one twice.
+        """
         counts, self.block_counts = self.block_counts, np.zeros_like(self.block_counts)
         return counts
 
-    def _own(self, lists: np.ndarray) -> None:
-        """Have the last blocks of lists to oneself."""
+    def _copy_shared(self, lists: np.ndarray) -> None:
+        """Replace the last blocks of lists by copies where others hold them, too."""
         for i in lists:
             place = self.counts[i] // self.block_size
             old = self.table[i, place]
@@ -152,12 +143,12 @@ class RetainedTokens:
             self.pool.release(np.array([old]))
 
     def truncate(self, border: int) -> None:
-        """Drop the tokens from number `border` on."""
+        """Drop the tokens from position `border` on."""
         for i in range(self.lists):
             self._cut(i, int(np.searchsorted(self.positions[i, : self.counts[i]], border)))
 
     def cut(self, counts: np.ndarray) -> None:
-        """Keep so many tokens of each list, int64 `[B · Hkv]`."""
+        """Keep the first so many tokens of each list, int64 `[B · Hkv]`."""
         for i in np.flatnonzero(self.counts > counts):
             self._cut(int(i), int(counts[i]))
 
@@ -178,20 +169,20 @@ class RetainedTokens:
         for i in index:
             self.pool.retain(self.table[i, : self.block_counts[i, 0]])
         counts = self._forget_blocks()
-        for name in ("counts", "table", "positions", "mass", "valid", "holes", "blocks"):
+        for name in ("counts", "table", "positions", "valid", "holes", "blocks"):
             setattr(self, name, np.ascontiguousarray(getattr(self, name)[index]))
         self.block_counts = np.ascontiguousarray(counts[index])
         for ids in before:
             self.pool.release(ids)
 
     def fork(self) -> RetainedTokens:
-        """Another one over the same K and V."""
+        """A copy that shares K and V."""
         other = RetainedTokens(self.lists, self.block_size, self.head_dim, self.dtype)
         other.pool = self.pool
-        self.pool.shared = True  # though nothing may be held yet: it outlives each of the two
+        self.pool.shared = True  # even when nothing is held yet: the pool outlives each of the two
         for i, n in self._held():
             self.pool.retain(self.table[i, :n])
-        for name in ("counts", "table", "positions", "mass", "valid", "holes", "blocks", "block_counts"):
+        for name in ("counts", "table", "positions", "valid", "holes", "blocks", "block_counts"):
             setattr(other, name, getattr(self, name).copy())
         return other
 

@@ -1,4 +1,4 @@
-"""How much each token of a layer was attended, and which of those that left the window are retained (HGCA §3.2)."""
+"""Moving averages of attention weights (MAW) of a layer's tokens, and the retention that they decide (HGCA §3.2)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from hf_offload.cpu.thread_pool import Job
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST
 from hf_offload.policies.base import LayerState
-from hf_offload.policies.hgca.append import AppendProgress, Span, averages_for
-from hf_offload.policies.hgca.kernels.query_lse import query_lse
-from hf_offload.policies.hgca.kernels.query_mass import weigh_tokens
-from hf_offload.policies.hgca.kernels.retain import count_kept
+from hf_offload.policies.hgca.append import AppendProgress, RetentionRule, Span, average_capacity
+from hf_offload.policies.hgca.kernels.compact import mark_retained
+from hf_offload.policies.hgca.kernels.query_weights import query_lse, weigh_tokens
 from hf_offload.policies.hgca.resident_mass import ResidentMass
 from hf_offload.policies.hgca.retained_tokens import LIST_STEP, RetainedTokens
-from hf_offload.policies.hgca.rule import RetentionRule
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
@@ -31,21 +29,21 @@ if TYPE_CHECKING:
     from hf_offload.cache.stats import LayerStats
 
 TILE = 4096
-"""Tokens that are looked at and copied at a time."""
+"""Tokens that are marked and copied at a time."""
 KEEP_ALL = -np.inf
 """A threshold that every valid token exceeds."""
 
 
 @dataclass(slots=True)
 class _Decision:
-    """What is being decided, and what holds once it is.
+    """What a running job decides, for `TokenMass` to adopt when it has ended.
 
     Args:
-        evicted: blocks that have left the window then.
-        counts: `[B · Hkv]`, tokens that the lists hold now.
-        retained, kept: in place of those that are there; None: they are added to.
+        evicted: blocks that have left the window by then.
+        counts: `[B · Hkv]`, tokens in the lists when the job began.
+        retained, kept: lists and marks that replace the present ones (re-evaluation); None: the job adds to these.
         free: frees the slots of the blocks that leave.
-        began, seconds: when it was asked for, and how long it took.
+        began, seconds: when the job was made, and how long it took.
     """
 
     evicted: int
@@ -59,10 +57,10 @@ class _Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What was known before a chunk of a prompt or append, which wrote beside it: no array of it is written any more.
+    """The state before a chunk of a prompt or append, whose `append` makes new arrays and writes none of these.
 
     Args:
-        length: tokens that there were.
+        length: tokens of the rows.
         since, window_blocks, evicted, average, kept, known, retained, progress: as in `TokenMass`.
     """
 
@@ -79,13 +77,13 @@ class _Before:
 
 @dataclass(slots=True)
 class _Snapshot:
-    """What was known between two decode steps.
+    """The state between two decode steps, which `restore` returns to.
 
     Args:
         evicted: blocks that had left the window.
-        counts: `[B · Hkv]`, tokens that were retained.
+        counts: `[B · Hkv]`, retained tokens.
         average: `[B, Hq, W]`, of the tokens of the window; resident: `[B, Hq, R, block_size]`, of the resident ones.
-        progress: how far the last append was.
+        progress: of the last append.
     """
 
     evicted: int
@@ -96,16 +94,16 @@ class _Snapshot:
 
 
 class TokenMass(LayerState):
-    """The moving averages of attention weights of a layer's tokens, and the tokens that are retained by them.
+    """State of a layer: the moving average of each token's attention weights, and the tokens retained by them.
 
-    Blocks before `evicted` have left the window; of their tokens `retained` holds those that are kept. What is decided
-    when blocks leave, or after a prompt or append, is decided by a thread beside the model's; `settle` waits for it.
+    Blocks before `evicted` have left the window; `retained` holds K and V of their marked tokens. A job in a worker
+    thread marks and copies tokens when blocks leave the window, and after a prompt or append; `settle` waits for it.
     Source: HGCA, section 3.2, algorithm 1.
 
     Args:
-        layer: whose blocks are there, and empty; blocks leave later by its number, not all layers' at once.
-        rule: what is kept.
-        window_tokens: how large the window is, by the number of cached tokens; None: as large as what is resident.
+        layer: its store is there, and empty. Its index staggers evictions, so that layers do not evict all at once.
+        rule: which tokens are retained.
+        window_tokens: tokens of the window, by the number of cached tokens; None: as many as are resident.
     """
 
     def __init__(
@@ -116,25 +114,25 @@ class TokenMass(LayerState):
         self.rule, self.worker, self.stats, self.window_tokens = rule, layer.settings.worker, layer.stats, window_tokens
         self.stagger = layer.index % store.block_size
         self.window_blocks = self._window_of(layer)
-        """Blocks of the window; there may be one more, until the oldest one's tokens have been looked at."""
+        """Blocks of the window; there may be one more, while a job marks the oldest one's tokens."""
         lists = store.batch * store.num_kv_heads
         self.retained = RetainedTokens(lists, store.block_size, store.head_dim, store.dtype)
         self.evicted = 0
         self.average = np.zeros((store.batch, 0, 0), np.float32)
-        """`[B, Hq, T]`, by token; with two memories the resident tokens' own lie on the device meanwhile."""
+        """`[B, Hq, T]`, by token; with two memories `resident` has those of resident tokens."""
         self.kept = np.zeros((store.batch, store.num_kv_heads, 0), np.uint8)
-        """`[B, Hkv, T]`, 1 for tokens before the window that are kept."""
+        """`[B, Hkv, T]`, 1 for retained tokens."""
         self.known = np.ones(store.batch, bool)
-        """`[B]`, whether averages come from attention: a cache that was taken over has none, and keeps every token."""
+        """`[B]`, whether averages come from attention. Where they do not, every token that leaves is retained."""
         self.progress = AppendProgress(rule, np.zeros(store.batch, np.int64))
         self.since = 0
-        """Tokens before the last prompt or append, all its chunks: what was known of these is gone."""
+        """Tokens before the last prompt or append, all its chunks: their earlier averages are gone."""
         self._before: _Before | None = None
-        """Until something else happens than that the chunk is taken back."""
+        """There from `before_append` until anything but a crop of that chunk happens."""
         self._whole: tuple[int, int, np.ndarray, RetainedTokens] | None = None
-        """Of a crop that is prepared: tokens, and what `_keep_whole` gave for them."""
+        """Of a prepared crop: its length, and what `_keep_whole` returned for it."""
         self.resident: ResidentMass | None = None
-        """The averages of what is resident, with two memories."""
+        """The averages of resident tokens, with two memories."""
         self._job: Job | None = None
         self._decision: _Decision | None = None
 
@@ -144,10 +142,10 @@ class TokenMass(LayerState):
 
     @property
     def slots(self) -> int:
-        return self.window_blocks + 1  # one for the block whose tokens are being looked at
+        return self.window_blocks + 1  # one for the block whose tokens a job marks
 
     def _window_of(self, layer: HybridLayer) -> int:
-        """Blocks of the window with the tokens that are there now."""
+        """Blocks of the window, by the number of tokens cached now."""
         tokens, size = self.window_tokens(layer.past), self.store.block_size
         if tokens is not None:
             return -(-tokens // size)
@@ -160,26 +158,27 @@ class TokenMass(LayerState):
 
     @property
     def alpha(self) -> float:
-        """How fast averages forget."""
+        """Share of a step in the averages (algorithm 1, line 6)."""
         return self.rule.alpha or 1 / self.window_size
 
     @property
-    def moving(self) -> dict[str, Any]:
+    def step_update(self) -> dict[str, Any]:
         """The last arguments of `move_averages` and `update_weights`."""
-        return self.progress.moving(self.alpha, self.window_size)
+        return self.progress.step_update(self.alpha, self.window_size)
 
-    def due(self, length: int) -> int:
-        """Blocks that have left the window once the rows have `length` tokens; what has left it does not come back."""
+    def _due(self, length: int) -> int:
+        """Blocks outside the window once the rows have `length` tokens; a block that has left does not come back."""
         return max(self._outside(length), self.evicted)
 
     def _outside(self, length: int) -> int:
+        """Blocks before a window that ends at `length`."""
         return max((length - self.stagger) // self.store.block_size + 1 - self.window_blocks, 0)
 
     def reserve(self, length: int, query_heads: int) -> None:
-        """Have averages for so many tokens; those of tokens that are new begin with 0."""
+        """Allocate averages and marks for so many tokens; new ones are 0."""
         have = self.average.shape[2]
         if have < length or self.average.shape[1] != query_heads:
-            tokens = averages_for(length, have, self.store.block_size)
+            tokens = average_capacity(length, have, self.store.block_size)
             average = np.zeros((self.store.batch, query_heads, tokens), np.float32)
             kept = np.zeros((*self.kept.shape[:2], tokens), np.uint8)
             if self.average.shape[1] == query_heads:
@@ -187,13 +186,13 @@ class TokenMass(LayerState):
             kept[:, :, : self.kept.shape[2]] = self.kept
             self.average, self.kept = average, kept
 
-    # --- in flight ---------------------------------------------------------------------------------------------------
+    # --- the job in flight --------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for what is being decided; it holds from here on.
+        """Wait for the job, and adopt what it has decided.
 
         Raises:
-            WorkerError: it failed, or does not end in time. Then nothing was decided: the blocks are still in the
+            WorkerError: it failed, or does not end in time. Then nothing is decided: the blocks are still in the
                 window, or the old lists stay, and every token that leaves the window until the next append is kept.
         """
         job, decision = self._job, self._decision
@@ -203,7 +202,7 @@ class TokenMass(LayerState):
         try:
             job.result()
         except BaseException:
-            if job.foreign:  # whoever was at work in the lists is not here, and may have left a lock closed
+            if job.foreign:  # the thread that wrote into the lists stayed in the parent process, perhaps with a lock
                 self.retained = self._copy_marked(self.kept, self.evicted)
             if job.done():
                 self.retained.cut(decision.counts)
@@ -239,7 +238,7 @@ class TokenMass(LayerState):
     # --- a prompt or an append ---------------------------------------------------------------------------------------
 
     def before_append(self, layer: HybridLayer) -> None:
-        """Remember what is known, beside which `append` writes."""
+        """Remember the state, for a crop of the chunk; `append` makes new arrays beside it."""
         self.settle()
         self._before = _Before(
             self.store.length, self.since, self.window_blocks, self.evicted, self.average, self.kept, self.known,
@@ -247,7 +246,7 @@ class TokenMass(LayerState):
         )  # fmt: skip
 
     def append(self, layer: HybridLayer, query: torch.Tensor, scores: Scores) -> None:
-        """Let the queries of the newest tokens weigh what is cached (§3.2.2, re-evaluation)."""
+        """Start to weigh the cached tokens by the new queries, and to retain tokens by that (§3.2.2, re-evaluation)."""
         self.settle()
         store, rule, count, progress = self.store, self.rule, query.shape[2], replace(self.progress)
         length, past, size = store.length, store.length - query.shape[2], store.block_size
@@ -263,10 +262,10 @@ class TokenMass(LayerState):
         spans = progress.spans(valid, length, self.alpha, self.window_size, anew=anew)
         most = max(span.queries for span in spans)
         there, wait = brought(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
-        queries, silent = there.numpy(), valid.max(1) == 0
+        queries, all_padding = there.numpy(), valid.max(1) == 0
         if anew:
             retained, first = RetainedTokens(self.retained.lists, size, store.head_dim, store.dtype), 0
-            self.known |= ~silent | progress.prompt
+            self.known |= ~all_padding | progress.prompt
         else:
             retained, first = self.retained.fork(), border // size
             retained.truncate(border)
@@ -277,12 +276,13 @@ class TokenMass(LayerState):
             store.settle()
             for span in spans:
                 yield from self._weigh(span, queries, length, scores)
-            yield from self._retain(retained, kept, range(first, evicted), border, length, silent)
+            yield from self._retain(retained, kept, range(first, evicted), border, length, all_padding)
 
         decision = _Decision(evicted, self.retained.counts.copy(), retained, kept)
         self._start(stages(), decision, f"what {count} tokens leave to the CPU in layer {self.stats.layer}")
 
     def _weigh(self, span: Span, queries: np.ndarray, length: int, scores: Scores) -> Iterator[Launch]:
+        """Update the averages of a span's tokens with the weights that the newest queries give them."""
         store, padding = self.store, self.store.padding
         mine = np.ascontiguousarray(queries[:, :, queries.shape[2] - span.queries :])
         lse = np.empty(mine.shape[:3], np.float32)
@@ -295,15 +295,15 @@ class TokenMass(LayerState):
             "packed": store.format.packs, "kv_heads": store.num_kv_heads,
         }  # fmt: skip
         yield query_lse(*where, **form)
-        span.pick(lse)
+        span.leave_out(lse)
         weights = np.empty_like(self.average)
-        yield weigh_tokens(*where, span.coefficient, weights, near=span.near, **form)
-        span.take_in(self.average, weights)
+        yield weigh_tokens(*where, span.coefficient, weights, skipped=span.skipped, **form)
+        span.update(self.average, weights)
 
     # --- blocks that leave the window --------------------------------------------------------------------------------
 
-    def silent(self, length: int) -> np.ndarray | None:
-        """Rows whose newest token of `length` is padding, so that its weights say nothing; None if there is none."""
+    def rows_at_padding(self, length: int) -> np.ndarray | None:
+        """Rows whose newest token of `length` is padding: its weights do not count. None if there is none."""
         padding = self.store.padding
         if not padding.ragged:
             return None
@@ -311,77 +311,79 @@ class TokenMass(LayerState):
         return rows if len(rows) else None
 
     def token(self, layer: HybridLayer) -> None:
-        """Begin to look at the tokens of blocks that have left the window (algorithm 1)."""
+        """Start to select among the tokens of blocks that leave the window (algorithm 1, lines 10 to 24)."""
         self._before = None
         self._evict()
 
     def before_token(self, layer: HybridLayer) -> None:
-        """Have all that should have left the window out of it: what is decided now is waited for."""
+        """Evict at once blocks that are still inside the window and belong outside, as after a job that failed."""
         self.settle()
-        if self.due(self.store.length) > self.evicted:
+        if self._due(self.store.length) > self.evicted:
             self._before = None
             self._evict()
             self.settle()
 
     def _evict(self) -> None:
-        length, evicted = self.store.length, self.due(self.store.length)
+        length, evicted = self.store.length, self._due(self.store.length)
         if evicted == self.evicted:
             return
         self.settle()
         self.reserve(length, self.average.shape[1])
         first, retained, average = self.evicted, self.retained, self.average
         arrive, free = (None, None) if self.resident is None else self.resident.leave(first, evicted)
-        border, silent = first * self.store.block_size, np.zeros(self.store.batch, bool)
+        border, nobody = first * self.store.block_size, np.zeros(self.store.batch, bool)
 
         def stages() -> Iterator[Launch]:
             if arrive is not None:
                 arrive(average)
             self.store.settle()
-            yield from self._retain(retained, self.kept, range(first, evicted), border, length, silent)
+            yield from self._retain(retained, self.kept, range(first, evicted), border, length, nobody)
 
         decision = _Decision(evicted, retained.counts.copy(), free=free)
         self._start(stages(), decision, f"what block {evicted - 1} of layer {self.stats.layer} leaves to the CPU")
 
     def _retain(
-        self, retained: RetainedTokens, kept: np.ndarray, blocks: range, border: int, length: int, silent: np.ndarray
+        self, retained: RetainedTokens, kept: np.ndarray, blocks: range, border: int, length: int, frozen: np.ndarray
     ) -> Iterator[Launch]:
-        """Mark the tokens of blocks that are kept, and append them to lists. Source: HGCA, algorithm 1, lines 19-24.
+        """Mark tokens whose average exceeds the threshold, and append them to lists (algorithm 1, lines 19 to 24).
 
         Args:
             retained: the lists.
             kept: uint8 `[B, Hkv, T]`, marks, written.
-            blocks: those that have left the window, or of them those that are not in the lists.
-            border: tokens before this one shared their weights among one another, the others with all up to `length`.
+            blocks: blocks outside the window that are not in the lists.
+            border: tokens before this one share their weights among one another (A_cpu), the others with all up to
+                `length` (A_gpu).
             length: tokens.
-            silent: bool `[B]`, rows in which nothing changes about the tokens before `border`.
+            frozen: bool `[B]`, rows whose marks before `border` stay as they are.
         """
         store = self.store
         valid, size = store.padding.valid, store.block_size
-        old, new = (self._thresholds(valid[:, part]) for part in (slice(border), slice(border, length)))
+        new = self._thresholds(valid[:, border:length])
+        old = self._thresholds(valid[:, :border]) if blocks.start * size < border else new
         counts = np.zeros((store.batch, store.num_kv_heads), np.int64)
         for start in range(blocks.start * size, blocks.stop * size, TILE):
             stop = min(start + TILE, blocks.stop * size)
             shared = slice(start, max(min(stop, border), start))
-            before = kept[silent, :, shared]
-            yield count_kept(
+            before = kept[frozen, :, shared]
+            yield mark_retained(
                 self.average, valid, old, new, border, start, stop, kept, counts, kv_heads=store.num_kv_heads,
                 rule=self.rule.group,
             )  # fmt: skip
-            kept[silent, :, shared] = before
-            self._keep_sinks(kept, start, stop)
-            if before.size or self.rule.sinks:  # others than the kernel has counted
+            kept[frozen, :, shared] = before
+            self._mark_sinks(kept, start, stop)
+            if before.size or self.rule.sinks:  # marks other than those that the kernel has counted
                 counts[:] = kept[:, :, start:stop].sum(2, dtype=np.int64)
             yield from self._copy(retained, kept, start, stop, counts)
 
     def _thresholds(self, valid: np.ndarray) -> np.ndarray:
-        """What averages must exceed in each row, float32 `[B]`, where tokens with these marks shared the weights."""
+        """β / A.size, float32 `[B]`, by the marks `[B, t]` of the tokens that share the weights."""
         if self.rule.beta == 0:
             return np.full(len(valid), KEEP_ALL, np.float32)
         shares = self.rule.beta / np.maximum(valid.sum(1), 1)
         return np.where(self.known, shares, KEEP_ALL).astype(np.float32)
 
-    def _keep_sinks(self, kept: np.ndarray, start: int, stop: int) -> None:
-        """Mark the rows' first tokens, which are kept whatever their weights."""
+    def _mark_sinks(self, kept: np.ndarray, start: int, stop: int) -> None:
+        """Mark the rows' first tokens, which are retained whatever their weights."""
         padding, sinks = self.store.padding, self.rule.sinks
         for row, begin in enumerate(padding.first if sinks else ()):
             low, high = max(int(begin), start), min(int(begin) + sinks, stop)
@@ -391,7 +393,7 @@ class TokenMass(LayerState):
     def _copy(
         self, retained: RetainedTokens, kept: np.ndarray, start: int, stop: int, counts: np.ndarray
     ) -> Iterator[Launch]:
-        """Append those of the tokens `start` to `stop - 1` that are marked, `[B, Hkv]` of them, to lists."""
+        """Append the marked ones of the tokens `start` to `stop - 1`, `[B, Hkv]` of them, to lists."""
         store = self.store
         if not counts.any():
             return
@@ -399,10 +401,10 @@ class TokenMass(LayerState):
         k, v = (host_empty(shape, store.format.gather_dtype, brief=True, what="kept tokens") for _ in range(2))
         yield store.gathering(k, v, start)
         k, v = store.narrowed(k), store.narrowed(v)
-        yield retained.append(k, v, kept, counts, start, self.average, self.rule.group)
+        yield retained.append(k, v, kept, counts, start)
 
     def _copy_marked(self, kept: np.ndarray, evicted: int, room: int = 0) -> RetainedTokens:
-        """New lists of all tokens that are marked, at once.
+        """Make new lists of all marked tokens, in this thread.
 
         Args:
             kept: uint8 `[B, Hkv, T]`, marks of the tokens of `evicted` blocks at least.
@@ -420,7 +422,7 @@ class TokenMass(LayerState):
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def adopted(self, layer: HybridLayer) -> None:
-        if not self.average.size:  # of a cache that was taken over; otherwise the window is the last append's
+        if not self.average.size:  # a cache that was taken over; otherwise the window is the last append's
             self.window_blocks = self._window_of(layer)
         self._keep_all()
 
@@ -429,17 +431,17 @@ class TokenMass(LayerState):
             self._keep_all()
 
     def _keep_all(self) -> None:
-        """Keep every valid token until the next append: nobody knows how much they were attended."""
+        """Retain every valid token until the next append: its attention weights are unknown."""
         self._before = None
         self._cut(self.store.length)
         self._adopt_whole(*self._keep_whole(self.store.length))
 
     def _keep_whole(self, length: int) -> tuple[int, np.ndarray, RetainedTokens]:
-        """Blocks out of the window, marks and lists, where the first `length` tokens are all kept."""
+        """Evicted blocks, marks and lists with which all of the first `length` tokens are retained."""
         size, valid = self.store.block_size, self.store.padding.valid
         self.reserve(length, max(self.average.shape[1], self.store.num_kv_heads))
         evicted, kept = max(self._outside(length), min(self.evicted, length // size)), np.zeros_like(self.kept)
-        if stop := evicted * size:  # without any token nobody knows how many rows come
+        if stop := evicted * size:  # an empty cache may not know its rows yet
             kept[:, :, :stop] = valid[:, None, :stop]
         return evicted, kept, self._copy_marked(kept, evicted)
 
@@ -451,16 +453,16 @@ class TokenMass(LayerState):
         self._whole = (length, *self._keep_whole(length)) if self._loses_all(length) else None
 
     def _loses_all(self, length: int) -> bool:
-        """Whether a crop takes the last append whole, and nobody can tell any more what was known before it."""
+        """Whether a crop removes the last append whole, and the averages from before it are gone."""
         before = self._before
         since = self.since if before is None or length > before.length else before.since
         return 0 < length <= since
 
     def crop(self, layer: HybridLayer, length: int) -> None:
-        """Keep the first `length` tokens; nothing is in flight.
+        """Keep the first `length` tokens; no job is in flight.
 
-        What was known before the last chunk of a prompt or append comes back where that alone is taken back, as when
-        its forward fails. A crop that reaches further back keeps every token.
+        A crop of the last chunk of a prompt or append alone, as when its forward fails, restores the state before it.
+        A crop that reaches further back retains every token.
         """
         loses_all, before, whole = self._loses_all(length), self._before, self._whole
         self._whole = None
@@ -469,14 +471,14 @@ class TokenMass(LayerState):
             self.since, self.window_blocks, self.evicted = before.since, before.window_blocks, before.evicted
             self.average, self.kept, self.known = before.average, before.kept, before.known
             self.retained, self.progress = before.retained, before.progress
-        if length < self.progress.end:  # what comes next is no part of what has been cropped
+        if length < self.progress.end:  # a later chunk does not continue the cropped one
             self.progress.end = -1
         self._cut(length)
         if loses_all:
             self._adopt_whole(*(whole[1:] if whole is not None and whole[0] == length else self._keep_whole(length)))
 
     def _cut(self, length: int) -> None:
-        """Know nothing of the tokens from `length` on."""
+        """Forget the tokens from `length` on."""
         size = self.store.block_size
         self.evicted = min(self.evicted, length // size)
         self.progress.border = min(self.progress.border, self.evicted * size)
@@ -493,7 +495,7 @@ class TokenMass(LayerState):
         if self.resident is not None:
             self.resident.select_rows(index)
 
-    # --- what is resident --------------------------------------------------------------------------------------------
+    # --- resident tokens ----------------------------------------------------------------------------------------------
 
     def placed(self, layer: HybridLayer, query_heads: int | None = None) -> None:
         assert layer.resident is not None
@@ -510,12 +512,12 @@ class TokenMass(LayerState):
         self.resident = None
 
     def _write_back(self) -> None:
-        """Know the averages of all resident tokens here, too."""
+        """Copy the averages of resident tokens to `average`."""
         if self.resident is not None and self.evicted < self.store.num_blocks:
             self.reserve(self.store.num_blocks * self.store.block_size, self.resident.average.shape[1])
             self.resident.write_back(self.average, self.evicted)
 
-    # --- what lasts --------------------------------------------------------------------------------------------------
+    # --- forks, drafts, files -----------------------------------------------------------------------------------------
 
     def snapshot(self) -> _Snapshot:
         self.settle()
@@ -545,7 +547,7 @@ class TokenMass(LayerState):
             self.placed(layer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of it; nothing is in flight."""
+        """Averages, marks and numbers; no job is in flight."""
         self._write_back()
         progress, length = self.progress, self.store.length
         numbers = (self.window_blocks, self.evicted, progress.border, progress.prompt, progress.end, self.since)
@@ -566,7 +568,7 @@ class TokenMass(LayerState):
         self.reserve(average.shape[2], average.shape[1])
         self.average[:, :, : average.shape[2]], self.kept[:, :, : kept.shape[2]] = average, kept
         blocks, self.evicted, border, prompt, end, self.since = tensors["numbers"].tolist()
-        if self.window_tokens(0) is not None:  # otherwise it is as large as what is resident here
+        if self.window_tokens(0) is not None:  # otherwise the window is as large as what is resident here
             self.window_blocks = blocks
         self.known = tensors["known"].numpy().copy()
         self.progress = AppendProgress(self.rule, tensors["queries"].numpy().copy(), border, bool(prompt), end)
@@ -581,9 +583,9 @@ class TokenMass(LayerState):
 
 
 def token_mass_fields(sizes: LayerSizes, windows: range) -> dict[str, Field]:
-    """What `TokenMass.tensors` gives for a layer, whose window may have so many blocks."""
+    """The fields of `TokenMass.tensors` for a layer whose window may have so many blocks."""
     rows, tokens, known = sizes.rows, sizes.tokens, sizes.query_heads
-    # A cache that was taken over does not know the query heads before something is resident.
+    # A cache that was taken over has averages by KV head until something is resident.
     heads = known if sizes.placed or sizes.kv_heads in known else {sizes.kv_heads, *known}
     least, most = (windows.start, 0, 0, 0, -1, 0), (windows.stop - 1, sizes.full_blocks, tokens, 1, tokens, tokens)
     return {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_offload.attention.merge import merge_partials
-from hf_offload.policies.fluxion.partials import Partial, Tokens, attend, attend_blocks, join_blocks
+from hf_offload.policies.fluxion.block_attention import Partial, Tokens, attend, attend_blocks, join_blocks
 from hf_offload.policies.fluxion.training.labels import (
     GRANULARITIES,
     deviation_limit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_offload.policies.base import Selection
-from hf_offload.policies.fluxion.local_blocks import LocalBlocks
+from hf_offload.policies.fluxion.step import LocalBlocks
 
 
 def lists(selection: Selection) -> list[list[int]]:

@@ -17,12 +17,10 @@ from hf_offload.attention.decode import lone_step
 from hf_offload.attention.step_cpu import HostStep
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.fluxion.features import FEATURES
-from hf_offload.policies.fluxion.kernels.network import Network
+from hf_offload.policies.fluxion.kernels.predictor import Network
 from hf_offload.policies.fluxion.predictor import HeadPredictor, HeadProperties, save_predictors
-from hf_offload.policies.fluxion.segments import segments_of
-from hf_offload.policies.fluxion.selected_part import SelectedPart
-from hf_offload.policies.fluxion.selector import Selector
-from hf_offload.policies.fluxion.step import lengths_of
+from hf_offload.policies.fluxion.selector import SelectedPart, Selector
+from hf_offload.policies.fluxion.step import lengths_of, segments_of
 from hf_offload.scores import Scores
 
 TIERS = ("one", "split")
@@ -123,7 +121,7 @@ def test_both_memories_choose_alike(llama: PreTrainedModel, batch: int, monkeypa
 
         def watched(part: Any, *args: Any) -> Any:
             found = work(part, *args)
-            needs.append(torch.cat([one.float().reshape(-1) for one in choice_of(part).needs]))
+            needs.append(torch.cat([one.float().reshape(-1) for one in choice_of(part).properties]))
             return found
 
         monkeypatch.setattr(cls, name, watched)
@@ -165,7 +163,7 @@ def test_every_token_is_in_one_segment(llama: PreTrainedModel) -> None:
     query = torch.randn(3, llama.config.num_attention_heads, layer.store.head_dim)  # type: ignore[union-attr]
     step = lone_step(layer, query, 201, layer.scores or Scores(1.0))
     found = segments_of(step, query)
-    far = list(found.far)
+    far = list(found.host)
     pieces = [found.sinks, *far, found.newest]
     lengths = lengths_of(lone_step(layer, query, 200, layer.scores or Scores(1.0)))
     for row in range(3):

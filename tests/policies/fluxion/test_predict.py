@@ -1,4 +1,4 @@
-"""Needs of the heads in one launch, against the features and the network in torch; and parts that are joined."""
+"""Properties of the heads in one launch, against the features and the network in torch; and parts that are joined."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from hf_offload import ConstantPredictor
 from hf_offload.attention.merge import merge_partials
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.policies.fluxion.features import FEATURES, PROMPT_FEATURES, PromptStatistics, step_features
-from hf_offload.policies.fluxion.kernels.needs import budget_of
-from hf_offload.policies.fluxion.kernels.network import Network, pack_network
-from hf_offload.policies.fluxion.kernels.predict import Known, count_tokens, predict_needs
+from hf_offload.policies.fluxion.kernels.predictor import (
+    Network,
+    PromptArrays,
+    count_tokens,
+    pack_network,
+    predict_properties,
+)
+from hf_offload.policies.fluxion.kernels.selector import budget_of
 from hf_offload.policies.fluxion.predictor import HeadPredictor, Predictor
 
 BLOCK = 16
@@ -51,8 +56,8 @@ class Case:
         shape = tuple(self.query.shape[:2])
         made = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32), np.full(shape, 7, np.uint8)
         parts = [tuple(x.numpy() for x in part) for part in (self.sinks, self.near)]
-        known = Known(*(getattr(self.known, name).numpy() for name in Known._fields))
-        launch = predict_needs(
+        known = PromptArrays(*(getattr(self.known, name).numpy() for name in PromptArrays._fields))
+        launch = predict_properties(
             network, known, self.query.numpy(), *parts, made, first=self.first.numpy(), end=self.end,  # type: ignore[arg-type]
             begins=self.begins.numpy(), valid=self.valid.numpy(), ragged=len(shape) > 1 and shape[0] > 1,
             block_size=BLOCK, length=self.length,

@@ -1,9 +1,8 @@
-"""`retrieve.retrieve_blocks` against loops and sorts; V(blk) and the budgets against numbers worked out by hand."""
+"""`retrieve_blocks` against loops and sorts; V(blk) and the budgets against numbers worked out by hand."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,16 +12,24 @@ from pools import run
 from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.digest_scores import Digest, LogMasses, vectors
 from hf_offload.policies.fluxion.kernels import reference as reference_retrieve
-from hf_offload.policies.fluxion.kernels.needs import Needs, budget_of, granularity_of, runs_wanted, shares_of
-from hf_offload.policies.fluxion.kernels.retrieve import TALLIES, retrieve_blocks, tally
+from hf_offload.policies.fluxion.kernels.selector import (
+    TALLIES,
+    Budgets,
+    budget_of,
+    choose_granularity,
+    retrieve_blocks,
+    runs_wanted,
+    sum_budgets,
+    tally,
+)
 
 
-def _needs(
+def _budgets(
     batch: int, heads: int, budget0: object = 0.3, slope: object = 0.02, streaming: object = 0,
     spans: object = (1, 2, 4, 8),
-) -> Needs:  # fmt: skip
+) -> Budgets:  # fmt: skip
     shape = (batch, heads)
-    return Needs(
+    return Budgets(
         np.broadcast_to(np.asarray(budget0, np.float32), shape).copy(),
         np.broadcast_to(np.asarray(slope, np.float32), shape).copy(),
         np.broadcast_to(np.asarray(streaming, np.uint8), shape).copy(),
@@ -31,15 +38,15 @@ def _needs(
 
 
 def _run(
-    query: torch.Tensor, digest: Digest, table: torch.Tensor, first: list[int], end: int, needs: Needs, kv_heads: int,
-    *, sums: bool,
+    query: torch.Tensor, digest: Digest, table: torch.Tensor, first: list[int], end: int, budgets: Budgets,
+    kv_heads: int, *, sums: bool,
 ) -> tuple[list[list[list[int]]], np.ndarray, np.ndarray]:  # fmt: skip
     batch, heads, _ = query.shape
     masses = np.full((batch, heads, (end + 15) // 16 * 16), np.nan, np.float32)
     spans, runs = np.full((batch, kv_heads), -1, np.int32), np.full((batch, heads), -1, np.int32)
     blocks, counts = np.full((batch, kv_heads, end + 2), -1, np.int32), np.full((batch, kv_heads), -1, np.int32)
     launch = retrieve_blocks(
-        query.numpy(), digest, table.numpy(), np.array(first, np.int32), end, needs, masses, spans, runs, blocks,
+        query.numpy(), digest, table.numpy(), np.array(first, np.int32), end, budgets, masses, spans, runs, blocks,
         counts, sums=sums, scale=1.0, softcap=None,
     )  # fmt: skip
     run(launch, threads=2)
@@ -50,13 +57,14 @@ def _run(
 
 def _check(
     query: torch.Tensor, digest: Digest, masses: torch.Tensor, table: torch.Tensor, first: list[int], end: int,
-    needs: Needs, kv_heads: int, *, sums: bool,
+    budgets: Budgets, kv_heads: int, *, sums: bool,
 ) -> None:  # fmt: skip
-    got, spans, runs = _run(query, digest, table, first, end, needs, kv_heads, sums=sums)
+    got, spans, runs = _run(query, digest, table, first, end, budgets, kv_heads, sums=sums)
     want, want_spans, want_runs = reference_retrieve.retrieve_blocks(
-        masses, torch.tensor(first), end, *(torch.from_numpy(x) for x in (needs.budget0, needs.slope, needs.streaming)),
-        needs.granularities.tolist(), kv_heads, block_size=16, digest_bytes=needs.digest_bytes,
-        block_bytes=needs.block_bytes, sums=sums,
+        masses, torch.tensor(first), end,
+        *(torch.from_numpy(x) for x in (budgets.budget0, budgets.slope, budgets.streaming)),
+        budgets.granularities.tolist(), kv_heads, block_size=16, digest_bytes=budgets.digest_bytes,
+        block_bytes=budgets.block_bytes, sums=sums,
     )  # fmt: skip
     assert spans.tolist() == want_spans
     assert runs.tolist() == want_runs
@@ -76,14 +84,14 @@ def test_log_masses(seed: int, group: int) -> None:
         masses = masses.round()  # many ties
     if seed % 4 == 0:
         masses[0, :, ::2], masses[1, :, : end // 2] = -math.inf, -math.inf
-    needs = _needs(
+    budgets = _budgets(
         3, heads, rng.uniform(-0.2, 1.1, (3, heads)), rng.uniform(-0.05, 0.1, (3, heads)),
         rng.integers(0, 2, (3, heads)), spans=((1, 2, 4, 8), (2,), (8, 3), (1,))[seed // 2 % 4],
     )  # fmt: skip
     first = rng.integers(0, max(end // 2, 1) + 1, 3).tolist()
     query, table = torch.zeros(3, heads, 16), torch.zeros(3, end, dtype=torch.int32)
     sums = seed % 2 == 0 and seed % 3 != 0  # sums of ties differ in the last bit
-    _check(query, LogMasses(masses.numpy()), masses, table, first, end, needs, kv_heads, sums=sums)
+    _check(query, LogMasses(masses.numpy()), masses, table, first, end, budgets, kv_heads, sums=sums)
 
 
 @pytest.mark.one_in(3)
@@ -99,28 +107,28 @@ def test_quest(group: int, dim: int, blocks: int) -> None:
     bias[int(table[0, blocks - 1])], digests[int(table[0, blocks - 1])] = -math.inf, math.nan
     masses = reference.score_vectors(query, digests, bias, table, blocks)
     digest = vectors(query.numpy(), digests.numpy(), bias.numpy(), dtype=torch.float32)
-    needs = _needs(2, 2 * group, 0.1, [0.02] * group + [0.0] * group)
+    budgets = _budgets(2, 2 * group, 0.1, [0.02] * group + [0.0] * group)
     real = query[..., :dim].contiguous()
-    _check(real, digest, masses, table, [4 if blocks > 5 else 1, 0], blocks - 1, needs, 2, sums=False)
+    _check(real, digest, masses, table, [4 if blocks > 5 else 1, 0], blocks - 1, budgets, 2, sums=False)
 
 
 def test_granularity_by_hand() -> None:
     # One block: digest 64 bytes, K and V 256. V(16) = 64 + 256·(0.1 + 4·0.05) = 140.8; V(32) = 32 + 256·0.35 = 121.6;
     # V(64) = 16 + 256·0.4 = 118.4; V(128) = 8 + 256·0.45 = 123.2.
-    spans, slope = np.array([1, 2, 4, 8], np.int32), np.array([0.05], np.float32)
-    budget0, retrieves = np.array([0.1], np.float32), np.array([0], np.uint8)
-    assert shares_of(budget0, slope, retrieves, 16.0) == pytest.approx(0.3)
-    assert shares_of(budget0, slope, retrieves, 32.0) == pytest.approx(0.35)
-    assert granularity_of(budget0, slope, retrieves, spans, 16, 64.0, 256.0) == 4
+    def made(heads: int, budget0: float = 0.1, slope: float = 0.05, streaming: object = 0) -> Budgets:
+        return _budgets(1, heads, budget0, slope, streaming)._replace(digest_bytes=64.0, block_bytes=256.0)
+
+    assert sum_budgets(made(1), 0, 0, 1, 1) == pytest.approx(0.3)
+    assert sum_budgets(made(1), 0, 0, 1, 2) == pytest.approx(0.35)
+    assert choose_granularity(made(1), 0, 0, 1) == 4
     # A second head that streams costs nothing; one that retrieves doubles what coarse runs cost: 64 + 2·76.8 = 217.6;
     # 32 + 2·89.6 = 211.2; 16 + 2·102.4 = 220.8.
-    two = (np.repeat(budget0, 2), np.repeat(slope, 2))
-    assert granularity_of(*two, np.array([0, 1], np.uint8), spans, 16, 64.0, 256.0) == 4
-    assert granularity_of(*two, np.array([0, 0], np.uint8), spans, 16, 64.0, 256.0) == 2
-    assert granularity_of(*two, np.array([1, 1], np.uint8), spans, 16, 64.0, 256.0) == 0
+    assert choose_granularity(made(2, streaming=[0, 1]), 0, 0, 2) == 4
+    assert choose_granularity(made(2), 0, 0, 2) == 2
+    assert choose_granularity(made(2, streaming=[1, 1]), 0, 0, 2) == 0
     # Without slope the coarsest has the least to choose among; without a budget nothing is read.
-    assert granularity_of(budget0, slope * 0, retrieves, spans, 16, 64.0, 256.0) == 8
-    assert granularity_of(budget0 * 0, slope * 0, retrieves, spans, 16, 64.0, 256.0) == 0
+    assert choose_granularity(made(1, slope=0.0), 0, 0, 1) == 8
+    assert choose_granularity(made(1, 0.0, 0.0), 0, 0, 1) == 0
 
 
 def test_budgets_by_hand() -> None:
@@ -138,14 +146,14 @@ def test_budgets_by_hand() -> None:
 def test_whole_budget_takes_all_and_streaming_groups_nothing() -> None:
     masses = torch.randn(2, 4, 40)
     query, table = torch.zeros(2, 4, 16), torch.zeros(2, 40, dtype=torch.int32)
-    needs = _needs(2, 4, 1.0, 0.0, [1, 1, 1, 0])
-    got, spans, runs = _run(query, LogMasses(masses.numpy()), table, [3, 40], 40, needs, 2, sums=True)
+    budgets = _budgets(2, 4, 1.0, 0.0, [1, 1, 1, 0])
+    got, spans, runs = _run(query, LogMasses(masses.numpy()), table, [3, 40], 40, budgets, 2, sums=True)
     assert got == [[[], list(range(3, 40))], [[], []]]
     assert spans.tolist() == [[0, 8], [0, 8]]
     assert runs.tolist() == [[0, 0, 0, 5], [0, 0, 0, 0]]
     totals = np.zeros(TALLIES + 4)
     counts = np.array([[0, 37], [0, 0]], np.int32)
-    tally(spans, runs, counts, np.array([3, 40], np.int32), 40, needs.granularities, totals)
+    tally(spans, runs, counts, np.array([3, 40], np.int32), 40, budgets.granularities, totals)
     assert totals.tolist() == [2, 1, 4, 3, 1, 37, 74, 37, 0, 0, 0, 1]
 
 
@@ -153,9 +161,9 @@ def test_refusals() -> None:
     query, table = torch.zeros(1, 2, 16), torch.zeros(1, 8, dtype=torch.int32)
     digest = LogMasses(np.zeros((1, 2, 8), np.float32))
     with pytest.raises(ValueError, match="granularities"):
-        _run(query, digest, table, [0], 8, _needs(1, 2, spans=(0, 1)), 1, sums=False)
+        _run(query, digest, table, [0], 8, _budgets(1, 2, spans=(0, 1)), 1, sums=False)
     with pytest.raises(ValueError, match="end 9"):
-        _run(query, digest, table, [0], 9, _needs(1, 2), 1, sums=False)
-    needs = _needs(1, 2)
+        _run(query, digest, table, [0], 9, _budgets(1, 2), 1, sums=False)
+    budgets = _budgets(1, 2)
     with pytest.raises(TypeError, match="budget0"):
-        _run(query, digest, table, [0], 8, replace(needs, budget0=needs.budget0.astype(np.float64)), 1, sums=False)
+        _run(query, digest, table, [0], 8, budgets._replace(budget0=budgets.budget0.astype(np.float64)), 1, sums=False)

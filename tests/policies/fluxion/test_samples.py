@@ -7,10 +7,9 @@ import torch
 from tiny import prompt, tiny_model
 
 from hf_offload.policies.fluxion.features import FEATURES
-from hf_offload.policies.fluxion.training import capture as capturing
-from hf_offload.policies.fluxion.training.capture import CapturedLayer, capture
+from hf_offload.policies.fluxion.training import samples
 from hf_offload.policies.fluxion.training.labels import GRANULARITIES
-from hf_offload.policies.fluxion.training.samples import Samples, Sampling, layer_samples
+from hf_offload.policies.fluxion.training.samples import CapturedLayer, Samples, Sampling, capture, layer_samples
 
 SMALL = Sampling(interval=96, steps=3, taus=(0.05, 0.3), sinks=16, local=32, digest="quest")
 
@@ -26,7 +25,7 @@ def test_captured_queries_give_the_models_attention(
     family: str, layers: list[int], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Softmax of what was captured against the weights of eager attention; sliding windows are left out."""
-    monkeypatch.setattr(capturing, "CHUNK", chunk)
+    monkeypatch.setattr(samples, "CHUNK", chunk)
     positions, read = [3, 50, 50, 99], []
     found = seen(family, positions, 100, read)
     assert [one.layer for one in found] == layers
@@ -49,7 +48,7 @@ def test_the_model_keeps_its_attention() -> None:
 
 
 def test_layers_with_a_softcap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = capturing._Capture([0])
+    taken = samples._Capture([0])
     module = torch.nn.Linear(1, 1)
     module.layer_idx = 2  # type: ignore[assignment]
     q = torch.zeros(1, 1, 1, 16)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from hf_offload.policies.fluxion.schedule import CPU, DEVICE, SCHEDULES, Pace, Queue
+from hf_offload.policies.fluxion.scheduler import CPU, DEVICE, SCHEDULES, Pace, TaskQueue
 
 STATIC = ("none", "uniform", "length")
 
@@ -56,7 +56,7 @@ def simulate(load: Load, schedule: str, before: Load | None = None) -> tuple[flo
     Args:
         before: a step that the same workers have done before, so that their pace is known.
     """
-    queue = Queue(load.seconds.shape[1], schedule, len(load.seconds) - 1)
+    queue = TaskQueue(load.seconds.shape[1], schedule, len(load.seconds) - 1)
     if before is not None:
         queue.pace.learn(CPU, before.volumes.sum(), before.seconds[0][before.ranked].sum())
         queue.pace.learn(DEVICE, before.volumes.sum(), before.seconds[-1][before.ranked].sum())
@@ -113,7 +113,7 @@ def test_a_pace_is_learnt() -> None:
 def test_what_is_left_is_taken_by_the_other_side() -> None:
     # Both sides seem alike: the CPU's one thread is dealt 9, 5, 4 and the device 8, 6, 3; but the device is a snail.
     tasks, volumes = np.arange(6, dtype=np.int32), np.array([9.0, 8.0, 6.0, 5.0, 4.0, 3.0])
-    queue = Queue(6, "priority")
+    queue = TaskQueue(6, "priority")
     queue.fill(tasks, np.ones(6), volumes)
     assert queue.shares == [3, 3]
     assert queue.take(DEVICE) == 1
@@ -129,7 +129,7 @@ def test_what_is_left_is_taken_by_the_other_side() -> None:
     assert queue.take(CPU) is None  # 40 seconds for the next, and 32 for all that the device has
 
 
-def work(queue: Queue, side: int, delays: list[float], taken: list[int], fault: int | None = None) -> None:
+def work(queue: TaskQueue, side: int, delays: list[float], taken: list[int], fault: int | None = None) -> None:
     """Take tasks until there are none, each with its delay in seconds."""
     while (task := queue.take(side)) is not None:
         if task == fault:
@@ -140,7 +140,7 @@ def work(queue: Queue, side: int, delays: list[float], taken: list[int], fault: 
 
 def test_threads_with_delays_take_every_task_once() -> None:
     rng = np.random.default_rng(1)
-    queues = {schedule: Queue(64, schedule, 3) for schedule in SCHEDULES}
+    queues = {schedule: TaskQueue(64, schedule, 3) for schedule in SCHEDULES}
     for number in range(200):
         queue = queues[SCHEDULES[number % 4]]
         tasks = rng.permutation(64)[: rng.integers(0, 65)].astype(np.int32)
@@ -157,7 +157,7 @@ def test_threads_with_delays_take_every_task_once() -> None:
 
 
 def test_a_closed_queue_gives_nothing_more() -> None:
-    queue, taken = Queue(64, "uniform"), []
+    queue, taken = TaskQueue(64, "uniform"), []
     queue.fill(np.arange(64, dtype=np.int32), np.ones(64), np.ones(64))
     with pytest.raises(RuntimeError, match="fault"):
         work(queue, DEVICE, [0.0] * 64, taken, fault=5)
@@ -174,13 +174,13 @@ def test_static_shares_by_hand() -> None:
     lengths = np.array([10, 10, 5, 5, 4, 4, 1, 1])
     told = {}
     for schedule in STATIC:
-        queue = Queue(8, schedule)
+        queue = TaskQueue(8, schedule)
         queue.fill(tasks, lengths, np.arange(8.0, 0.0, -1.0))
-        told[schedule] = queue.hands.order[DEVICE, : queue.shares[DEVICE]].tolist()
+        told[schedule] = queue.lists.order[DEVICE, : queue.shares[DEVICE]].tolist()
     assert told == {"none": [], "uniform": [1, 5, 7, 3], "length": [1, 5, 7, 3]}
-    uneven = Queue(3, "length")
+    uneven = TaskQueue(3, "length")
     uneven.fill(np.array([2, 0, 1], np.int32), np.array([3, 9, 5]), np.ones(3))
     assert [uneven.take(CPU), uneven.take(CPU)] == [0, None]
     assert [uneven.take(DEVICE), uneven.take(DEVICE), uneven.take(DEVICE)] == [2, 1, None]
     with pytest.raises(ValueError, match="schedule='fast' is not known; use one of priority, none"):
-        Queue(1, "fast")
+        TaskQueue(1, "fast")

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_offload
 from hf_offload import ConstantPredictor, Fluxion, WorkerError
 from hf_offload.cache.resident_set import ResidentSet
-from hf_offload.policies.fluxion import device_tasks, schedule, scheduled_part
+from hf_offload.policies.fluxion import scheduler, selector
 
 SINKS, LOCAL = 16, 32
 SHARED = ("priority", "uniform", "length")
@@ -79,7 +79,7 @@ def test_either_side_chooses_and_attends_alike(
     knobs = {"host_dtype": host_dtype} if host_dtype else {}
     alone = make_cache(llama, digest=digest, **knobs)
     want = decode(llama, alone)
-    monkeypatch.setattr(schedule, "_device_share", lambda name, tasks, lengths: np.full(len(tasks), side == "device"))
+    monkeypatch.setattr(scheduler, "_device_share", lambda name, tasks, lengths: np.full(len(tasks), side == "device"))
     cache = make_cache(llama, digest=digest, schedule="uniform", **knobs)
     got = decode(llama, cache)
     told, before = (one.stats().as_dict()["retrievals"] for one in (cache, alone))
@@ -102,20 +102,20 @@ def test_a_side_that_is_late_changes_nothing(
     if late == "cpu":
         cache.settings.worker.delay = 0.01
     else:
-        run = device_tasks.DeviceTasks.run
+        run = scheduler.DeviceTasks.run
 
         def slow(*args: Any) -> None:
             torch.linalg.svd(torch.randn(200, 200))
             run(*args)
 
-        monkeypatch.setattr(device_tasks.DeviceTasks, "run", slow)
+        monkeypatch.setattr(scheduler.DeviceTasks, "run", slow)
     torch.testing.assert_close(decode(llama, cache), want, rtol=1e-3, atol=1e-4)
 
 
 class Late:
     """Stands for the event behind a copy to the host: before it the query there is one that nobody asked with."""
 
-    def __init__(self, part: scheduled_part.ScheduledPart) -> None:
+    def __init__(self, part: scheduler.ScheduledPart) -> None:
         self.query, self.coming = part.query, part.query.clone()
         self.query.fill_(-1.0)
 
@@ -128,9 +128,9 @@ class Late:
 def test_a_query_that_arrives_late_is_the_one_that_chooses(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, digest: str
 ) -> None:
-    monkeypatch.setattr(schedule, "_device_share", lambda name, tasks, lengths: np.zeros(len(tasks), bool))
+    monkeypatch.setattr(scheduler, "_device_share", lambda name, tasks, lengths: np.zeros(len(tasks), bool))
     want = decode(llama, make_cache(llama, digest=digest, schedule="uniform"))
-    monkeypatch.setattr(scheduled_part.ScheduledPart, "_arrived", lambda part: Late(part))
+    monkeypatch.setattr(scheduler.ScheduledPart, "_arrived", lambda part: Late(part))
     torch.testing.assert_close(decode(llama, make_cache(llama, digest=digest, schedule="uniform")), want)
 
 
@@ -151,9 +151,9 @@ def test_a_fault_of_either_side_surfaces_and_the_step_can_be_repeated(
                 llama(ids[:, t : t + 1], past_key_values=one)
         with monkeypatch.context() as patch:
             if side == "device":
-                patch.setattr(device_tasks, "choose_runs", lambda *args, **kwargs: broken())
+                patch.setattr(scheduler, "choose_runs", lambda *args, **kwargs: broken())
             else:
-                patch.setattr(scheduled_part, "whole_tasks", broken_launch)
+                patch.setattr(scheduler, "whole_tasks", broken_launch)
             with pytest.raises(WorkerError if side == "cpu" else RuntimeError, match=f"the kernel died|{UNDONE}"):
                 llama(ids[:, 202:203], past_key_values=cache)
         assert cache.get_seq_length() == 202
@@ -165,7 +165,7 @@ def test_a_fault_of_either_side_surfaces_and_the_step_can_be_repeated(
 @contextmanager
 def interrupted_at(point: int) -> Iterator[list[int]]:
     """Raise KeyboardInterrupt at the n-th call in the files of the schedule; what is given counts down."""
-    left, files = [point], {module.__file__ for module in (device_tasks, schedule, scheduled_part)}
+    left, files = [point], {scheduler.__file__, selector.__file__}
 
     def look(frame: Any, event: str, arg: Any) -> None:
         if event in ("call", "c_return") and frame.f_code.co_filename in files:
@@ -241,7 +241,7 @@ def test_the_first_task_of_a_device_says_nothing_of_its_pace(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It compiles and loads kernels, for seconds: were it counted, the device would get none for a hundred steps."""
-    run, learn, tasks, told = device_tasks.DeviceTasks.run, schedule.Pace.learn, [0], []
+    run, learn, tasks, told = scheduler.DeviceTasks.run, scheduler.Pace.learn, [0], []
 
     def slow_at_first(self: Any, *args: Any) -> None:
         tasks[0] += 1
@@ -253,9 +253,9 @@ def test_the_first_task_of_a_device_says_nothing_of_its_pace(
         told.append((side, volume, seconds))
         learn(self, side, volume, seconds)
 
-    monkeypatch.setattr(device_tasks.DeviceTasks, "run", slow_at_first)
-    monkeypatch.setattr(schedule.Pace, "learn", learning)
+    monkeypatch.setattr(scheduler.DeviceTasks, "run", slow_at_first)
+    monkeypatch.setattr(scheduler.Pace, "learn", learning)
     decode(llama, make_cache(llama, schedule="uniform", threads=1))
-    device = [seconds for side, volume, seconds in told if side == schedule.DEVICE and volume]
+    device = [seconds for side, volume, seconds in told if side == scheduler.DEVICE and volume]
     assert device
     assert max(device) < 3

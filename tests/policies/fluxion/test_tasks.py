@@ -1,4 +1,4 @@
-"""Tasks of choice and attention: as the two launches one after the other, in any hands; and their order."""
+"""Tasks of choice and attention: as the two launches one after the other, in any lists; and their order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from pools import Case, bits, make_case, run
 from hf_offload.cpu.kernels.digest_scores import Digest, vectors
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.policies.fluxion.kernels.dealing import Hands, new_hands, take
-from hf_offload.policies.fluxion.kernels.needs import Needs, rank_tasks
-from hf_offload.policies.fluxion.kernels.retrieve import retrieve_blocks
-from hf_offload.policies.fluxion.kernels.tasks import whole_tasks
+from hf_offload.policies.fluxion.kernels.scheduler import TaskLists, make_task_lists, take_task, whole_tasks
+from hf_offload.policies.fluxion.kernels.selector import Budgets, rank_tasks, retrieve_blocks
 
 KV_HEADS, GROUP, DIM, BLOCK, DTYPE = 2, 2, 32, 16, torch.float32
 
@@ -38,7 +36,7 @@ class Work:
         self.digest: Digest = vectors(doubled.numpy(), digests.numpy(), bias.numpy(), dtype=torch.float32)
         streaming = np.zeros((3, heads), np.uint8)
         streaming[1, :GROUP] = 1
-        self.needs = Needs(
+        self.budgets = Budgets(
             rng.uniform(0.0, 0.6, (3, heads)).astype(np.float32), np.full((3, heads), 0.02, np.float32), streaming,
             np.array([1, 2, 4], np.int32), BLOCK, 8.0, 128.0,
         )  # fmt: skip
@@ -51,7 +49,7 @@ class Work:
     def launches(self) -> tuple[Launch, Launch]:
         table, length = self.case.table.numpy(), self.case.length
         choice = retrieve_blocks(
-            self.query.numpy(), self.digest, table, self.first, self.end, self.needs, self.masses, self.spans,
+            self.query.numpy(), self.digest, table, self.first, self.end, self.budgets, self.masses, self.spans,
             self.runs, self.blocks, self.counts, sums=False, scale=1.0, softcap=None,
         )  # fmt: skip
         attention = sparse_decode(
@@ -61,20 +59,14 @@ class Work:
         )  # fmt: skip
         return choice, attention
 
-    def hands(self) -> Hands:
-        """All tasks in the hands of the CPU."""
-        hands, found = new_hands(3 * KV_HEADS), self.rank()
-        hands.order[0, :found], hands.counts[0] = self.order[:found], found
-        return hands
+    def lists(self) -> TaskLists:
+        """All tasks in the CPU's list."""
+        lists, found = make_task_lists(3 * KV_HEADS), self.rank()
+        lists.order[0, :found], lists.counts[0] = self.order[:found], found
+        return lists
 
     def rank(self) -> int:
-        needs = self.needs
-        return int(
-            rank_tasks(
-                needs.budget0, needs.slope, needs.streaming, needs.granularities, BLOCK, needs.digest_bytes,
-                needs.block_bytes, self.first, self.end, self.spans, self.volumes, self.order,
-            )
-        )  # fmt: skip
+        return int(rank_tasks(self.budgets, self.first, self.end, self.spans, self.volumes, self.order))
 
 
 @pytest.mark.parametrize("length", [170, pytest.param(2600, marks=pytest.mark.slow)])
@@ -82,9 +74,9 @@ def test_tasks_give_what_the_two_launches_give(length: int) -> None:
     one, other = Work(3, length), Work(3, length)
     for launch in one.launches():
         run(launch)
-    hands = other.hands()
-    assert sorted(hands.order[0, : hands.counts[0]].tolist()) == [0, 1, 3]  # row 1's first heads stream, row 2 is short
-    launch = whole_tasks(*other.launches(), hands)
+    lists = other.lists()
+    assert sorted(lists.order[0, : lists.counts[0]].tolist()) == [0, 1, 3]  # row 1's first heads stream, row 2 is short
+    launch = whole_tasks(*other.launches(), lists)
     run(launch, threads=3)
     assert launch.ticket[1] == 3
     for name in ("spans", "runs", "counts"):
@@ -103,24 +95,24 @@ def test_tasks_give_what_the_two_launches_give(length: int) -> None:
 
 def test_what_another_hand_takes_is_left_alone() -> None:
     work = Work(5, 300)
-    hands = work.hands()
-    launch, mine = whole_tasks(*work.launches(), hands), take(hands, 0)
+    lists = work.lists()
+    launch, mine = whole_tasks(*work.launches(), lists), take_task(lists, 0)
     launch()
-    assert launch.ticket[1] == hands.counts[0] - 1
+    assert launch.ticket[1] == lists.counts[0] - 1
     b, h = divmod(mine, KV_HEADS)
     assert work.counts[b, h] == 0
     assert (work.lse[b, h * GROUP : (h + 1) * GROUP] == -np.inf).all()
-    assert (work.lse > -np.inf).sum() == GROUP * (hands.counts[0] - 1)
+    assert (work.lse > -np.inf).sum() == GROUP * (lists.counts[0] - 1)
 
 
 def test_a_task_is_taken_once_from_both_ends() -> None:
-    hands, taken = new_hands(3000), []
-    hands.order[0], hands.before[0] = np.arange(3000), np.arange(3001.0)
-    hands.counts[0], hands.seconds[:] = 3000, 1.0
+    lists, taken = make_task_lists(3000), []
+    lists.order[0], lists.before[0] = np.arange(3000), np.arange(3001.0)
+    lists.counts[0], lists.seconds[:] = 3000, 1.0
 
     def work(side: int) -> None:
         mine = []
-        while (task := take(hands, side)) >= 0:
+        while (task := take_task(lists, side)) >= 0:
             mine.append(task)
         taken.append((side, mine))
 
@@ -140,9 +132,8 @@ def test_the_order_by_hand() -> None:
     streaming = np.array([[0, 0], [0, 1], [0, 0]], np.uint8)
     order, spans, volumes = np.full(6, -1, np.int32), np.full((3, 2), -1, np.int32), np.zeros(6)
     single, first = np.array([1], np.int32), np.array([2, 8, 12], np.int32)
-    found = rank_tasks(
-        budget, np.zeros_like(budget), streaming, single, 16, 8.0, 128.0, first, 12, spans, volumes, order
-    )
+    budgets = Budgets(budget, np.zeros_like(budget), streaming, single, 16, 8.0, 128.0)
+    found = rank_tasks(budgets, first, 12, spans, volumes, order)
     assert volumes.tolist() == [10 * 72.0, 10 * 40.0, 4 * 136.0, 0.0, 0.0, 0.0]
     assert found == 3
     assert order[:3].tolist() == [0, 2, 1]
@@ -153,6 +144,6 @@ def test_launches_that_do_not_belong_together_are_refused() -> None:
     work = Work(1, 170)
     choice, attention = work.launches()
     with pytest.raises(ValueError, match="other blocks than those that are chosen"):
-        whole_tasks(Work(1, 170).launches()[0], attention, work.hands())
+        whole_tasks(Work(1, 170).launches()[0], attention, work.lists())
     with pytest.raises(ValueError, match="order has shape"):
-        whole_tasks(choice, attention, new_hands(3))
+        whole_tasks(choice, attention, make_task_lists(3))

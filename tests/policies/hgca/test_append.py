@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HGCA, HybridCache
 from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.policies.hgca.append import AppendProgress, newest
+from hf_offload.policies.hgca.append import AppendProgress, newest_queries
 
 BLOCK = 16
 Piece = tuple[torch.Tensor, torch.Tensor]
@@ -55,9 +55,9 @@ def outside(cache: HybridCache, line: int) -> list[np.ndarray]:
 def test_queries_are_the_last_of_each_row_that_are_no_padding() -> None:
     marks = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1], [0] * 6], np.uint8)
     want = [[0, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1], [0] * 5]
-    assert newest(marks, 2).tolist() == [[bool(mark) for mark in line] for line in want]
-    assert newest(marks[:1], 2).tolist() == [[True, True]]
-    assert newest(marks[3:], 2).tolist() == [[False]]
+    assert newest_queries(marks, 2).tolist() == [[bool(mark) for mark in line] for line in want]
+    assert newest_queries(marks[:1], 2).tolist() == [[True, True]]
+    assert newest_queries(marks[3:], 2).tolist() == [[False]]
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])
@@ -181,9 +181,9 @@ def told(chunks: list[list[int]], among: int | None, append: str) -> np.ndarray:
         given = valid / (np.reshape(asked, (-1, 1)) + valid.cumsum(1) + 1.0)
         asked = asked + counts
         span = weighing.spans(valid, length, 0.1, 10, anew=True)[1]
-        given = np.where(span.asking, given[:, -span.queries :], 0.0)
+        given = np.where(span.counted, given[:, -span.queries :], 0.0)
         joined = given.max(1) if span.coefficient is None else given @ span.coefficient
-        span.take_in(average, joined[:, None, None])
+        span.update(average, joined[:, None, None])
     return average[:, 0, 0]
 
 

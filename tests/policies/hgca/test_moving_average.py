@@ -1,4 +1,4 @@
-"""`average.move_averages` against float64."""
+"""`move_averages` against float64."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hf_offload.policies.hgca.kernels.moving_average import move_averages
 
 
 def _request(batch: int, heads: int, first: int, length: int, capacity: int, width: int) -> tuple[torch.Tensor, ...]:
-    """Averages, scores, their lse and valid tokens; scores behind the last and of tokens that are not valid are NaN."""
+    """Averages, scores and their lse; scores of some tokens and heads are -inf, of tokens behind the last NaN."""
     average, scores = torch.rand(batch, heads, capacity), torch.randn(batch, heads, width) * 5
     scores[torch.rand(scores.shape) < 0.1] = -math.inf
+    padding = torch.rand(batch, length - first) < 0.2
+    scores[..., : length - first][padding[:, None].expand(-1, heads, -1)] = -math.inf
     scores[..., length - first :] = math.nan
-    valid = (torch.rand(batch, length) < 0.8).to(torch.uint8)
-    scores[..., : length - first][(valid[:, None, first:] == 0).expand(-1, heads, -1)] = math.nan
     lse = torch.where(scores.isnan(), -math.inf, scores).logsumexp(-1) + 0.5
     lse[0, -1] = -math.inf
-    return average, scores, lse, valid
+    return average, scores, lse
 
 
 PEAKS: list[dict[str, Any]] = [{}, {"share": 0.5, "after": 7}]
@@ -31,50 +31,36 @@ PEAKS: list[dict[str, Any]] = [{}, {"share": 0.5, "after": 7}]
 
 @pytest.mark.parametrize("peak", PEAKS, ids=["mean", "peak"])
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize(
     ("first", "length", "capacity", "width"), [(0, 33, 33, 33), (5, 37, 64, 32), (40, 40, 48, 3), (3, 4000, 4096, 4100)]
 )
-def test_averages_move(
-    first: int, length: int, capacity: int, width: int, marked: bool, threads: int, peak: dict[str, Any]
-) -> None:  # fmt: skip
+def test_averages_move(first: int, length: int, capacity: int, width: int, threads: int, peak: dict[str, Any]) -> None:
     torch.manual_seed(length)
-    average, scores, lse, valid = _request(2, 5, first, length, capacity, width)
+    average, scores, lse = _request(2, 5, first, length, capacity, width)
     average[:, :, :first] = math.nan  # nobody touches what is outside
     average[:, :, length:] = math.nan
-    if marked:
-        average[..., first:length][(valid[:, None, first:] == 0).expand(-1, 5, -1)] = math.nan
-    else:
-        scores = scores.nan_to_num(-math.inf, neginf=-math.inf)
-    marks = valid if marked else None
-    want = reference.move_averages(average, scores, lse, first, length, alpha=0.3, valid=marks, **peak)
-    run(
-        move_averages(
-            average.numpy(), scores.numpy(), lse.numpy(), first, length, alpha=0.3,
-            valid=None if marks is None else marks.numpy(), **peak,
-        ),
-        threads,
-    )  # fmt: skip
+    want = reference.move_averages(average, scores, lse, first, length, alpha=0.3, **peak)
+    run(move_averages(average.numpy(), scores.numpy(), lse.numpy(), first, length, alpha=0.3, **peak), threads)
     torch.testing.assert_close(average.double(), want, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_an_average_may_be_the_mean_or_follow(alpha: float) -> None:
     torch.manual_seed(0)
-    average, scores, lse, valid = _request(1, 2, 0, 20, 24, 20)
-    want = reference.move_averages(average, scores, lse, 0, 20, alpha=alpha, valid=valid)
-    move_averages(average.numpy(), scores.numpy(), lse.numpy(), 0, 20, alpha=alpha, valid=valid.numpy())()
+    average, scores, lse = _request(1, 2, 0, 20, 24, 20)
+    want = reference.move_averages(average, scores, lse, 0, 20, alpha=alpha)
+    move_averages(average.numpy(), scores.numpy(), lse.numpy(), 0, 20, alpha=alpha)()
     torch.testing.assert_close(average.double(), want, rtol=1e-5, atol=1e-7)
 
 
 def test_a_launch_follows_the_window() -> None:
     torch.manual_seed(1)
-    average, _, lse, valid = _request(2, 3, 0, 64, 64, 64)
+    average, _, lse = _request(2, 3, 0, 64, 64, 64)
     scores, want = torch.randn(2, 3, 40), average.double()
-    launch = move_averages(average.numpy(), scores.numpy(), lse.numpy(), 0, 20, alpha=0.2, valid=valid.numpy())
+    launch = move_averages(average.numpy(), scores.numpy(), lse.numpy(), 0, 20, alpha=0.2)
     (words, i), (_, j) = launch.word("first"), launch.word("length")
     for first, length in ((0, 33), (24, 64), (63, 64)):
-        want = reference.move_averages(want, scores, lse, first, length, alpha=0.2, valid=valid)
+        want = reference.move_averages(want, scores, lse, first, length, alpha=0.2)
         words[i], words[j] = first, length
         launch.run()
         torch.testing.assert_close(average.double(), want, rtol=1e-5, atol=1e-7)
@@ -89,7 +75,6 @@ def test_a_launch_follows_the_window() -> None:
         ({"first": -1}, ValueError, "-1"),
         ({"first": 41}, ValueError, "41"),
         ({"length": 49}, ValueError, "49"),
-        ({"valid": np.zeros((1, 39), np.uint8)}, ValueError, "39"),
         ({"alpha": 1.5}, ValueError, "alpha"),
     ],
 )

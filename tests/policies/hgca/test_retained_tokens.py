@@ -1,4 +1,4 @@
-"""Lists of kept tokens against plain lists: whatever is added, cut, reordered, repeated, forked and let go."""
+"""Lists of retained tokens against plain lists: whatever is added, cut, reordered, repeated, forked and let go."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
 
 BLOCK, HEADS, DIM = 8, 2, 16
-Token = tuple[int, float, bytes, bytes]
+Token = tuple[int, bytes, bytes]
 
 
 class Plain:
-    """What a `RetainedTokens` must hold: for each row and KV head the tokens' numbers, averages, keys and values."""
+    """What a `RetainedTokens` must hold: for each row and KV head the tokens' positions, keys and values."""
 
     def __init__(self, lists: int) -> None:
         self.lists: list[list[Token]] = [[] for _ in range(lists)]
@@ -38,17 +38,16 @@ def append(retained: RetainedTokens, plain: Plain, tokens: int, share: float, se
     drawn, rows = np.random.default_rng(seed), len(plain.lists) // HEADS
     first, stop = plain.stop, plain.stop + tokens
     k, v = (torch.from_numpy(drawn.standard_normal((rows, HEADS, tokens, DIM), np.float32)) for _ in range(2))
-    average = drawn.random((rows, HEADS, stop), np.float32)
     kept = np.zeros((rows, HEADS, stop), np.uint8)
     kept[:, :, first:] = drawn.random((rows, HEADS, tokens)) < share
     more = kept[:, :, first:].sum(2, dtype=np.int64)
-    retained.append(k, v, kept, more, first, average, "any")()
+    retained.append(k, v, kept, more, first)()
     for i, mine in enumerate(plain.lists):
         row, head = divmod(i, HEADS)
         for t in np.flatnonzero(kept[row, head]):
             place = int(t) - first
             key, value = (part[row, head, place].numpy().tobytes() for part in (k, v))
-            mine.append((int(t), float(average[row, head, t]), key, value))
+            mine.append((int(t), key, value))
     plain.stop = stop
 
 
@@ -69,14 +68,12 @@ def check(retained: RetainedTokens, plain: Plain) -> None:
     for i, mine in enumerate(plain.lists):
         count = len(mine)
         assert retained.positions[i, :count].tolist() == [token[0] for token in mine]
-        assert retained.mass[i, :count].tolist() == [token[1] for token in mine]
-        assert records(retained, i) == [token[2:] for token in mine]
+        assert records(retained, i) == [token[1:] for token in mine]
         assert retained.block_counts[i, 0] == -(-count // BLOCK)
         assert retained.valid[i].sum() == retained.valid[i, :count].sum() == count
         full = count // BLOCK
         assert not retained.holes[i, :full].any()
         assert retained.holes[i, full:].all()
-        assert retained.weights(i).sum() == pytest.approx(1.0 if count else 0.0, abs=1e-5)
 
 
 def check_pool(several: list[RetainedTokens]) -> None:
@@ -195,7 +192,7 @@ def test_the_kernel_attends_what_the_lists_hold() -> None:
         if not mine:
             assert (lse[i] == -np.inf).all()
             continue
-        k, v = (np.array([np.frombuffer(token[part], np.float32) for token in mine], np.float64) for part in (2, 3))
+        k, v = (np.array([np.frombuffer(token[part], np.float32) for token in mine], np.float64) for part in (1, 2))
         scores = 0.25 * query[i].astype(np.float64) @ k.T
         total = np.logaddexp.reduce(scores, 1)
         assert np.allclose(lse[i], total, atol=1e-5)

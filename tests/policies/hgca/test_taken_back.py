@@ -70,13 +70,12 @@ class Talk:
             layer.unplace()
             mass = layer.state
             border, lists = mass.evicted * BLOCK, mass.retained
-            weights = [lists.weights(i) for i in range(lists.lists)]
             held = [lists.positions[i, :n] for i, n in enumerate(lists.counts)]
             average, kept = mass.average[:, :, border : layer.past], mass.kept[:, :, : layer.past]
             weighing = mass.progress
             how_far = (weighing.border, weighing.prompt, weighing.end, weighing.queries.tolist())
             numbers = (mass.window_blocks, mass.evicted, mass.known.tolist(), how_far)
-            found.append((numbers, average.copy(), kept.copy(), *weights, *held))
+            found.append((numbers, average.copy(), kept.copy(), *held))
         return found
 
 

@@ -63,8 +63,8 @@ def converse(
     ("module", "name", "calls"),
     [
         (token_mass, "weigh_tokens", (0, 2, 5)),  # of the prompt in two layers, and of the turn
-        (token_mass, "count_kept", (1, 9, 17)),  # of the prompt, a block, the turn
-        (retained_tokens, "copy_kept", (0, 10)),
+        (token_mass, "mark_retained", (1, 9, 17)),  # of the prompt, a block, the turn
+        (retained_tokens, "compact_tokens", (0, 10)),
     ],
 )
 def test_a_job_that_fails_is_told_with_its_layer_and_done_again(

@@ -1,1 +1,1 @@
-"""Fluxion's kernels: the prediction, the choice of runs of blocks, tasks that the CPU shares with the device."""
+"""Fluxion's compiled kernels: predictor, selector, and the scheduler's tasks."""

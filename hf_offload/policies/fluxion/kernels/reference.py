@@ -1,4 +1,4 @@
-"""The truth about the choice that every query head makes for itself, as in `reference.py`: plain torch in float64."""
+"""Reference of the granularity-budget selector: plain torch in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def budget(budget0: float, slope: float, streams: bool, tokens: int) -> float:
-    """Return the share of the host's tokens that a head needs in runs of so many (Fluxion, Eq. 1)."""
+    """Return the share of the host's tokens that a head takes in runs of `tokens` (Fluxion, Eq. 1)."""
     share = 0.0 if streams else budget0 + slope * math.log2(tokens)
     return 1.0 if math.isnan(share) else min(max(share, 0.0), 1.0)
 
@@ -42,7 +42,7 @@ def retrieve_blocks(
     """Return blocks and spans of each (row, KV head), and runs of each (row, query head), as `retrieve_blocks` does.
 
     Args:
-        masses: [B, Hq, N], of single blocks; the others as in `retrieve.retrieve_blocks`.
+        masses: [B, Hq, N], of single blocks; the others as in `selector.retrieve_blocks`.
     """
     group = masses.shape[1] // kv_heads
     found: list[list[list[int]]] = []

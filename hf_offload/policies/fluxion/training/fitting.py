@@ -1,4 +1,4 @@
-"""The predictor's network is fitted to samples (Fluxion §5.2)."""
+"""Fit of the predictor's network to samples (Fluxion, section 5.2)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Fitting:
 
     Args:
         epochs: passes over the samples, at most.
-        patience: passes without a smaller held-out loss after which it ends; the best weights stay.
+        patience: passes without a smaller held-out loss after which the fit ends; the best weights stay.
         batch: samples of a step.
-        rate: step size of Adam at the beginning; it falls to none along a cosine.
-        under: how much more an underestimated budget weighs than an overestimated one: the first costs quality, the
-            second only time.
-        streaming_at: the probability from which a head counts as streaming: a head that is left out wrongly may be the
-            one that finds what was asked for, and one that is not left out reads little.
-        fit: whether the line of Eq. 1 is to meet the budgets at the granularities that are chosen online, or that of
-            single tokens, too (`"paper"`). Budgets rise faster than log₂ blk, so that a line through all of them
+        rate: step size of Adam at the beginning; it falls to 0 along a cosine.
+        under: weight of an underestimated budget relative to an overestimated one: the first costs quality, the second
+            only time.
+        streaming_at: the probability from which a head counts as streaming. A head wrongly left out may be the one that
+            finds the answer; a head wrongly kept reads little.
+        fit: `"online"`: the line of Eq. 1 is fitted to the budgets at 16 to 128 tokens, which are chosen from online;
+            `"paper"`: also to those of single tokens. Budgets rise faster than log₂ blk, so a line through all of them
             is too high at 16 tokens and too low at 128.
         seed: of weights and order.
     """
@@ -70,14 +70,14 @@ def fit_predictor(
 ) -> tuple[HeadPredictor, int]:
     """Fit a predictor for one τ.
 
-    The line of Eq. 1 is fitted to the needed budgets of retrieval heads, so that an error of bgt₀ or k weighs as much
-    as the budgets that it makes wrong; a streaming head teaches the third output alone.
+    The loss compares the line of Eq. 1 with the needed budgets of retrieval heads, so that an error of bgt₀ or k weighs
+    as much as the budgets that it makes wrong. Streaming heads train the third output alone.
 
     Args:
         features: fp32 `[N, 41]`; budgets: `[N, granularities]`, what was needed.
-        held_out, wanted: the same of texts that are not learnt from.
+        held_out, wanted: the same of held-out texts.
         fitting: the settings.
-        tau, digest, sinks, local: what the samples are of.
+        tau, digest, sinks, local: settings of the samples.
         progress: whether to show a progress bar.
 
     Returns:
@@ -119,7 +119,7 @@ def fit_predictor(
 
 
 class _Scale:
-    """The size of budgets: while it learns, the network's outputs are in units of their deviation.
+    """The scale of budgets: in training, the network's outputs are in units of the budgets' deviation.
 
     Args:
         needed: `[N, granularities]`, budgets of retrieval heads.
@@ -140,7 +140,7 @@ class _Scale:
 
     @torch.no_grad()
     def fold(self, outputs: nn.Linear) -> None:
-        """Let a layer give bgt₀ and k themselves."""
+        """Fold the scale into the output layer, which then gives bgt₀ and k."""
         outputs.weight[:2] *= self.factors[:, None]
         outputs.bias[:2] = outputs.bias[:2] * self.factors + self.offsets
 

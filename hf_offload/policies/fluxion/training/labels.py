@@ -1,4 +1,7 @@
-"""How much of the host's tokens a head needs, and at what granularity (Fluxion §5.2): what the predictor learns."""
+"""Labels of head properties: the least budget within a deviation, and the line through budgets (Fluxion, section 5.2).
+
+Eq. 2 defines budgets, Eq. 1 the line. The budgets of a prompt's anchor, which are features, are found in the same way.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from collections.abc import Sequence
 import torch
 
 from hf_offload.cache.digests import DIGESTS
-from hf_offload.policies.fluxion.partials import BLOCK, Partial, Tokens, join_blocks, logits
+from hf_offload.policies.fluxion.block_attention import BLOCK, Partial, Tokens, join_blocks, logits
 
 GRANULARITIES = (1, 16, 32, 64, 128)
-"""Tokens of the blocks that budgets are found for; 1 only offline."""
+"""Tokens of a block, by which budgets are found; 1 in training only."""
 FITS = ("online", "paper")
-"""Through which budgets the line of Eq. 1 is laid."""
-_FIRST, _MOST = 64, 1024  # entries of a ranking that are looked at at a time
+"""Which budgets the line of Eq. 1 is fitted to (`fit_line`)."""
+_FIRST, _MOST = 64, 1024  # entries of a ranking per pass: the first pass, and at most
 
 
 def join_scores(scores: torch.Tensor, run: int, digest: str) -> torch.Tensor:
     """Scores of `run` consecutive blocks each, from those of blocks of 16.
 
-    Quest's upper bound of a run is the largest of its blocks' bounds; masses add up.
+    Quest's upper bound of a run is the largest bound of its blocks; log masses are added.
 
     Args:
         scores: `[…, n]`, log masses by the digest; −inf for blocks without tokens.
@@ -58,15 +61,15 @@ def needed_budgets(
     Blocks are taken in the order of the scores by which they are chosen online, single tokens in that of their own.
 
     Args:
-        kept: out `[B, Hq, D]` and lse `[B, Hq]` of what is attended anyway: sinks and local tokens.
+        kept: out `[B, Hq, D]` and lse `[B, Hq]` of sinks and local tokens, which are always attended.
         query: `[B, Hq, D]`.
         host: the tokens in between, `[B, Hkv, T, D]`.
         blocks: `attend_blocks` of query and host.
         scores: `[B, Hq, n]`, of the host's blocks of 16 by their digests.
         full: `[B, Hq, D]`, attention over everything.
-        limit: `[B, Hq, taus]`, deviations that are tolerated.
+        limit: `[B, Hq, taus]`, accepted deviations.
         scale: softmax scale.
-        digest: that `scores` are from.
+        digest: the digest of `scores`.
 
     Returns:
         `[B, Hq, granularities, taus]`, shares of the host's tokens.
@@ -120,13 +123,13 @@ def _needed(
     full: torch.Tensor,
     limit: torch.Tensor,
 ) -> torch.Tensor:
-    """The share of tokens in the shortest beginning of the ranking whose output is near enough, `[B, Hq, taus]`.
+    """The share of tokens in the shortest prefix of the ranking whose output is within the limit, `[B, Hq, taus]`.
 
-    The ranking is looked at in longer and longer pieces, and only for the heads that are not there yet.
+    Passes go through longer and longer pieces of the ranking, only for the heads that are not within the limit yet.
 
     Args:
         kept: out `[B, Hq, D]`, lse `[B, Hq]`.
-        values: `[owners, n, D]`; owner: `[B · Hq]`, whose values a head has.
+        values: `[owners, n, D]`; owner: `[B · Hq]`, the index of a head's values.
         lse, scores, sizes: `[B, Hq, n]`: weight, rank and tokens of each entry.
         full: `[B, Hq, D]`; limit: `[B, Hq, taus]`.
     """

@@ -1,7 +1,7 @@
-"""Facts hidden in a text and asked for: what shows a predictor the heads that look something up, and when they do.
+"""Training texts with hidden facts and questions for them, which make retrieval heads retrieve.
 
-Running text seldom makes a model fetch one place of a long context. A predictor that has read nothing else takes the
-heads that do so for heads that need nothing of the host.
+Running text seldom makes a model look up one place of a long context. A predictor trained on nothing else takes the
+heads that do so for streaming heads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FORMS = (
     ("The {owner} is listed under {secret}.", "Where is the {owner} listed?", "It is listed under {secret}."),
     ('register["{owner}"] = "{secret}"', 'What is register["{owner}"]? Say the value only.', '"{secret}"'),
 )
-"""What is hidden, asked and answered."""
+"""Sentence, question and answer."""
 _MARK = "\x1f"  # stands for a message while a chat template is taken apart
 
 
@@ -60,7 +60,7 @@ class _Fact(NamedTuple):
 
     @classmethod
     def of(cls, owner: str, draw: random.Random) -> _Fact:
-        """A fact of somebody or something, and an answer of a word or of a sentence."""
+        """A random fact about an owner, with an answer of a word or of a sentence."""
         secret = _secret(draw)
         sentence, question, answer = draw.choice(_FORMS)
         answer = draw.choice(("{secret}", answer))
@@ -99,10 +99,10 @@ def _frame(tokenizer: PreTrainedTokenizerBase) -> _Frame:
 def ask(
     text: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, interval: int, first: int, local: int, seed: int
 ) -> torch.Tensor:
-    """Hide facts in a text, and let every stretch of `interval` tokens end with a question for one of them.
+    """Hide facts in a text, and end every stretch of `interval` tokens with a question for one of them.
 
-    The answer follows. Two facts are hidden in a stretch, at least `local` tokens before its end; one of all those so
-    far is asked for, each at most once. The text makes room: its end is cut off.
+    The answer follows. A stretch hides two facts, at least `local` tokens before its end. Its question is for one of
+    all facts so far; each is asked for at most once. The text's end is cut off to keep its length.
 
     Args:
         text: token ids.
@@ -110,7 +110,7 @@ def ask(
         interval: tokens of a stretch.
         first: where the first fact may stand.
         local: tokens before a question without facts.
-        seed: of what is hidden where, and asked.
+        seed: of facts, places and questions.
 
     Returns:
         Token ids `[1, len(text)]`.

@@ -1,4 +1,4 @@
-"""How well a predictor does on samples that it has not learnt from."""
+"""Quality of a predictor on held-out samples (Fluxion, section 8.3)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def quality(predictor: Predictor, features: torch.Tensor, budgets: torch.Tensor,
     Returns:
         r2_budget0, r2_slope: over retrieval heads.
         streaming_share, streaming_precision, streaming_recall.
-        budgets: for each granularity that is chosen online, over all heads and as shares of the host's tokens: the mean
-            needed and predicted (0 for heads that count as streaming), the means of what is too little and too much,
-            and enough, the share of heads that get what they need.
+        budgets: for each granularity that is chosen from online, over all heads and as shares of the host's tokens: the
+            means needed and predicted (0 for heads that count as streaming), the mean shortfall and excess, and
+            enough, the share of heads that get what they need.
     """
     found = predictor.predict(features)
     streaming = budgets.amax(1) == 0

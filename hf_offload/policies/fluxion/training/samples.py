@@ -1,36 +1,137 @@
-"""What one text teaches: features and needed budgets of every head at sampled decode steps (Fluxion §5.2, §7)."""
+"""Samples of a text: features and needed budgets of every head at sampled decode steps (Fluxion, sections 5.2 and 7).
+
+`capture` lets a model read a text and keeps the queries of sampled steps; `layer_samples` makes samples of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from hf_offload.attention.merge import merge_partials
 from hf_offload.cache.digests import DIGESTS, DigestStore
+from hf_offload.policies.fluxion.block_attention import BLOCK, Tokens, attend, attend_blocks, join_blocks
 from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, prompt_statistics, step_features
-from hf_offload.policies.fluxion.partials import BLOCK, Tokens, attend, attend_blocks, join_blocks
-from hf_offload.policies.fluxion.training.capture import CapturedLayer
 from hf_offload.policies.fluxion.training.labels import deviation_limit, needed_budgets
 from hf_offload.scores import Scores
 
+CAPTURED = "captured_queries"
+CHUNK = 512  # tokens that the model takes in at a time
 _BUDGETS = [FEATURES.index(f"anchor_budget_{size}") for size in (16, 32, 64, 128)]
 _ANSWER = 24  # tokens behind a question that are taken for its answer
 _TILE = 4096  # tokens of the host that prompt statistics read at a time
 
 
+# --- queries, keys and values of a text ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CapturedLayer:
+    """One layer's queries at sampled positions of a text, and its keys and values.
+
+    Args:
+        layer: its number.
+        queries: `[positions, Hq, D]`, as the attention function gets them.
+        key, value: `[1, Hkv, T, D]`.
+        scale: softmax scale.
+    """
+
+    layer: int
+    queries: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+
+
+class _Capture:
+    """An attention function that keeps the queries at some positions."""
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = positions
+        self.queries: dict[int, list[torch.Tensor]] = {}
+        self.scales: dict[int, float] = {}
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """sdpa for queries `[1, Hq, Q, D]` and keys `[1, Hkv, T, D]`, of which the last Q are the queries' own."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        if kwargs.get("sliding_window") is None:
+            if odd := [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]:
+                raise ValueError(f"layer {layer} of {type(module).__name__} has {odd[0]}, which budgets do not know of")
+            past = key.shape[2] - query.shape[2]
+            mine = [p - past for p in self.positions if past <= p < key.shape[2]]
+            self.queries.setdefault(layer, []).append(query[0, :, mine].transpose(0, 1).clone())
+            scaling = kwargs.get("scaling")
+            self.scales[layer] = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+@torch.inference_mode()
+def capture(
+    model: PreTrainedModel, ids: torch.Tensor, positions: Sequence[int], advance: Callable[[int], Any]
+) -> Iterator[CapturedLayer]:
+    """Let a model read a text; yields one full-attention layer after the other.
+
+    Args:
+        model: the model; its attention implementation is replaced meanwhile.
+        ids: `[1, T]`.
+        positions: of the queries to keep, ascending.
+        advance: called after every chunk with the number of its tokens.
+
+    Raises:
+        ValueError: a model without such layers, or with attention that is more than a softmax over all keys.
+    """
+    taken, cache = _Capture(positions), DynamicCache(config=model.config)
+    with _attending_by(model, taken):
+        for part in torch.split(ids.to(model.device), CHUNK, 1):
+            model.base_model(part, past_key_values=cache, use_cache=True)
+            advance(part.shape[1])
+    if not taken.queries:
+        raise ValueError(f"{type(model).__name__} has no full-attention layer that its attention function is asked for")
+    for layer, queries in sorted(taken.queries.items()):
+        held: Any = cache.layers[layer]
+        yield CapturedLayer(layer, torch.cat(queries), held.keys, held.values, taken.scales[layer])
+
+
+@contextmanager
+def _attending_by(model: PreTrainedModel, taken: _Capture) -> Iterator[None]:
+    before = model.config._attn_implementation
+    AttentionInterface.register(CAPTURED, taken.attend)
+    AttentionMaskInterface.register(CAPTURED, sdpa_mask)
+    model.set_attn_implementation(CAPTURED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """At what steps of a text heads are looked at, and how.
+    """Which steps of a text are sampled, and the settings of their budgets.
 
     Args:
         interval: tokens between two anchors; a prompt ends at each multiple of it.
         steps: decode steps drawn at random between an anchor and the next.
         taus: deviations that budgets are found for.
         digest: by whose scores blocks are chosen.
-        sinks, local: first and newest tokens that are attended anyway, in whole blocks.
+        sinks, local: first and newest tokens that are always attended, in whole blocks.
     """
 
     interval: int = 4096
@@ -56,7 +157,7 @@ class Sampling:
         return found
 
     def host(self, length: int) -> tuple[int, int]:
-        """The first token of the host's and the first behind them, with `length` tokens in all."""
+        """The first of the host's tokens and the first behind them, with `length` tokens in all."""
         first = self.sinks
         return first, max(first, (length // BLOCK - self.local // BLOCK) * BLOCK)
 
@@ -68,7 +169,7 @@ class Samples:
     Args:
         features: fp32 `[N, 41]`, with the anchor's budgets for the first τ.
         anchor_budgets: fp32 `[N, taus, 4]`, these for every τ.
-        budgets: fp32 `[N, granularities, taus]`, what was needed; 0 throughout for a streaming head.
+        budgets: fp32 `[N, granularities, taus]`, the labels; 0 throughout for a streaming head.
     """
 
     features: torch.Tensor

@@ -1,4 +1,4 @@
-"""Training of a Fluxion predictor: samples of texts in files that survive an interruption, then the fit (§5.2, §7)."""
+"""A training run of `hf-offload train-fluxion`: windows of texts, a file of samples each, then the fit (§5.2, §7)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from hf_offload.attention.hooks import find_layers
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.fingerprint import fingerprint, likeness
 from hf_offload.knobs import check_choice
-from hf_offload.policies.fluxion.partials import BLOCK
+from hf_offload.policies.fluxion.block_attention import BLOCK
 from hf_offload.policies.fluxion.predictor import save_predictors, write_whole
-from hf_offload.policies.fluxion.training.capture import capture
 from hf_offload.policies.fluxion.training.fitting import Fitting, fit_predictor
 from hf_offload.policies.fluxion.training.needle_samples import ask
 from hf_offload.policies.fluxion.training.report import quality
-from hf_offload.policies.fluxion.training.samples import Samples, Sampling, layer_samples
+from hf_offload.policies.fluxion.training.samples import Samples, Sampling, capture, layer_samples
 
 PREDICTOR, REPORT, SETTINGS = "predictor.safetensors", "report.json", "settings.json"
 
@@ -38,7 +37,7 @@ class Window:
     Args:
         ids: token ids `[1, context]`.
         text: the number of the text.
-        asked: whether facts are hidden in it and asked for.
+        asked: whether facts are hidden in it, with questions for them.
     """
 
     ids: torch.Tensor
@@ -48,7 +47,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows:
-    """What the model reads: `held_out` is for measuring and stopping only."""
+    """The windows that the model reads; `held_out` is for measuring and stopping only."""
 
     train: list[Window]
     held_out: list[Window]
@@ -60,9 +59,9 @@ class Windows:
 
 
 def cut_windows(texts: Sequence[Sequence[int]], context: int, most: int) -> Windows:
-    """Cut texts into windows, the last quarter of each text's (at least one) for measuring.
+    """Cut texts into windows, and hold out the last quarter of each text's windows, at least one.
 
-    Where no text has two windows, the last text is for measuring.
+    Where no text has two windows, the last text is held out.
 
     Args:
         texts: token ids.
@@ -90,16 +89,16 @@ def cut_windows(texts: Sequence[Sequence[int]], context: int, most: int) -> Wind
 
 
 def ask_again(windows: Windows, most: int, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Windows:
-    """Add windows of each text once more, with facts hidden in them and asked for where prompts end.
+    """Add some windows of each text once more, with hidden facts, and questions where prompts end.
 
     Args:
         windows: from `cut_windows`.
-        most: how many of a text's windows; the first and the last are among them from two on.
+        most: how many of a text's windows; from two on, the first and the last are among them.
         tokenizer: the model's.
-        sampling: its prompts end with questions.
+        sampling: the settings; its prompts end with questions.
 
     Raises:
-        ValueError: intervals too short for that.
+        ValueError: the interval is too short.
     """
     chosen = set()
     for text in {one.text for one in windows.every}:
@@ -150,14 +149,14 @@ def check_sampling(sampling: Sampling, context: int) -> None:
 def collect(
     model: PreTrainedModel, windows: Windows, sampling: Sampling, folder: Path, *, progress: bool = False
 ) -> None:
-    """Take the samples of every window, a file each; those that are there are kept.
+    """Write the samples of every window to a file; existing files are kept, so that a stopped run continues.
 
     Under a launcher the windows are divided among its processes.
 
     Args:
         model: the model.
-        windows: what it reads.
-        sampling: at what steps heads are looked at.
+        windows: to read.
+        sampling: which steps are sampled.
         folder: for the files.
         progress: whether to show a progress bar.
 
@@ -192,7 +191,7 @@ def train(
     model: PreTrainedModel, windows: Windows, sampling: Sampling, fitting: Fitting, folder: Path, *,
     progress: bool = False,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Fit a predictor for each τ to samples that were collected, and write it with its report.
+    """Fit a predictor for each τ to the collected samples, and write both the file and its report.
 
     Args:
         model: the model that the samples are from.
@@ -202,7 +201,7 @@ def train(
         progress: whether to show a progress bar.
 
     Returns:
-        The report; None in processes of a launcher other than the first, which have nothing left to do.
+        The report; None in processes of a launcher other than the first.
     """
     if not PartialState().is_main_process:
         return None
@@ -238,13 +237,13 @@ def _shard(folder: Path, number: int) -> Path:
 
 
 def _settings(model: PreTrainedModel, windows: Sequence[Window], sampling: Sampling) -> dict[str, Any]:
-    """By what samples are known to be of the same run."""
+    """What samples of the same run share."""
     texts = [zlib.crc32(one.ids.numpy().tobytes()) for one in windows]
     return dict(json.loads(json.dumps({**asdict(sampling), "texts": texts, "model": fingerprint(*_decoder(model))})))
 
 
 def _claim(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Write down what the samples in a folder are of, or compare it with what is there."""
+    """Write the settings of the samples to a folder, or compare them with those that are there."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SETTINGS
     if not path.exists():

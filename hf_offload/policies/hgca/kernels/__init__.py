@@ -1,1 +1,1 @@
-"""HGCA's kernels: moving averages of attention weights, choice and copies of the tokens that are retained."""
+"""HGCA's compiled kernels: moving averages, weights of an append's queries, selection and compaction of tokens."""

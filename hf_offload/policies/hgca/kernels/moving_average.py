@@ -1,21 +1,20 @@
-"""Moving averages of attention weights, or their fading peaks, one a token and query head.
+"""Moving average of attention weights (MAW), or their fading peak, of each token and query head.
 
-Source: HGCA, algorithm 1, line 8: A = (1 - alpha) A + alpha (the weights of this step). A token that has been there
-for n steps takes in 1/n of a step where that is more than alpha: until then the average is the mean. A peak keeps what
-one query wanted much, which a mean over many loses.
+Source: HGCA, algorithm 1, line 8: A = (1 - alpha) A + alpha (the weights of this step). A token that is n steps old
+takes in 1/n of a step where that is more than alpha: until then the average is the mean. A fading peak keeps a weight
+that one query gave, which a mean over many queries loses.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from hf_offload.cpu.launch import F32, U8, Array, Launch, kernel, require
+from hf_offload.cpu.launch import F32, Array, Launch, kernel, require
 from hf_offload.cpu.memory import address_of, count_up
-from hf_offload.cpu.simd.convert import load_first, load_marks, store_first
-from hf_offload.cpu.simd.vectors import choose_less, exp, fma, splat, vmax
+from hf_offload.cpu.simd.convert import load_first, store_first
+from hf_offload.cpu.simd.vectors import exp, fma, splat, vmax
 
 _TASK_TOKENS = 8192  # averages of a task, at most, unless a head has more
-_ALL_VALID = np.empty((0, 0), np.uint8)
 
 
 @kernel
@@ -30,13 +29,12 @@ def average_kernel(
     rates: Array,
     fade: float,
     largest: bool,
-    valid: Array,
     chunk: int,
 ) -> None:
     """One task = `chunk` pairs of a row and a query head."""
     query_heads = lse.shape[1]
     pairs = lse.shape[0] * query_heads
-    zero, left = splat(np.float32(0.0)), splat(np.float32(fade))
+    left = splat(np.float32(fade))
     ages = address_of(rates) + 4 * (rates.shape[0] - length + first)
     while True:
         task = count_up(ticket, 0)
@@ -49,15 +47,12 @@ def average_kernel(
             shift = splat(np.float32(np.inf) if total == -np.inf else total)
             place = address_of(average) + 4 * (pair * average.shape[2] + first)
             source = address_of(scores) + 4 * pair * scores.shape[2]
-            marks = address_of(valid) + b * valid.shape[1] + first
             for token in range(0, length - first, 16):
                 count = length - first - token
                 weight = exp(load_first(source + 4 * token, count) - shift)
                 mean = load_first(place + 4 * token, count)
                 rate = load_first(ages + 4 * token, count)
                 mean = vmax(left * mean, rate * weight) if largest else fma(weight - mean, rate, mean)
-                if valid.shape[0] > 0:
-                    mean = choose_less(zero, load_marks(marks + token, count), mean, zero)
                 store_first(place + 4 * token, count, mean)
         count_up(ticket, 1)
 
@@ -72,7 +67,6 @@ def move_averages(
     alpha: float,
     share: float | None = None,
     after: int = 0,
-    valid: Array | None = None,
 ) -> Launch:
     """Prepare taking one step's attention weights into the averages of tokens first..length-1 of every row.
 
@@ -81,7 +75,7 @@ def move_averages(
     `first` and `length` may be set, within what the arrays cover: length - first at most W, length at most T.
 
     Args:
-        average: float32 [B, Hq, T], finite where a token is valid, written.
+        average: float32 [B, Hq, T], finite at these tokens, written.
         scores: float32 [B, Hq, W], of tokens from `first` on, as they entered the softmax; -inf where not attended.
         lse: float32 [B, Hq], natural log of the sum of exp(score); -inf where nothing was attended: weights are 0.
         first: the first token.
@@ -90,7 +84,6 @@ def move_averages(
             what the average loses in a step.
         share: what a weight counts beside the largest before it, or None.
         after: with `share`, weights of a token's first so many steps do not count.
-        valid: uint8 [B, T'], T' at least `length`, or None: averages of tokens that are not valid become 0.
 
     Raises:
         ValueError: shapes that contradict each other, or a memory layout that the kernel does not cover.
@@ -101,14 +94,8 @@ def move_averages(
     require("average", average, F32, average.shape)
     require("scores", scores, F32, (batch, query_heads, width))
     require("lse", lse, F32, (batch, query_heads))
-    covered = capacity
-    if valid is None:
-        valid = _ALL_VALID
-    else:
-        require("valid", valid, U8, (batch, valid.shape[-1]))
-        covered = min(covered, valid.shape[1])
-    if not 0 <= first <= length <= covered or length - first > width:
-        raise ValueError(f"tokens {first}..{length}: the averages or marks hold {covered} tokens, the scores {width}")
+    if not 0 <= first <= length <= capacity or length - first > width:
+        raise ValueError(f"tokens {first}..{length}: the averages hold {capacity} tokens, the scores {width}")
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"alpha must be within 0..1, got {alpha}")
     pairs = batch * query_heads
@@ -118,7 +105,5 @@ def move_averages(
         rates = np.maximum(np.float32(alpha), 1 / age)
     else:
         rates = np.where(age > after, np.float32(share), np.float32(0.0))
-    args = (
-        average, scores, lse, int(first), int(length), rates, 1.0 - float(alpha), share is not None, valid, chunk,
-    )  # fmt: skip
+    args = (average, scores, lse, int(first), int(length), rates, 1.0 - float(alpha), share is not None, chunk)
     return Launch(average_kernel, -(-pairs // chunk), args, 8 * pairs * width)

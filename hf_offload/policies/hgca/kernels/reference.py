@@ -1,4 +1,4 @@
-"""The truth about kernels that weigh single tokens, as in `reference.py`: plain torch in float64."""
+"""References of the kernels of HGCA: plain torch in float64."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hf_offload.cpu.reference import read_tokens
 
 
 def move_averages(
-    average: Tensor, scores: Tensor, lse: Tensor, first: int, length: int, *, alpha: float, valid: Tensor | None,
-    share: float | None = None, after: int = 0,
+    average: Tensor, scores: Tensor, lse: Tensor, first: int, length: int, *, alpha: float, share: float | None = None,
+    after: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return the averages [B, Hq, T], float64, as `move_averages` leaves them."""
     new = average.double().clone()
@@ -24,8 +24,6 @@ def move_averages(
         moved = (1 - rate) * new[..., first:length] + rate * weights
     else:
         moved = torch.maximum((1 - alpha) * new[..., first:length], share * weights * (age > after))
-    if valid is not None:
-        moved = torch.where(valid[:, None, first:length] == 0, 0.0, moved)
     new[..., first:length] = moved
     return new
 
@@ -42,11 +40,11 @@ def query_scores(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return the scores [B, Hq, Q, stop - first], float64, of which `query_lse.query_lse` makes sums; -inf if not seen.
+    """Return the scores [B, Hq, Q, stop - first], float64, of which `query_lse` makes sums; -inf if not seen.
 
     Args:
         query: [B, Hq, Q, D], query i at position start + i.
-        pool, table: as in `reference.py`; the others as in `query_lse.query_lse`.
+        pool, table: as in `reference.py`; the others as in `query_lse`.
     """
     keys, _ = read_tokens(pool, table, first, stop - first)
     grouped = keys.double().repeat_interleave(query.shape[1] // pool.shape[1], 1)
@@ -67,7 +65,7 @@ def weigh_tokens(
     first: int,
     stop: int,
     start: int,
-    near: int,
+    skipped: int,
 ) -> Tensor:
     """Return the joined weights [B, Hq, T], float64, as `weigh_tokens` leaves them.
 
@@ -77,14 +75,14 @@ def weigh_tokens(
     total = lse.double()[..., None]
     weights = torch.where((scores == -math.inf) | (total == -math.inf), 0.0, torch.exp(scores - total))
     at = start + torch.arange(scores.shape[2])
-    weights = torch.where(torch.arange(first, stop) + near <= at[:, None], weights, 0.0)
+    weights = torch.where(torch.arange(first, stop) + skipped <= at[:, None], weights, 0.0)
     joined = weights.amax(2) if coefficient is None else torch.einsum("q,bhqt->bht", coefficient.double(), weights)
     new = average.double().clone()
     new[..., first:stop] = torch.where(valid[:, None, first:stop] == 0, 0.0, joined)
     return new
 
 
-def count_kept(
+def mark_retained(
     average: Tensor,
     valid: Tensor,
     threshold_old: Tensor,
@@ -95,11 +93,11 @@ def count_kept(
     *,
     kv_heads: int,
     rule: str,
-) -> tuple[Tensor, Tensor]:
-    """Return kept, bool [B, Hkv, stop - first], and the joined averages that decide, as `count_kept` does."""
+) -> Tensor:
+    """Return which tokens `mark_retained` keeps, bool [B, Hkv, stop - first]."""
     batch, query_heads, _ = average.shape
     grouped = average[..., first:stop].double().reshape(batch, kv_heads, query_heads // kv_heads, stop - first)
     joined = grouped.amax(2) if rule == "any" else grouped.mean(2)
     old = torch.arange(first, stop) < border
     bar = torch.where(old, threshold_old[:, None], threshold_new[:, None]).double()
-    return (joined > bar[:, None]) & valid[:, None, first:stop].bool(), joined
+    return (joined > bar[:, None]) & valid[:, None, first:stop].bool()

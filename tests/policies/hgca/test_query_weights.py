@@ -1,4 +1,4 @@
-"""`query_lse.query_lse` and `weigh.weigh_tokens` against float64."""
+"""`query_lse` and `weigh_tokens` against float64."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from pools import Case, make_case, run
 from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
 from hf_offload.cpu.reference import pack_block
 from hf_offload.policies.hgca.kernels import reference
-from hf_offload.policies.hgca.kernels.query_lse import query_lse
-from hf_offload.policies.hgca.kernels.query_mass import weigh_tokens
+from hf_offload.policies.hgca.kernels.query_weights import query_lse, weigh_tokens
 
 
 def _check(
     case: Case, group: int, queries: int, first: int, stop: int, start: int, dtype: torch.dtype,
-    softcap: float | None = None, near: int = 0, largest: bool = False, threads: int = 1, packed: bool = False,
+    softcap: float | None = None, skipped: int = 0, largest: bool = False, threads: int = 1, packed: bool = False,
 ) -> None:  # fmt: skip
     """Both kernels, one after the other."""
     kv_heads, block_size, dim = case.clean.shape[1], case.clean.shape[3], case.clean.shape[4]
@@ -51,9 +50,14 @@ def _check(
     average[..., :first] = 7.0
     average[..., stop:] = 7.0
     coefficient = None if largest else torch.rand(queries) / queries
-    expected = reference.weigh_tokens(scores, lse, coefficient, average, case.valid, first, stop, start, near)
+    expected = reference.weigh_tokens(scores, lse, coefficient, average, case.valid, first, stop, start, skipped)
     launch = weigh_tokens(
-        *arrays, lse.numpy(), None if coefficient is None else coefficient.numpy(), average.numpy(), near=near, **facts
+        *arrays,
+        lse.numpy(),
+        None if coefficient is None else coefficient.numpy(),
+        average.numpy(),
+        skipped=skipped,
+        **facts,
     )
     run(launch, threads)
     assert launch.cost > 0
@@ -62,7 +66,7 @@ def _check(
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
-    ("group", "dim", "block_size", "dtype", "queries", "softcap", "near", "largest"),
+    ("group", "dim", "block_size", "dtype", "queries", "softcap", "skipped", "largest"),
     [
         (3, 64, 32, torch.bfloat16, 37, None, 9, False),
         (3, 64, 32, torch.bfloat16, 37, None, 0, True),
@@ -77,17 +81,17 @@ def _check(
     ids=str,
 )
 def test_weights(
-    group: int, dim: int, block_size: int, dtype: torch.dtype, queries: int, softcap: float | None, near: int,
+    group: int, dim: int, block_size: int, dtype: torch.dtype, queries: int, softcap: float | None, skipped: int,
     largest: bool,
 ) -> None:  # fmt: skip
     torch.manual_seed(group * dim)
     length = 9 * 32 + 133  # the last block is not full
     case = make_case(3, 2, dim, block_size, length, dtype, padding=(0, 200, length - 2), scattered=0.05)
     case.valid[2, :length] = 0  # a row in which nothing is valid
-    _check(case, group, queries, 0, length, length - queries, dtype, softcap, near, largest)
+    _check(case, group, queries, 0, length, length - queries, dtype, softcap, skipped, largest)
     # A middle part that the queries see all of; one that none sees.
-    _check(case, group, queries, 128, 256, length - queries, dtype, softcap, near, largest)
-    _check(case, group, queries, 256, length, 256 - queries, dtype, softcap, near, largest)
+    _check(case, group, queries, 128, 256, length - queries, dtype, softcap, skipped, largest)
+    _check(case, group, queries, 256, length, 256 - queries, dtype, softcap, skipped, largest)
 
 
 @pytest.mark.parametrize("largest", [False, True])
@@ -150,7 +154,7 @@ def test_packed_blocks() -> None:
         ({"softcap": 0.0}, ValueError, "softcap"),
         ({"lse": np.zeros((1, 3, 4), np.float32)}, ValueError, "lse"),
         ({"coefficient": np.zeros(4, np.float32)}, ValueError, "coefficient"),
-        ({"near": -1}, ValueError, "near"),
+        ({"skipped": -1}, ValueError, "skipped"),
         ({"joined": np.zeros((1, 3, 99), np.float32)}, ValueError, "99"),
     ],
 )

@@ -1,13 +1,15 @@
-"""The choice of blocks by every query head for itself: how coarse, how many, and which, in one launch.
+"""The granularity-budget selector in one launch: how coarse, how many, and which blocks each query head takes.
 
-The query heads of a KV head share a granularity, that is how many neighbouring blocks make a run; each of them takes
-its best runs, and what is chosen is the union. Digests are those of single blocks: a run's score is joined from them.
-Method: Fluxion, section 5.3.
+The query heads of a KV head share a granularity: how many neighbouring blocks make a run. Each head takes its best runs
+by its own scores, and the KV head attends their union. Digests are those of single blocks; a run's score is joined from
+its blocks' scores.
+Source: Fluxion, Eq. 1 (budgets), Eq. 3 and section 5.3 (granularity), section 6.2 (order of tasks).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,12 +26,113 @@ from hf_offload.cpu.launch import F32, I32, U8, Array, Launch, cap_of, group_siz
 from hf_offload.cpu.memory import address_of, count_up, get, hold, put
 from hf_offload.cpu.simd.vectors import choose_less, exp, lane_max, load_f32, splat, store, vmax
 
-from .needs import Needs, budget_of, granularity_of, runs_wanted
-
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
 _FLOOR = np.float32(-80.0)  # masses so far below the best run are alike
+_ALMOST = 1.0 - 1e-6  # 0.05 in float32 is slightly more, but of 20 blocks it is one, not two
 TALLIES = 8
-"""Numbers that `tally` counts in before those of each granularity."""
+"""How many numbers `tally` counts before those of each granularity."""
+
+
+# --- budgets and granularity (Eq. 1, Eq. 3) --------------------------------------------------------------------------
+
+
+class Budgets(NamedTuple):
+    """Predicted properties of every query head, and the terms of V(blk) (Eq. 1 and 3).
+
+    Args:
+        budget0, slope: float32 [B, Hq], of Eq. 1: share = budget0 + slope * log2(tokens of a run).
+        streaming: uint8 [B, Hq], 1: the head attends no host tokens.
+        granularities: int32 [n], blocks of a run to choose from.
+        block_size: tokens a block.
+        digest_bytes: of a KV head's digest of a block; block_bytes: of its keys and values in one.
+    """
+
+    budget0: Array
+    slope: Array
+    streaming: Array
+    granularities: Array
+    block_size: int
+    digest_bytes: float
+    block_bytes: float
+
+
+@jit
+def budget_of(budget0: float, slope: float, streams: int, tokens: float) -> float:
+    """bgt(blk), the share of the host's tokens that a query head takes in runs of `tokens` (Eq. 1), within [0, 1].
+
+    NaN becomes 1: the head attends everything, and what made its prediction NaN shows in the output.
+    """
+    if streams:
+        return 0.0
+    share = float(budget0) + float(slope) * math.log2(tokens)
+    return max(share, 0.0) if share < 1.0 else 1.0
+
+
+@jit
+def sum_budgets(budgets: Any, b: int, h: int, group: int, span: int) -> float:
+    """The sum of the budgets of a KV head's query heads in runs of `span` blocks."""
+    total, tokens = 0.0, float(span * budgets.block_size)
+    for g in range(h * group, (h + 1) * group):
+        total += budget_of(budgets.budget0[b, g], budgets.slope[b, g], budgets.streaming[b, g], tokens)
+    return total
+
+
+@jit
+def choose_granularity(budgets: Any, b: int, h: int, group: int) -> int:
+    """Return the blocks of a run with the least V(blk) (Eq. 3), or 0 if all heads stream or have a budget of 0.
+
+    For each of the host's blocks, V(blk) = digest_bytes / span + block_bytes * (sum of the heads' budgets); of equal
+    values the first wins. The first term stands for the work of choosing among more runs: the kernel always reads the
+    digests of single blocks.
+    """
+    best, least = 0, np.inf
+    for span in budgets.granularities:
+        total = sum_budgets(budgets, b, h, group, span)
+        volume = budgets.digest_bytes / float(span) + budgets.block_bytes * total
+        if volume < least:
+            best, least = int(span) if total > 0.0 else 0, volume
+    return best
+
+
+@jit
+def runs_wanted(budget: float, blocks: int, span: int) -> int:
+    """Runs that hold a share of so many blocks, rounded up."""
+    return min(math.ceil(budget * blocks / span * _ALMOST), (blocks + span - 1) // span)
+
+
+@jit
+def rank_tasks(budgets: Any, first: Array, end: int, spans: Array, volumes: Array, order: Array) -> int:
+    """Find the tasks, (row, KV head) pairs with a budget, and order them by V(blk), largest first; return how many.
+
+    Args:
+        budgets: of all heads.
+        first: int32 [B], the host's blocks of a row are first..end-1.
+        spans: int32 [B, Hkv], written: blocks of a run, 0 where no head has a budget.
+        volumes: float64 [B * Hkv], written: bytes that a pair reads, the digests of all its blocks and each head's
+            budget of keys and values; 0 for a pair without a budget.
+        order: int32 [B * Hkv], written up to the number returned: row * Hkv + KV head; of equal ones the first.
+    """
+    batch, kv_heads = spans.shape
+    group, found = budgets.budget0.shape[1] // kv_heads, 0
+    for line in range(batch * kv_heads):
+        b, h = line // kv_heads, line % kv_heads
+        span = choose_granularity(budgets, b, h, group)
+        blocks = end - min(max(first[b], 0), end)
+        spans[b, h], volumes[line] = span, 0.0
+        if not span or not blocks:
+            continue
+        total = sum_budgets(budgets, b, h, group, span)
+        volumes[line] = (budgets.digest_bytes + budgets.block_bytes * total) * blocks
+        place = found
+        while place > 0 and volumes[order[place - 1]] < volumes[line]:
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = line
+        found += 1
+    return found
+
+
+# --- the choice of blocks --------------------------------------------------------------------------------------------
 
 
 @jit
@@ -79,7 +182,7 @@ def _widen_marks(runs: int, span: int, count: int, narrow: int, marks: int) -> N
 
 
 @jit
-def score_run(
+def score_blocks(
     digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
     begin: int, stop: int, reach: int, scores: Array, masses: Array,
 ) -> None:  # fmt: skip
@@ -97,13 +200,13 @@ def score_run(
 
 @jit
 def take_blocks(
-    b: int, h: int, group: int, span: int, low: int, end: int, masses: Array, sums: bool, budget0: Array, slope: Array,
-    streaming: Array, block_size: int, scratch: Array, word: Array, runs: Array, blocks: Array, counts: Array,
+    b: int, h: int, group: int, span: int, low: int, end: int, masses: Array, sums: bool, budgets: Any, scratch: Array,
+    word: Array, runs: Array, blocks: Array, counts: Array,
 ) -> None:  # fmt: skip
     """Write the blocks of low..end-1 that the query heads of KV head h take, by their masses; and their runs.
 
     Args:
-        span: blocks a run; 0: no head needs anything.
+        span: blocks of a run; 0: no head has a budget.
         scratch: float32 [4, end + `SPARE`]; word: int32 [1].
     """
     marks, narrow, score = address_of(scratch[0]), address_of(scratch[1]), address_of(scratch[2])
@@ -112,7 +215,8 @@ def take_blocks(
     for g in range(h * group, (h + 1) * group):
         runs[b, g] = 0
         if span and count > 0:
-            budget = budget_of(budget0[b, g], slope[b, g], streaming[b, g], float(span * block_size))
+            tokens = float(span * budgets.block_size)
+            budget = budget_of(budgets.budget0[b, g], budgets.slope[b, g], budgets.streaming[b, g], tokens)
             runs[b, g] = runs_wanted(budget, count, span)
         if runs[b, g] and span == 1:
             copy_scores(address_of(masses[b, g]) + 4 * low, count, score)
@@ -142,13 +246,7 @@ def retrieve_kernel(
     first: Array,
     end: int,
     sums: bool,
-    budget0: Array,
-    slope: Array,
-    streaming: Array,
-    granularities: Array,
-    block_size: int,
-    digest_bytes: float,
-    block_bytes: float,
+    budgets: Any,
     masses: Array,
     finished: Array,
     spans: Array,
@@ -168,21 +266,14 @@ def retrieve_kernel(
         if task >= tasks:
             break
         b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
-        heads = slice(h * group, (h + 1) * group)
         low = min(max(first[b], 0), end)
-        span = granularity_of(
-            budget0[b, heads], slope[b, heads], streaming[b, heads], granularities, block_size, digest_bytes,
-            block_bytes,
-        )  # fmt: skip
+        span = choose_granularity(budgets, b, h, group)
         begin, stop = chunk * CHUNK_BLOCKS, min((chunk + 1) * CHUNK_BLOCKS, end)
         if span and max(begin, low) < stop:
             reach = min(stop + CHUNK_BLOCKS, end)
-            score_run(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, reach, scores, masses)
+            score_blocks(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, reach, scores, masses)
         if count_up(finished, b * kv_heads + h) == chunks - 1:
-            take_blocks(
-                b, h, group, span, low, end, masses, sums, budget0, slope, streaming, block_size, scratch, word, runs,
-                blocks, counts,
-            )  # fmt: skip
+            take_blocks(b, h, group, span, low, end, masses, sums, budgets, scratch, word, runs, blocks, counts)
             spans[b, h] = span
         count_up(ticket, 1)
     hold(scores)
@@ -194,7 +285,7 @@ def retrieve_blocks(
     table: Array,
     first: Array,
     end: int,
-    needs: Needs,
+    budgets: Budgets,
     masses: Array,
     spans: Array,
     runs: Array,
@@ -215,9 +306,9 @@ def retrieve_blocks(
         digest: what scores the blocks.
         table: int32 [B, N], physical block of each logical one.
         first: int32 [B]; end: at most N.
-        needs: read when the launch runs.
+        budgets: read when the launch runs.
         masses: float32 [B, Hq, N'], N' at least `end` rounded up to a multiple of 16: scratch.
-        spans: int32 [B, Hkv], written: blocks a run, 0 where no head needs anything.
+        spans: int32 [B, Hkv], written: blocks of a run, 0 where no head has a budget.
         runs: int32 [B, Hq], written: runs that each head took (of those with valid tokens, at most).
         blocks: int32 [B, Hkv, C], C at least `end`, written up to the count.
         counts: int32 [B, Hkv], written.
@@ -235,17 +326,17 @@ def retrieve_blocks(
     require("table", table, I32, (batch, table.shape[-1]))
     require("first", first, I32, (batch,))
     for name in ("budget0", "slope"):
-        require(name, getattr(needs, name), F32, (batch, query_heads))
-    require("streaming", needs.streaming, U8, (batch, query_heads))
-    require("granularities", needs.granularities, I32, (len(needs.granularities),))
+        require(name, getattr(budgets, name), F32, (batch, query_heads))
+    require("streaming", budgets.streaming, U8, (batch, query_heads))
+    require("granularities", budgets.granularities, I32, (len(budgets.granularities),))
     require("masses", masses, F32, (batch, query_heads, masses.shape[-1]))
     require("spans", spans, I32, (batch, kv_heads))
     require("runs", runs, I32, (batch, query_heads))
     require("blocks", blocks, I32, (batch, kv_heads, blocks.shape[-1]))
     require("counts", counts, I32, (batch, kv_heads))
-    if not len(needs.granularities) or needs.granularities.min() < 1:
+    if not len(budgets.granularities) or budgets.granularities.min() < 1:
         raise ValueError(
-            f"granularities {needs.granularities.tolist()} are not blocks a run; use integers of 1 or more"
+            f"granularities {budgets.granularities.tolist()} are not blocks a run; use integers of 1 or more"
         )
     if not 0 <= end <= min(table.shape[1], masses.shape[2] // 16 * 16, blocks.shape[2]):
         raise ValueError(
@@ -255,9 +346,8 @@ def retrieve_blocks(
     chunks = max(1, -(-end // CHUNK_BLOCKS))
     finished = np.zeros(batch * kv_heads, np.int64)
     args = (
-        digest, full, rest, query, table, float(scale), cap_of(softcap), first, int(end), bool(sums), needs.budget0,
-        needs.slope, needs.streaming, needs.granularities, int(needs.block_size), float(needs.digest_bytes),
-        float(needs.block_bytes), masses, finished, spans, runs, blocks, counts,
+        digest, full, rest, query, table, float(scale), cap_of(softcap), first, int(end), bool(sums), budgets, masses,
+        finished, spans, runs, blocks, counts,
     )  # fmt: skip
     return Launch(retrieve_kernel, batch * kv_heads * chunks, args, cost, counters=finished)
 

@@ -1,4 +1,4 @@
-"""Attention of one query over tokens, block by block, so that blocks can be joined and left out afterwards."""
+"""Attention of one query over tokens, block by block, in torch: partials of blocks can be joined or left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tokens(NamedTuple):
 
     Args:
         key, value: `[B, Hkv, T, D]`, of any float dtype.
-        valid: `[B, T]` bool, which tokens count.
+        valid: `[B, T]` bool; the others are padding.
     """
 
     key: torch.Tensor
@@ -27,7 +27,7 @@ class Tokens(NamedTuple):
 
 
 def logits(query: torch.Tensor, tokens: Tokens, scale: float) -> torch.Tensor:
-    """scale · q·k of every token, fp32 `[B, Hq, T]`; −inf for tokens that do not count. query: `[B, Hq, D]`."""
+    """scale · q·k of every token, fp32 `[B, Hq, T]`; −inf for padding. query: `[B, Hq, D]`."""
     batch, heads, _, dim = tokens.key.shape
     group = query.shape[1] // heads
     found = scale * (query.float().reshape(batch, heads, group, dim) @ tokens.key.float().transpose(2, 3))
@@ -35,7 +35,7 @@ def logits(query: torch.Tensor, tokens: Tokens, scale: float) -> torch.Tensor:
 
 
 def attend(query: torch.Tensor, tokens: Tokens, scale: float) -> Partial:
-    """Attention over all tokens that count, as out `[B, Hq, D]` and lse `[B, Hq]`; query: `[B, Hq, D]`."""
+    """Attention over all valid tokens, as out `[B, Hq, D]` and lse `[B, Hq]`; query: `[B, Hq, D]`."""
     out, lse = join_blocks(attend_blocks(query, tokens, scale), -1)
     return out[..., 0, :], lse[..., 0]
 
@@ -61,7 +61,7 @@ def attend_blocks(query: torch.Tensor, tokens: Tokens, scale: float) -> Partial:
     scores = logits(query, tokens, scale).view(batch, heads, group, count, BLOCK)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    # A token that does not count may hold anything.
+    # Padding may hold anything.
     value = tokens.value.float().masked_fill(~tokens.valid[:, None, :, None], 0.0)
     out = weights.transpose(2, 3) @ value.view(batch, heads, count, BLOCK, dim)
     return out.transpose(2, 3).flatten(1, 2), lse.flatten(1, 2)
@@ -94,7 +94,7 @@ def join_blocks(parts: Partial, run: int) -> Partial:
 def from_first_block(
     blocks: Partial, valid: torch.Tensor, scores: torch.Tensor
 ) -> tuple[Partial, torch.Tensor, torch.Tensor]:
-    """Let every row begin with its first block that has a token, as its runs do; those before it go to the end.
+    """Rotate every row to begin with its first block that has a token, as its runs do.
 
     Args:
         blocks: out `[B, Hq, n, D]` and lse `[B, Hq, n]`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_offload.policies.fluxion.partials import Tokens, attend, attend_blocks, join_blocks
+from hf_offload.policies.fluxion.block_attention import Tokens, attend, attend_blocks, join_blocks
 
 HEADS, GROUP, DIM, SCALE = 2, 3, 8, 0.3
 

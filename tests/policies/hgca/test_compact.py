@@ -1,4 +1,4 @@
-"""`keep.count_kept` and `keep.copy_kept` against plain torch."""
+"""`mark_retained` and `compact_tokens` against plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from pools import bits, run
 
 from hf_offload.policies.hgca.kernels import reference
-from hf_offload.policies.hgca.kernels.retain import Rule, copy_kept, count_kept
+from hf_offload.policies.hgca.kernels.compact import Rule, compact_tokens, mark_retained
 
 
 def _averages(batch: int, heads: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,13 +36,13 @@ def test_what_is_kept(border: int, first: int, stop: int, group: int, rule: Rule
     old, new = torch.tensor([0.5, -math.inf, 2.0]), torch.tensor([-math.inf, 0.6, 0.3])
     kept, counts = torch.full((batch, kv_heads, 340), 7, dtype=torch.uint8), torch.full((batch, kv_heads), -1)
     run(
-        count_kept(
+        mark_retained(
             average.numpy(), valid.numpy(), old.numpy(), new.numpy(), border, first, stop, kept.numpy(),
             counts.numpy(), kv_heads=kv_heads, rule=rule,
         ),
         threads,
     )  # fmt: skip
-    want, _ = reference.count_kept(average, valid, old, new, border, first, stop, kv_heads=kv_heads, rule=rule)
+    want = reference.mark_retained(average, valid, old, new, border, first, stop, kv_heads=kv_heads, rule=rule)
     assert torch.equal(kept[..., first:stop], want.to(torch.uint8))
     assert torch.equal(counts, want.sum(-1))
     assert (kept[..., :first] == 7).all()
@@ -54,32 +54,21 @@ def test_an_average_at_the_threshold_is_not_kept() -> None:
     average[0, 1, 3] = 0.26
     kept, counts = np.zeros((1, 1, 20), np.uint8), np.zeros((1, 1), np.int64)
     marks = np.ones((1, 20), np.uint8)
-    count_kept(average.numpy(), marks, bar, bar, 0, 0, 20, kept, counts, kv_heads=1, rule="any")()
+    mark_retained(average.numpy(), marks, bar, bar, 0, 0, 20, kept, counts, kv_heads=1, rule="any")()
     assert kept[0, 0].nonzero()[0].tolist() == [3]
     assert counts.tolist() == [[1]]
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "block_size", "dtype", "rule", "threads"),
-    [
-        (3, 64, 32, torch.bfloat16, "any", 1),
-        (3, 64, 32, torch.bfloat16, "mean", 4),
-        (1, 80, 8, torch.float16, "mean", 1),
-        (7, 128, 16, torch.float32, "any", 3),
-    ],
+    ("dim", "block_size", "dtype", "threads"),
+    [(64, 32, torch.bfloat16, 1), (64, 32, torch.bfloat16, 4), (80, 8, torch.float16, 1), (128, 16, torch.float32, 3)],
     ids=str,
 )
-def test_what_is_kept_is_appended(
-    group: int, dim: int, block_size: int, dtype: torch.dtype, rule: Rule, threads: int
-) -> None:
+def test_what_is_kept_is_appended(dim: int, block_size: int, dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(dim)
     batch, kv_heads, first, tokens, room = 2, 3, 11, 150, 6 * 32
     lists, blocks = batch * kv_heads, room // block_size
-    average, valid = _averages(batch, kv_heads * group, first + tokens)
-    bar = torch.tensor([0.4, -math.inf])
-    marks, joined = reference.count_kept(
-        average, valid, bar, bar, 0, first, first + tokens, kv_heads=kv_heads, rule=rule
-    )
+    marks = torch.rand(batch, kv_heads, tokens) < torch.tensor([0.4, 0.9])[:, None, None]
     kept = torch.ones(batch, kv_heads, first + tokens, dtype=torch.uint8)
     kept[..., first:] = marks
     k, v = torch.randn(2, batch, tokens, kv_heads, dim).to(dtype).transpose(2, 3)
@@ -87,12 +76,12 @@ def test_what_is_kept_is_appended(
     block_ptr = pool.data_ptr() + pool[0].nbytes * np.arange(len(pool))
     table = torch.randperm(len(pool)).view(lists, blocks).int()
     begin = torch.tensor([0, 1, block_size, block_size - 1, 3, 5])
-    positions, weights = torch.full((lists, room), -1, dtype=torch.int32), torch.full((lists, room), 7.0)
+    positions = torch.full((lists, room), -1, dtype=torch.int32)
     for source in ((k, v), (bits(k), bits(v))):
         run(
-            copy_kept(
+            compact_tokens(
                 *source, kept.numpy(), first, block_ptr, table.numpy(), begin.numpy(), positions.numpy(),
-                weights.numpy(), average.numpy(), block_size=block_size, kv_dtype=dtype, rule=rule,
+                block_size=block_size, kv_dtype=dtype,
             ),
             threads,
         )  # fmt: skip
@@ -106,11 +95,8 @@ def test_what_is_kept_is_appended(
             assert (entries[:, :low] == 7).all()
             assert (entries[:, high:] == 7).all()
             assert torch.equal(positions[i, low:high].long(), first + found)
-            torch.testing.assert_close(weights[i, low:high].double(), joined[b, h, found], rtol=1e-6, atol=0)
             assert (positions[i, :low] == -1).all()
             assert (positions[i, high:] == -1).all()
-            assert (weights[i, :low] == 7).all()
-            assert (weights[i, high:] == 7).all()
         pool.fill_(7.0)
 
 
@@ -144,7 +130,7 @@ def _count_arguments() -> dict[str, Any]:
 )
 def test_counting_refuses_what_does_not_fit(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        count_kept(**{**_count_arguments(), **changes})
+        mark_retained(**{**_count_arguments(), **changes})
 
 
 @pytest.mark.parametrize(
@@ -157,8 +143,7 @@ def test_counting_refuses_what_does_not_fit(changes: dict[str, Any], error: type
         ({"first": 33}, ValueError, "33"),
         ({"begin": np.array([0, 25])}, ValueError, "33 entries"),
         ({"begin": np.array([0, -1])}, ValueError, "-1"),
-        ({"positions": np.zeros((2, 7), np.int32), "weights": np.zeros((2, 7), np.float32)}, ValueError, "hold 7"),
-        ({"rule": "most"}, ValueError, "most"),
+        ({"positions": np.zeros((2, 7), np.int32)}, ValueError, "hold 7"),
     ],
 )
 def test_copying_refuses_what_does_not_fit(changes: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -171,11 +156,8 @@ def test_copying_refuses_what_does_not_fit(changes: dict[str, Any], error: type[
         "table": np.zeros((2, 4), np.int32),
         "begin": np.zeros(2, np.int64),
         "positions": np.zeros((2, 40), np.int32),
-        "weights": np.zeros((2, 40), np.float32),
-        "average": np.zeros((1, 4, 40), np.float32),
         "block_size": 8,
         "kv_dtype": torch.float32,
-        "rule": "any",
     }
     with pytest.raises(error, match=text):
-        copy_kept(**{**arguments, **changes})
+        compact_tokens(**{**arguments, **changes})

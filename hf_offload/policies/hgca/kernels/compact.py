@@ -1,11 +1,11 @@
-"""The tokens of each KV head whose averages are high enough, and their keys and values one behind the other.
+"""Per-head selection of tokens by threshold, and the copy of their keys and values into contiguous lists.
 
 Source: HGCA, algorithm 1, lines 19-24; section 3.3, "CPU-local sparse attention".
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,8 +28,9 @@ from hf_offload.cpu.launch import (
 from hf_offload.cpu.memory import address_of, copy_bytes, count_up
 from hf_offload.cpu.simd.convert import load_first, load_marks, store_marks
 from hf_offload.cpu.simd.vectors import choose_less, lane_sum, splat, vmax
-from hf_offload.policies.hgca.rule import Rule
 
+Rule = Literal["any", "mean"]
+"""How the averages of a group's query heads are joined: their largest, or their mean."""
 _RULES = ("any", "mean")
 
 
@@ -61,7 +62,7 @@ def _mark(
 
 
 @kernel
-def keep_kernel(
+def mark_kernel(
     ticket: Array,
     tasks: int,
     average: Array,
@@ -97,7 +98,7 @@ def keep_kernel(
 
 
 @kernel
-def copy_kept_kernel(
+def compact_kernel(
     ticket: Array,
     tasks: int,
     keys: int,
@@ -112,15 +113,10 @@ def copy_kept_kernel(
     table: Array,
     begin: Array,
     positions: Array,
-    weights: Array,
-    average: Array,
     block_size: int,
-    largest: bool,
 ) -> None:
     """One task = one list; sizes and strides in bytes."""
     kv_heads = kept.shape[1]
-    group = average.shape[1] // kv_heads
-    part = np.float32(1.0) / np.float32(group)
     while True:
         task = count_up(ticket, 0)
         if task >= tasks:
@@ -137,23 +133,12 @@ def copy_kept_kernel(
                 place = block_ptr[table[task, entry // block_size]] + entry % block_size * row
                 copy_bytes(place, key + i * key_strides[2], row)
                 copy_bytes(place + block_size * row, value + i * value_strides[2], row)
-                joined = average[b, h * group, token]
-                for g in range(1, group):
-                    other = average[b, h * group + g, token]
-                    joined = max(joined, other) if largest else joined + other
                 positions[task, entry] = token
-                weights[task, entry] = joined if largest else joined * part
                 entry += 1
         count_up(ticket, 1)
 
 
-def _is_largest(rule: str) -> bool:
-    if rule not in _RULES:
-        raise ValueError(f"rule {rule!r} is not one of {_RULES}")
-    return rule == "any"
-
-
-def count_kept(
+def mark_retained(
     average: Array,
     valid: Array,
     threshold_old: Array,
@@ -189,6 +174,8 @@ def count_kept(
         TypeError: an array of another dtype.
     """
     batch, query_heads, capacity = average.shape
+    if rule not in _RULES:
+        raise ValueError(f"rule {rule!r} is not one of {_RULES}")
     group_size(query_heads, kv_heads)
     require("average", average, F32, average.shape)
     require("valid", valid, U8, (batch, valid.shape[-1]))
@@ -201,12 +188,12 @@ def count_kept(
         raise ValueError(f"tokens {first}..{stop}: average, valid and kept cover {covered}")
     args = (
         average, valid, threshold_old, threshold_new, int(border), int(first), int(stop), kept, counts,
-        _is_largest(rule),
+        rule == "any",
     )  # fmt: skip
-    return Launch(keep_kernel, batch * kv_heads, args, 4 * batch * query_heads * (stop - first))
+    return Launch(mark_kernel, batch * kv_heads, args, 4 * batch * query_heads * (stop - first))
 
 
-def copy_kept(
+def compact_tokens(
     k: Array | torch.Tensor,
     v: Array | torch.Tensor,
     kept: Array,
@@ -215,12 +202,9 @@ def copy_kept(
     table: Array,
     begin: Array,
     positions: Array,
-    weights: Array,
-    average: Array,
     *,
     block_size: int,
     kv_dtype: torch.dtype,
-    rule: Rule,
 ) -> Launch:
     """Prepare appending the kept ones of t tokens to the list of each row and KV head, in ascending order.
 
@@ -231,17 +215,14 @@ def copy_kept(
         k: [B, Hkv, t, D] CPU tensor of kv_dtype, or array of its bits, of tokens from `first` on; last dimension
             contiguous, other strides free.
         v: the same for the values.
-        kept: uint8 [B, Hkv, T], from `count_kept`; does not change before the launch is made.
+        kept: uint8 [B, Hkv, T], from `mark_retained`; does not change before the launch is made.
         first: the first token.
         block_ptr: int64 [P], address in bytes of each physical block of one KV head.
         table: int32 [B * Hkv, N], physical block of each of a list's blocks.
         begin: int64 [B * Hkv], entries that each list has.
         positions: int32 [B * Hkv, E], written: the entry's token.
-        weights: float32 [B * Hkv, E], written: its average, joined over the group's query heads.
-        average: float32 [B, Hq, T'], as in `count_kept`.
         block_size: tokens of a block.
         kv_dtype: dtype of the pool.
-        rule: as in `count_kept`.
 
     Raises:
         ValueError: shapes that contradict each other, lists that would not fit, or what the kernel does not cover.
@@ -259,17 +240,13 @@ def copy_kept(
         raise ValueError("k and v need a contiguous last dimension")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size {block_size} is not one of {BLOCK_SIZES}")
-    group_size(average.shape[1], kv_heads)
     require("kept", kept, U8, (batch, kv_heads, kept.shape[-1]))
     require("block_ptr", block_ptr, I64, block_ptr.shape[:1])
     require("table", table, I32, (lists, table.shape[-1]))
     require("begin", begin, I64, (lists,))
     require("positions", positions, I32, (lists, positions.shape[-1]))
-    require("weights", weights, F32, positions.shape)
-    require("average", average, F32, (batch, *average.shape[1:]))
-    covered = min(kept.shape[2], average.shape[2])
-    if not 0 <= first <= covered - tokens:
-        raise ValueError(f"tokens {first}..{first + tokens}: kept and average cover {covered}")
+    if not 0 <= first <= kept.shape[2] - tokens:
+        raise ValueError(f"tokens {first}..{first + tokens}: kept covers {kept.shape[2]}")
     counts = np.count_nonzero(kept[..., first : first + tokens], axis=-1).reshape(lists)
     room = min(table.shape[1] * block_size, positions.shape[1])
     longest = int((begin + counts).max(initial=0))
@@ -279,7 +256,7 @@ def copy_kept(
         )
     args: tuple[Any, ...] = (
         key, value, key_strides[:3], value_strides[:3], tokens, dim * size, kept, int(first), block_ptr, table, begin,
-        positions, weights, average, int(block_size), _is_largest(rule),
+        positions, int(block_size),
     )  # fmt: skip
     cost = 2 * int(counts.sum()) * dim * size + lists * tokens
-    return Launch(copy_kept_kernel, lists, args, cost, (k, v))
+    return Launch(compact_kernel, lists, args, cost, (k, v))
