@@ -46,7 +46,7 @@ RowsOption = Annotated[
     list[str],
     typer.Option(
         "--row", "--rows",
-        help="Rows, comma-separated or given again: dynamic, static, a policy with knobs of it and of HybridCache "
+        help="Rows, comma-separated or given again: a policy with knobs of it and of HybridCache "
         "(scout:budget=512,tier=split), or short scout-512, window-512, hgca-0.1, fixed-0.05, fluxion-0.1.",
     ),
 ]  # fmt: skip
@@ -193,8 +193,8 @@ STOCK = ("dynamic", "static")
 """Transformers' own caches, under sdpa."""
 _SHORT = re.compile(r"(full|scout|window|hgca|fixed|fluxion)(?:-(\d[\d.]*))?(-int8|-once)?")
 _SUFFIXES = {None: {}, "-int8": {"host_dtype": "int8"}, "-once": {"reevaluate": False}}
-_BETWEEN_ROWS = re.compile(r",(?!\s*\w+\s*=)(?![^()\[\]]*[)\]])")
-"""A comma that no knob follows, outside of brackets."""
+_BETWEEN_ROWS = re.compile(r",(?!\s*\w+\s*=)")
+"""A comma that no knob follows."""
 
 
 @dataclass(frozen=True)
@@ -243,17 +243,18 @@ FULL = Row("dynamic", "dynamic")
 """Full attention as Transformers computes it."""
 
 
-def row_of(text: str, tier: str | None = None, predictor: Path | None = None) -> Row:
+def row_of(text: str, tier: str | None = None, predictor: Path | None = None, stock: Sequence[str] = ()) -> Row:
     """The row of a policy with knobs, or of a short name. In its name a file that a knob names has no folder.
 
     Args:
         tier: of caches whose knobs say nothing of it.
         predictor: a file for `fluxion`, if its knobs name none.
+        stock: of `STOCK`, what is a row here.
 
     Raises:
         typer.BadParameter: it is written otherwise, or a policy, knob or value is unknown.
     """
-    if text in STOCK:
+    if text in stock:
         return Row(text, text)
     try:
         if short := _SHORT.fullmatch(text):
@@ -293,12 +294,13 @@ def rows_of(
     texts: Sequence[str],
     tier: str | None = None,
     predictor: Path | None = None,
+    stock: Sequence[str] = (),
     known: Mapping[str, Row | Sequence[str]] | None = None,
 ) -> list[Row]:
     """The rows of a `RowsOption`, in its order.
 
     Args:
-        tier, predictor: as for `row_of`.
+        tier, predictor, stock: as for `row_of`.
         known: the script's own rows by name, or names of several.
 
     Raises:
@@ -308,7 +310,7 @@ def rows_of(
     def find(text: str) -> list[Row]:
         own = (known or {}).get(text)
         if own is None:
-            return [row_of(text, tier, predictor)]
+            return [row_of(text, tier, predictor, stock)]
         return [own] if isinstance(own, Row) else [row for one in own for row in find(one)]
 
     rows = [row for each in texts for part in _BETWEEN_ROWS.split(each) for row in find(part.strip())]

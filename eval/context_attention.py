@@ -260,8 +260,8 @@ def main(
     setting: common.TextSetting,
 ) -> None:
     """Measure attention in long contexts."""
-    batches = [common.numbers(part.replace("+", ",")) for part in contexts.split(",")]
-    chosen, (text,) = common.rows_of(rows, tier, predictor, {"bare": BARE}), common.kinds_of(kind)
+    batches = sorted((common.numbers(part.replace("+", ",")) for part in contexts.split(",")), key=sum)
+    chosen, (text,) = common.rows_of(rows, tier, predictor, known={"bare": BARE}), common.kinds_of(kind)
     most = max(map(max, batches)) if read is None else common.numbers(read)[0]
     for batch in batches:
         if (len(batch) > 1 or max(batch) > most) and min(*batch, most) < 2 * TAIL:

@@ -137,8 +137,6 @@ def main(
     kinds = common.kinds_of(texts)
     learns = {name: value for name, value in (("alpha", alpha), ("steps", steps), ("tier", tier)) if value is not None}
     chosen = common.rows_of(rows, tier, known=grid(tokens, common.decimals(ratios), common.decimals(betas), learns))
-    if common.FULL in chosen:
-        raise typer.BadParameter("--row dynamic: full attention is what all rows are compared with; leave it out")
     about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "learns": learns, "prose": setting.source}
     progress = setting.records(("row", "kind"), chosen, **about)
     model, tokenizer = setting.load()

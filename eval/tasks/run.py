@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import common
-from tasks.answers import SETUPS, Reading, answer
+from tasks.answers import CONTROL, SETUPS, Reading, answer
 from tasks.prompts import Prompt, Prompter
 from tasks.samples import Sample
 from tasks.scores import report
@@ -93,7 +93,7 @@ def run(
         What was reported, an answer an entry; nothing in processes but the first.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options of its own
-    rows = common.rows_of(asking.rows)
+    rows = common.rows_of(asking.rows, stock=(CONTROL,))
     if setting.out.suffix != ".csv":
         raise typer.BadParameter(f"--out {setting.out} is no CSV: the other results go beside it under its name")
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU

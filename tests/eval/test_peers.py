@@ -43,7 +43,7 @@ PASSED: list[Here] = []
 
 def test_every_way_reads_the_same_tokens_and_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     PASSED.clear()
-    monkeypatch.setattr(peers, "load", lambda *_: (tiny_model("llama"), letters()))
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), letters()))
     monkeypatch.setattr(peers, "tokenizer_of", lambda _: letters())
     monkeypatch.setattr(peers, "Process", Here)
     out, picture = tmp_path / "peers.csv", tmp_path / "peers.svg"
@@ -74,8 +74,8 @@ def test_kl_is_that_of_the_definition() -> None:
 
 def test_a_way_that_fails_says_which_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = Pipe()
-    monkeypatch.setattr(peers, "load", lambda *_: 1 / 0)
-    peers.serve(there, "DynamicCache", peers.Settings(None, None, "float32", 1, 64))
+    monkeypatch.setattr(common, "load", lambda *_: 1 / 0)
+    peers.serve(there, "DynamicCache", peers.Settings(dtype="float32", threads=1))
     error, _ = here.recv()
     assert isinstance(error, RuntimeError)
     assert "DynamicCache" in str(error)
