@@ -1,4 +1,4 @@
-"""Where attention weight lies, and how scores are distributed, for a model and texts of your own.
+"""Where does attention weight lie, and how are scores distributed, for a model and texts of your own?
 
     python eval/attention_stats.py
     python eval/attention_stats.py --layers 0,15,29 --layer 15 --head 4 --tokens 4096 --text novel.txt --text other.txt

@@ -1,4 +1,4 @@
-"""The CPU kernels against the speed of the memory and against the best that torch offers, in one run.
+"""How near are the CPU kernels to the speed of the memory, and how far ahead of the best that torch offers?
 
     python eval/bench_cpu.py
     python eval/bench_cpu.py --sections decode,torch --threads 1,2 --rounds 30

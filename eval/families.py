@@ -1,4 +1,4 @@
-"""Every causal language model type of the installed Transformers, tiny and random, against eager attention.
+"""Is every causal language model type of the installed Transformers, tiny and random, as under eager attention?
 
     python eval/families.py                          # all types, about a quarter of an hour on two idle cores
     python eval/families.py --types llama,deepseek_v3

@@ -1,4 +1,4 @@
-"""How much Python a decode step runs in one layer: frames of the package, changes of file, files.
+"""How much Python does a decode step run in one layer: frames of the package, changes of file, files?
 
     python eval/frames.py
     python eval/frames.py --row hgca --row scout:budget=1024,lookahead=off --tiers one

@@ -1,6 +1,7 @@
 """The one place where scripts look inside the package: the launches of a step, the blocks that caches hold.
 
 Scripts that import it measure the package of this checkout alone; the others run on older commits, too (`versus.py`).
+Beside it `bench_cpu.py` calls the kernels, and `fidelity.py` and `context_attention.py` use `hf_offload.measuring`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""L-Eval's 13 open-ended tasks by several policies and budgets.
+"""Do policies score as well on L-Eval's 13 open-ended tasks?
 
     python eval/leval.py --tasks financial_qa,gov_report_summ --limit 20 --model Qwen/Qwen3-8B
     python eval/leval.py --data-dir LEval/LEval-data/Open-ended-tasks --min-tokens 3072

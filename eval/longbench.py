@@ -1,4 +1,4 @@
-"""LongBench by several policies and budgets: lm-eval's prompts and metrics, answers from one prompt for many rows.
+"""Do policies score as well on LongBench? lm-eval's prompts and metrics, one reading of a prompt for many rows.
 
     python eval/longbench.py --tasks scout8 --limit 20
     python eval/longbench.py --tasks qasper,hotpotqa --row full --row scout:budget=1024 --setup dense,sparse

@@ -1,4 +1,4 @@
-"""Prefill and decoding beside the alternatives: same weights, prompt and threads, in turns.
+"""How fast are prefill and decoding beside the alternatives, with the same weights, prompt and threads, in turns?
 
     python eval/peers.py
     python eval/peers.py --contexts 2k,8k --ways hf_offload,DynamicCache --model Qwen/Qwen3-0.6B --dtype bfloat16
@@ -21,17 +21,17 @@ import gc
 import importlib.util
 import multiprocessing
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import psutil
 import torch
 import typer
 from tqdm.auto import tqdm
@@ -45,6 +45,9 @@ from plotting import lines, plot
 OURS, DYNAMIC, STATIC, OFFLOADING, LLAMA = "hf_offload", "DynamicCache", "StaticCache", "offloading", "llama.cpp"
 WARM_UP = 2
 LLAMA_BATCH = 1024
+_serving: Any = None
+_before = 0
+"""In the process of a way: what serves, and the bytes of memory before it was made."""
 
 
 @dataclass(frozen=True)
@@ -126,27 +129,29 @@ class WithLlama:
         return times, np.stack(logits)
 
 
-def serve(connection: Connection, way: str, settings: Settings) -> None:
-    """Run one way in this process: answers (method, arguments) with (result, bytes of peak memory)."""
+def begin(way: str, settings: Settings) -> None:
+    """Make this process that of one way.
+
+    Raises:
+        RuntimeError: the way cannot be made; says which one.
+    """
+    global _serving, _before
+    _before = _resident_bytes()
     try:
-        before = _resident_bytes()
-        maker = WithLlama if way == LLAMA else WithTransformers
-        serving = maker(way, settings)
-        connection.send((None, 0))
-        while (asked := connection.recv()) is not None:
-            method, arguments = asked
-            if method == "prefill":
-                _forget_peak()
-            result = getattr(serving, method)(*arguments)
-            connection.send((result, _peak_bytes() - before))
-    except EOFError:
-        pass
+        _serving = (WithLlama if way == LLAMA else WithTransformers)(way, settings)
     except Exception as error:
-        connection.send((RuntimeError(f"{way}: {error!r}"), 0))
+        raise RuntimeError(f"{way}: {error!r}") from None
+
+
+def serve(method: str, *arguments: Any) -> tuple[Any, int]:
+    """The result of a method of this process's way, and the bytes of memory at the peak since the last prefill."""
+    if method == "prefill":
+        _forget_peak()
+    return getattr(_serving, method)(*arguments), _peak_bytes() - _before
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(psutil.Process().memory_info().rss)
 
 
 def _forget_peak() -> None:
@@ -162,33 +167,18 @@ class Process:
     """A way in a process of its own."""
 
     def __init__(self, way: str, settings: Settings) -> None:
-        self.way = way
-        self.peak = 0
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(other, way, settings), daemon=True)
-        self._process.start()
-        other.close()
-        self._answer()
+        self.way, self.peak = way, 0
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._pool.submit(begin, way, settings).result()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Let the way run a method; returns its result."""
-        self._connection.send((method, arguments))
-        return self._answer()
+        result, self.peak = self._pool.submit(serve, method, *arguments).result()
+        return result
 
     def close(self) -> None:
         """End the process."""
-        self._connection.send(None)
-        self._process.join()
-
-    def _answer(self) -> Any:
-        try:
-            result, self.peak = self._connection.recv()
-        except EOFError:
-            raise RuntimeError(f"{self.way}: its process ended with code {self._process.exitcode}") from None
-        if isinstance(result, Exception):
-            raise result
-        return result
+        self._pool.shutdown()
 
 
 def write_bfloat16(source: Path, target: Path) -> None:

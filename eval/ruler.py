@@ -1,4 +1,4 @@
-"""RULER by several policies and budgets: lm-eval's tasks, built for the model's own tokenizer.
+"""Do policies score as well on RULER? lm-eval's tasks, built for the model's own tokenizer.
 
     python eval/ruler.py --tasks niah_single_1,niah_single_2 --lengths 4k --limit 20
     python eval/ruler.py --lengths 4k,8k,16k,32k,64k,128k --model Qwen/Qwen3-8B

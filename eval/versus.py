@@ -1,4 +1,4 @@
-"""The same script on two commits, in turns: this checkout's package beside that of another commit.
+"""Is this checkout slower than another commit? The same script with both packages, in turns.
 
     python eval/versus.py HEAD~1
     python eval/versus.py v0.1.0 --runs 3 -- --contexts 128,8k --rows scout-1024,hgca --rounds 20 --threads 1
