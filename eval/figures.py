@@ -316,11 +316,11 @@ def fidelity_table() -> str:
     def median(name: str, kind: str, column: str) -> float:
         return statistics.median(float(one[column]) for one in rows("fidelity", row=name, kind=kind))
 
-    lines = [
-        [text, *(make(median(name, kind, c)) for kind in ("prose", "code") for c, make in
-                 (("kl", number), ("top1", percent)))]
-        for name, text in said.items()
-    ]  # fmt: skip
+    columns: dict[str, Callable[[float], str]] = {"kl": number, "top1": percent}
+    lines = []
+    for name, text in said.items():
+        cells = [make(median(name, kind, column)) for kind in ("prose", "code") for column, make in columns.items()]
+        lines.append([text, *cells])
     return table(["row", "KL, prose", "same top token", "KL, code", "same top token"], lines)
 
 
