@@ -1,4 +1,4 @@
-"""Where attention weight lies, and how scores are distributed, for a model and texts of your own.
+"""Where does attention weight lie, and how are scores distributed, for a model and texts of your own?
 
     python eval/attention_stats.py
     python eval/attention_stats.py --layers 0,15,29 --layer 15 --head 4 --tokens 4096 --text novel.txt --text other.txt
@@ -24,34 +24,94 @@ do the numbers of the others (OUT_heads.csv, OUT_positions.csv, OUT_scores.csv).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import NormalDist
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from tqdm import tqdm
+from scipy import stats
+from tqdm.auto import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from common import (
-    RESULTS,
-    DtypeOption,
-    ModelOption,
-    ThreadsOption,
-    command,
-    load,
-    numbers,
-    show,
-    text_of,
-    window,
-    write_csv,
-)
-from weights import record
+import common
+from plotting import plot
 
+RECORDED = "recorded_weights"
 HOLDS = 0.99  # of a head's weight, Figure 4
 LINE = 0.9  # of a head's weight, Figure 5
 LEAST = 2.0**-149  # float32 above 0
 SINKS, LOCAL = 64, 256  # entries that are left out at both ends, Figure 11
+
+
+class Recorder:
+    """An attention function that keeps the weights of some queries.
+
+    Args:
+        positions: of the queries, ascending.
+        layers: numbers of the layers.
+    """
+
+    def __init__(self, positions: list[int], layers: list[int]) -> None:
+        self.positions, self.layers = positions, set(layers)
+        self.weights: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+        """For each layer and query, in their order: `[Hq, position + 1]` float32 on the CPU."""
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *others: Any,
+        scaling: float | None = None, **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """sdpa for queries `[1, Hq, Q, D]` and keys `[1, Hkv, T, D]`, of which the last Q are the queries' own."""
+        if int(module.layer_idx) in self.layers:
+            self.record(int(module.layer_idx), module, query, key, scaling, kwargs)
+        return sdpa_attention_forward(module, query, key, *others, scaling=scaling, **kwargs)
+
+    def record(
+        self, layer: int, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None,
+        kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Keep the weights of the queries that are wanted.
+
+        Raises:
+            ValueError: attention that is more than a softmax over all keys.
+        """
+        if odd := [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]:
+            raise ValueError(f"layer {layer} of {type(module).__name__} has {', '.join(odd)}: give other --layers")
+        first = key.shape[2] - query.shape[2]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        keys = key[0].float()
+        for position in self.positions:
+            if first <= position < key.shape[2]:
+                mine = query[0, :, position - first].float().view(len(keys), -1, query.shape[-1])
+                scores = scale * mine @ keys[:, : position + 1].transpose(1, 2)
+                self.weights[layer].append(scores.flatten(0, 1).softmax(-1).cpu())
+
+    @contextmanager
+    def recording(self, model: PreTrainedModel) -> Iterator[None]:
+        """Let the model attend by this function inside."""
+        before = model.config._attn_implementation
+        AttentionInterface.register(RECORDED, self.attend)
+        AttentionMaskInterface.register(RECORDED, sdpa_mask)
+        model.set_attn_implementation(RECORDED)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
+
+
+def record(
+    model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int], chunk: int
+) -> dict[int, list[torch.Tensor]]:
+    """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query."""
+    recorder, cache = Recorder(positions, layers), DynamicCache(config=model.config)
+    with recorder.recording(model):
+        for part in tqdm(ids.split(chunk, 1), desc="attention weights", unit="chunk", delay=5, leave=False):
+            model(part, past_key_values=cache, logits_to_keep=1)
+    return recorder.weights
 
 
 def window_sums(weights: list[torch.Tensor], starts: list[int], recents: list[int]) -> np.ndarray:
@@ -89,14 +149,12 @@ def shape_of(weights: torch.Tensor) -> dict[str, torch.Tensor]:
     counts as the least that is not.
     """
     scores = weights.double().clamp(min=LEAST).log()
-    mean, count = scores.mean(-1, keepdim=True), scores.shape[-1]
-    spread = (scores - mean).square().mean(-1, keepdim=True)
-    z = (scores - mean) / spread.sqrt()
-    normal = quantiles(count)
-    moments = math.log(count) + mean[:, 0] + spread[:, 0] / 2
+    normal = quantiles(scores.shape[-1])
+    z = torch.from_numpy(stats.zscore(scores.numpy(), axis=-1))
+    moments = math.log(scores.shape[-1]) + scores.mean(-1) + scores.var(-1, correction=0) / 2
     return {
-        "skewness": z.pow(3).mean(-1),
-        "excess_kurtosis": z.pow(4).mean(-1) - 3,
+        "skewness": torch.from_numpy(stats.skew(scores.numpy(), axis=-1)),
+        "excess_kurtosis": torch.from_numpy(stats.kurtosis(scores.numpy(), axis=-1)),
         "quantile_correlation": (z.sort(-1).values * normal).mean(-1) / normal.square().mean().sqrt(),
         "lse_gap": moments - scores.logsumexp(-1),
     }
@@ -118,8 +176,7 @@ def shapes(found: dict[str, dict[int, list[torch.Tensor]]], layers: list[int], f
 
 def quantiles(count: int) -> torch.Tensor:
     """Those of a standard normal distribution that so many sorted values should have; float64 `[count]`."""
-    bell = NormalDist()
-    return torch.tensor([bell.inv_cdf((i + 0.5) / count) for i in range(count)], dtype=torch.float64)
+    return torch.from_numpy(stats.norm.ppf((np.arange(count) + 0.5) / count))
 
 
 def sizes(tokens: int) -> list[int]:
@@ -127,85 +184,60 @@ def sizes(tokens: int) -> list[int]:
     return [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
 
 
-def plot_windows(sums: dict[int, np.ndarray], edges: list[int], path: Path) -> None:
+def draw_windows(sums: dict[int, np.ndarray], edges: list[int], path: Path) -> None:
     """Draw Figure 3: a heat map a layer."""
-    import matplotlib.pyplot as plt
-
-    size = (4 * len(sums) + 1, 4.2)
-    figure, axes = plt.subplots(1, len(sums), figsize=size, layout="constrained", squeeze=False, sharey=True)
-    for one, (layer, values) in zip(axes[0], sums.items(), strict=True):
-        image = one.imshow(values, origin="lower", vmin=0, vmax=1, cmap="viridis")
-        lines = one.contour(values, levels=(0.5, 0.9), colors=("white", "black"), linewidths=1)
-        one.clabel(lines, fmt="%g", fontsize=8)
-        one.set(title=f"layer {layer}", xlabel="newest entries")
-        one.set_xticks(range(len(edges)), edges, rotation=90)
-        one.set_yticks(range(len(edges)), edges)
-    axes[0, 0].set(ylabel="first entries")
-    figure.colorbar(image, ax=axes, label="share of the weight that both hold")
-    _save(figure, path)
+    with plot(path, 1, len(sums), figsize=(4 * len(sums) + 1, 4.2), squeeze=False, sharey=True) as axes:
+        for one, (layer, values) in zip(axes[0], sums.items(), strict=True):
+            image = one.imshow(values, origin="lower", vmin=0, vmax=1, cmap="viridis")
+            one.clabel(one.contour(values, levels=(0.5, 0.9), colors=("white", "black"), linewidths=1), fmt="%g")
+            one.set(title=f"layer {layer}", xlabel="newest entries")
+            one.set_xticks(range(len(edges)), edges, rotation=90)
+            one.set_yticks(range(len(edges)), edges)
+        axes[0, 0].set(ylabel="first entries")
+        axes[0, 0].figure.colorbar(image, ax=axes, label="share of the weight that both hold")
 
 
-def plot_heads(shares: dict[str, np.ndarray], layer: int, path: Path) -> None:
+def draw_heads(shares: dict[str, np.ndarray], layer: int, path: Path) -> None:
     """Draw Figure 4: bars a head, one for each text."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    width = 0.8 / len(shares)
-    for number, (name, values) in enumerate(shares.items()):
-        shift = (number - (len(shares) - 1) / 2) * width
-        axes.bar(np.arange(len(values)) + shift, 100 * values, width, label=name)
-    axes.set(
-        title=f"layer {layer}: entries that hold {HOLDS:.0%} of a head's weight", xlabel="query head",
-        ylabel="% of the entries", xticks=range(len(values)),
-    )  # fmt: skip
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.legend()
-    _save(figure, path)
+    with plot(path, figsize=(8, 4)) as axes:
+        for number, (name, values) in enumerate(shares.items()):
+            places = np.arange(len(values)) + 0.8 * ((number + 0.5) / len(shares) - 0.5)
+            axes.bar(places, 100 * values, 0.8 / len(shares), label=name)
+        axes.set(
+            title=f"layer {layer}: entries that hold {HOLDS:.0%} of a head's weight", xlabel="query head",
+            ylabel="% of the entries", xticks=range(len(values)),
+        )  # fmt: skip
+        axes.legend()
 
 
-def plot_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) -> None:
+def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) -> None:
     """Draw Figure 5: the weights of two queries over the positions, and the line of the later one."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
-    for weights, color in zip(rows[::-1], ("tab:gray", "tab:orange"), strict=True):
-        axes.plot(weights, ".", markersize=2.5, color=color, label=f"as query {len(weights) - 1} sees it")
-    above = f"those above hold {LINE:.0%} for query {len(rows[-1]) - 1}"
-    axes.axhline(line_at(rows[-1], LINE), color="red", linewidth=1, label=above)
-    axes.set(yscale="log", ylim=(1e-8, 2), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
-    axes.margins(x=0.01)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, markerscale=4, frameon=False)
-    _save(figure, path)
+    with plot(path, figsize=(10, 4.5)) as axes:
+        for weights, color in zip(rows[::-1], ("tab:gray", "tab:orange"), strict=True):
+            axes.plot(weights, ".", markersize=2.5, color=color, label=f"as query {len(weights) - 1} sees it")
+        above = f"those above hold {LINE:.0%} for query {len(rows[-1]) - 1}"
+        axes.axhline(line_at(rows[-1], LINE), color="red", linewidth=1, label=above)
+        axes.set(yscale="log", ylim=(1e-8, 2), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, markerscale=4, frameon=False)
 
 
-def plot_scores(rows: dict[int, torch.Tensor], head: int, path: Path) -> None:
+def draw_scores(rows: dict[int, torch.Tensor], head: int, path: Path) -> None:
     """Draw Figure 11: a histogram and a quantile plot a layer, of one head's weights `[entries]`."""
-    import matplotlib.pyplot as plt
-
-    size = (3.6 * len(rows) + 1, 6)
-    figure, axes = plt.subplots(2, len(rows), figsize=size, layout="constrained", squeeze=False)
-    for (layer, weights), (above, below) in zip(rows.items(), axes.T, strict=True):
-        scores = weights.double().clamp(min=LEAST).log()
-        z, normal = ((scores - scores.mean()) / scores.std()).sort().values, quantiles(len(scores))
-        above.hist(z, bins=60, density=True, color="tab:gray")
-        above.plot(normal, (-normal.square() / 2).exp() / math.sqrt(2 * math.pi), color="red")
-        above.set(title=f"layer {layer}, head {head}", xlabel="score, standardised", ylabel="density")
-        below.plot(normal, z, ".", markersize=2, color="tab:gray")
-        below.plot(normal[[0, -1]], normal[[0, -1]], color="red", linewidth=1)
-        below.set(xlabel="normal quantiles", ylabel="quantiles of the scores")
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    print(f"wrote {path}")
+    with plot(path, 2, len(rows), figsize=(3.6 * len(rows) + 1, 6), squeeze=False) as axes:
+        for (layer, weights), (above, below) in zip(rows.items(), axes.T, strict=True):
+            z = np.sort(stats.zscore(weights.double().clamp(min=LEAST).log().numpy()))
+            normal = quantiles(len(z)).numpy()
+            above.hist(z, bins=60, density=True, color="tab:gray")
+            above.plot(normal, stats.norm.pdf(normal), color="red")
+            above.set(title=f"layer {layer}, head {head}", xlabel="score, standardised", ylabel="density")
+            below.plot(normal, z, ".", markersize=2, color="tab:gray")
+            below.plot(normal[[0, -1]], normal[[0, -1]], color="red", linewidth=1)
+            below.set(xlabel="normal quantiles", ylabel="quantiles of the scores")
 
 
 def read_texts(paths: list[Path]) -> dict[str, str]:
     """Texts by name: the files given, or prose and code from the Python installation."""
-    return {p.stem: p.read_text(encoding="utf-8") for p in paths} or {k: text_of(k) for k in ("prose", "code")}
+    return {p.stem: p.read_text(encoding="utf-8") for p in paths} or {k: common.text_of(k) for k in ("prose", "code")}
 
 
 def whole_layers(config: Any) -> list[int]:
@@ -234,18 +266,14 @@ def main(
         typer.Option(exists=True, dir_okay=False, help="A text; give it twice.", show_default="prose and code"),
     ] = None,
     start: Annotated[int, typer.Option(min=0, help="Token of each text to begin with.")] = 2000,
-    model: ModelOption = None,
-    dtype: DtypeOption = "float32",
     chunk: Annotated[int, typer.Option(min=1, help="Tokens taken in at a time.")] = 512,
-    threads: ThreadsOption = 0,
-    out: Annotated[Path, typer.Option(help="Where the CSV goes; figures and further numbers go beside it.")] = (
-        RESULTS / "attention_stats.csv"
-    ),
+    *,
+    setting: common.Setting = common.EXACT,
 ) -> None:
     """Show where attention weight lies."""
-    asked = None if layers is None else numbers(layers)
-    language_model, tokenizer = load(model, dtype, threads)
-    config = language_model.config.get_text_config(decoder=True)
+    asked = None if layers is None else common.numbers(layers)
+    model, tokenizer = setting.load()
+    config = model.config.get_text_config(decoder=True)
     last, heads, whole = config.num_hidden_layers - 1, config.num_attention_heads, whole_layers(config)
     centre = whole[len(whole) // 2]
     three, middle = asked or sorted({whole[0], centre, whole[-1]}), centre if layer is None else layer
@@ -261,8 +289,8 @@ def main(
     found = {}
     with torch.inference_mode():
         for name, content in tqdm(read_texts(text or []).items(), desc="texts"):
-            ids = window(content, tokenizer, start, tokens).to(language_model.device)
-            found[name] = record(language_model, ids, positions, sorted({*three, middle}), chunk)
+            ids = common.window(content, tokenizer, start, tokens).to(model.device)
+            found[name] = record(model, ids, positions, sorted({*three, middle}), chunk)
     edges = sizes(tokens)
     first = next(iter(found.values()))
     sums = {one: window_sums(first[one][1:], edges, edges) for one in three}
@@ -271,47 +299,42 @@ def main(
         for name, weights in found.items()
     }
     pair = [first[middle][0][head], first[middle][-1][head]]
-    plot_windows(sums, edges, out.with_name(f"{out.stem}_windows.png"))
-    plot_heads(shares, middle, out.with_name(f"{out.stem}_heads.png"))
-    plot_positions(pair, middle, head, out.with_name(f"{out.stem}_positions.png"))
-    write_csv(
-        out,
+    draw_windows(sums, edges, setting.beside("_windows.png"))
+    draw_heads(shares, middle, setting.beside("_heads.png"))
+    draw_positions(pair, middle, head, setting.beside("_positions.png"))
+    setting.write(
         [
             {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(values[i, j])}
             for one, values in sums.items()
             for i, j in np.ndindex(values.shape)
-        ],
+        ]
     )
     by_head = [
         {"text": name, "layer": middle, "head": number, "share": float(value), "holds": HOLDS}
         for name, values in shares.items()
         for number, value in enumerate(values)
     ]
-    write_csv(out.with_name(f"{out.stem}_heads.csv"), by_head)
+    setting.write(by_head, "_heads")
     if tokens >= 2 * (SINKS + LOCAL + queries):
         far = slice(SINKS, tokens - queries - LOCAL)
-        plot_scores({one: first[one][-1][head, far] for one in three}, head, out.with_name(f"{out.stem}_scores.png"))
-        write_csv(out.with_name(f"{out.stem}_scores.csv"), shapes(found, three, far))
+        draw_scores({one: first[one][-1][head, far] for one in three}, head, setting.beside("_scores.png"))
+        setting.write(shapes(found, three, far), "_scores")
     else:
         print(f"{tokens} tokens leave too few between the first {SINKS} and the newest {LOCAL}: no numbers of scores")
     line = line_at(pair[1], LINE)
-    write_csv(
-        out.with_name(f"{out.stem}_positions.csv"),
-        [
-            {"layer": middle, "head": head, "position": p, "weight": weight, "above_line": int(weight >= line)}
-            | {"weight_before": float(pair[0][p]) if p <= early else None, "hold": LINE}
-            for p, weight in enumerate(pair[1].tolist())
-        ],
-    )
-    table = []
-    for name, values in shares.items():
-        least, most = int(values.argmin()), int(values.argmax())
-        table.append(
-            {"text": name, "least": f"{values.min():.1%} (head {least})", "most": f"{values.max():.1%} (head {most})"}
-            | {"mean": f"{values.mean():.1%}"}
-        )
-    show(f"entries that hold {HOLDS} of a head's weight, layer {middle}", table)
+    by_position = [
+        {"layer": middle, "head": head, "position": p, "weight": weight, "above_line": int(weight >= line)}
+        | {"weight_before": float(pair[0][p]) if p <= early else None, "hold": LINE}
+        for p, weight in enumerate(pair[1].tolist())
+    ]
+    setting.write(by_position, "_positions")
+    table = [
+        {"text": name, "least": f"{v.min():.1%} (head {v.argmin()})", "most": f"{v.max():.1%} (head {v.argmax()})"}
+        | {"mean": f"{v.mean():.1%}"}
+        for name, v in shares.items()
+    ]
+    common.show(f"entries that hold {HOLDS} of a head's weight, layer {middle}", table)
 
 
 if __name__ == "__main__":
-    command(main)()
+    common.command(main)()

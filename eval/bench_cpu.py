@@ -1,151 +1,54 @@
-"""The CPU kernels against the speed of the memory and against the best that torch offers, in one run.
+"""How near are the CPU kernels to the speed of the memory, and how far ahead of the best that torch offers?
 
     python eval/bench_cpu.py
     python eval/bench_cpu.py --sections decode,torch --threads 1,2 --rounds 30
 
 Everything lies in pools much larger than the caches, and every call attends blocks that are chosen anew. The rows of a
 section take turns; shown are medians with their 20th and 80th percentile. The limit is what a plain read of memory
-reaches in the same turns: compiled C where a compiler is present, else Numba.
+reaches in the same turns.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import numba
 import numpy as np
 import torch
 import typer
-from tqdm import tqdm
 
-from common import RESULTS, OutOption, command, percentiles, show, write_csv
+import common
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.kernels.block_topk import choose_blocks, select_blocks
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
 from hf_offload.cpu.kernels.int8_blocks import packed_bytes
-from hf_offload.cpu.kernels.move_records import touch_records
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.kernels.submean_scores import submeans
-from hf_offload.cpu.launch import SHARE_BYTES, Launch
-from hf_offload.cpu.thread_pool import Worker
+from hf_offload.cpu.launch import Launch
+from plotting import plot
 
 POOL_BYTES = 1 << 29  # far beyond the caches
 READ_BYTES = 1 << 24  # of a read for the limit: as short as the calls it is compared with
-SECTIONS = ("decode", "torch", "scoring", "selection", "worker")
+SECTIONS = ("decode", "torch", "scoring", "selection")
 _WARM = torch.ones(256, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-READ_C = """
-#include <stddef.h>
-#include <stdint.h>
-uint64_t read_words(const uint64_t *p, size_t n) {
-    uint64_t sum[8] = {0};
-    for (size_t i = 0; i + 8 <= n; i += 8)
-        for (int k = 0; k < 8; k++) sum[k] ^= p[i + k];
-    return sum[0] ^ sum[1] ^ sum[2] ^ sum[3] ^ sum[4] ^ sum[5] ^ sum[6] ^ sum[7];
-}
-uint64_t read_runs(const uint64_t *const *runs, size_t count, size_t n) {
-    uint64_t total = 0;
-    for (size_t r = 0; r < count; r++) {
-        const uint64_t *p = runs[r], *next = runs[r + 1 < count ? r + 1 : r];
-        uint64_t sum[8] = {0};
-        for (size_t i = 0; i + 8 <= n; i += 8) {
-            __builtin_prefetch(next + i);
-            for (int k = 0; k < 8; k++) sum[k] ^= p[i + k];
-        }
-        for (int k = 0; k < 8; k++) total ^= sum[k];
-    }
-    return total;
-}
-"""
-
-
-HAND_OVER_C = """
-#include <limits.h>
-#include <linux/futex.h>
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stddef.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-static _Alignas(64) atomic_int asked;
-static _Alignas(64) atomic_int answered;
-static void *serve(void *unused) {
-    for (int seen = 0;; atomic_store(&answered, ++seen))
-        while (atomic_load(&asked) == seen) syscall(SYS_futex, &asked, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
-    return unused;
-}
-void start_server(void) {
-    pthread_t thread;
-    pthread_create(&thread, NULL, serve, NULL);
-}
-void hand_over(void) {
-    int before = atomic_load(&answered);
-    atomic_fetch_add(&asked, 1);
-    syscall(SYS_futex, &asked, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
-    while (atomic_load(&answered) == before) {}
-}
-"""
-
 
 @numba.njit(nogil=True)
-def _read_words(words: np.ndarray) -> int:  # type: ignore[type-arg]
+def read_words(words: np.ndarray) -> int:
+    """Read an array of uint64 from end to end: the plain read that kernels are compared with."""
     total = np.uint64(0)
     for word in words:
         total ^= word
     return total
-
-
-def _built(compiler: str, source: str) -> ctypes.CDLL:
-    folder = Path(tempfile.mkdtemp())
-    (folder / "limit.c").write_text(source)
-    library = str(folder / "limit.so")
-    options = ["-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([compiler, *options, "-o", library, folder / "limit.c"], check=True)
-    return ctypes.CDLL(library)
-
-
-class Reader:
-    """The machine's limits: plain reads of memory, in C where there is a compiler, else Numba; hand-overs, in C."""
-
-    def __init__(self) -> None:
-        compiler = shutil.which("cc")
-        self.way = "numba" if compiler is None else "C"
-        if compiler is not None:
-            self._c = _built(compiler, READ_C)
-            self._c.read_words.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-            self._c.read_runs.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
-
-    def server(self) -> Callable[[], Any] | None:
-        """Hands nothing over to a thread that sleeps and waits, spinning, for the answer; None where C cannot."""
-        if self.way != "C" or sys.platform != "linux":
-            return None
-        library = _built(str(shutil.which("cc")), HAND_OVER_C)
-        library.start_server()
-        return cast(Callable[[], Any], library.hand_over)
-
-    def words(self, words: np.ndarray) -> None:  # type: ignore[type-arg]
-        """Read an array of uint64 from end to end."""
-        if self.way == "C":
-            self._c.read_words(words.ctypes.data, words.size)
-        else:
-            _read_words(words)
-
-    def runs(self, addresses: np.ndarray, nbytes: int) -> None:  # type: ignore[type-arg]
-        """Read runs of `nbytes` at int64 addresses, the next one prefetched meanwhile; C only."""
-        self._c.read_runs(addresses.ctypes.data, addresses.size, nbytes // 8)
 
 
 @dataclass(frozen=True)
@@ -164,24 +67,29 @@ class Case:
     nbytes: int
     facts: dict[str, Any]
 
+    @property
+    def key(self) -> str:
+        """What tells it from the others."""
+        return f"{self.name} {self.facts}"
 
-def take_turns(cases: Sequence[Case], rounds: int, label: str) -> list[dict[str, Any]]:
-    """Time the cases in turns; one record a case, microseconds."""
-    times: dict[int, list[float]] = {i: [] for i in range(len(cases))}
+
+def take_turns(cases: Sequence[Case], rounds: int, section: str) -> list[dict[str, Any]]:
+    """Time the cases in turns; one record a case, microseconds, and its share of the speed of the plain read."""
+    times: dict[str, list[float]] = {case.key: [] for case in cases}
     for case in cases:
         case.prepare()()  # compiles
-    for _ in tqdm(range(rounds), desc=label, leave=False):
-        for i, case in enumerate(cases):
-            call = case.prepare()
-            start = time.perf_counter()
-            call()
-            times[i].append((time.perf_counter() - start) * 1e6)
-    records = []
-    for i, case in enumerate(cases):
-        spread = percentiles(times[i])
+    for _, case in common.in_turns(cases, rounds):
+        call = case.prepare()
+        start = time.perf_counter()
+        call()
+        times[case.key].append(1e6 * (time.perf_counter() - start))
+    records: list[dict[str, Any]] = []
+    for case in cases:
+        spread = common.percentiles(times[case.key])
         speed = case.nbytes / spread["p50"] / 1e3 if case.nbytes else None
-        records.append({"section": label, "case": case.name, **case.facts, **spread, "gb_per_s": speed})
-    return records
+        records.append({"section": section, "case": case.name, **case.facts, **spread, "gb_per_s": speed})
+    limit = next((r["gb_per_s"] for r in records if r["case"] == "read"), None)
+    return [r | {"of_limit": r["gb_per_s"] and limit and r["gb_per_s"] / limit} for r in records]
 
 
 def on_threads(work: Callable[[], Any], threads: int) -> Callable[[], Any]:
@@ -214,7 +122,7 @@ class Memory:
         self.table = np.arange(self.blocks, dtype=np.int32)[None]
         self.rng = np.random.default_rng(0)
 
-    def choose(self, batch: int, count: int) -> np.ndarray:  # type: ignore[type-arg]
+    def choose(self, batch: int, count: int) -> np.ndarray:
         """`[B, Hkv, count]` blocks, ascending, none twice."""
         picks = [self.rng.choice(self.blocks, count, replace=False) for _ in range(batch * self.kv_heads)]
         return np.sort(np.stack(picks), -1).reshape(batch, self.kv_heads, count).astype(np.int32)
@@ -236,14 +144,8 @@ class Memory:
             packed=self.packed, prefetch=prefetch,
         )  # fmt: skip
 
-    def _query(self, group: int, batch: int) -> np.ndarray:  # type: ignore[type-arg]
+    def _query(self, group: int, batch: int) -> np.ndarray:
         return self.rng.standard_normal((batch, group * self.kv_heads, self.dim), dtype=np.float32)
-
-    def addresses(self, batch: int, budget: int) -> np.ndarray:  # type: ignore[type-arg]
-        """Where the K and V lie that a decode over `budget` tokens might choose: int64, in the kernel's order."""
-        record = 2 * self.block_size * self.dim * self.dtype.itemsize
-        blocks = self.choose(batch, budget // self.block_size)
-        return (self.pool.block_ptr[blocks] + record * np.arange(self.kv_heads)[:, None]).ravel()
 
     def bytes_of(self, batch: int, budget: int) -> int:
         """Bytes of the K and V that a call attends."""
@@ -251,8 +153,8 @@ class Memory:
         return batch * budget // self.block_size * self.kv_heads * record
 
 
-def decode_cases(name: str, threads: int, read: Case, reader: Reader) -> Iterator[list[Case]]:
-    """Sets of cases that take turns: head dimensions, groups, batches, block sizes; and their bare reads."""
+def decode_cases(name: str, threads: int, read: Case) -> Iterator[list[Case]]:
+    """Sets of cases that take turns: head dimensions, groups, batches, block sizes."""
     dtype = DTYPES[name]
 
     def case(memory: Memory, group: int, batch: int, budget: int, kind: str = "sparse_decode") -> Case:
@@ -269,78 +171,39 @@ def decode_cases(name: str, threads: int, read: Case, reader: Reader) -> Iterato
         }  # fmt: skip
         return Case(kind, prepare, memory.bytes_of(batch, budget), facts)
 
-    def bare(memory: Memory) -> list[Case]:
-        if reader.way != "C" or threads > 1:
-            return []
-        record = 2 * memory.block_size * memory.dim * memory.dtype.itemsize
-
-        def prepare() -> Callable[[], Any]:
-            addresses = memory.addresses(1, 2048)
-            return lambda: reader.runs(addresses, record)
-
-        facts = {"dtype": name, "dim": memory.dim, "batch": 1, "block_size": memory.block_size, "kernel_threads": 1}
-        return [Case("read of chosen blocks", prepare, memory.bytes_of(1, 2048), facts)]
-
-    def sets() -> Iterator[list[Case]]:
-        memory = Memory(8, 128, 32, dtype)
-        shapes = ((4, 1), (3, 1), (7, 1), (4, 4))
-        others = [case(memory, 4, 1, 2048, "no prefetch")]
-        packed = [case(Memory(8, 128, 32, dtype, packed=True), 4, 1, 2048)] if name == "bf16" else []
-        yield [
-            read,
-            *bare(memory),
-            *(case(memory, group, batch, 2048) for group, batch in shapes),
-            *others,
-            *packed,
-            case(memory, 4, 1, 8192, "dense"),
-        ]
-        for dim, block in ((64, 32), (128, 16), (128, 64), (256, 32)):
-            memory = Memory(8, dim, block, dtype)
-            yield [read, *bare(memory), case(memory, 4, 1, 2048)]
-
-    return sets()
+    memory = Memory(8, 128, 32, dtype)
+    packed = [case(Memory(8, 128, 32, dtype, packed=True), 4, 1, 2048)] if name == "bf16" else []
+    yield [
+        read,
+        *(case(memory, group, batch, 2048) for group, batch in ((4, 1), (3, 1), (7, 1), (4, 4))),
+        case(memory, 4, 1, 2048, "no prefetch"),
+        *packed,
+        case(memory, 4, 1, 8192, "dense"),
+    ]
+    for dim, block in ((64, 32), (128, 16), (128, 64), (256, 32)):
+        yield [read, case(Memory(8, dim, block, dtype), 4, 1, 2048)]
 
 
 def torch_cases(name: str, read: Case) -> list[Case]:
     """Ours against torch's ways, the gather of the chosen blocks counted."""
     memory, group, budget = Memory(8, 128, 32, DTYPES[name]), 4, 2048
-    slab = memory.pool.slabs[0]
-    heads = torch.arange(memory.kv_heads)[:, None]
-    count = budget // memory.block_size
+    slab, heads = memory.pool.slabs[0], torch.arange(memory.kv_heads)[:, None]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    ways: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "sdpa with the group as rows": lambda q, k, v: sdpa(q[None], k[None], v[None]),
+        "matmul, softmax, matmul": lambda q, k, v: (q @ k.mT * memory.dim**-0.5).float().softmax(-1).to(v.dtype) @ v,
+        "sdpa with enable_gqa": lambda q, k, v: sdpa(
+            q.reshape(1, -1, 1, memory.dim), k[None], v[None], enable_gqa=True
+        ),
+    }
 
-    def gathered() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def prepare(attend: Callable[..., torch.Tensor]) -> Callable[[], Any]:
         query = torch.randn(memory.kv_heads, group, memory.dim, dtype=memory.dtype)
-        return query, torch.from_numpy(memory.choose(1, count)[0].astype(np.int64)), heads, slab
-
-    def fetch(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        both = slab[blocks, heads]  # [Hkv, count, 2, block, D]
-        return both[:, :, 0].flatten(1, 2), both[:, :, 1].flatten(1, 2)
-
-    def sdpa() -> Callable[[], Any]:
-        query, blocks, *_ = gathered()
+        blocks = torch.from_numpy(memory.choose(1, budget // memory.block_size)[0].astype(np.int64))
 
         def call() -> torch.Tensor:
-            k, v = fetch(blocks)
-            return torch.nn.functional.scaled_dot_product_attention(query[None], k[None], v[None])
-
-        return call
-
-    def matmul() -> Callable[[], Any]:
-        query, blocks, *_ = gathered()
-
-        def call() -> torch.Tensor:
-            k, v = fetch(blocks)
-            return (query @ k.mT * memory.dim**-0.5).float().softmax(-1).to(v.dtype) @ v
-
-        return call
-
-    def enable_gqa() -> Callable[[], Any]:
-        query, blocks, *_ = gathered()
-
-        def call() -> torch.Tensor:
-            k, v = fetch(blocks)
-            rows = query.reshape(1, -1, 1, memory.dim)
-            return torch.nn.functional.scaled_dot_product_attention(rows, k[None], v[None], enable_gqa=True)
+            both = slab[blocks, heads]  # [Hkv, count, 2, block, D]
+            return attend(query, both[:, :, 0].flatten(1, 2), both[:, :, 1].flatten(1, 2))
 
         return call
 
@@ -348,9 +211,7 @@ def torch_cases(name: str, read: Case) -> list[Case]:
     return [
         read,
         Case("sparse_decode", lambda: memory.decode(group, 1, budget), nbytes, facts),
-        Case("torch: gather, sdpa with the group as rows", sdpa, nbytes, facts),
-        Case("torch: gather, matmul, softmax, matmul", matmul, nbytes, facts),
-        Case("torch: gather, sdpa with enable_gqa", enable_gqa, nbytes, facts),
+        *(Case(f"torch: gather, {way}", partial(prepare, attend), nbytes, facts) for way, attend in ways.items()),
     ]
 
 
@@ -421,68 +282,17 @@ def selection_cases() -> list[Case]:
     return cases
 
 
-def worker_cases(reader: Reader) -> list[Case]:
-    """From handing over work that is nothing until it is done: to threads that sleep, to the team that torch uses.
-
-    The model's thread is at work before, as in a decode step: the core of a thread that sleeps has then long halted,
-    and how long it takes to come back is the machine's affair. The limit is the same hand-over in C.
-    """
-    worker, nowhere = Worker(), np.zeros(2, np.int64)
-    small, weights = torch.ones(1, 576), torch.ones(576, 576)
-
-    def behind_work(call: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
-        def prepare() -> Callable[[], Any]:
-            start = time.perf_counter()
-            while time.perf_counter() - start < 5e-4:
-                small @ weights
-            return call
-
-        return prepare
-
-    def nothing() -> Callable[[], Any]:
-        torch.set_num_threads(2)
-        launch = touch_records(nowhere, 0)
-        launch.tasks, launch.cost = 2, SHARE_BYTES
-        _WARM @ _WARM
-        return launch.run
-
-    hand_over = reader.server()
-    alone, two = {"kernel_threads": 1}, {"kernel_threads": 2}
-    return [
-        *([] if hand_over is None else [Case("C: to a sleeping thread and back", behind_work(hand_over), 0, alone)]),
-        Case("submitted to done", behind_work(lambda: worker.submit(lambda: None).result()), 0, alone),
-        Case("run on torch's team", nothing, 0, two),
-    ]
-
-
-def shares(records: list[dict[str, Any]]) -> None:
-    """Add each row's share of the speed at which the same turns read memory."""
-    limit = next((r["gb_per_s"] for r in records if r["case"] == "read"), None)
-    for record in records:
-        speed = record["gb_per_s"]
-        record["of_limit"] = None if limit is None or speed is None else speed / limit
-
-
-def plot(records: list[dict[str, Any]], path: Path) -> None:
+def draw(records: list[dict[str, Any]], path: Path) -> None:
     """Draw the speed of each row that reads memory beside its limit."""
-    import matplotlib.pyplot as plt
-
-    rows = [r for r in records if r.get("of_limit") is not None and r["case"] != "read"]
-    names = [
-        " ".join(
-            str(r[k]) for k in ("case", "dtype", "dim", "group", "batch", "block_size", "digest", "context") if r.get(k)
-        )
-        + f" ×{r['kernel_threads']}"
-        for r in rows
-    ]
-    figure, axes = plt.subplots(figsize=(9, 1 + len(rows) / 4), layout="constrained")
-    axes.barh(names, [r["gb_per_s"] / r["of_limit"] for r in rows], color="lightgray", label="plain read")
-    axes.barh(names, [r["gb_per_s"] for r in rows], label="kernel")
-    axes.set(xlabel="GB/s")
-    axes.invert_yaxis()
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    print(f"wrote {path}")
+    facts = ("case", "dtype", "dim", "group", "batch", "block_size", "digest", "context")
+    rows = [r for r in records if r["of_limit"] is not None and r["case"] != "read"]
+    names = [" ".join(str(r[k]) for k in facts if r.get(k)) + f" ×{r['kernel_threads']}" for r in rows]
+    with plot(path, figsize=(9, 1 + len(rows) / 4)) as axes:
+        axes.barh(names, [r["gb_per_s"] / r["of_limit"] for r in rows], color="lightgray", label="plain read")
+        axes.barh(names, [r["gb_per_s"] for r in rows], label="kernel")
+        axes.set(xlabel="GB/s")
+        axes.invert_yaxis()
+        axes.legend()
 
 
 def main(
@@ -490,16 +300,13 @@ def main(
     dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")] = ",".join(DTYPES),
     threads: Annotated[str, typer.Option(help="Threads of the decode section, comma-separated.")] = "1,2",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every row.")] = 30,
-    out: OutOption = RESULTS / "bench_cpu.csv",
+    out: common.OutOption = common.RESULTS / "bench_cpu.csv",
 ) -> None:
     """Measure the CPU kernels."""
     wanted, names = sections.replace(" ", "").split(","), dtypes.replace(" ", "").split(",")
     for given, allowed in ((wanted, SECTIONS), (names, tuple(DTYPES))):
         if unknown := [name for name in given if name not in allowed]:
             raise typer.BadParameter(f"unknown: {', '.join(unknown)}; choose among {', '.join(allowed)}")
-    counts = [int(n) for n in threads.split(",")]
-    torch.set_num_threads(1)
-    reader = Reader()
     words = host_empty((POOL_BYTES // 8,), torch.int64).fill_(1).numpy().view(np.uint64)
 
     def read(parts: int = 1) -> Case:
@@ -508,39 +315,33 @@ def main(
 
         def prepare() -> Callable[[], Any]:
             starts = [next(places) * size % (words.size - size) for _ in range(parts)]
-            return on_threads(lambda: reader.words(words[(first := starts.pop()) : first + size]), parts)
+            return on_threads(lambda: read_words(words[(first := starts.pop()) : first + size]), parts)
 
-        return Case("read", prepare, parts * size * 8, {"way": reader.way, "kernel_threads": parts})
+        return Case("read", prepare, parts * size * 8, {"kernel_threads": parts})
 
     records: list[dict[str, Any]] = []
 
-    def measure(cases: Sequence[Case], label: str) -> None:
-        found = take_turns(cases, rounds, label)
-        shares(found)
-        records.extend(found)
-        write_csv(out, records)
+    def measure(section: str, cases: Sequence[Case], count: int = 1) -> None:
+        torch.set_num_threads(count)
+        records.extend(take_turns(cases, rounds, section))
+        common.write_csv(out, records)
 
     for name in names:
-        if "decode" in wanted:
-            for count in counts:
-                torch.set_num_threads(count)
-                for cases in decode_cases(name, count, read(count), reader):
-                    measure(cases, "decode")
-        torch.set_num_threads(1)
+        for count in common.numbers(threads) if "decode" in wanted else ():
+            for cases in decode_cases(name, count, read(count)):
+                measure("decode", cases, count)
         if "torch" in wanted:
-            measure(torch_cases(name, read()), "torch")
+            measure("torch", torch_cases(name, read()))
     if "scoring" in wanted:
-        measure(scoring_cases(read()), "scoring")
+        measure("scoring", scoring_cases(read()))
     if "selection" in wanted:
-        measure(selection_cases(), "selection")
-    if "worker" in wanted:
-        measure(worker_cases(reader), "worker")
-    plot(records, out.with_suffix(".png"))
+        measure("selection", selection_cases())
+    draw(records, out.with_suffix(".png"))
     for section in dict.fromkeys(r["section"] for r in records):
         mine = [r for r in records if r["section"] == section]
-        keys = dict.fromkeys(k for r in mine for k in r if k not in ("section", "way"))
-        show(f"{section}: microseconds", [{k: r.get(k) for k in keys} for r in mine])
+        columns = list(dict.fromkeys(k for r in mine for k in r if k != "section"))
+        common.show(f"{section}: microseconds", mine, columns)
 
 
 if __name__ == "__main__":
-    command(main)()
+    common.command(main)()

@@ -1,21 +1,25 @@
-"""What the evaluation scripts share: options, models, texts, the rows they compare, tables and results."""
+"""What the evaluation scripts share: options, rows, models and texts, turns, tables, results and runs that go on."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import inspect
+import json
 import os
 import platform
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import numpy as np
 import torch
@@ -27,115 +31,125 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 import hf_offload
 from hf_offload import assets
-from hf_offload.plan import parse_setting
+from hf_offload.plan import CACHE_KNOBS, parse_setting
+from turns import turn
 
+Item = TypeVar("Item")
 RESULTS = Path(__file__).parent / "results"
-_FOLDERS = re.compile(r"(?<![^=,:])(?:\.{0,2}/)(?:[^/=,:]+/)*")
-"""Of a file's path in an argument (`/a/b.txt`, `../b.txt`, `row:knob=/a/b`), what stands before the file's name."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Hub name or folder [default: SmolLM2-135M-Instruct].")
-]
-DtypeOption = Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")]
-ThreadsOption = Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's own choice.")]
-ProseOption = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A book to use as the prose.")]
-TierOption = Annotated[str | None, typer.Option(help='"one" or "split" memory; the default follows the device.')]
-OutOption = Annotated[Path, typer.Option(help="Where the CSV goes; a plot goes beside it.")]
-
-# Where the windows of a text begin, in tokens.
 OFFSETS = {"prose": (2_000, 20_000, 40_000), "code": (5_000, 30_000, 60_000), "documentation": (5_000, 30_000, 60_000)}
+"""Tokens at which the windows of a text begin."""
+
+# --- Options ---------------------------------------------------------------------------------------------------------
+
+RowsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--row", "--rows",
+        help="Rows, comma-separated or given again: a policy with knobs of it and of HybridCache "
+        "(scout:budget=512,tier=split), or short scout-512, window-512, hgca-0.1, fixed-0.05, fluxion-0.1.",
+    ),
+]  # fmt: skip
+ContextsOption = Annotated[str, typer.Option(help="Context lengths, comma-separated; k is 1,024.")]
+KINDS = ",".join(assets.KINDS)
+KindOption = Annotated[str, typer.Option(help=f"Of {', '.join(assets.KINDS)}.")]
+KindsOption = Annotated[str, typer.Option(help=f"Kinds of text, of {', '.join(assets.KINDS)}.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="Decode steps that count, per round.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")]
+TierOption = Annotated[str | None, typer.Option(help='"one" or "split" memory; the default follows the device.')]
+OutOption = Annotated[Path, typer.Option(help="Where the CSV goes; what else is written goes beside it.")]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of a comparison: how to make its cache.
+class Setting:
+    """The options of a script that loads a model. `command` makes them of a parameter of this type.
 
-    Attributes:
-        name: its name in tables and results.
-        policy: "dynamic" or "static" (Transformers' own caches under sdpa), or one of the policies of hf_offload, by
-            name or as an instance.
-        options: what else the cache is given.
+    Raises:
+        typer.BadParameter: an unknown dtype.
     """
 
-    name: str
-    policy: Any
-    options: Mapping[str, Any] = field(default_factory=dict)
+    model: Annotated[str | None, typer.Option(help="Hub name or folder; SmolLM2-135M-Instruct by default.")] = None
+    dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "bfloat16"
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's own choice.")] = 0
+    out: OutOption = RESULTS
 
-    def make_cache(self, model: PreTrainedModel) -> Cache:
-        """Make an empty cache and set the attention implementation that goes with it."""
-        self.activate(model)
-        if self.policy == "dynamic":
-            return DynamicCache(config=model.config)
-        if self.policy == "static":
-            return StaticCache(config=model.config, **self.options)
-        return hf_offload.HybridCache(model, self.policy, **self.options)
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise typer.BadParameter(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
 
-    def activate(self, model: PreTrainedModel) -> None:
-        """Set the attention implementation that goes with this row's caches."""
-        wanted = "sdpa" if self.policy in ("dynamic", "static") else "hybrid_sparse"
-        if model.config._attn_implementation != wanted:
-            model.set_attn_implementation(wanted)
+    def load(self, device: torch.device | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Set the number of threads and load the model and its tokenizer."""
+        return load(self.model, self.dtype, self.threads, device)
 
-    @cached_property
-    def files(self) -> dict[str, str]:
-        """Checksums of the files that its knobs name: the row's name does not tell what is in them."""
-        named = {knob: Path(x) for knob, x in self.options.items() if isinstance(x, str)}
-        return {
-            knob: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for knob, path in named.items() if path.is_file()
-        }
+    def write(self, records: Sequence[Mapping[str, Any]], part: str = "") -> None:
+        """Write the CSV, or `OUT_part.csv` beside it; every row gets the dtype."""
+        write_csv(self.beside(f"{part}.csv"), [{**record, "dtype": self.dtype} for record in records])
+
+    def records(self, keys: Sequence[str], rows: Iterable[Row], **settings: Any) -> Records:
+        """Records in `OUT.jsonl` of a run at this commit, with a model, rows and settings."""
+        about = {"model": self.model, "dtype": self.dtype, "commit": environment()["commit"]}
+        about["files"] = {row.name: row.files for row in rows if row.files}
+        return Records(self.beside(".jsonl"), keys, about | settings)
+
+    def beside(self, end: str) -> Path:
+        """The path of a further result: `end` in place of `.csv`."""
+        return self.out.with_name(self.out.stem + end)
 
 
-FULL = Row("full", "dynamic")
+@dataclass(frozen=True)
+class TextSetting(Setting):
+    """The options of a script that reads texts, too."""
+
+    prose: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A book as the prose.")] = None
+
+    def text(self, kind: str) -> str:
+        """The text of a kind."""
+        return text_of(kind, self.prose)
+
+    def window(self, tokenizer: PreTrainedTokenizerBase, kind: str, start: int, tokens: int) -> torch.Tensor:
+        """Token ids `[1, tokens]` of a kind of text from token `start` on."""
+        return window(self.text(kind), tokenizer, start, tokens)
+
+    @property
+    def source(self) -> list[Any] | None:
+        """Name and size of the prose, for the settings of `Records`."""
+        return None if self.prose is None else [self.prose.name, self.prose.stat().st_size]
+
+
+EXACT, EXACT_TEXT = Setting(dtype="float32"), TextSetting(dtype="float32")
 
 
 def command(main: Callable[..., None]) -> typer.Typer:
-    """Make a command line of a script's function (with plain tracebacks: those of a model's forward are long)."""
+    """Make a command line of a script's function (with plain tracebacks: those of a model's forward are long).
+
+    A parameter that is a dataclass stands for its fields. The results' path is the script's name by default.
+    """
+    groups, options = {}, []
+    hints = get_type_hints(main, include_extras=True)
+    for one in inspect.signature(main).parameters.values():
+        kind = hints[one.name]
+        if not is_dataclass(kind):
+            options.append(one.replace(kind=one.KEYWORD_ONLY, annotation=kind))
+            continue
+        groups[one.name] = kind
+        usual, inner = kind() if one.default is one.empty else one.default, get_type_hints(kind, include_extras=True)
+        for each in fields(kind):
+            value = getattr(usual, each.name)
+            if each.name == "out":
+                value = RESULTS / f"{Path(inspect.getfile(main)).stem}.csv"
+            options.append(inspect.Parameter(each.name, one.KEYWORD_ONLY, default=value, annotation=inner[each.name]))
+
+    def run(**given: Any) -> None:
+        made = {
+            name: kind(**{each.name: given.pop(each.name) for each in fields(kind)}) for name, kind in groups.items()
+        }
+        main(**given, **made)
+
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.__doc__, run.__name__ = main.__doc__, main.__name__
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
+    app.command()(run)
     return app
-
-
-def choose(rows: Sequence[Row], names: str | None) -> list[Row]:
-    """Return the rows named in a comma-separated list (all of them for None), in the list's order.
-
-    Raises:
-        typer.BadParameter: a name that is not among the rows.
-    """
-    if names is None:
-        return list(rows)
-    by_name = {row.name: row for row in rows}
-    chosen = [name.strip() for name in names.split(",")]
-    if unknown := [name for name in chosen if name not in by_name]:
-        raise typer.BadParameter(f"unknown rows {', '.join(unknown)}: choose among {', '.join(by_name)}")
-    return [by_name[name] for name in chosen]
-
-
-def row_of(text: str) -> Row:
-    """The row of a policy and its knobs, `scout:budget=1024`; of a file that a knob names its name has no folder.
-
-    Raises:
-        typer.BadParameter: it is written otherwise.
-    """
-    try:
-        policy, options = parse_setting(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--row: {error}") from None
-    knobs = ",".join(f"{knob}={Path(x).name if isinstance(x, str) else x}" for knob, x in options.items())
-    return Row(f"{policy}:{knobs}" if knobs else policy, policy, options)
-
-
-def check_rows(rows: Iterable[Row], model: PreTrainedModel) -> None:
-    """Make a cache of each row once: what cannot be run is told before hours of work on the others.
-
-    Raises:
-        typer.BadParameter: a row that the model or the policy refuses.
-    """
-    for row in rows:
-        try:
-            row.make_cache(model)
-        except (ValueError, TypeError, FileNotFoundError) as error:
-            raise typer.BadParameter(f"--row {row.name}: {error}") from None
 
 
 def kinds_of(names: str) -> list[str]:
@@ -173,20 +187,158 @@ def decimals(text: str) -> list[float]:
     return found
 
 
+# --- Rows ------------------------------------------------------------------------------------------------------------
+
+STOCK = ("dynamic", "static")
+"""Transformers' own caches, under sdpa."""
+_SHORT = re.compile(r"(full|scout|window|hgca|fixed|fluxion)(?:-(\d[\d.]*))?(-int8|-once)?")
+_SUFFIXES = {None: {}, "-int8": {"host_dtype": "int8"}, "-once": {"reevaluate": False}}
+_BETWEEN_ROWS = re.compile(r",(?!\s*\w+\s*=)")
+"""A comma that no knob follows."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a comparison: how to make its cache.
+
+    Attributes:
+        name: its name in tables and results.
+        policy: of `STOCK`, or one of the policies of hf_offload, by name or as an instance.
+        options: what else the cache is given.
+    """
+
+    name: str
+    policy: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def make_cache(self, model: PreTrainedModel, length: int | None = None) -> Cache:
+        """Make an empty cache and set the attention implementation that goes with it.
+
+        Args:
+            length: tokens that a static cache holds.
+        """
+        self.activate(model)
+        if self.policy == "dynamic":
+            return DynamicCache(config=model.config)
+        if self.policy == "static":
+            return StaticCache(config=model.config, max_cache_len=length)
+        return hf_offload.HybridCache(model, self.policy, **self.options)
+
+    def activate(self, model: PreTrainedModel) -> None:
+        """Set the attention implementation that goes with this row's caches."""
+        wanted = "sdpa" if self.policy in STOCK else "hybrid_sparse"
+        if model.config._attn_implementation != wanted:
+            model.set_attn_implementation(wanted)
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Checksums of the files that its knobs name: the row's name does not tell what is in them."""
+        named = {knob: Path(x) for knob, x in self.options.items() if isinstance(x, str | Path)}
+        return {
+            knob: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for knob, path in named.items() if path.is_file()
+        }
+
+
+FULL = Row("dynamic", "dynamic")
+"""Full attention as Transformers computes it."""
+
+
+def row_of(text: str, tier: str | None = None, predictor: Path | None = None, stock: Sequence[str] = ()) -> Row:
+    """The row of a policy with knobs, or of a short name. In its name a file that a knob names has no folder.
+
+    Args:
+        tier: of caches whose knobs say nothing of it.
+        predictor: a file for `fluxion`, if its knobs name none.
+        stock: of `STOCK`, what is a row here.
+
+    Raises:
+        typer.BadParameter: it is written otherwise, or a policy, knob or value is unknown.
+    """
+    if text in stock:
+        return Row(text, text)
+    try:
+        if short := _SHORT.fullmatch(text):
+            name, (policy, options) = text, _of_short(*short.groups())
+        else:
+            policy, options = parse_setting(text)
+            knobs = ",".join(f"{knob}={Path(x).name if isinstance(x, str) else x}" for knob, x in options.items())
+            name = f"{policy}:{knobs}" if knobs else policy
+        if policy == "fluxion" and predictor is not None:
+            options = {"predictor": str(predictor), **options}
+        _check(policy, {knob: value for knob, value in options.items() if knob not in CACHE_KNOBS})
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise typer.BadParameter(f"--row {text}: {error}") from None
+    return Row(name, policy, options if tier is None else {"tier": tier, **options})
+
+
+def _of_short(name: str, number: str | None, suffix: str | None) -> tuple[str, dict[str, Any]]:
+    knobs: dict[str, Any] = {}
+    if number is not None:
+        value = float(number) if "." in number else int(number)
+        knobs = {"tau" if name == "fluxion" else "budget": value}
+        if name == "hgca":
+            knobs = {"gpu_ratio" if value < 1 else "window": value, "beta": 1.0}
+    return {"fixed": "fixed_hybrid"}.get(name, name), knobs | _SUFFIXES[suffix]
+
+
+def _check(policy: str, knobs: dict[str, Any]) -> None:
+    """Refuse what the package would; an older one, which `versus.py` runs, does so when the cache is made."""
+    try:
+        from hf_offload.policies.registry import make_policy
+    except ImportError:
+        return
+    make_policy(policy, knobs)
+
+
+def rows_of(
+    texts: Sequence[str],
+    tier: str | None = None,
+    predictor: Path | None = None,
+    stock: Sequence[str] = (),
+    known: Mapping[str, Row | Sequence[str]] | None = None,
+) -> list[Row]:
+    """The rows of a `RowsOption`, in its order.
+
+    Args:
+        tier, predictor, stock: as for `row_of`.
+        known: the script's own rows by name, or names of several.
+
+    Raises:
+        typer.BadParameter: one that is wrong, or twice there.
+    """
+
+    def find(text: str) -> list[Row]:
+        own = (known or {}).get(text)
+        if own is None:
+            return [row_of(text, tier, predictor, stock)]
+        return [own] if isinstance(own, Row) else [row for one in own for row in find(one)]
+
+    rows = [row for each in texts for part in _BETWEEN_ROWS.split(each) for row in find(part.strip())]
+    if len({row.name for row in rows}) < len(rows):
+        raise typer.BadParameter(f"a --row is there twice: {', '.join(row.name for row in rows)}")
+    return rows
+
+
+def check_rows(rows: Iterable[Row], model: PreTrainedModel) -> None:
+    """Make a cache of each row once: what cannot be run is told before hours of work on the others.
+
+    Raises:
+        typer.BadParameter: a row that the model or the policy refuses.
+    """
+    for row in rows:
+        try:
+            row.make_cache(model)
+        except (ValueError, TypeError, FileNotFoundError) as error:
+            raise typer.BadParameter(f"--row {row.name}: {error}") from None
+
+
+# --- Models, texts and steps -----------------------------------------------------------------------------------------
+
+
 def load(
     name: str | None, dtype: str, threads: int, device: torch.device | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Set the number of threads and load a model (and its tokenizer) for evaluation.
-
-    Args:
-        name, device: as for `hf_offload.assets.load_demo_model`.
-        dtype: of `DTYPES`; threads: of torch, 0 leaves its own choice.
-
-    Raises:
-        typer.BadParameter: an unknown dtype.
-    """
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    """Set the number of threads (0: torch's own choice) and load a model and its tokenizer."""
     if threads:
         torch.set_num_threads(threads)
     return assets.load_demo_model(name, dtype=DTYPES[dtype], device=device)
@@ -217,10 +369,39 @@ def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int 
     return logits[:, -1]
 
 
-def kv_bytes(cache: Cache) -> int:
-    """Bytes of keys and values that a cache of Transformers' own keeps on the device."""
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-    return sum(t.nbytes for t in tensors if t is not None)
+def decode(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> tuple[list[float], torch.Tensor]:
+    """Feed tokens `[B, N]` one by one: milliseconds of each step, and logits `[N, B, V]`."""
+    milliseconds, logits = [], []
+    for token in ids.split(1, 1):
+        with clock() as seconds:
+            logits.append(model(token, past_key_values=cache).logits[:, -1])
+        milliseconds.append(1000 * seconds[0])
+    return milliseconds, torch.stack(logits)
+
+
+@contextmanager
+def clock(seconds: list[float] | None = None) -> Iterator[list[float]]:
+    """Append the seconds that the inside takes."""
+    seconds = [] if seconds is None else seconds
+    synchronize()
+    start = time.perf_counter()
+    yield seconds
+    synchronize()
+    seconds.append(time.perf_counter() - start)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def in_turns(items: Sequence[Item], rounds: int) -> Iterator[tuple[int, Item]]:
+    """Each round's number with each item, forth and back, so that what else the machine does meets all alike."""
+    for number in tqdm(range(rounds), desc="rounds", delay=5, leave=False):
+        turn()
+        for item in items if number % 2 == 0 else items[::-1]:
+            yield number, item
 
 
 def token_bytes(model: PreTrainedModel, layers: int) -> int:
@@ -231,16 +412,16 @@ def token_bytes(model: PreTrainedModel, layers: int) -> int:
     return int(2 * layers * heads * size * model.dtype.itemsize)
 
 
-def synchronize() -> None:
-    """Wait for the GPU, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def percentiles(values: Iterable[float], which: Sequence[int] = (20, 50, 80)) -> dict[str, float]:
+    """Percentiles by name: p20, p50 and p80."""
+    found = np.percentile(list(values), which)
+    return {f"p{percent}": float(value) for percent, value in zip(which, found, strict=True)}
 
 
-def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """The 20th, 50th and 80th percentile, as p20, p50 and p80."""
-    p20, p50, p80 = np.percentile(list(values), [20, 50, 80])
-    return {"p20": float(p20), "p50": float(p50), "p80": float(p80)}
+# --- Results ---------------------------------------------------------------------------------------------------------
+
+_FOLDERS = re.compile(r"(?<![^=,:])(?:\.{0,2}/)(?:[^/=,:]+/)*")
+"""Of a file's path in an argument (`/a/b.txt`, `../b.txt`, `row:knob=/a/b`), what stands before the file's name."""
 
 
 def environment() -> dict[str, str]:
@@ -284,41 +465,33 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    fields = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
-    name = fields.get("model name", platform.machine())
-    return f"{name} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
-
-
-def origin() -> str:
-    """What of the `environment` goes above a table, in Markdown."""
-    meta = environment()
-    return (
-        f"`{meta['command']}`, commit {meta['commit']}, {meta['cpu']}, GPU {meta['gpu']}, torch {meta['torch']}, "
-        f"transformers {meta['transformers']}."
-    )
+    found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    name = found.get("model name", platform.machine())
+    return f"{name} (family {found.get('cpu family', '?')}, model {found.get('model', '?')})"
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write results, each row with what it depends on; floats with six significant digits."""
+    """Write results, each row with the `environment` unless it has one; floats with six significant digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     meta = environment()
-    columns = [*dict.fromkeys(key for row in rows for key in row), *meta]
+    columns = list(dict.fromkeys([*(key for row in rows for key in row if key not in meta), *meta]))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            short = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
-            writer.writerow({**short, **meta})
+            writer.writerow({**meta, **{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}})
     print(f"wrote {path}")
 
 
-def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as a table; the first row names the columns, floats get four significant digits."""
+def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
+    """Print rows as a table of these columns (all of the first row's); floats get four significant digits."""
+    columns = list(rows[0]) if columns is None else columns
     table = Table(title=title)
-    for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for column in columns:
+        table.add_column(column, justify="left" if isinstance(rows[0].get(column), str) else "right")
     for row in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v) for v in row.values()))
+        values = [row.get(column) for column in columns]
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v) for v in values))
     # A file or a pipe has no width of its own; rows that differ behind their first words are to be told apart.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
@@ -327,3 +500,86 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
     """Rows as a table in Markdown; the first row names the columns."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+# --- Runs that go on -------------------------------------------------------------------------------------------------
+
+
+class Records:
+    """What a long run has found, in `NAME.jsonl` behind a line with the settings: a stopped run goes on from it.
+
+    Each process appends to a file of its own, from the second on `NAME.process1.jsonl`, …, and reads those of all.
+
+    Args:
+        file: `NAME.jsonl`.
+        keys: the fields that name a record.
+        settings: what the records depend on, for `json`; a run with others does not go on from them.
+        process: number of this process.
+
+    Raises:
+        typer.BadParameter: a file holds records of other settings, or a line that is no JSON.
+    """
+
+    def __init__(self, file: Path, keys: Sequence[str], settings: dict[str, Any], process: int = 0) -> None:
+        self.file, self.keys, self.settings = file, keys, settings
+        self.own = file if process == 0 else file.with_suffix(f".process{process}.jsonl")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.found = self._all()
+        self._write(self.own, self._read(self.own))  # without a line that a stopped run has left half written
+
+    def key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Which one a record is."""
+        return tuple(record[name] for name in self.keys)
+
+    def once(self, key: Mapping[str, Any], work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """The record of a key: one that is there, or what `work` gives now."""
+        known = self.found.get(self.key(key))
+        return self.add({**key, **work()}) if known is None else known
+
+    def add(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Keep a record; it is on the disk when this returns."""
+        self.found[self.key(record)] = record
+        with self.own.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        return record
+
+    def join(self) -> None:
+        """Bring the records of all processes into one file; the others have ended."""
+        self.found = self._all()
+        self._write(self.file, list(self.found.values()))
+        for part in self._parts():
+            if part != self.file:
+                part.unlink()
+
+    def remove(self) -> None:
+        """Forget everything: the run has ended, and its results are elsewhere."""
+        for part in self._parts():
+            part.unlink()
+
+    def _parts(self) -> list[Path]:
+        others = sorted(self.file.parent.glob(f"{self.file.stem}.process[0-9]*.jsonl"))
+        return [part for part in (self.file, *others) if part.exists()]
+
+    def _all(self) -> dict[tuple[Any, ...], dict[str, Any]]:
+        return {self.key(record): record for part in self._parts() for record in self._read(part)}
+
+    def _read(self, part: Path) -> list[dict[str, Any]]:
+        lines = part.read_text(encoding="utf-8").split("\n") if part.exists() else []
+        whole = []
+        for number, line in enumerate(lines[:-1], 1):  # the last one is empty, or was not written to its end
+            try:
+                whole.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise typer.BadParameter(f"{part}, line {number}, is no JSON ({error}): remove that line") from None
+        if len(whole) > 1 and whole[0] != {"settings": self.settings}:
+            raise typer.BadParameter(
+                f"{part} holds results of other settings, {json.dumps(whole[0].get('settings'))}: remove it, or give "
+                "another --out"
+            )
+        return whole[1:]
+
+    def _write(self, file: Path, records: list[dict[str, Any]]) -> None:
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in ({"settings": self.settings}, *records)]
+        partial = file.with_name(f".{file.name}.partial")
+        partial.write_text("".join(lines), encoding="utf-8")
+        partial.replace(file)

@@ -1,172 +1,105 @@
-"""Time per token at several context lengths, against Transformers' own caches, in one run.
+"""How long does a token take, at which context, and how steadily? Beside Transformers' own caches, in one run.
 
     python eval/decode.py
     python eval/decode.py --contexts 2k,8k --rows dynamic,scout-2048 --threads 2
+    python eval/decode.py --contexts 4000 --rows dynamic,hgca-1024 --steps 48 --rounds 80 --kind prose --threads 1
 
 Each row's cache is filled once per context. Transformers' own caches are filled with random keys and values, on whose
 content their speed does not depend; a sparse cache reads a real text, in chunks, so that its choice of blocks is a real
 one (beyond the model's trained context the text has lost its order, not its size). Then the rows take turns for some
-rounds: two steps of warm-up, then the steps that count.
+rounds over the tokens that follow: two steps of warm-up, then the steps that count. With many rounds it is a long
+generation: `p99_p50` says how steady a row is (HGCA, Figure 15), and the plot shows each round's median.
 """
 
 from __future__ import annotations
 
 import gc
-import time
-from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
-from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
+import common
 import hf_offload
-from common import (
-    RESULTS,
-    DtypeOption,
-    ModelOption,
-    OutOption,
-    Row,
-    ThreadsOption,
-    TierOption,
-    choose,
-    command,
-    load,
-    numbers,
-    percentiles,
-    prefill,
-    show,
-    synchronize,
-    text_of,
-    window,
-    write_csv,
-)
-from turns import turn
+from plotting import lines, plot
 
 WARM_UP = 2
 ROW_OFFSET = 997  # tokens from where one row of a batch begins in the text to where the next does
 
 
-def make_rows(length: int, tier: str | None) -> list[Row]:
-    """The rows to choose from; the static cache holds `length` tokens."""
-    memory = {} if tier is None else {"tier": tier}
-    return [
-        Row("dynamic", "dynamic"),
-        Row("static", "static", {"max_cache_len": length}),
-        *(Row(f"scout-{budget}", "scout", {"budget": budget} | memory) for budget in (1024, 2048)),
-        Row("scout-1024-int8", "scout", {"budget": 1024, "host_dtype": "int8"} | memory),
-        Row("full", "full", memory),
-        Row("full-int8", "full", {"host_dtype": "int8"} | memory),
-        Row("hgca", "hgca", memory),
-        Row("fixed_hybrid", "fixed_hybrid", memory),
-        # Needs no trained predictor; what a network takes is not in it (eval/predictor_share.py has that).
-        Row("fluxion", "fluxion", {"predictor": hf_offload.ConstantPredictor(budget0=0.05)} | memory),
-    ]
-
-
-def fill(model: PreTrainedModel, row: Row, ids: torch.Tensor) -> Cache:
-    """Make a row's cache and fill it with the contexts `[B, N]`."""
-    cache = row.make_cache(model)
-    if row.policy not in ("dynamic", "static"):
-        prefill(model, cache, ids, chunk=2048)
+def fill(model: PreTrainedModel, row: common.Row, ids: torch.Tensor, room: int) -> Cache:
+    """Make a row's cache and fill it with the contexts `[B, N]`; there is room for so many tokens in all."""
+    cache = row.make_cache(model, room)
+    if row.policy not in common.STOCK:
+        common.prefill(model, cache, ids, chunk=2048)
         return cache
     # One real token first tells the shapes (and lets the layers make their buffers).
     model(ids[:, :1], past_key_values=cache)
     for index, layer in enumerate(cache.layers):
-        heads, size = layer.keys.shape[1], layer.keys.shape[3]
-        shape = (ids.shape[0], heads, ids.shape[1] - 1, size)
-        cache.update(
-            torch.randn(shape, dtype=model.dtype, device=model.device),
-            torch.randn(shape, dtype=model.dtype, device=model.device),
-            index,
-        )
+        shape = (ids.shape[0], layer.keys.shape[1], ids.shape[1] - 1, layer.keys.shape[3])
+        cache.update(*(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2)), index)
     return cache
 
 
-def time_steps(model: PreTrainedModel, row: Row, cache: Cache, ids: torch.Tensor, steps: int) -> list[float]:
-    """Decode and time each step after the warm-up; returns milliseconds."""
-    row.activate(model)
-    times = []
-    for token in ids[:, : WARM_UP + steps].unbind(1):
-        synchronize()
-        start = time.perf_counter()
-        model(token[:, None], past_key_values=cache)
-        synchronize()
-        times.append((time.perf_counter() - start) * 1000)
-    return times[WARM_UP:]
-
-
-def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Draw the median time per token, with its 20th and 80th percentile, over the context length."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name in dict.fromkeys(r["row"] for r in records):
-        mine = [r for r in records if r["row"] == name]
-        contexts, medians = [r["context"] for r in mine], [r["p50"] for r in mine]
-        axes.plot(contexts, medians, marker="o", label=name)
-        axes.fill_between(contexts, [r["p20"] for r in mine], [r["p80"] for r in mine], alpha=0.2)
-    axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="ms per token")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    print(f"wrote {path}")
-
-
 def main(
-    contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated; k is 1,024.")] = "128,2k,8k,32k",
-    rows: Annotated[str, typer.Option(help="By name, comma-separated; a wrong one lists them.")] = (
-        "dynamic,static,scout-1024"
-    ),
+    contexts: common.ContextsOption = "128,2k,8k,32k",
+    rows: common.RowsOption = ["dynamic,static,scout-1024"],  # noqa: B006
     batch: Annotated[int, typer.Option(min=1, help="Rows that are decoded at once.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that count, per round.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")] = 3,
-    tier: TierOption = None,
-    model: ModelOption = None,
-    dtype: DtypeOption = "bfloat16",
-    threads: ThreadsOption = 0,
-    out: OutOption = RESULTS / "decode.csv",
+    steps: common.StepsOption = 8,
+    rounds: common.RoundsOption = 3,
+    kind: common.KindOption = "code",
+    tier: common.TierOption = None,
+    *,
+    setting: common.TextSetting,
 ) -> None:
     """Measure the time per token."""
-    lengths, round_steps = sorted(numbers(contexts)), WARM_UP + steps
-    choose(make_rows(0, tier), rows)  # a wrong name is reported before anything is loaded
-    language_model, tokenizer = load(model, dtype, threads)
+    lengths, (text,) = sorted(common.numbers(contexts)), common.kinds_of(kind)
+    # This predictor needs no training; what a network takes is in eval/context_attention.py.
+    knobs = {"predictor": hf_offload.ConstantPredictor(budget0=0.05)} | ({} if tier is None else {"tier": tier})
+    chosen = common.rows_of(rows, tier, stock=common.STOCK, known={"fluxion": common.Row("fluxion", "fluxion", knobs)})
+    model, tokenizer = setting.load()
+    turn = WARM_UP + steps
     starts = [ROW_OFFSET * row for row in range(batch)]
-    ids = torch.cat([window(text_of("code"), tokenizer, start, max(lengths) + round_steps) for start in starts])
-    ids = ids.to(language_model.device)
+    ids = torch.cat([setting.window(tokenizer, text, start, max(lengths) + rounds * turn) for start in starts])
+    ids = ids.to(model.device)
     records: list[dict[str, Any]] = []
+    series: list[dict[str, Any]] = []
     bare: float | None = None  # a step without context to speak of, which no cache can beat
-    with torch.inference_mode(), tqdm(total=len(lengths) * rounds) as progress:
+    with torch.inference_mode():
         for length in lengths:
-            progress.set_description(f"{length} tokens: filling")
-            chosen = choose(make_rows(length + rounds * round_steps, tier), rows)
-            caches = {row.name: fill(language_model, row, ids[:, :length]) for row in chosen}
+            caches = {row.name: fill(model, row, ids[:, :length], length + rounds * turn) for row in chosen}
             times: dict[str, list[float]] = {row.name: [] for row in chosen}
-            progress.set_description(f"{length} tokens")
-            for _ in range(rounds):
-                turn()
-                for row in chosen:
-                    tokens = ids[:, length : length + round_steps]
-                    times[row.name] += time_steps(language_model, row, caches[row.name], tokens, steps)
-                progress.update()
-            base = percentiles(times["dynamic"])["p50"] if "dynamic" in times else None
-            if length == min(lengths):
-                bare = base
+            for number, row in common.in_turns(chosen, rounds):
+                row.activate(model)
+                place = length + number * turn
+                found = common.decode(model, caches[row.name], ids[:, place : place + turn])[0][WARM_UP:]
+                times[row.name] += found
+                series.append({"row": row.name, "context": place + turn, "p50": float(np.median(found))})
+            base = common.percentiles(times["dynamic"])["p50"] if "dynamic" in times else None
+            bare = base if length == min(lengths) else bare
             for row in chosen:
-                summary = percentiles(times[row.name])
-                ratio = None if base is None else base / summary["p50"]
-                beyond = None if bare is None else summary["p50"] - bare
-                size = {"batch": batch, "steps": steps * rounds, "dtype": dtype, "tier": tier}
+                p = common.percentiles(times[row.name], (20, 50, 80, 99))
                 records.append(
-                    {"context": length, "row": row.name, **summary, "speedup": ratio, "beyond_bare": beyond, **size}
+                    {"context": length, "row": row.name, **p, "p99_p50": p["p99"] / p["p50"]}
+                    | {"speedup": base and base / p["p50"], "beyond_bare": bare and p["p50"] - bare}
+                    | {"batch": batch, "steps": steps * rounds, "kind": text, "tier": tier}
                 )
             del caches
             gc.collect()
-    write_csv(out, records)
-    plot(records, out.with_suffix(".png"))
+            setting.write(records)
+    with plot(setting.beside(".png")) as axes:
+        if len(lengths) > 1:
+            lines(axes, records, "context", "p50", band=("p20", "p80"))
+            axes.set(xscale="log", yscale="log")
+        else:
+            lines(axes, series, "context", "p50", marker=".")
+        axes.set(xlabel="context, tokens", ylabel="ms per token")
+        axes.legend()
     title = "ms per token; speedup against DynamicCache; ms beyond DynamicCache at the shortest context"
-    show(title, [dict(list(r.items())[:7]) for r in records])
+    common.show(title, records, ("context", "row", "p20", "p50", "p80", "p99", "p99_p50", "speedup", "beyond_bare"))
 
 
 if __name__ == "__main__":
-    command(main)()
+    common.command(main)()

@@ -1,4 +1,4 @@
-"""Every causal language model type of the installed Transformers, tiny and random, against eager attention.
+"""Is every causal language model type of the installed Transformers, tiny and random, as under eager attention?
 
     python eval/families.py                          # all types, about a quarter of an hour on two idle cores
     python eval/families.py --types llama,deepseek_v3
@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 from tqdm import tqdm
 
-from common import RESULTS, OutOption, command, environment, show
+import common
 from walk import configs, page
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -90,18 +90,6 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
         return {row["model_type"]: row for row in csv.DictReader(file)}
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows, each with the environment that it was made in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in row.items()} for row in rows
-        )
-
-
 def walk(
     types: list[str], rows: dict[str, dict[str, Any]], here: dict[str, str], out: Path, jobs: int, limit: float
 ) -> None:
@@ -118,7 +106,7 @@ def walk(
             row = helper.compare(name)
             with lock:
                 rows[name] = {**row, **here}
-                write(out, [rows[key] for key in sorted(rows)])
+                common.write_csv(out, [rows[key] for key in sorted(rows)])
                 progress.set_description(f"{name}: {row['status']}")
                 progress.update()
 
@@ -136,7 +124,7 @@ def main(
     types: Annotated[str | None, typer.Option(help="Comma-separated; all by default.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Types that are compared at once.")] = 2,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that a type may take.")] = 300.0,
-    out: OutOption = RESULTS / "families.csv",
+    out: common.OutOption = common.RESULTS / "families.csv",
     markdown: Annotated[Path | None, typer.Option(help="The page of results [default: docs/models.md].")] = None,
 ) -> None:
     """Compare every model type with eager attention."""
@@ -144,13 +132,13 @@ def main(
     named = types.replace(" ", "").split(",") if types else []
     if unknown := [name for name in named if name not in known]:
         raise typer.BadParameter(f"unknown types {', '.join(unknown)}: choose among {', '.join(known)}")
-    here, rows = environment(), read(out)
+    here, rows = common.environment(), read(out)
     rows = {name: row for name, row in rows.items() if row["transformers"] == here["transformers"]}
     done = [name for name, row in rows.items() if row["commit"] == here["commit"]]
     walk(named or [name for name in known if name not in done], rows, here, out, jobs, limit)
     results = [rows[name] for name in sorted(rows)]
     counts = Counter(row["status"] for row in results)
-    show("Model types", [{"result": status, "types": count} for status, count in counts.most_common()])
+    common.show("Model types", [{"result": status, "types": count} for status, count in counts.most_common()])
     bad = [row for row in results if row["status"] in ("wrong", "error")]
     for row in bad:
         print(f"{row['model_type']}: {row['status']}: {row['message']}")
@@ -162,4 +150,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command(main)()
+    common.command(main)()

@@ -1,169 +1,171 @@
-"""How far decoding with a sparse cache is from full attention, token by token.
+"""What does each policy and budget lose against full attention, and what does it cost: which is the best choice where?
 
     python eval/fidelity.py
-    python eval/fidelity.py --rows scout-off,window --budgets 512,1024 --windows 1 --prose novel.txt
+    python eval/fidelity.py --rows budgets --kinds prose --windows 1 --prose novel.txt
+    python eval/fidelity.py --row full --row scout:budget=1024,block_size=16 --row quest:budget=1024
 
-A window of real text is read as a prompt, and its last tokens are then fed one by one, as if they had been generated
-(teacher forcing). Each step's distribution over the next token is compared with the one that full attention gives,
-computed for the whole window in one dense forward: mean KL(full‖policy), agreement of the most likely token, and the
-perplexity of both. Windows stand at fixed token offsets and are decoded as one batch; the table shows the median over
-the windows of a kind.
+Full attention reads a window of real text; every row takes that over (`hgca` and others that learn from a prompt read
+it themselves) and is fed what follows, token by token, as if it had been generated: KL(full‖row) and how often the most
+likely token is the same. Beside that stands what a step costs:
+
+host    MiB that a step reads in host memory: what the CPU attends, what is brought to the device, digests there
+device  MiB of keys, values and digests in the device's memory
+ms      median of a step
+
+Without a GPU all but the time come from two memories on the CPU (`tier="split"`), and the time from one memory, where a
+row allows that and `--tier` asks for no other. A row is on the front of a cost if none is nearer to full attention for
+less of it. At the end a table says which row is cheapest below each KL. A run that was stopped goes on where it was.
+
+`variants` are the rows of ScoutAttention: choosing and attending a layer ahead, int8, the paper's form; `budgets` some
+of each policy.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
+from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from common import (
-    FULL,
-    OFFSETS,
-    RESULTS,
-    DtypeOption,
-    ModelOption,
-    OutOption,
-    ProseOption,
-    Row,
-    ThreadsOption,
-    choose,
-    command,
-    kinds_of,
-    load,
-    numbers,
-    prefill,
-    show,
-    text_of,
-    window,
-    write_csv,
+import common
+from hf_offload import measuring
+from plotting import lines, plot
+
+PAPER = {"digest": "quest", "join": "raw", "synchronous_layers": (0,), "correction": False, "smoothing": 0.0}
+"""`Scout.paper()`, but for its budget and lookahead."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "scout-off": {"lookahead": "off"},
+    "scout-off-int8": {"lookahead": "off", "host_dtype": "int8"},
+    "scout-select": {"lookahead": "select"},
+    "scout-select-sync0": {"lookahead": "select", "synchronous_layers": (0,)},
+    "scout-attend": {"lookahead": "attend"},
+    "scout-attend-sync0": {"lookahead": "attend", "synchronous_layers": (0,)},
+    "scout-attend-uncorrected": {"lookahead": "attend", "correction": False},
+    "paper": PAPER | {"lookahead": "attend"},
+    "paper-off": PAPER | {"lookahead": "off"},
+}
+BUDGETS = (
+    "full",
+    "full:host=fetch",
+    *(f"window:budget={budget}" for budget in (512, 1024, 2048)),
+    *(f"scout:budget={budget}" for budget in (256, 512, 1024, 2048)),
+    *(f"quest:budget={budget}" for budget in (512, 1024, 2048)),
+    *(f"infinigen:alpha={alpha}" for alpha in (2, 4, 6)),
+    *(f"h2o:heavy={share},recent={share}" for share in (0.05, 0.1, 0.2)),
+    *(f"hgca:gpu_ratio={ratio}" for ratio in (0.05, 0.1, 0.25)),
+    *(f"fixed_hybrid:budget={share}" for share in (0.02, 0.05, 0.1, 0.2)),
 )
-from hf_offload import Scout
+COSTS = {"host": "MiB read of the host, a step", "device": "MiB on the device", "ms": "ms a step"}
+LIMITS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 
 
-def make_rows(budget: int, memory: dict[str, Any]) -> list[Row]:
-    """The rows to choose from, at one budget; those that predict queries need two memories."""
+def variants(budget: int) -> dict[str, common.Row]:
+    """ScoutAttention's rows at a budget, and a window of it."""
+    rows = {"window": common.Row("window", "window", {"budget": budget})}
+    for name, knobs in VARIANTS.items():
+        two = {} if knobs["lookahead"] == "off" else {"tier": "split"}  # a predicted query needs two memories
+        rows[name] = common.Row(name, "scout", {"budget": budget} | knobs | two)
+    return rows
 
-    def scout(name: str, **knobs: Any) -> Row:
-        return Row(name, Scout(budget=budget, **knobs), memory)
 
-    predicting = [
-        scout("scout-select", lookahead="select"),
-        scout("scout-select-sync0", lookahead="select", synchronous_layers=(0,)),
-        scout("scout-attend", lookahead="attend"),
-        scout("scout-attend-sync0", lookahead="attend", synchronous_layers=(0,)),
-        scout("scout-attend-uncorrected", lookahead="attend", correction=False),
-        Row("paper", Scout.paper(budget=budget), memory),
+def measure(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, tier: str | None) -> dict[str, Any]:
+    """What one row loses and costs behind one reading."""
+    tiers = [tier] if tier or model.device.type != "cpu" else ["split", "one"]
+    tiers = [row.options["tier"]] if "tier" in row.options else tiers
+    each = [
+        measuring.cost(model, row.policy, {**row.options, **({} if one is None else {"tier": one})}, reading)
+        for one in tiers
     ]
-    return [
-        scout("scout-off", lookahead="off"),
-        Row("scout-off-int8", Scout(budget=budget, lookahead="off"), {"host_dtype": "int8"} | memory),
-        *(predicting if memory["tier"] == "split" else []),
-        Row("paper-off", Scout.paper(budget=budget, lookahead="off"), memory),
-        Row("window", "window", {"budget": budget} | memory),
-    ]
+    return {
+        "kl": float(each[0].kl.mean()),
+        "top1": each[0].top1,
+        "host": (each[0].host_bytes or 0) / 2**20,
+        "device": each[0].device_bytes / 2**20,
+        "ms": 1000 * each[-1].seconds,
+    }
 
 
-def reference(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> torch.Tensor:
-    """Log-probabilities `[W, steps, V]` of full attention after each of the tokens that are fed one by one."""
-    FULL.activate(model)
-    # The last token of a window is only predicted. One window at a time: dense attention is large.
-    logits = [model(row[None, :-1], use_cache=False, logits_to_keep=steps).logits for row in ids]
-    return torch.cat(logits).float().log_softmax(-1)
+def fronts(found: list[dict[str, Any]]) -> None:
+    """Note in each line on which fronts it is: nothing is nearer to full attention at no more of that cost."""
+    for line in found:
+        line["front"] = " ".join(
+            cost
+            for cost in COSTS
+            if not any(
+                other["kl"] <= line["kl"] and other[cost] <= line[cost]
+                and (other["kl"], other[cost]) != (line["kl"], line[cost])
+                for other in found
+            )
+        )  # fmt: skip
 
 
-def decode(model: PreTrainedModel, row: Row, ids: torch.Tensor, full: torch.Tensor, chunk: int) -> list[dict[str, Any]]:
-    """Feed the windows' last tokens through a row's cache, all windows as one batch, and compare with full attention.
-
-    Args:
-        ids: token ids of the windows `[W, N]`.
-        full: what `reference` returned for them `[W, steps, V]`.
-        chunk: tokens of the prompts that are taken in at a time.
-
-    Returns:
-        One record a window; what the cache counts (CPU ratio, …) is over all of them.
-    """
-    windows, steps = full.shape[:2]
-    start = ids.shape[1] - 1 - steps
-    cache = row.make_cache(model)
-    prefill(model, cache, ids[:, :start], chunk)
-    kl, agree, nll, nll_full = torch.zeros(4, windows, dtype=torch.float64)
-    began = time.perf_counter()
-    for step in tqdm(range(steps), desc=row.name, unit="step", delay=5, leave=False):
-        token, following = ids[:, start + step], ids[:, start + step + 1, None]
-        mine = model(token[:, None], past_key_values=cache).logits[:, -1].float().log_softmax(-1).cpu()
-        theirs = full[:, step]
-        kl += (theirs.exp() * (theirs - mine)).sum(-1)
-        agree += theirs.argmax(-1) == mine.argmax(-1)
-        nll_full -= theirs.gather(1, following.cpu())[:, 0]
-        nll -= mine.gather(1, following.cpu())[:, 0]
-    stats = cache.stats().as_dict()
-    common = {key: stats[key] for key in ("cpu_ratio", "recall_interval", "query_cosine", "selection_overlap")}
-    common["ms_per_step"] = (time.perf_counter() - began) * 1000 / steps
-    return [
-        {
-            "kl": float(kl[i]) / steps,
-            "top1": float(agree[i]) / steps,
-            "perplexity": float((nll[i] / steps).exp()),
-            "perplexity_full": float((nll_full[i] / steps).exp()),
-            **common,
-        }
-        for i in range(windows)
-    ]
+def best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cheapest row of those below each KL, for each cost."""
+    table = []
+    for limit in LIMITS:
+        if near := [line for line in found if line["kl"] <= limit]:
+            cheapest = {cost: min(near, key=lambda line: line[cost]) for cost in COSTS}
+            table.append({"KL at most": limit} | {c: f"{line['row']} ({line[c]:.4g})" for c, line in cheapest.items()})
+    return table
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="Length of a window, decoded tokens included.")] = 6400,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens that are fed one by one.")] = 512,
+    rows: common.RowsOption = ["variants"],  # noqa: B006
+    budget: Annotated[int, typer.Option(help="Tokens that a step of the variants attends.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Context that is read first.")] = 5888,
+    steps: common.StepsOption = 512,
     windows: Annotated[int, typer.Option(min=1, max=3, help="Windows of each kind.")] = 3,
-    kinds: Annotated[str, typer.Option(help=f"Kinds of text, of {', '.join(OFFSETS)}.")] = "prose,code",
-    rows: Annotated[str | None, typer.Option(help="What to compare, by name, comma-separated; all by default.")] = None,
-    budgets: Annotated[str, typer.Option(help="Budgets in tokens, comma-separated.")] = "1024",
-    tier: Annotated[str, typer.Option(help='"one" memory or "split", which layer-ahead needs.')] = "split",
-    resident: Annotated[int | None, typer.Option(help="Tokens resident on the device (the budget by default).")] = None,
-    prose: ProseOption = None,
-    model: ModelOption = None,
-    dtype: DtypeOption = "float32",
-    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens taken in at a time.")] = 1024,
-    threads: ThreadsOption = 0,
-    out: OutOption = RESULTS / "fidelity.csv",
+    kinds: common.KindsOption = "prose,code",
+    tier: common.TierOption = None,
+    *,
+    setting: common.TextSetting = common.EXACT_TEXT,
 ) -> None:
-    """Compare decoding with sparse caches against full attention, teacher-forced."""
-    if steps >= tokens:
-        raise typer.BadParameter(f"{steps} steps leave nothing of {tokens} tokens for the prompt: give fewer steps")
-    memory = {"tier": tier} | ({} if resident is None else {"resident": resident})
-    chosen = [(budget, row) for budget in numbers(budgets) for row in choose(make_rows(budget, memory), rows)]
-    places = [(kind, start) for kind in kinds_of(kinds) for start in OFFSETS[kind][:windows]]
-    size = {"tokens": tokens, "steps": steps, "tier": tier, "resident": resident}
-    language_model, tokenizer = load(model, dtype, threads)
-    records = []
-    with tqdm(total=len(chosen) + 1, desc="full attention") as progress, torch.inference_mode():
-        texts = [window(text_of(kind, prose), tokenizer, start, tokens + 1) for kind, start in places]
-        ids = torch.cat(texts).to(language_model.device)
-        full = reference(language_model, ids, steps).cpu()
-        progress.update()
-        for budget, row in chosen:
-            progress.set_description(f"{row.name} {budget}")
-            results = decode(language_model, row, ids, full, chunk)
-            for (kind, start), result in zip(places, results, strict=True):
-                key = {"row": row.name, "budget": budget, "kind": kind, "start": start}
-                records.append({**key, **size, **result})
-            write_csv(out, records)  # after each row: a long run that is stopped has not been for nothing
-            progress.update()
-    for kind in kinds_of(kinds):
-        show(f"{kind}: median over windows", [summary(records, row.name, budget, kind) for budget, row in chosen])
+    """Compare policies with full attention, teacher-forced, and say what they cost."""
+    own = variants(budget)
+    chosen = common.rows_of(rows, known=own | {"variants": tuple(own), "budgets": BUDGETS})
+    places = [(kind, start) for kind in common.kinds_of(kinds) for start in common.OFFSETS[kind][:windows]]
+    size = {"tokens": tokens, "steps": steps, "tier": tier}
+    records = setting.records(("row", "kind", "start"), chosen, **size, budget=budget, prose=setting.source)
+    model, tokenizer = setting.load()
+    model.set_attn_implementation("hybrid_sparse")
+    common.check_rows(chosen, model)
+    with tqdm(total=len(places) * len(chosen)) as bar:
+        for kind, start in places:
+            reading: measuring.Reading | None = None
+            for row in chosen:
+                bar.set_description(f"{kind}, {row.name}")
+                key = {"row": row.name, "kind": kind, "start": start}
+                if reading is None and records.key(key) not in records.found:
+                    ids = setting.window(tokenizer, kind, start, tokens + steps)
+                    reading = measuring.read(model, ids.to(model.device), steps)
+                records.once(key, lambda row=row, reading=reading: measure(model, row, reading, tier))
+                bar.update()
+            setting.write([record | size for record in records.found.values()])
+    found = []
+    for row in chosen:
+        mine = [record for record in records.found.values() if record["row"] == row.name]
+        found.append({"row": row.name} | {c: statistics.mean(r[c] for r in mine) for c in ("kl", "top1", *COSTS)})
+    fronts(found)
+    draw(found, setting.beside(".png"))
+    common.show("against full attention, means over the windows", found)
+    if table := best(found):
+        common.show("the cheapest row below each KL", table)
+    records.remove()
 
 
-def summary(records: list[dict[str, Any]], row: str, budget: int, kind: str) -> dict[str, Any]:
-    """One line of a table: the medians over the windows of a kind."""
-    mine = [r for r in records if (r["row"], r["budget"], r["kind"]) == (row, budget, kind)]
-    columns = ("kl", "top1", "perplexity", "perplexity_full")
-    return {"row": row, "budget": budget} | {c: statistics.median(r[c] for r in mine) for c in columns}
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """KL against each cost; a line a policy."""
+    points = sorted(({**line, "policy": line["row"].partition(":")[0]} for line in found), key=lambda one: one["kl"])
+    with plot(path, 1, len(COSTS), figsize=(13, 4.5), sharey=True) as axes:
+        for one, (cost, label) in zip(axes, COSTS.items(), strict=True):
+            lines(one, points, cost, "kl", by="policy")
+            one.set(xscale="symlog" if cost == "host" else "log", yscale="log", xlabel=label)
+        axes[0].set(ylabel="KL to full attention")
+        axes[0].legend(fontsize="small")
 
 
 if __name__ == "__main__":
-    command(main)()
+    common.command(main)()

@@ -5,9 +5,9 @@
     python eval/figures.py docs/results.md
 
 A number stands between two comments, `<!--fig:NAME-->16×<!--/fig-->`; a table between the same two on lines of their
-own. NAME is a function below, decorated with `@figure("NAME")`, that returns the text. To add one, write such a
-function from `rows` or `row`, put the empty comments into the page and run this script. `--check` changes nothing,
-names what differs and exits with 1; a test runs it.
+own. NAME is a key of `FIGURES`, at the end of this file: to add one, put a function there that returns the text, and
+the empty comments into the page, and run this script. `--check` changes nothing, names what differs and exits with 1;
+a test runs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import csv
 import json
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from os.path import commonprefix
 from pathlib import Path
@@ -27,23 +27,11 @@ import typer
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 MARK = re.compile(r"(<!--fig:([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
-FIGURES: dict[str, Callable[[], str]] = {}
 
+Line = Mapping[str, str]
+Cell = Callable[[Line], str]
 
-def figure(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
-    """Register the function that makes the text of a name.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-
-    def register(make: Callable[[], str]) -> Callable[[], str]:
-        if name in FIGURES:
-            raise ValueError(f"figure {name!r} is there already")
-        FIGURES[name] = make
-        return make
-
-    return register
+# --- Rows of CSVs ----------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -76,13 +64,24 @@ def row(name: str, **columns: object) -> dict[str, str]:
     return found[0]
 
 
+def names(found: Iterable[Line]) -> list[str]:
+    """The names of rows, each once."""
+    return list(dict.fromkeys(one["row"] for one in found))
+
+
+def mean(found: Iterable[Line], column: str) -> float:
+    """Mean of a column; rows without a number are left out."""
+    return statistics.fmean(float(one[column]) for one in found if one[column])
+
+
+# --- Numbers and tables ----------------------------------------------------------------------------------------------
+
+
 def number(value: float | str, digits: int = 2) -> str:
     """A number with so many significant digits, and no exponent."""
-    value = float(value)
-    rounded = float(f"{value:.{digits}g}")
-    places = max(0, digits - len(str(int(abs(rounded))))) if abs(rounded) >= 1 else None
-    if places is not None:
-        return f"{rounded:,.{places}f}"
+    rounded = float(f"{float(value):.{digits}g}")
+    if abs(rounded) >= 1:
+        return f"{rounded:,.{max(0, digits - len(str(int(abs(rounded)))))}f}"
     return f"{rounded:.10f}".rstrip("0").rstrip(".") or "0"
 
 
@@ -101,23 +100,58 @@ def signed(value: float | str, places: int = 1) -> str:
     return f"{float(value):+.{places}f}".replace("-", "−")
 
 
-def table(titles: Sequence[str], lines: Sequence[Sequence[str]], words: int = 1) -> str:
+def with_error(one: Line) -> str:
+    """The difference in perplexity with its standard error."""
+    return f"{signed(100 * float(one['nll_more']), 2)} ± {100 * float(one['nll_more_se']):.2f} %"
+
+
+def more_than_full(one: Line) -> str:
+    """The difference to full attention with its 95 % interval."""
+    return f"{signed(one['more'])} ({signed(one['low'])} to {signed(one['high'])})"
+
+
+def between(values: Sequence[float], text: Callable[[float], str]) -> str:
+    """The least and the largest of some values."""
+    return f"{text(min(values))} to {text(max(values))}"
+
+
+def cell(column: str, digits: int = 2) -> Cell:
+    """A column's number."""
+    return lambda one: number(one[column], digits)
+
+
+def fixed(column: str, places: int) -> Cell:
+    """A column's number with so many places."""
+    return lambda one: f"{float(one[column]):.{places}f}"
+
+
+def share(column: str, digits: int = 0) -> Cell:
+    """A column's share."""
+    return lambda one: percent(one[column], digits)
+
+
+def table(titles: Sequence[str], lines: Iterable[Sequence[str]], words: int = 1) -> str:
     """A Markdown table whose first columns hold words; the numbers in the others stand on the right."""
     ruler = ["---" if column < words else "---:" for column in range(len(titles))]
     first, *others = (f"| {' | '.join(cells)} |" for cells in (titles, *lines))
     return "\n".join([first, f"|{'|'.join(ruler)}|", *others])
 
 
-# --- README.md and docs/results.md -----------------------------------------------------------------------------------
+def listing(found: Iterable[Line], columns: Mapping[str, Cell | str], words: int = 1) -> str:
+    """A table of rows; each title has the column that stands under it, or what makes a cell of a row."""
+    makers = [(lambda one, name=make: one[name]) if isinstance(make, str) else make for make in columns.values()]
+    return table(list(columns), [[make(one) for make in makers] for one in found], words)
+
+
+# --- Beside the alternatives -----------------------------------------------------------------------------------------
 
 OURS, DYNAMIC, STATIC, LLAMA = "hf_offload", "DynamicCache", "StaticCache", "llama.cpp"
 ANSWER = 300
 """Tokens of an answer that follows a prompt, where both together are timed."""
-
-MEASURES: dict[str, Callable[[Mapping[str, str]], float]] = {
-    "decoding": lambda row: float(row["p50"]),
-    "prefill": lambda row: float(row["prefill_s"]),
-    "both": lambda row: float(row["prefill_s"]) + ANSWER * float(row["p50"]) / 1000,
+MEASURES: dict[str, Callable[[Line], float]] = {
+    "decoding": lambda one: float(one["p50"]),
+    "prefill": lambda one: float(one["prefill_s"]),
+    "both": lambda one: float(one["prefill_s"]) + ANSWER * float(one["p50"]) / 1000,
 }
 
 
@@ -127,18 +161,13 @@ def peer_ratio(way: str, context: int, measure: str) -> float:
     return theirs / ours
 
 
-def peer_machine() -> str:
-    first = rows("peers")[0]
-    return f"{first['threads']} threads of an {first['cpu'].partition(' (')[0]} processor{zen(first['cpu'])}"
+def processor(cpu: str) -> str:
+    """A processor's name, with the generation that virtual machines hide behind family and model."""
+    name, _, rest = cpu.partition(" (")
+    return name + {"family 25": " (Zen 4)", "family 26": " (Zen 5)"}.get(rest.partition(",")[0], "")
 
 
-def zen(cpu: str) -> str:
-    """The generation of an AMD processor, which virtual machines hide behind family and model."""
-    return {"family 25": " (Zen 4)", "family 26": " (Zen 5)"}.get(cpu.partition("(")[2].partition(",")[0], "")
-
-
-@figure("peers-caption")
-def _() -> str:
+def peers_caption() -> str:
     ratios = {way: times(peer_ratio(way, 32768, "decoding")) for way in (DYNAMIC, STATIC, LLAMA)}
     contexts = sorted({int(one["context"]) for one in rows("peers")})
     faster = [context for context in contexts if peer_ratio(LLAMA, context, "decoding") < 1]
@@ -148,267 +177,59 @@ def _() -> str:
         if faster
         else ""
     )
+    first = rows("peers")[0]
+    name, _, zen = processor(first["cpu"]).partition(" (")
+    machine = f"{first['threads']} threads of an {name} processor{zen and f' ({zen}'}"
     return (
-        f"*SmolLM2-135M in bfloat16 on {peer_machine()}: same weights, prompt and threads, in turns (`eval/peers.py`). "
+        f"*SmolLM2-135M in bfloat16 on {machine}: same weights, prompt and threads, in turns (`eval/peers.py`). "
         f"At 32k tokens, `scout` decodes {ratios[DYNAMIC]} as fast as `DynamicCache`, {ratios[STATIC]} as fast as "
         f"`StaticCache` and {ratios[LLAMA]} as fast as llama.cpp. It attends 1,024 tokens in each step.{shorter}*"
     )
 
 
-@figure("peers-summary")
-def _() -> str:
-    found = []
+def peers_summary() -> str:
+    columns = {"ms a token": "decoding", "prompt, s": "prefill", f"prompt + {ANSWER} tokens, s": "both"}
+    contexts = {"8k": 8192, "32k": 32768}
+    lines = []
     for way in (OURS, DYNAMIC, STATIC, LLAMA):
-        cells = [way if way == LLAMA else f"`{way}`"]
-        for context in (8192, 32768):
-            one = row("peers", way=way, context=context)
-            cells += [
-                number(float(one["p50"]), 3),
-                number(float(one["prefill_s"]), 3),
-                number(MEASURES["both"](one), 3),
-            ]
-        found.append(cells)
-    titles = [
-        f"{context}: {title}"
-        for context in ("8k", "32k")
-        for title in ("ms a token", "prompt, s", f"prompt + {ANSWER} tokens, s")
-    ]
-    return table(["", *titles], found)
+        found = [row("peers", way=way, context=context) for context in contexts.values()]
+        cells = [number(MEASURES[measure](one), 3) for one in found for measure in columns.values()]
+        lines.append([way if way == LLAMA else f"`{way}`", *cells])
+    return table(["", *(f"{context}: {title}" for context in contexts for title in columns)], lines)
 
 
-@figure("results-peers")
-def _() -> str:
-    found = [
-        [
-            one["way"],
-            f"{int(one['context']):,}",
-            *(number(one[column], 3) for column in ("prefill_s", "p50", "peak_mib")),
-            number(one["kl"], 2) if one["way"] != DYNAMIC else "–",
-        ]
-        for one in rows("peers")
-    ]
-    return table(["way", "context", "prompt, s", "ms a token", "peak, MiB", "KL"], found)
-
-
-@figure("results-peers-ratios")
-def _() -> str:
-    found = [
-        [
-            f"{context // 1024}k",
-            measure,
-            *(times(peer_ratio(way, context, measure)) for way in (DYNAMIC, STATIC, LLAMA)),
-        ]
-        for context in (8192, 32768)
-        for measure in MEASURES
-    ]
-    return table(["context", "measure", "`DynamicCache`", "`StaticCache`", "llama.cpp"], found, words=2)
-
-
-@figure("results-batch")
-def _() -> str:
-    found = []
-    for context in (128, 8192, 32768):
-        full, ours = (row("decode_batch4", row=name, context=context) for name in ("dynamic", "scout-1024"))
-        ms = [float(one["p50"]) for one in (full, ours)]
-        found.append([f"{context:,}", *(number(value, 3) for value in ms), times(ms[0] / ms[1])])
-    return table(["context", "`DynamicCache`", "scout, 1,024", "ratio"], found)
-
-
-@figure("results-needles")
-def _() -> str:
-    found = []
-    for name in dict.fromkeys(one["row"] for one in rows("needle") if one["row"] != "full"):
-        cells = []
-        for task in ("prose", "documentation", "code", "average"):
-            one = row("needle", row=name, task=task)
-            share = float(one["pairs"]) / 100
-            cells.append(f"{float(one['score']) * share:.0f} ({float(one['full']) * share:.0f})")
-        found.append([name, *cells])
-    return table(["found (by full attention)", "prose", "documentation", "code", "all"], found)
-
-
-@figure("results-second-turn")
-def _() -> str:
-    full = {(one["kind"], one["seed"]) for one in rows("second_turn", row="full", found="1")}
-    found = []
-    for name, said in (("hgca-0.1", "hgca"), ("hgca-0.1-once", "hgca, `reevaluate=False`")):
-        mine = {(one["kind"], one["seed"]) for one in rows("second_turn", row=name, found="1")}
-        found.append([said, f"{len(mine & full)} of {len(full)}"])
-    return table(["row", "found"], found)
-
-
-@figure("results-fidelity")
-def _() -> str:
-    names = {
-        "scout-off": 'scout, real query (`lookahead="off"`)',
-        "scout-off-int8": "the same over int8 blocks",
-        "scout-select": 'scout, blocks chosen a layer ahead (`"select"`)',
-        "scout-attend": 'scout, attended a layer ahead (`"attend"`)',
-        "scout-attend-uncorrected": '`"attend"` without the first-order correction',
-        "paper-off": "paper's digest, real query",
-        "paper": "paper: attended with the predicted query",
-        "window": "window",
-    }
-    found = []
-    for name, said in names.items():
-        cells = []
-        for kind in ("prose", "code"):
-            mine = rows("fidelity", row=name, kind=kind)
-            kl, same = (statistics.median(float(one[column]) for one in mine) for column in ("kl", "top1"))
-            cells += [number(kl, 2), percent(same)]
-        found.append([said, *cells])
-    return table(["row", "KL, prose", "same top token", "KL, code", "same top token"], found)
-
-
-@figure("results-context")
-def _() -> str:
-    found = [
-        [
-            one["row"],
-            number(float(one["attention"]), 3),
-            number(float(one["step"]), 3),
-            percent(one["read_ratio"]),
-            number(float(one["kl"]), 2),
-        ]
-        for one in rows("context_attention_32k")
-    ]
-    return table(["row", "attention, ms", "step, ms", "read", "KL"], found)
-
-
-@figure("results-perplexity")
-def _() -> str:
-    found = []
-    for ratio in ("0.1", "0.25", "0.5", "0.75"):
-        mine = [row("perplexity", row=f"hgca-{ratio}-1", kind=kind) for kind in ("code", "prose")]
-        cells = [f"{signed(100 * float(one['nll_more']), 2)} ± {100 * float(one['nll_more_se']):.2f} %" for one in mine]
-        found.append([ratio, *cells, percent(mine[0]["kept_share"])])
-    return table(["window, share of the text", "code", "prose", "host tokens kept"], found)
-
-
-@figure("results-ruler")
-def _() -> str:
-    found = []
-    for one in rows("ruler", task="average"):
-        name = one["row"].replace("predictor=predictor.safetensors,", "").replace("sparse_fetch", "quest")
-        more = "–" if one["row"] == "full" else f"{signed(one['more'])} ({signed(one['low'])} to {signed(one['high'])})"
-        found.append([name, f"{float(one['score']):.1f}", more])
-    return table(["row", "score", "difference to full attention"], found)
-
-
-@figure("results-fluxion")
-def _() -> str:
-    found = []
-    for kind in ("code", "prose"):
-        for name, said in (("fixed-0.05", "fixed_hybrid, 0.05"), ("fluxion-0.1", "fluxion, τ = 0.1")):
-            one = row(f"context_attention_fluxion_{kind}", row=name)
-            found.append(
-                [
-                    kind,
-                    said,
-                    number(float(one["chosen_MiB"]), 3),
-                    number(float(one["kl"]), 2),
-                    percent(one["top1"]),
-                ]
-            )
-    return table(["text", "row", "chosen, MiB a token", "KL", "same top token"], found, words=2)
-
-
-def recall_interval(name: str) -> float | None:
-    """Steps between two recalls: all layers' steps over all their recalls; None: there was none."""
-    recalls = {one["layer"]: int(one["recalls"]) for one in rows("cpu_ratio_layers", row=name)}
-    steps = [
-        float(one["recall_interval"]) * recalls[one["layer"]]
-        for one in rows("cpu_ratio_layers", row=name)
-        if one["recall_interval"]
-    ]
-    return len(recalls) * steps[0] / sum(recalls.values()) if steps else None
-
-
-@figure("results-ratio")
-def _() -> str:
-    found = []
-    for name in dict.fromkeys(one["row"] for one in rows("cpu_ratio_layers")):
-        mine = rows("cpu_ratio_layers", row=name)
-        ratio = statistics.fmean(float(one["cpu_ratio"]) for one in mine)
-        between = recall_interval(name)
-        found.append([name, percent(ratio, 1), number(between, 2) if between else "–"])
-    return table(["recall, resident set in budgets", "CPU ratio", "steps between recalls"], found)
-
-
-@figure("results-save")
-def _() -> str:
-    found = [
-        [
-            one["row"],
-            *(number(float(one[c]), 2) for c in ("prefill_s", "save_s", "load_s")),
-            times(float(one["speedup"])),
-            f"{float(one['fork_bytes']):.3f}",
-        ]
-        for one in rows("save_load")
-    ]
-    return table(
-        [
-            "row",
-            "prefill, s",
-            "save, s",
-            "load, s",
-            "prefill / (save + load)",
-            "host memory with three forks / without",
-        ],
-        found,
+def peers_table() -> str:
+    columns = {"prompt, s": "prefill_s", "ms a token": "p50", "peak, MiB": "peak_mib"}
+    return listing(
+        rows("peers"),
+        {"way": "way", "context": lambda one: f"{int(one['context']):,}"}
+        | {title: cell(column, 3) for title, column in columns.items()}
+        | {"KL": lambda one: number(one["kl"]) if one["way"] != DYNAMIC else "–"},
     )
 
 
-@figure("results-steady")
-def _() -> str:
-    found = [
-        [one["row"], number(float(one["p50"]), 3), number(float(one["p99"]), 3), f"{float(one['p99_p50']):.2f}"]
-        for one in rows("steady")
+def peers_ratios() -> str:
+    ways = {"`DynamicCache`": DYNAMIC, "`StaticCache`": STATIC, "llama.cpp": LLAMA}
+    lines = [
+        [f"{context // 1024}k", measure, *(times(peer_ratio(way, context, measure)) for way in ways.values())]
+        for context in (8192, 32768)
+        for measure in MEASURES
     ]
-    growth = []
-    for name in dict.fromkeys(one["row"] for one in rows("soak")):
-        mine = rows("soak", row=name)
-        half = mine[len(mine) // 2 :]
-        grown = (int(half[-1]["rss_bytes"]) - int(half[0]["rss_bytes"])) / (
-            int(half[-1]["step"]) - int(half[0]["step"])
-        )
-        growth.append(f"{name}: {grown:.0f}")
-    steady = table(["row", "p50, ms", "p99, ms", "p99 / p50"], found)
-    return f"{steady}\n\nGrowth of the process, bytes a step: {', '.join(growth)}."
+    return table(["context", "measure", *ways], lines, words=2)
 
 
-@figure("results-kernels")
-def _() -> str:
-    found = []
-    for dtype in ("bf16", "fp16", "fp32", "int8"):
-        cells = []
-        for threads in (1, 2):
-            shape = {"dtype": dtype, "dim": 128, "group": 4, "block_size": 32, "batch": 1}
-            one = rows("bench_cpu", section="decode", case="sparse_decode", kernel_threads=threads, **shape)[0]
-            cells.append(f"{float(one['gb_per_s']):.1f} ({percent(one['of_limit'])})")
-        found.append([dtype, *cells])
-    return table(["dtype", "GB/s, 1 thread", "GB/s, 2 threads"], found)
+def batch_ms(context: int) -> list[float]:
+    """Milliseconds a step of four rows at once, of `DynamicCache` and of scout."""
+    return [float(row("decode_batch4", row=name, context=context)["p50"]) for name in ("dynamic", "scout-1024")]
 
 
-@figure("results-sources")
-def _() -> str:
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for path in sorted(RESULTS.glob("*.csv")):
-        first = rows(path.stem)[0]
-        cpu = first["cpu"].partition(" (")[0].replace("(R)", "").replace(" Processor", "") + zen(first["cpu"])
-        script = first["command"].split()[1].removeprefix("eval/").removesuffix(".py")
-        commits = dict.fromkeys(row["commit"] for row in rows(path.stem))
-        commit = ", ".join(one[:7] + "+" * one.endswith("+changes") for one in commits)
-        key = (script, commit, cpu, first["omp_wait_policy"])
-        groups.setdefault(key, []).append(path.stem)
-    found = []
-    for key, names in groups.items():
-        shared = commonprefix(names)  # noqa: RUF071 (of names, not of paths)
-        found.append([f"`{shared}{'*' if names[1:] else ''}`", *key])
-    return table(["files", "script in `eval/`", "commit", "processor", "`OMP_WAIT_POLICY`"], found, words=5)
+def batch_table() -> str:
+    found = {context: batch_ms(context) for context in (128, 8192, 32768)}
+    lines = [[f"{c:,}", *(number(one, 3) for one in ms), times(ms[0] / ms[1])] for c, ms in found.items()]
+    return table(["context", "`DynamicCache`", "scout, 1,024", "ratio"], lines)
 
 
-# --- docs/policies, docs/choosing.md and docs/long-documents.md ------------------------------------------------------
+# --- What policies find and lose -------------------------------------------------------------------------------------
 
 DEFAULTS = {"infinigen": "infinigen:alpha=4", "h2o": "h2o:heavy=0.1,recent=0.1"}
 """Rows that results name by the policy alone, with the knobs that they ran with."""
@@ -417,8 +238,7 @@ DEFAULTS = {"infinigen": "infinigen:alpha=4", "h2o": "h2o:heavy=0.1,recent=0.1"}
 def setting(name: str) -> tuple[str, str]:
     """Policy and knobs of a row's name, `scout:budget=512`; without a predictor's file."""
     policy, _, knobs = DEFAULTS.get(name, name).partition(":")
-    shown = [knob for knob in knobs.split(",") if knob and not knob.startswith("predictor=")]
-    return "quest" if policy == "sparse_fetch" else policy, ", ".join(shown)
+    return policy, ", ".join(knob for knob in knobs.split(",") if knob and not knob.startswith("predictor="))
 
 
 def by_setting(name: str, **columns: object) -> dict[tuple[str, str], dict[str, str]]:
@@ -426,94 +246,39 @@ def by_setting(name: str, **columns: object) -> dict[tuple[str, str], dict[str, 
     return {setting(one["row"]): one for one in rows(name, **columns)}
 
 
-def more_than_full(one: Mapping[str, str]) -> str:
-    """The difference to full attention with its 95 % interval."""
-    return f"{signed(one['more'])} ({signed(one['low'])} to {signed(one['high'])})"
-
-
 def losses(policy: str) -> str:
     """What each setting of a policy loses, on running text and in RULER."""
-    text, needles = by_setting("pareto"), by_setting("ruler", task="average")
-    found = []
+    text = {setting(name): rows("pareto", row=name) for name in names(rows("pareto"))}
+    needles = by_setting("ruler", task="average")
+    lines = []
     for key in dict.fromkeys(key for key in (*text, *needles) if key[0] == policy):
-        kl, same, score = "–", "–", "–"
-        if key in text:
-            kl, same = f"{float(text[key]['kl']):.4f}", percent(text[key]["top1"])
-        if key in needles:
-            score = f"{float(needles[key]['score']):.1f}"
-        found.append([f"`{key[1]}`" if key[1] else "default", kl, same, score])
+        kl, same = (f"{mean(text[key], 'kl'):.4f}", percent(mean(text[key], "top1"))) if key in text else ("–", "–")
+        score = f"{float(needles[key]['score']):.1f}" if key in needles else "–"
+        lines.append([f"`{key[1]}`" if key[1] else "default", kl, same, score])
     first, full = rows("pareto")[0], needles["full", ""]
     return (
-        f"{table(['setting', 'KL to full attention', 'same top token', 'needles'], found)}\n\n"
+        f"{table(['setting', 'KL to full attention', 'same top token', 'needles'], lines)}\n\n"
         f"KL (nats) and top token: {first['steps']} tokens after {int(first['tokens']):,} of prose and of code, in "
         f"bfloat16 (`pareto.csv`). Needles: eight RULER tasks at 4k, {full['samples']} samples, score from 0 to 100; "
         f"`full` scores {float(full['score']):.1f} (`ruler.csv`)."
     )
 
 
-for _policy in ("full", "window", "scout", "quest", "hgca", "fixed_hybrid", "h2o", "infinigen"):
-    figure(f"losses-{_policy}")(partial(losses, _policy))
-
-
-@figure("losses-fluxion")
-def _() -> str:
-    names = {"fixed-0.05": "`fixed_hybrid`, `budget=0.05`", "fluxion-0.1": "`fluxion`, `tau=0.1`"}
-    found = []
-    for kind in ("code", "prose"):
-        for name, said in names.items():
-            one = row(f"context_attention_fluxion_{kind}", row=name)
-            found.append(
-                [kind, said, f"{float(one['kl']):.3f}", percent(one["top1"]), f"{float(one['chosen_MiB']):.1f}"]
-            )
-    titles = ["text", "setting", "KL to full attention", "same top token", "chosen blocks, MiB a token"]
-    return table(titles, found, words=2)
-
-
-@figure("needles-fluxion")
-def _() -> str:
-    needles = by_setting("ruler", task="average")
-    fluxion, fixed, full = (
-        f"{float(needles[key]['score']):.1f}"
-        for key in (("fluxion", "tau=0.1"), ("fixed_hybrid", "budget=0.05"), ("full", ""))
+def budget_kl() -> str:
+    kl = {knobs: float(one["kl"]) for (policy, knobs), one in by_setting("pareto").items() if policy == "scout"}
+    return table(
+        ["", *(f"`{knobs}`" for knobs in kl)], [["KL to full attention", *(f"{one:.4f}" for one in kl.values())]]
     )
-    return f"{fluxion} where its baseline scores {fixed} and `full` {full}"
 
 
-@figure("train-fluxion")
-def _() -> str:
-    quality = json.loads((RESULTS / "train_fluxion.json").read_text(encoding="utf-8"))["quality"].values()
-    found = [
-        ["share of streaming heads", *(percent(one["streaming_share"]) for one in quality)],
-        [
-            "precision, recall of their prediction",
-            *(f"{one['streaming_precision']:.2f}, {one['streaming_recall']:.2f}" for one in quality),
-        ],
-    ]
-    for tokens in ("16", "32", "128"):
-        budgets = [one["budgets"][tokens] for one in quality]
-        said = [f"{percent(one['needed'], 1)}, {percent(one['predicted'], 1)}" for one in budgets]
-        found.append([f"mean budget for runs of {tokens} tokens: needed, predicted", *said])
-    found.append(
-        [
-            "heads whose budget for runs of 32 tokens suffices",
-            *(percent(one["budgets"]["32"]["enough"]) for one in quality),
-        ]
-    )
-    return table(["", "τ = 0.05", "τ = 0.1", "τ = 0.2"], found)
+def needles_table() -> str:
+    def found(name: str, task: str) -> str:
+        one = row("needle", row=name, task=task)
+        return "{:.0f} ({:.0f})".format(*(float(one[c]) * float(one["pairs"]) / 100 for c in ("score", "full")))
 
-
-@figure("ruler-policies")
-def _() -> str:
-    needles = sorted(by_setting("ruler", task="average").items(), key=lambda item: -float(item[1]["score"]))
-    found = [
-        [
-            f"`{policy}`" + (f", `{knobs}`" if knobs else ""),
-            f"{float(one['score']):.1f}",
-            "–" if policy == "full" else more_than_full(one),
-        ]
-        for (policy, knobs), one in needles
-    ]
-    return table(["policy", "score", "difference to `full`"], found)
+    tasks = {"prose": "prose", "documentation": "documentation", "code": "code", "all": "average"}
+    lines = [[name, *(found(name, task) for task in tasks.values())] for name in names(rows("needle"))[1:]]
+    return table(["found (by full attention)", *tasks], lines)
 
 
 def hidden_numbers(name: str) -> str:
@@ -523,243 +288,348 @@ def hidden_numbers(name: str) -> str:
     return f"{sum(float(one['score']) * int(one['samples']) for one in tasks) / 100:.0f} of {samples}"
 
 
-for _name, _row in {
-    "full": "full", "scout-1024": "scout:budget=1024", "scout-512": "scout:budget=512",
-    "window-1024": "window:budget=1024",
-}.items():  # fmt: skip
-    figure(f"hidden-numbers-{_name}")(partial(hidden_numbers, _row))
+def second_turn(name: str) -> str:
+    """How many of the numbers that full attention finds in a second turn a row finds, too."""
+    full, mine = (
+        {(one["kind"], one["seed"]) for one in rows("second_turn", row=n, found="1")} for n in ("dynamic", name)
+    )
+    return f"{len(mine & full)} of {len(full)}"
 
 
-@figure("paper-digest")
-def _() -> str:
+def second_turn_table() -> str:
+    said = {"hgca": "hgca-0.1", "hgca, `reevaluate=False`": "hgca-0.1-once"}
+    return table(["row", "found"], [[name, second_turn(one)] for name, one in said.items()])
+
+
+def fidelity_table() -> str:
+    said = {
+        "scout-off": 'scout, real query (`lookahead="off"`)',
+        "scout-off-int8": "the same over int8 blocks",
+        "scout-select": 'scout, blocks chosen a layer ahead (`"select"`)',
+        "scout-attend": 'scout, attended a layer ahead (`"attend"`)',
+        "scout-attend-uncorrected": '`"attend"` without the first-order correction',
+        "paper-off": "paper's digest, real query",
+        "paper": "paper: attended with the predicted query",
+        "window": "window",
+    }
+
+    def median(name: str, kind: str, column: str) -> float:
+        return statistics.median(float(one[column]) for one in rows("fidelity", row=name, kind=kind))
+
+    columns: dict[str, Callable[[float], str]] = {"kl": number, "top1": percent}
+    lines = []
+    for name, text in said.items():
+        cells = [make(median(name, kind, column)) for kind in ("prose", "code") for column, make in columns.items()]
+        lines.append([text, *cells])
+    return table(["row", "KL, prose", "same top token", "KL, code", "same top token"], lines)
+
+
+def paper_digest() -> str:
     kl = {(one["row"], one["kind"], one["start"]): float(one["kl"]) for one in rows("fidelity")}
     ratios = [value / kl["scout-off", kind, start] for (name, kind, start), value in kl.items() if name == "paper-off"]
     return times(statistics.median(ratios))
 
 
-@figure("budget-kl")
-def _() -> str:
-    kl = {knobs: float(one["kl"]) for (policy, knobs), one in by_setting("pareto").items() if policy == "scout"}
-    return table(
-        ["", *(f"`{knobs}`" for knobs in kl)], [["KL to full attention", *(f"{one:.4f}" for one in kl.values())]]
-    )
+def perplexity_table() -> str:
+    lines = []
+    for ratio in ("0.1", "0.25", "0.5", "0.75"):
+        mine = [row("perplexity", row=f"hgca-{ratio}-1", kind=kind) for kind in ("code", "prose")]
+        lines.append([ratio, *map(with_error, mine), percent(mine[0]["kept_share"])])
+    return table(["window, share of the text", "code", "prose", "host tokens kept"], lines)
 
 
-def cpu_ratio(name: str) -> str:
-    """The CPU's share of the budget, the mean over steps and layers."""
-    return percent(statistics.fmean(float(one["cpu_ratio"]) for one in rows("cpu_ratio", row=name)))
-
-
-figure("cpu-ratio-1")(partial(cpu_ratio, "recall-1"))
-figure("cpu-ratio-1-and-a-half")(partial(cpu_ratio, "recall-1.5"))
-
-
-def second_turn(name: str) -> str:
-    """How many of the numbers that full attention finds in a second turn a row finds, too."""
-    full, mine = ({(one["kind"], one["seed"]) for one in rows("second_turn", row=n, found="1")} for n in ("full", name))
-    return f"{len(mine & full)} of {len(full)}"
-
-
-figure("second-turn-hgca")(partial(second_turn, "hgca-0.1"))
-figure("second-turn-hgca-once")(partial(second_turn, "hgca-0.1-once"))
-
-
-@figure("hgca-perplexity")
-def _() -> str:
-    mine = [row("perplexity", row="hgca-0.25-1", kind=kind) for kind in ("code", "prose")]
-    return " and ".join(
-        f"{signed(100 * float(one['nll_more']), 2)} ± {100 * float(one['nll_more_se']):.2f} %" for one in mine
-    )
-
-
-@figure("tuned")
-def _() -> str:
-    text = (RESULTS / "tune.txt").read_text(encoding="utf-8")
-    found = re.search(
-        r"takes ([\d.]+) ms a token \(Transformers' own cache: ([\d.]+)\) at a KL of ([\d.]+ ± [\d.]+)", text
-    )
-    if found is None:
-        raise ValueError("tune.txt does not say what was chosen")
-    return f"{found[1]} ms a token (`DynamicCache`: {found[2]} ms) at a KL of {found[3]}"
-
-
-@figure("saved-prefill")
-def _() -> str:
-    return f"{number(row('save_load', row='scout')['prefill_s'])} s"
-
-
-@figure("saved-load")
-def _() -> str:
-    return f"{number(row('save_load', row='scout')['load_s'])} s"
-
-
-@figure("saved-bytes")
-def _() -> str:
-    return f"{float(row('save_load', row='scout')['disk_bytes']) / 2**20:.0f} MiB"
-
-
-@figure("saved-bytes-int8")
-def _() -> str:
-    return f"{float(row('save_load', row='scout-int8')['disk_bytes']) / 2**20:.0f} MiB"
-
-
-@figure("forked-bytes")
-def _() -> str:
-    return f"{float(row('save_load', row='scout')['fork_bytes']):.2f}×"
-
-
-# --- docs/concepts.md and docs/papers.md -----------------------------------------------------------------------------
-
-
-def layers_mean(name: str, column: str) -> float:
-    """Mean over layers of a column of cpu_ratio_layers.csv; layers without a number are left out."""
-    return statistics.fmean(float(one[column]) for one in rows("cpu_ratio_layers", row=name) if one[column])
-
-
-def between(values: Sequence[float], text: Callable[[float], str]) -> str:
-    """The least and the largest of some values."""
-    return f"{text(min(values))} to {text(max(values))}"
-
-
-@figure("papers-cosine")
-def _() -> str:
-    return number(layers_mean("recall-1.5", "query_cosine"), 2)
-
-
-@figure("papers-cosine-range")
-def _() -> str:
-    found = [float(one["query_cosine"]) for one in rows("cpu_ratio_layers", row="recall-1.5") if one["query_cosine"]]
-    return between(found, lambda value: number(value, 2))
-
-
-@figure("papers-overlap")
-def _() -> str:
-    return percent(layers_mean("recall-1.5", "selection_overlap"))
-
-
-@figure("papers-cpu-ratio-never")
-def _() -> str:
-    return percent(layers_mean("never-1", "cpu_ratio"), 1)
-
-
-def recalled(name: str) -> str:
-    return f"{percent(layers_mean(name, 'cpu_ratio'), 1)}, every {number(recall_interval(name) or 0, 2)} steps"
-
-
-figure("papers-recall-1")(lambda: recalled("recall-1"))
-figure("papers-recall-1.5")(lambda: recalled("recall-1.5"))
-
-
-@figure("papers-2wikimqa")
-def _() -> str:
-    scores = {
-        said: float(row("longbench", row=name, task="2wikimqa")["score"])
-        for said, name in (("full", "full"), ("1,024", "scout:budget=1024"), ("512", "scout:budget=512"))
+def ruler_table() -> str:
+    columns: dict[str, Cell] = {
+        "row": lambda one: one["row"].replace("predictor=predictor.safetensors,", ""),
+        "score": fixed("score", 1),
+        "difference to full attention": lambda one: "–" if one["row"] == "full" else more_than_full(one),
     }
-    return ", ".join(f"{score:.1f} ({said})" for said, score in scores.items())
+    return listing(rows("ruler", task="average"), columns)
 
 
-@figure("papers-batch")
-def _() -> str:
-    full, ours = (float(row("decode_batch4", row=name, context=32768)["p50"]) for name in ("dynamic", "scout-1024"))
-    return times(full / ours)
+def ruler_policies() -> str:
+    found = sorted(by_setting("ruler", task="average").items(), key=lambda item: -float(item[1]["score"]))
+    lines = [
+        [f"`{policy}`" + (f", `{knobs}`" if knobs else ""), fixed("score", 1)(one),
+         "–" if policy == "full" else more_than_full(one)]
+        for (policy, knobs), one in found
+    ]  # fmt: skip
+    return table(["policy", "score", "difference to `full`"], lines)
 
 
-@figure("papers-window-weight")
-def _() -> str:
+def wikimqa() -> str:
+    said = {"full": "full", "1,024": "scout:budget=1024", "512": "scout:budget=512"}
+    scores = {text: row("longbench", row=name, task="2wikimqa") for text, name in said.items()}
+    return ", ".join(f"{float(one['score']):.1f} ({text})" for text, one in scores.items())
+
+
+# --- Long contexts, Fluxion ------------------------------------------------------------------------------------------
+
+
+def context_table() -> str:
+    columns = {"row": "row", "attention, ms": cell("attention", 3), "step, ms": cell("step", 3)}
+    return listing(rows("context_attention_32k"), columns | {"read": share("read_ratio"), "KL": cell("kl")})
+
+
+def attention_32k() -> str:
+    said = {"hgca": "hgca-0.1", "full": "full", "sdpa": "dynamic"}
+    found = {text: row("context_attention_32k", row=name)["attention"] for text, name in said.items()}
+    return ", ".join(f"{number(ms, 3)} ms ({text})" for text, ms in found.items())
+
+
+def fluxion_table() -> str:
+    said = {"fixed-0.05": "fixed_hybrid, 0.05", "fluxion-0.1": "fluxion, τ = 0.1"}
+    found = [
+        row(f"context_attention_fluxion_{kind}", row=name) | {"text": kind, "said": text}
+        for kind in ("code", "prose")
+        for name, text in said.items()
+    ]
+    columns = {"text": "text", "row": "said", "chosen, MiB a token": cell("chosen_MiB", 3), "KL": cell("kl")}
+    return listing(found, columns | {"same top token": share("top1")}, words=2)
+
+
+def needles_fluxion() -> str:
+    needles = by_setting("ruler", task="average")
+    keys = (("fluxion", "tau=0.1"), ("fixed_hybrid", "budget=0.05"), ("full", ""))
+    return "{} where its baseline scores {} and `full` {}".format(*(fixed("score", 1)(needles[key]) for key in keys))
+
+
+def trained() -> dict[str, Any]:
+    """What train_fluxion.json says of the predictor, by deviation."""
+    quality: dict[str, Any] = json.loads((RESULTS / "train_fluxion.json").read_text(encoding="utf-8"))["quality"]
+    return quality
+
+
+def train_table() -> str:
+    quality = list(trained().values())
+    pairs = [f"{one['streaming_precision']:.2f}, {one['streaming_recall']:.2f}" for one in quality]
+    lines = [
+        ["share of streaming heads", *(percent(one["streaming_share"]) for one in quality)],
+        ["precision, recall of their prediction", *pairs],
+    ]
+    for size in ("16", "32", "128"):
+        budgets = [one["budgets"][size] for one in quality]
+        said = [f"{percent(one['needed'], 1)}, {percent(one['predicted'], 1)}" for one in budgets]
+        lines.append([f"mean budget for runs of {size} tokens: needed, predicted", *said])
+    enough = [percent(one["budgets"]["32"]["enough"]) for one in quality]
+    lines.append(["heads whose budget for runs of 32 tokens suffices", *enough])
+    return table(["", "τ = 0.05", "τ = 0.1", "τ = 0.2"], lines)
+
+
+def needed_budgets() -> str:
+    budgets = trained()["0.1"]["budgets"]
+    return ", ".join(f"{percent(budgets[size]['needed'], 1)} ({size})" for size in ("16", "32", "128"))
+
+
+def retrieval() -> str:
+    found = []
+    for context, said in ((6144, "6k"), (32768, "32k")):
+        ours, base = (
+            row("context_attention_fluxion_32k", row=name, context=context) for name in ("fluxion-0.1", "fixed-0.05")
+        )
+        ms = [number(one["retrieval"], 2) for one in (ours, base)]
+        less = number(float(ours["chosen_MiB"]) / float(base["chosen_MiB"]), 2)
+        found.append(f"{ms[0]} against {ms[1]} ms at {said}, with {less} of the chosen bytes")
+    return "; ".join(found)
+
+
+def mixed() -> str:
+    found = [row("context_attention_batches", context=c, row="fluxion-0.1") for c in ("4096+512", "4096+4096")]
+    return " against ".join(f"{number(one['attention'], 3)} ms" for one in found)
+
+
+def tau() -> str:
+    found = rows("context_attention_tau")[1:]
+    chosen, kl = (", ".join(number(one[column]) for one in found) for column in ("chosen_MiB", "kl"))
+    return f"{chosen} MiB chosen, KL {kl}"
+
+
+# --- Residency, saving, steadiness, kernels --------------------------------------------------------------------------
+
+
+def recall_interval(name: str) -> float | None:
+    """Steps between two recalls: all layers' steps over all their recalls; None: there was none."""
+    found = rows("cpu_ratio_layers", row=name)
+    steps = [float(one["recall_interval"]) * int(one["recalls"]) for one in found if one["recall_interval"]]
+    return len(found) * steps[0] / sum(int(one["recalls"]) for one in found) if steps else None
+
+
+def cpu_ratio(name: str, digits: int = 0) -> str:
+    """The CPU's share of the budget, the mean over steps and layers."""
+    return percent(mean(rows("cpu_ratio_layers", row=name), "cpu_ratio"), digits)
+
+
+def ratio_table() -> str:
+    lines = []
+    for name in names(rows("cpu_ratio_layers")):
+        interval = recall_interval(name)
+        lines.append([name, cpu_ratio(name, 1), number(interval) if interval else "–"])
+    return table(["recall, resident set in budgets", "CPU ratio", "steps between recalls"], lines)
+
+
+def cosines() -> str:
+    found = [float(one["query_cosine"]) for one in rows("cpu_ratio_layers", row="recall-1.5") if one["query_cosine"]]
+    return between(found, number)
+
+
+def save_table() -> str:
+    columns = {"prefill, s": "prefill_s", "save, s": "save_s", "load, s": "load_s"}
+    return listing(
+        rows("save_load"),
+        {"row": "row"}
+        | {title: cell(column) for title, column in columns.items()}
+        | {"prefill / (save + load)": lambda one: times(float(one["speedup"]))}
+        | {"host memory with three forks / without": fixed("fork_bytes", 3)},
+    )
+
+
+def saved_mib(name: str) -> str:
+    return f"{float(row('save_load', row=name)['disk_bytes']) / 2**20:.0f} MiB"
+
+
+def steady_table() -> str:
+    columns = {"row": "row", "p50, ms": cell("p50", 3), "p99, ms": cell("p99", 3), "p99 / p50": fixed("p99_p50", 2)}
+    growth = []
+    for name in names(rows("soak")):
+        mine = rows("soak", row=name)
+        first, last = mine[len(mine) // 2], mine[-1]
+        grown, steps = (int(last[column]) - int(first[column]) for column in ("rss_bytes", "step"))
+        growth.append(f"{name}: {grown / steps:.0f}")
+    return f"{listing(rows('decode_steady'), columns)}\n\nGrowth of the process, bytes a step: {', '.join(growth)}."
+
+
+def steady(column: str, text: str) -> str:
+    """A number of hgca beside full attention's over a long generation, as `text` of both says it."""
+    full, ours = (float(row("decode_steady", row=name)[column]) for name in ("dynamic", "hgca-1024"))
+    return text.format(ours, full)
+
+
+def kernels_table() -> str:
+    def speed(dtype: str, threads: int) -> str:
+        shape = {"dtype": dtype, "dim": 128, "group": 4, "block_size": 32, "batch": 1, "kernel_threads": threads}
+        one = rows("bench_cpu", section="decode", case="sparse_decode", **shape)[0]
+        return f"{float(one['gb_per_s']):.1f} ({percent(one['of_limit'])})"
+
+    lines = [[dtype, speed(dtype, 1), speed(dtype, 2)] for dtype in ("bf16", "fp16", "fp32", "int8")]
+    return table(["dtype", "GB/s, 1 thread", "GB/s, 2 threads"], lines)
+
+
+def window_weight() -> str:
     found = [row("attention_stats", layer=layer, first=1, newest=512) for layer in (0, 15, 29)]
     return ", ".join(f"{percent(one['weight'])} (layer {one['layer']})" for one in found)
 
 
 def heads_share(text: str) -> str:
     """Share of the tokens that hold 99 % of a head's weight, over the heads."""
-    return between([float(one["share"]) for one in rows("attention_stats_heads", text=text)], lambda x: percent(x, 1))
+    found = [float(one["share"]) for one in rows("attention_stats_heads", text=text)]
+    return between(found, partial(percent, digits=1))
 
 
-figure("papers-heads-prose")(lambda: heads_share("prose"))
-figure("papers-heads-code")(lambda: heads_share("code"))
-figure("papers-normality")(
-    lambda: number(min(float(one["quantile_correlation"]) for one in rows("attention_stats_scores")), 3)
-)
+def tuned() -> str:
+    text = (RESULTS / "tune.txt").read_text(encoding="utf-8")
+    said = r"takes ([\d.]+) ms a token \(Transformers' own cache: ([\d.]+)\) at a KL of ([\d.]+ ± [\d.]+)"
+    found = re.search(said, text)
+    if found is None:
+        raise ValueError("tune.txt does not say what was chosen")
+    return f"{found[1]} ms a token (`DynamicCache`: {found[2]} ms) at a KL of {found[3]}"
 
 
-@figure("papers-steady")
-def _() -> str:
-    ours = next(one for one in rows("steady") if one["row"] != "full")
-    return f"{number(ours['p50'], 2)} ms a token; full attention {number(row('steady', row='full')['p50'], 2)} ms"
+def sources() -> str:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted(RESULTS.glob("*.csv")):
+        first = rows(path.stem)[0]
+        cpu = processor(first["cpu"]).replace("(R)", "").replace(" Processor", "")
+        script = first["command"].split()[1].removeprefix("eval/").removesuffix(".py")
+        commits = dict.fromkeys(one["commit"] for one in rows(path.stem))
+        commit = ", ".join(one[:7] + "+" * one.endswith("+changes") for one in commits)
+        groups.setdefault((script, commit, cpu, first["omp_wait_policy"]), []).append(path.stem)
+    lines = []
+    for key, stems in groups.items():
+        shared = commonprefix(stems)  # noqa: RUF071 (of names, not of paths)
+        lines.append([f"`{shared}{'*' if stems[1:] else ''}`", *key])
+    return table(["files", "script at that commit", "commit", "processor", "`OMP_WAIT_POLICY`"], lines, words=5)
 
 
-@figure("papers-steady-tail")
-def _() -> str:
-    ours = next(one for one in rows("steady") if one["row"] != "full")
-    return f"{float(ours['p99_p50']):.2f}; full attention {float(row('steady', row='full')['p99_p50']):.2f}"
-
-
-@figure("papers-attention-32k")
-def _() -> str:
-    names = (("hgca-0.1", "hgca"), ("full-hybrid", "full"), ("full", "sdpa"))
-    return ", ".join(
-        f"{number(row('context_attention_32k', row=name)['attention'], 3)} ms ({said})" for name, said in names
-    )
-
-
-def trained() -> dict[str, Any]:
-    """What train_fluxion.json says of the predictor for a deviation of 0.1."""
-    report = json.loads((RESULTS / "train_fluxion.json").read_text(encoding="utf-8"))
-    quality: dict[str, Any] = report["quality"]["0.1"]
-    return quality
-
-
-figure("papers-needed")(
-    lambda: ", ".join(f"{percent(trained()['budgets'][size]['needed'], 1)} ({size})" for size in ("16", "32", "128"))
-)
-figure("papers-streaming")(lambda: percent(trained()["streaming_share"]))
-
-
-def ruler_loss(name: str) -> str:
-    one = row("ruler", row=name, task="average")
-    return f"{signed(one['more'])} ({signed(one['low'])} to {signed(one['high'])})"
-
-
-figure("papers-ruler-fluxion")(lambda: ruler_loss("fluxion:predictor=predictor.safetensors,tau=0.1"))
-figure("papers-ruler-fixed")(lambda: ruler_loss("fixed_hybrid:budget=0.05"))
-
-
-@figure("papers-retrieval")
-def _() -> str:
-    found = []
-    for context, said in ((6144, "6k"), (32768, "32k")):
-        ours, fixed = (
-            row("context_attention_fluxion_32k", row=name, context=context) for name in ("fluxion-0.1", "fixed-0.05")
-        )
-        ms = [number(one["retrieval"], 2) for one in (ours, fixed)]
-        share = number(float(ours["chosen_MiB"]) / float(fixed["chosen_MiB"]), 2)
-        found.append(f"{ms[0]} against {ms[1]} ms at {said}, with {share} of the chosen bytes")
-    return "; ".join(found)
-
-
-@figure("papers-mixed")
-def _() -> str:
-    mixed, equal = (
-        number(row("fluxion_report", section="mixed", lengths=lengths, row="fluxion")["attention"], 3)
-        for lengths in ("4096+512", "4096+4096")
-    )
-    return f"{mixed} ms against {equal} ms"
-
-
-figure("papers-predictor-share")(lambda: percent(row("predictor_share", context=8192)["share"], 1))
-
-
-@figure("papers-tau")
-def _() -> str:
-    found = [row("fluxion_report", section="tau", row=f"tau {tau}") for tau in ("0.05", "0.1", "0.2")]
-    bytes_read, kl = (", ".join(number(one[column], 2) for one in found) for column in ("chosen_MiB", "kl"))
-    return f"{bytes_read} MiB chosen, KL {kl}"
-
-
-@figure("families-count")
-def _() -> str:
-    return str(sum(one["status"].startswith("exact") for one in rows("families")))
+FIGURES: dict[str, Callable[[], str]] = {
+    # README.md and docs/results.md
+    "peers-caption": peers_caption,
+    "peers-summary": peers_summary,
+    "results-peers": peers_table,
+    "results-peers-ratios": peers_ratios,
+    "results-batch": batch_table,
+    "results-needles": needles_table,
+    "results-second-turn": second_turn_table,
+    "results-fidelity": fidelity_table,
+    "results-context": context_table,
+    "results-perplexity": perplexity_table,
+    "results-ruler": ruler_table,
+    "results-fluxion": fluxion_table,
+    "results-ratio": ratio_table,
+    "results-save": save_table,
+    "results-steady": steady_table,
+    "results-kernels": kernels_table,
+    "results-sources": sources,
+    # docs/policies, docs/choosing.md, docs/long-documents.md and docs/chat.md
+    **{
+        f"losses-{policy}": partial(losses, policy)
+        for policy in ("full", "window", "scout", "quest", "hgca", "fixed_hybrid", "h2o", "infinigen")
+    },
+    "losses-fluxion": fluxion_table,
+    "needles-fluxion": needles_fluxion,
+    "train-fluxion": train_table,
+    "ruler-policies": ruler_policies,
+    "hidden-numbers-full": partial(hidden_numbers, "full"),
+    "hidden-numbers-scout-1024": partial(hidden_numbers, "scout:budget=1024"),
+    "hidden-numbers-scout-512": partial(hidden_numbers, "scout:budget=512"),
+    "hidden-numbers-window-1024": partial(hidden_numbers, "window:budget=1024"),
+    "paper-digest": paper_digest,
+    "budget-kl": budget_kl,
+    "cpu-ratio-1": partial(cpu_ratio, "recall-1"),
+    "cpu-ratio-1-and-a-half": partial(cpu_ratio, "recall-1.5"),
+    "second-turn-hgca": partial(second_turn, "hgca-0.1"),
+    "second-turn-hgca-once": partial(second_turn, "hgca-0.1-once"),
+    "hgca-perplexity": lambda: " and ".join(
+        with_error(row("perplexity", row="hgca-0.25-1", kind=kind)) for kind in ("code", "prose")
+    ),
+    "tuned": tuned,
+    "saved-prefill": lambda: f"{number(row('save_load', row='scout-1024')['prefill_s'])} s",
+    "saved-load": lambda: f"{number(row('save_load', row='scout-1024')['load_s'])} s",
+    "saved-bytes": partial(saved_mib, "scout-1024"),
+    "saved-bytes-int8": partial(saved_mib, "scout-1024-int8"),
+    "forked-bytes": lambda: f"{float(row('save_load', row='scout-1024')['fork_bytes']):.2f}×",
+    # docs/concepts.md and docs/papers.md
+    "papers-cosine": lambda: number(mean(rows("cpu_ratio_layers", row="recall-1.5"), "query_cosine")),
+    "papers-cosine-range": cosines,
+    "papers-overlap": lambda: percent(mean(rows("cpu_ratio_layers", row="recall-1.5"), "selection_overlap")),
+    "papers-cpu-ratio-never": partial(cpu_ratio, "never-1", 1),
+    **{
+        f"papers-{name}": lambda name=name: f"{cpu_ratio(name, 1)}, every {number(recall_interval(name) or 0)} steps"
+        for name in ("recall-1", "recall-1.5")
+    },
+    "papers-2wikimqa": wikimqa,
+    "papers-batch": lambda: times(batch_ms(32768)[0] / batch_ms(32768)[1]),
+    "papers-window-weight": window_weight,
+    "papers-heads-prose": partial(heads_share, "prose"),
+    "papers-heads-code": partial(heads_share, "code"),
+    "papers-normality": lambda: number(
+        min(float(one["quantile_correlation"]) for one in rows("attention_stats_scores")), 3
+    ),
+    "papers-steady": partial(steady, "p50", "{:.0f} ms a token; full attention {:.0f} ms"),
+    "papers-steady-tail": partial(steady, "p99_p50", "{:.2f}; full attention {:.2f}"),
+    "papers-attention-32k": attention_32k,
+    "papers-needed": needed_budgets,
+    "papers-streaming": lambda: percent(trained()["0.1"]["streaming_share"]),
+    **{
+        f"papers-ruler-{name}": lambda key=key: more_than_full(by_setting("ruler", task="average")[key])
+        for name, key in {"fluxion": ("fluxion", "tau=0.1"), "fixed": ("fixed_hybrid", "budget=0.05")}.items()
+    },
+    "papers-retrieval": retrieval,
+    "papers-mixed": mixed,
+    "papers-predictor-share": lambda: percent(row("context_attention_predict", context=8192)["predict_share"], 1),
+    "papers-tau": tau,
+    "families-count": lambda: str(sum(one["status"].startswith("exact") for one in rows("families"))),
+}
+"""The text of each name."""
 
 
 def pages() -> list[Path]:
@@ -806,6 +676,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
-    app()
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""How much Python a decode step runs in one layer: frames of the package, changes of file, files.
+"""How much Python does a decode step run in one layer: frames of the package, changes of file, files?
 
     python eval/frames.py
     python eval/frames.py --row hgca --row scout:budget=1024,lookahead=off --tiers one
@@ -27,8 +27,8 @@ import typer
 from torch import nn
 from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel
 
+import common
 import hf_offload
-from common import RESULTS, OutOption, Row, command, numbers, prefill, row_of, show, write_csv
 
 PACKAGE = str(Path(hf_offload.__file__).parent)
 BLOCK_SIZE, BLOCKS = 32, 2
@@ -86,7 +86,7 @@ def kind_of(number: int, length: int) -> str:
 
 def measure(model: PreTrainedModel, counter: Counter, cache: Cache, ids: torch.Tensor, context: int) -> dict[str, Any]:
     """Frames, changes and files of each kind of step."""
-    prefill(model, cache, ids[:, :context], chunk=2048)
+    common.prefill(model, cache, ids[:, :context], chunk=2048)
     found = defaultdict(list)
     for number, token in enumerate(ids[:, context:].split(1, 1)):
         model(token, past_key_values=cache)
@@ -95,29 +95,28 @@ def measure(model: PreTrainedModel, counter: Counter, cache: Cache, ids: torch.T
 
 
 def main(
-    row: Annotated[list[str], typer.Option(help="A policy with its knobs; repeat it.")] = ["scout:budget=1024"],  # noqa: B006
+    rows: common.RowsOption = ["scout:budget=1024"],  # noqa: B006
     tiers: Annotated[str, typer.Option(help='"one", "split" or both, comma-separated.')] = "one,split",
     context: Annotated[str, typer.Option(help="Tokens of the prompt; k is 1,024.")] = "2k",
-    out: OutOption = RESULTS / "frames.csv",
+    out: common.OutOption = common.RESULTS / "frames.csv",
 ) -> None:
     """Count the Python frames of a decode step."""
-    rows = [row_of(text) for text in row]
-    (length,) = numbers(context)
+    (length,) = common.numbers(context)
+    chosen = [(tier, row) for row in common.rows_of(rows) for tier in tiers.split(",")]
     model = make_model(length)
     ids = torch.randint(3, 150, (1, length + BLOCKS * BLOCK_SIZE))
     counter = Counter(model.model.layers[LAYER])
     records = []
     with torch.inference_mode():
-        for one in rows:
-            for tier in tiers.split(","):
-                options = {**one.options, "tier": tier, "block_size": BLOCK_SIZE}
-                cache = Row(one.name, one.policy, options).make_cache(model)
-                for kind, (frames, changes, files) in measure(model, counter, cache, ids, length).items():
-                    told = {"step": kind, "frames": frames, "changes": changes, "files": files}
-                    records.append({"row": one.name, "tier": tier, "context": length, **told})
-    write_csv(out, records)
-    show("Python frames of the package in one layer of a decode step", records)
+        for tier, row in chosen:
+            options = {**row.options, "tier": tier, "block_size": BLOCK_SIZE}
+            cache = common.Row(row.name, row.policy, options).make_cache(model)
+            for kind, (frames, changes, files) in measure(model, counter, cache, ids, length).items():
+                told = {"step": kind, "frames": frames, "changes": changes, "files": files}
+                records.append({"row": row.name, "tier": tier, "context": length, **told})
+    common.write_csv(out, records)
+    common.show("Python frames of the package in one layer of a decode step", records)
 
 
 if __name__ == "__main__":
-    command(main)()
+    common.command(main)()

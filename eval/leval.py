@@ -1,4 +1,4 @@
-"""L-Eval's 13 open-ended tasks by several policies and budgets.
+"""Do policies score as well on L-Eval's 13 open-ended tasks?
 
     python eval/leval.py --tasks financial_qa,gov_report_summ --limit 20 --model Qwen/Qwen3-8B
     python eval/leval.py --data-dir LEval/LEval-data/Open-ended-tasks --min-tokens 3072
@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from datasets import load_dataset
+from lm_eval.tasks.longbench.metrics import qa_f1_score
+from rouge_score.rouge_scorer import RougeScorer
 
-from common import command
-from tasks.benchmark import benchmark
-from tasks.metrics import scorer
-from tasks.samples import Sample, read_rows
+import common
+from tasks.run import Asking, DataOption, run
+from tasks.samples import Sample, named, read_rows
 
 TASKS = (
     "financial_qa", "gov_report_summ", "legal_contract_qa", "meeting_summ", "multidoc_qa", "narrative_qa",
@@ -29,12 +31,13 @@ TASKS = (
 SETS = {"open13": TASKS}
 NEW_TOKENS = 512
 FIELDS = ("input", "instructions", "outputs", "evaluation")
-METRICS = ("f1", "rouge")
+ROUGE = RougeScorer(["rougeL"], use_stemmer=True)
+METRICS = {"f1": qa_f1_score, "rouge": lambda answer, reference: ROUGE.score(reference, answer)["rougeL"].fmeasure}
+"""As the rows name them: F1 of words, and ROUGE-L; 0 to 1, of an answer and its reference."""
 
 
 def samples_of(task: str, rows: Iterable[dict[str, Any]]) -> list[Sample]:
     """The samples of a task: one for each instruction of each row that an n-gram metric is meant for."""
-    scorers = {name: scorer("leval", name) for name in METRICS}
     found = []
     for number, row in enumerate(rows):
         if row["evaluation"] not in METRICS:
@@ -43,7 +46,7 @@ def samples_of(task: str, rows: Iterable[dict[str, Any]]) -> list[Sample]:
             question = f"{instruction.strip()}\nAnswer in about {len(reference.split())} words."
 
             def score(answer: str, reference: str = reference, metric: str = row["evaluation"]) -> float:
-                return scorers[metric](answer, reference)
+                return 100 * float(METRICS[metric](answer, reference))
 
             prompt = f"Read this document.\n\n{row['input']}\n\nFollow this instruction about it: {question}"
             found.append(Sample(task, f"{number}.{place}", prompt, question, NEW_TOKENS, score))
@@ -56,8 +59,16 @@ def read(task: str, data_dir: Path | None) -> list[Sample]:
     return samples_of(task, rows)
 
 
-main = benchmark("L-Eval", TASKS, SETS, "open13", "leval.csv", read)
+def main(
+    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "open13",
+    data_dir: DataOption = None,
+    *,
+    asking: Asking,
+    setting: common.Setting,
+) -> None:
+    """Score policies on L-Eval."""
+    run("L-Eval", named(tasks, TASKS, SETS), lambda task, _: read(task, data_dir), asking, setting)
 
 
 if __name__ == "__main__":
-    command(main)()
+    common.command(main)()

@@ -1,4 +1,4 @@
-"""LongBench by several policies and budgets: lm-eval's prompts and metrics, answers from one prompt for many rows.
+"""Do policies score as well on LongBench? lm-eval's prompts and metrics, one reading of a prompt for many rows.
 
     python eval/longbench.py --tasks scout8 --limit 20
     python eval/longbench.py --tasks qasper,hotpotqa --row full --row scout:budget=1024 --setup dense,sparse
@@ -22,13 +22,14 @@ there.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from datasets import Dataset
 
-from common import command
-from tasks.benchmark import benchmark
-from tasks.samples import Sample, harness_task, read_rows
+import common
+from tasks.run import Asking, DataOption, run
+from tasks.samples import Sample, harness_task, named, read_rows
 
 TASKS = (
     "narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh", "hotpotqa", "2wikimqa", "musique", "dureader",
@@ -99,8 +100,16 @@ def read(task: str, data_dir: Path | None) -> list[Sample]:
     return samples_of(task, read_rows(data_dir, task, (*FIELDS, *(["all_classes"] if task in CLASSES else []))))
 
 
-main = benchmark("LongBench", TASKS, SETS, "scout8", "longbench.csv", read)
+def main(
+    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "scout8",
+    data_dir: DataOption = None,
+    *,
+    asking: Asking,
+    setting: common.Setting,
+) -> None:
+    """Score policies on LongBench."""
+    run("LongBench", named(tasks, TASKS, SETS), lambda task, _: read(task, data_dir), asking, setting)
 
 
 if __name__ == "__main__":
-    command(main)()
+    common.command(main)()

@@ -16,25 +16,13 @@ from typing import Annotated, Any
 import typer
 from transformers import PreTrainedTokenizerBase
 
-from common import (
-    RESULTS,
-    DtypeOption,
-    ModelOption,
-    OutOption,
-    ProseOption,
-    ThreadsOption,
-    command,
-    kinds_of,
-    show,
-    text_of,
-)
+import common
 from hf_offload import assets
-from tasks.metrics import scorer
-from tasks.rows import REFERENCE
-from tasks.run import ChatOption, ChunkOption, NewOption, Plan, RowOption, SetupOption, run
+from tasks.run import Asking, run
 from tasks.samples import Sample
+from tasks.scores import REFERENCE
 
-ROWS = ["full", "scout:budget=1024", "scout:budget=512", "window:budget=1024"]
+USUAL = Asking(rows=["full,scout:budget=1024,scout:budget=512,window:budget=1024"], limit=8)
 NEW_TOKENS = 24
 
 
@@ -46,7 +34,6 @@ def samples_of(
     Raises:
         typer.BadParameter: the text is too short for that.
     """
-    is_found = scorer("needle")
     found = []
     for seed in seeds:
         try:
@@ -54,8 +41,8 @@ def samples_of(
         except ValueError as error:
             raise typer.BadParameter(f"{kind}: {error}") from None
 
-        def score(answer: str, number: str = needle.number) -> float:
-            return is_found(answer, number)
+        def score(answer: str, needle: assets.Needle = needle) -> float:
+            return 100.0 * needle.found_in(answer)
 
         found.append(Sample(kind, str(seed), needle.content, assets.QUESTION, NEW_TOKENS, score))
     return found
@@ -83,33 +70,22 @@ def lost(records: list[dict[str, Any]], kinds: Iterable[str]) -> list[dict[str, 
 
 def main(
     tokens: Annotated[int, typer.Option(help="Length of each prompt.")] = 6500,
-    kinds: Annotated[str, typer.Option(help="Kinds of text.")] = ",".join(assets.KINDS),
-    rows: RowOption = ROWS,
-    setup: SetupOption = "dense",
-    limit: Annotated[int, typer.Option(min=1, help="Needles in each kind of text.")] = 8,
-    new_tokens: NewOption = None,
-    chat: ChatOption = True,
-    chunk: ChunkOption = None,
-    prose: ProseOption = None,
-    model: ModelOption = None,
-    dtype: DtypeOption = "bfloat16",
-    threads: ThreadsOption = 0,
-    out: OutOption = RESULTS / "needle.csv",
+    kinds: common.KindsOption = common.KINDS,
+    *,
+    asking: Asking = USUAL,
+    setting: common.TextSetting,
 ) -> None:
     """Count the hidden numbers that a sparse cache loses."""
-    names = kinds_of(kinds)
-    plan = Plan(names, rows, setup, limit, 0, None, new_tokens, chat, chunk, model, dtype, threads, out)
+    names = common.kinds_of(kinds)
 
     def read(kind: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        seeds = range(names.index(kind), limit * len(names), len(names))  # no two kinds hide the same numbers
-        return samples_of(text_of(kind, prose), kind, seeds, tokenizer, tokens)
+        seeds = range(names.index(kind), (asking.limit or 8) * len(names), len(names))  # each number in one kind alone
+        return samples_of(setting.text(kind), kind, seeds, tokenizer, tokens)
 
-    source = None if prose is None else [prose.name, prose.stat().st_size]
-    about = {"benchmark": "needles", "kinds": names, "tokens": tokens, "prose": source}
-    records = run("Needles", plan, read, about)
+    records = run("Needles", names, read, asking, setting, kinds=names, tokens=tokens, prose=setting.source)
     if any(record["row"] == REFERENCE for record in records):
-        show("of the numbers that full attention finds", lost(records, names))
+        common.show("of the numbers that full attention finds", lost(records, names))
 
 
 if __name__ == "__main__":
-    command(main)()
+    common.command(main)()

@@ -1,4 +1,4 @@
-"""Prefill and decoding beside the alternatives: same weights, prompt and threads, in turns.
+"""How fast are prefill and decoding beside the alternatives, with the same weights, prompt and threads, in turns?
 
     python eval/peers.py
     python eval/peers.py --contexts 2k,8k --ways hf_offload,DynamicCache --model Qwen/Qwen3-0.6B --dtype bfloat16
@@ -21,55 +21,41 @@ import gc
 import importlib.util
 import multiprocessing
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
+import matplotlib.pyplot as plt
 import numpy as np
+import psutil
 import torch
 import typer
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, DynamicCache, StaticCache
 
+import common
 import hf_offload
-from common import (
-    RESULTS,
-    DtypeOption,
-    ModelOption,
-    OutOption,
-    ThreadsOption,
-    command,
-    load,
-    numbers,
-    percentiles,
-    show,
-    synchronize,
-    text_of,
-    window,
-    write_csv,
-)
 from hf_offload.assets import find_smollm2
+from plotting import lines, plot
 
 OURS, DYNAMIC, STATIC, OFFLOADING, LLAMA = "hf_offload", "DynamicCache", "StaticCache", "offloading", "llama.cpp"
 WARM_UP = 2
 LLAMA_BATCH = 1024
-PICTURE = Path(__file__).parent.parent / "docs" / "img" / "peers.svg"
+_serving: Any = None
+_before = 0
+"""In the process of a way: what serves, and the bytes of memory before it was made."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(common.Setting):
     """What all ways share."""
 
-    model: str | None
-    gguf: str | None
-    dtype: str
-    threads: int
-    budget: int
+    gguf: str | None = None
+    budget: int = 1024
 
 
 class WithTransformers:
@@ -77,7 +63,7 @@ class WithTransformers:
 
     def __init__(self, way: str, settings: Settings) -> None:
         self.way, self.budget = way, settings.budget
-        self.model, _ = load(settings.model, settings.dtype, settings.threads)
+        self.model, _ = settings.load()
         self.model.set_attn_implementation("hybrid_sparse" if way == OURS else "sdpa")
         self.cache: Any = None
 
@@ -86,24 +72,17 @@ class WithTransformers:
         del self.cache
         gc.collect()
         prompt = torch.from_numpy(ids)[None].to(self.model.device)
-        with torch.inference_mode():
-            start = time.perf_counter()
+        with torch.inference_mode(), common.clock() as seconds:
             self.cache = self._make_cache(len(ids) + room)
             self.model(prompt, past_key_values=self.cache, logits_to_keep=1)
-            synchronize()
-            return time.perf_counter() - start
+        return seconds[0]
 
     def decode(self, tokens: Sequence[int]) -> tuple[list[float], np.ndarray]:
         """Decode given tokens one by one; returns milliseconds and logits `[N, V]`."""
-        times, logits = [], []
         with torch.inference_mode():
-            for token in tokens:
-                start = time.perf_counter()
-                out = self.model(torch.tensor([[token]], device=self.model.device), past_key_values=self.cache)
-                synchronize()
-                times.append((time.perf_counter() - start) * 1000)
-                logits.append(out.logits[0, -1].float().cpu().numpy())
-        return times, np.stack(logits)
+            ids = torch.tensor([list(tokens)], device=self.model.device)
+            times, logits = common.decode(self.model, self.cache, ids)
+        return times, logits[:, 0].float().cpu().numpy()
 
     def _make_cache(self, length: int) -> Any:
         if self.way == OURS:
@@ -150,27 +129,29 @@ class WithLlama:
         return times, np.stack(logits)
 
 
-def serve(connection: Connection, way: str, settings: Settings) -> None:
-    """Run one way in this process: answers (method, arguments) with (result, bytes of peak memory)."""
+def begin(way: str, settings: Settings) -> None:
+    """Make this process that of one way.
+
+    Raises:
+        RuntimeError: the way cannot be made; says which one.
+    """
+    global _serving, _before
+    _before = _resident_bytes()
     try:
-        before = _resident_bytes()
-        maker = WithLlama if way == LLAMA else WithTransformers
-        serving = maker(way, settings)
-        connection.send((None, 0))
-        while (asked := connection.recv()) is not None:
-            method, arguments = asked
-            if method == "prefill":
-                _forget_peak()
-            result = getattr(serving, method)(*arguments)
-            connection.send((result, _peak_bytes() - before))
-    except EOFError:
-        pass
+        _serving = (WithLlama if way == LLAMA else WithTransformers)(way, settings)
     except Exception as error:
-        connection.send((RuntimeError(f"{way}: {error!r}"), 0))
+        raise RuntimeError(f"{way}: {error!r}") from None
+
+
+def serve(method: str, *arguments: Any) -> tuple[Any, int]:
+    """The result of a method of this process's way, and the bytes of memory at the peak since the last prefill."""
+    if method == "prefill":
+        _forget_peak()
+    return getattr(_serving, method)(*arguments), _peak_bytes() - _before
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(psutil.Process().memory_info().rss)
 
 
 def _forget_peak() -> None:
@@ -186,33 +167,18 @@ class Process:
     """A way in a process of its own."""
 
     def __init__(self, way: str, settings: Settings) -> None:
-        self.way = way
-        self.peak = 0
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(other, way, settings), daemon=True)
-        self._process.start()
-        other.close()
-        self._answer()
+        self.way, self.peak = way, 0
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._pool.submit(begin, way, settings).result()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Let the way run a method; returns its result."""
-        self._connection.send((method, arguments))
-        return self._answer()
+        result, self.peak = self._pool.submit(serve, method, *arguments).result()
+        return result
 
     def close(self) -> None:
         """End the process."""
-        self._connection.send(None)
-        self._process.join()
-
-    def _answer(self) -> Any:
-        try:
-            result, self.peak = self._connection.recv()
-        except EOFError:
-            raise RuntimeError(f"{self.way}: its process ended with code {self._process.exitcode}") from None
-        if isinstance(result, Exception):
-            raise result
-        return result
+        self._pool.shutdown()
 
 
 def write_bfloat16(source: Path, target: Path) -> None:
@@ -245,37 +211,28 @@ def mean_kl(full: np.ndarray, other: np.ndarray) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def plot(records: list[dict[str, Any]], path: Path) -> None:
+def draw(records: list[dict[str, Any]], path: Path) -> None:
     """Draw milliseconds a token and seconds to the first token over the context length."""
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     plt.rcParams["svg.hashsalt"] = "peers"
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    contexts = sorted({record["context"] for record in records})
     styles = {OURS: ("#d1495b", "o", 2.6), DYNAMIC: ("#33658a", "s", 1.4), STATIC: ("#86bbd8", "^", 1.4)}
     styles |= {OFFLOADING: ("#758e4f", "v", 1.4), LLAMA: ("#5a5a5a", "D", 1.4)}
-    ways = list(dict.fromkeys(record["way"] for record in records))
-    for axes, column, title in zip(
-        panels, ("p50", "prefill_s"), ("ms a token", "seconds to the first token"), strict=True
-    ):
-        for way in ways:
-            mine = [record for record in records if record["way"] == way]
-            color, marker, width = styles[way]
-            label = f"{way} (scout, {mine[0]['budget']:,} tokens)" if way == OURS else way
-            x = [record["context"] for record in mine]
-            axes.plot(x, [r[column] for r in mine], marker=marker, color=color, lw=width, ms=5, label=label)
-        contexts = sorted({record["context"] for record in records})
-        axes.set(xscale="log", yscale="log", xlabel="context, tokens", title=title)
-        axes.xaxis.set_major_locator(FixedLocator(contexts))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    print(f"wrote {path}")
+    titles = {"p50": "ms a token", "prefill_s": "seconds to the first token"}
+    with plot(path, 1, 2, figsize=(9, 3.4)) as panels:
+        for axes, (column, title) in zip(panels, titles.items(), strict=True):
+            for way in dict.fromkeys(record["way"] for record in records):
+                color, marker, width = styles[way]
+                mine = [record for record in records if record["way"] == way]
+                named = f"{way} (scout, {mine[0]['budget']:,} tokens)" if way == OURS else way
+                mine = [record | {"way": named} for record in mine]
+                lines(axes, mine, "context", column, by="way", marker=marker, color=color, lw=width, ms=5)
+            axes.set(xscale="log", yscale="log", xlabel="context, tokens", title=title)
+            axes.set_xticks(contexts, [f"{n / 1024:g}k" if n >= 1024 else f"{n:g}" for n in contexts], minor=False)
+            axes.set_xticks([], minor=True)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[0].legend(frameon=False, fontsize=9)
 
 
 def available(model: str | None, gguf: Path | None) -> list[str]:
@@ -300,22 +257,20 @@ def measure(
         bar.update()
     times: dict[str, list[float]] = {process.way: [] for process in processes}
     logits: dict[str, list[np.ndarray]] = {process.way: [] for process in processes}
-    for turn in range(rounds):
-        tokens = ids[length + turn * each : length + (turn + 1) * each].tolist()
-        for process in processes:
-            bar.set_description(f"{length:,} tokens: {process.way} decodes")
-            found, values = process.call("decode", tokens)
-            times[process.way] += found[WARM_UP:]
-            logits[process.way].append(values)
-            peaks[process.way] = process.peak
-            bar.update()
+    for turn, process in common.in_turns(processes, rounds):
+        bar.set_description(f"{length:,} tokens: {process.way} decodes")
+        found, values = process.call("decode", ids[length + turn * each : length + (turn + 1) * each].tolist())
+        times[process.way] += found[WARM_UP:]
+        logits[process.way].append(values)
+        peaks[process.way] = process.peak
+        bar.update()
     full = np.concatenate(logits[DYNAMIC]) if DYNAMIC in logits else None
     return [
         {
             "way": process.way,
             "context": length,
             "prefill_s": seconds[process.way],
-            **percentiles(times[process.way]),
+            **common.percentiles(times[process.way]),
             "peak_mib": peaks[process.way] / 2**20,
             "kl": None if full is None else mean_kl(full, np.concatenate(logits[process.way])),
         }
@@ -324,33 +279,31 @@ def measure(
 
 
 def main(
-    contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated; k is 1,024.")] = "128,2k,8k,32k",
+    contexts: common.ContextsOption = "128,2k,8k,32k",
     ways: Annotated[
         str | None, typer.Option(help="By name, comma-separated [default: all that are available].")
     ] = None,
     budget: Annotated[int, typer.Option(min=1, help="Tokens that scout attends in a step.")] = 1024,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that count, per round.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the ways take turns.")] = 4,
+    steps: common.StepsOption = 16,
+    rounds: common.RoundsOption = 4,
     gguf: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Weights for llama.cpp.")] = None,
-    model: ModelOption = None,
-    dtype: DtypeOption = "bfloat16",
-    threads: ThreadsOption = 0,
-    out: OutOption = RESULTS / "peers.csv",
     picture: Annotated[Path | None, typer.Option(help="Where the plot goes [default: none].")] = None,
+    *,
+    setting: common.Setting,
 ) -> None:
     """Measure prefill and decoding beside Transformers' own caches and llama.cpp."""
-    known = available(model, gguf)
+    known = available(setting.model, gguf)
     chosen = known if ways is None else [way.strip() for way in ways.split(",")]
     if unknown := [way for way in chosen if way not in known]:
         raise typer.BadParameter(f"--ways {', '.join(unknown)}: this machine and model allow {', '.join(known)}")
-    lengths = sorted(numbers(contexts))
+    lengths = sorted(common.numbers(contexts))
     with tempfile.TemporaryDirectory() as folder:
         if gguf is None and LLAMA in chosen:
             gguf = Path(folder) / "bfloat16.gguf"
             write_bfloat16(find_smollm2(), gguf)
-        settings = Settings(model, None if gguf is None else str(gguf), dtype, threads, budget)
-        tokenizer = tokenizer_of(model)
-        ids = window(text_of("code"), tokenizer, 0, lengths[-1] + rounds * (WARM_UP + steps))[0].numpy()
+        settings = Settings(**vars(setting), gguf=None if gguf is None else str(gguf), budget=budget)
+        tokens = lengths[-1] + rounds * (WARM_UP + steps)
+        ids = common.window(common.text_of("code"), tokenizer_of(setting.model), 0, tokens)[0].numpy()
         records: list[dict[str, Any]] = []
         with tqdm(total=(len(lengths) + 1) * len(chosen) * (1 + rounds)) as bar:
             bar.set_description("loading the model for each way")
@@ -358,14 +311,15 @@ def main(
             # Kernels are compiled when they first run; a context beyond the budget needs all of them.
             measure(processes, ids, min(budget + 512, lengths[-1]), rounds, steps, bar)
             for length in lengths:
-                rows = measure(processes, ids, length, rounds, steps, bar)
-                records += [row | {"budget": budget, "steps": steps * rounds, "dtype": dtype} for row in rows]
-                write_csv(out, records)
+                found = measure(processes, ids, length, rounds, steps, bar)
+                records += [row | {"budget": budget, "steps": steps * rounds} for row in found]
+                setting.write(records)
             for process in processes:
                 process.close()
     if picture is not None:
-        plot(records, picture)
-    show("prefill in seconds, decoding in ms a token, KL to DynamicCache", [dict(list(r.items())[:8]) for r in records])
+        draw(records, picture)
+    columns = ("way", "context", "prefill_s", "p20", "p50", "p80", "peak_mib", "kl")
+    common.show("prefill in seconds, decoding in ms a token, KL to DynamicCache", records, columns)
 
 
 def tokenizer_of(model: str | None) -> Any:
@@ -376,4 +330,4 @@ def tokenizer_of(model: str | None) -> Any:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    command(main)()
+    common.command(main)()

@@ -1,4 +1,4 @@
-"""RULER by several policies and budgets: lm-eval's tasks, built for the model's own tokenizer.
+"""Do policies score as well on RULER? lm-eval's tasks, built for the model's own tokenizer.
 
     python eval/ruler.py --tasks niah_single_1,niah_single_2 --lengths 4k --limit 20
     python eval/ruler.py --lengths 4k,8k,16k,32k,64k,128k --model Qwen/Qwen3-8B
@@ -29,8 +29,8 @@ import typer
 from nltk.tokenize.punkt import PunktSentenceTokenizer
 from transformers import PreTrainedTokenizerBase
 
-from common import RESULTS, DtypeOption, ModelOption, OutOption, ProseOption, ThreadsOption, command, numbers
-from tasks.run import ROWS, ChatOption, ChunkOption, NewOption, Plan, RowOption, SetupOption, run
+import common
+from tasks.run import Asking, DataOption, run
 from tasks.samples import Sample, harness_task, named
 
 # Where lm-eval builds each task, and with what: module, function, and the function in it that takes `num_samples`.
@@ -45,6 +45,7 @@ BUILDERS = {f"niah_{name}": ("niah_utils", f"niah_{name}", "generate_samples") f
 SETS = {"all13": tuple(BUILDERS), "niah": tuple(name for name in BUILDERS if name.startswith("niah_"))}
 SOURCES = {"qa_squad": ("read_squad", "squad.json"), "qa_hotpot": ("read_hotpotqa", "hotpotqa.json")}
 SEED = 42
+HUNDRED = Asking(limit=100)
 
 
 @contextlib.contextmanager
@@ -140,39 +141,27 @@ def named_length(task: str, length: int) -> str:
 def main(
     tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "all13",
     lengths: Annotated[str, typer.Option(help="Tokens of prompt and answer, k is 1,024.")] = "4k",
-    rows: RowOption = ROWS,
-    setup: SetupOption = "dense",
-    data_dir: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="A folder with squad.json and hotpotqa.json.")
-    ] = None,
-    prose: ProseOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="Samples of each task and length.")] = 100,
-    new_tokens: NewOption = None,
-    chat: ChatOption = True,
-    chunk: ChunkOption = None,
-    model: ModelOption = None,
-    dtype: DtypeOption = "bfloat16",
-    threads: ThreadsOption = 0,
-    out: OutOption = RESULTS / "ruler.csv",
+    data_dir: DataOption = None,
+    *,
+    asking: Asking = HUNDRED,
+    setting: common.TextSetting,
 ) -> None:
     """Score policies on RULER."""
     wanted = {
         named_length(task, length): (task, length)
-        for length in numbers(lengths)
+        for length in common.numbers(lengths)
         for task in named(tasks, BUILDERS, SETS)
     }
-    plan = Plan(list(wanted), rows, setup, limit, 0, None, new_tokens, chat, chunk, model, dtype, threads, out)
 
     def read(name: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         try:
-            return samples_of(*wanted[name], tokenizer, limit, data_dir, prose)
+            return samples_of(*wanted[name], tokenizer, asking.limit or 100, data_dir, setting.prose)
         except ValueError as error:  # of a builder that finds no room for what it hides
             told = f"{name} cannot be built ({error}): leave it out, or give longer --lengths"
             raise typer.BadParameter(told) from error
 
-    sources = {"prose": None if prose is None else [prose.name, prose.stat().st_size], "local": data_dir is not None}
-    run("RULER", plan, read, {"benchmark": "RULER"} | sources)
+    run("RULER", list(wanted), read, asking, setting, prose=setting.source, local=data_dir is not None)
 
 
 if __name__ == "__main__":
-    command(main)()
+    common.command(main)()

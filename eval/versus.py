@@ -1,8 +1,8 @@
-"""The same script on two commits, in turns: this checkout's package beside that of another commit.
+"""Is this checkout slower than another commit? The same script with both packages, in turns.
 
     python eval/versus.py HEAD~1
     python eval/versus.py v0.1.0 --runs 3 -- --contexts 128,8k --rows scout-1024,hgca --rounds 20 --threads 1
-    python eval/versus.py v0.1.0 --script needle -- --row scout:budget=1024 --count 20
+    python eval/versus.py v0.1.0 --script needle -- --row scout-1024 --limit 20
 
 Both sides run the script of this checkout, with the same Python and packages, and read the same texts and model; only
 the package `hf_offload` is each commit's own. So a script can be compared that uses public names alone. What follows
@@ -37,8 +37,8 @@ import torch
 import typer
 from tqdm import tqdm
 
+import common
 import hf_offload
-from common import RESULTS, OutOption, command, environment, show, write_csv
 from turns import SOCKET
 
 EVAL = Path(__file__).parent
@@ -168,7 +168,7 @@ def compare(base: Sequence[Rows], here: Sequence[Rows]) -> list[dict[str, Any]]:
     runs = [*base, *here]
     if len({len(rows) for rows in runs}) > 1:
         raise ValueError(f"the other commit has {len(base[0])} rows and this one {len(here[0])}")
-    meta = environment()
+    meta = common.environment()
     columns = [column for column in base[0][0] if column in here[0][0] and column not in meta]
     equal = [c for c in columns if all(len({row[c] for row in same}) == 1 for same in zip(*runs, strict=True))]
     compared = [c for c in FIGURES if c in columns] or [c for c in columns if c not in equal]
@@ -189,7 +189,7 @@ def main(
     arguments: Annotated[list[str] | None, typer.Argument(help="After `--`: the script's.")] = None,
     script: Annotated[str, typer.Option(help="The script's name, in eval/.")] = "decode",
     runs: Annotated[int, typer.Option(min=1, help="Times that both are started; the numbers are medians.")] = 1,
-    out: OutOption = RESULTS / "versus.csv",
+    out: common.OutOption = common.RESULTS / "versus.csv",
 ) -> None:
     """Run a script on two commits in turns."""
     path = EVAL / f"{script}.py"
@@ -206,10 +206,10 @@ def main(
     # The results tell the threads of the scripts, not of this one, which computes nothing.
     torch.set_num_threads(int(new[0][0]["threads"]))
     records = [{"base": base, "script": script, "runs": runs, **record} for record in compare(old, new)]
-    write_csv(out, records)
-    show(f"{base} (base) and this checkout", [dict(list(record.items())[3:]) for record in records])
+    common.write_csv(out, records)
+    common.show(f"{base} (base) and this checkout", [dict(list(record.items())[3:]) for record in records])
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the sides end with this process
-    command(main)()
+    common.command(main)()

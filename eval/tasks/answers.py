@@ -11,13 +11,14 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+import common
 import hf_offload
-from common import Row, prefill
 from hf_offload.attention.model_support import on_device
 from tasks.prompts import Prompt
-from tasks.rows import CONTROL
 from tasks.samples import Sample
 
+CONTROL = "dynamic"
+"""Transformers' own cache and attention."""
 SETUPS = ("dense", "sparse")
 """How the question is attended. dense: like the rest of the prompt, as `generate()` does it. sparse: token by token,
 each in a decode step of its own, so that the policy chooses for it, too; only what comes before it is attended
@@ -41,14 +42,14 @@ class Reading:
         self.model, self.ids, self.chunk = model, ids, chunk
         self._read: tuple[DynamicCache, torch.Tensor] | None = None
 
-    def start(self, row: Row, tokens: int) -> tuple[Cache, torch.Tensor]:
+    def start(self, row: common.Row, tokens: int) -> tuple[Cache, torch.Tensor]:
         """A row's cache that holds the first tokens of the prompt, and the logits `[1, V]` of the last of them."""
         cache = row.make_cache(self.model)
         if not self._takes_over(row, cache):
-            return cache, prefill(self.model, cache, self.ids[:, :tokens], self.chunk)
+            return cache, common.prefill(self.model, cache, self.ids[:, :tokens], self.chunk)
         if self._read is None:
             full = hf_offload.HybridCache(self.model, "full")
-            logits = prefill(self.model, full, self.ids)
+            logits = common.prefill(self.model, full, self.ids)
             self._read = full.to_dynamic(), logits
         read, logits = self._read
         if tokens < self.ids.shape[1]:
@@ -56,21 +57,16 @@ class Reading:
             read.crop(tokens - self.ids.shape[1])
         return hf_offload.HybridCache.from_cache(read, self.model, row.policy, **row.options), logits
 
-    def _takes_over(self, row: Row, cache: Cache) -> bool:
-        if (
-            row.policy == CONTROL
-            or self.chunk is not None
-            or on_device(self.model)
-            or row.options.get("tier") == "split"
-        ):
+    def _takes_over(self, row: common.Row, cache: Any) -> bool:
+        if row.policy == CONTROL or self.chunk is not None or row.options.get("tier") == "split":
             return False
-        return not cache.policy.requirements.learns_from_prompts
+        return not on_device(self.model) and not cache.policy.requirements.learns_from_prompts
 
 
 @torch.inference_mode()
 def answer(
     reading: Reading,
-    row: Row,
+    row: common.Row,
     setup: str,
     prompt: Prompt,
     sample: Sample,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,74 +15,54 @@ from accelerate import PartialState
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common import DTYPES, Row, check_rows, load
-from tasks.answers import SETUPS, Reading, answer
+import common
+from tasks.answers import CONTROL, SETUPS, Reading, answer
 from tasks.prompts import Prompt, Prompter
-from tasks.records import Records
-from tasks.report import write_report
-from tasks.rows import parse_rows
 from tasks.samples import Sample
+from tasks.scores import report
 
-RowOption = Annotated[
-    list[str],
-    typer.Option(
-        "--row", help='A policy and knobs of it and of HybridCache, "scout:budget=512,tier=split"; give it again.'
-    ),
+DataOption = Annotated[
+    Path | None,
+    typer.Option(exists=True, file_okay=False, help="A folder with the benchmark's own files, in place of the hub."),
 ]
-SetupOption = Annotated[
-    str,
-    typer.Option(
-        help='How the question is attended: "dense", like the prompt, "sparse", as the policy decodes, or both.'
-    ),
-]
-LimitOption = Annotated[int | None, typer.Option(min=1, help="Samples of each task [default: all].")]
-NewOption = Annotated[int | None, typer.Option(min=1, help="The longest answer [default: the task's own].")]
-ChatOption = Annotated[bool, typer.Option(help="Use the tokenizer's chat template, where the benchmark does.")]
-ChunkOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of a prompt in one forward [default: all]; each row reads for itself.")
-]
-ROWS = [
-    "full", "dynamic", "scout:budget=1024", "scout:budget=2048", "hgca:window=1024", "hgca:window=2048",
-    "fixed_hybrid:budget=0.05", "window:budget=1024", "window:budget=2048",
-]  # fmt: skip
+KEYS = ("task", "sample", "row", "setup")
+ROWS = (
+    "full,dynamic,scout:budget=1024,scout:budget=2048,hgca:window=1024,hgca:window=2048,fixed_hybrid:budget=0.05,"
+    "window:budget=1024,window:budget=2048"
+)
 
 Reader = Callable[[str, PreTrainedTokenizerBase], list[Sample]]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to be run, checked before anything is loaded.
-
-    Args:
-        tasks: names; setup: of `SETUPS`, or several with commas; rows: as `parse_rows` takes them.
-        limit, least, most, new_tokens, chat, chunk, model, dtype, threads, out: the options of the same names.
+class Asking:
+    """The options that all benchmarks share.
 
     Raises:
-        typer.BadParameter: an unknown setup, row, knob or dtype.
+        typer.BadParameter: an unknown setup.
     """
 
-    tasks: Sequence[str]
-    rows: Sequence[str]
-    setup: str
-    limit: int | None
-    least: int
-    most: int | None
-    new_tokens: int | None
-    chat: bool
-    chunk: int | None
-    model: str | None
-    dtype: str
-    threads: int
-    out: Path
+    rows: common.RowsOption = field(default_factory=lambda: [ROWS])
+    setup: Annotated[
+        str,
+        typer.Option(
+            help='How the question is attended: "dense", like the prompt, "sparse", as the policy decodes, or both.'
+        ),
+    ] = "dense"
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task [default: all].")] = None
+    min_tokens: Annotated[int, typer.Option(min=0, help="Leave out shorter prompts.")] = 0
+    max_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Cut longer prompts in the middle; by default to the model's positions.")
+    ] = None
+    new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer; by default the task's own.")] = None
+    chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template, where the benchmark does.")] = True
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt in one forward; each row then reads for itself.")
+    ] = None
 
     def __post_init__(self) -> None:
         if unknown := set(self.setups) - set(SETUPS):
             raise typer.BadParameter(f"unknown setups {', '.join(sorted(unknown))}: choose among {', '.join(SETUPS)}")
-        if self.dtype not in DTYPES:
-            raise typer.BadParameter(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.out.suffix != ".csv":
-            raise typer.BadParameter(f"--out {self.out} is no CSV: the other results go beside it under its name")
-        parse_rows(self.rows)
 
     @property
     def setups(self) -> list[str]:
@@ -99,54 +79,66 @@ class Question:
     new_tokens: int
 
 
-def run(title: str, plan: Plan, read: Reader, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def run(
+    title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting: common.Setting, **settings: Any
+) -> list[dict[str, Any]]:
     """Answer and report; what an earlier run with the same settings has answered is not asked again.
 
     Args:
         title: of the benchmark.
-        plan: what to run.
-        read: gives the samples of a task.
+        tasks: names of its tasks; read: gives the samples of one.
         settings: what else the answers depend on, for `json`.
 
     Returns:
         What was reported, an answer an entry; nothing in processes but the first.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options of its own
+    rows = common.rows_of(asking.rows, stock=(CONTROL,))
+    if setting.out.suffix != ".csv":
+        raise typer.BadParameter(f"--out {setting.out} is no CSV: the other results go beside it under its name")
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
-    rows = parse_rows(plan.rows)
-    settings |= {"model": plan.model, "dtype": plan.dtype, "most": plan.most, "new_tokens": plan.new_tokens}
-    settings |= {"chat": plan.chat, "chunk": plan.chunk}
-    records = Records(plan.out.with_suffix(".jsonl"), settings, state.process_index)
-    for row in rows:
-        records.check(row.name, row.files)
-    model, tokenizer = load(plan.model, plan.dtype, plan.threads, state.device)
-    check_rows(rows, model)
+    settings |= {"benchmark": title, "model": setting.model, "dtype": setting.dtype, "most": asking.max_tokens}
+    settings |= {name: getattr(asking, name) for name in ("new_tokens", "chat", "chunk")}
+    records = common.Records(setting.beside(".jsonl"), KEYS, settings, state.process_index)
+    check_files(records, rows)
+    model, tokenizer = setting.load(state.device)
+    common.check_rows(rows, model)
     quiet = not state.is_main_process
-    tasks = tqdm(plan.tasks, desc="samples", unit="task", delay=5, leave=False, disable=quiet)
-    by_task = {task: questions(plan, fetched(read, task, tokenizer), model, tokenizer) for task in tasks}
+    by_task = {
+        task: questions(asking, fetched(read, task, tokenizer), model, tokenizer)
+        for task in tqdm(tasks, desc="samples", unit="task", delay=5, leave=False, disable=quiet)
+    }
     missing = [task for task, found in by_task.items() if not found]
     everything = [question for found in by_task.values() for question in found]
     if not everything:
         raise typer.BadParameter(f"no sample of {', '.join(missing)}: no rows are there, or none is long enough")
     mine = everything[state.process_index :: state.num_processes]
-    jobs = [(question, row, setup) for question in mine for setup in plan.setups for row in rows]
-    with tqdm(total=len(jobs), disable=quiet, unit="answers") as bar:
+    with tqdm(total=len(mine) * len(asking.setups) * len(rows), disable=quiet, unit="answers") as bar:
         for question in mine:
-            ask(plan, rows, question, model, tokenizer, records, bar)
+            ask(asking, rows, question, model, tokenizer, records, bar)
     state.wait_for_everyone()
     reported: list[dict[str, Any]] = []
     if state.is_main_process:
         records.join()
-        keys = [
-            (question.sample.task, question.sample.name, row.name, setup)
-            for setup in plan.setups
-            for row in rows
-            for question in everything
-        ]
+        keys = [(q.sample.task, q.sample.name, r.name, s) for s in asking.setups for r in rows for q in everything]
         reported = [records.found[key] for key in keys]
-        write_report(title, plan.out, reported, missing)
+        report(title, setting, reported, missing)
     state.destroy_process_group()
     return reported
+
+
+def check_files(records: common.Records, rows: Sequence[common.Row]) -> None:
+    """Refuse to go on from answers of a row with files of the same names in which something else was.
+
+    Raises:
+        typer.BadParameter: there are such answers.
+    """
+    for row in rows:
+        if any(r["row"] == row.name and r.get("files", {}) != row.files for r in records.found.values()):
+            raise typer.BadParameter(
+                f"{records.file} holds answers of --row {row.name} with another {', '.join(row.files)}: remove it, or "
+                "give another --out"
+            )
 
 
 def fetched(read: Reader, task: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
@@ -167,42 +159,37 @@ def fetched(read: Reader, task: str, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def questions(
-    plan: Plan, samples: Sequence[Sample], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    asking: Asking, samples: Sequence[Sample], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[Question]:
-    """The samples that a plan asks for, with their prompts."""
-    prompter = Prompter(model, tokenizer, plan.most, plan.chat)
+    """The samples that are asked for, with their prompts."""
+    prompter = Prompter(model, tokenizer, asking.max_tokens, asking.chat)
     found: list[Question] = []
     for sample in samples:
-        if plan.limit is not None and len(found) == plan.limit:
+        if len(found) == asking.limit:
             break
-        new_tokens = min(sample.new_tokens, plan.new_tokens or sample.new_tokens)
+        new_tokens = min(sample.new_tokens, asking.new_tokens or sample.new_tokens)
         prompt = prompter(sample, new_tokens)
-        if prompt.whole >= plan.least:
+        if prompt.whole >= asking.min_tokens:
             found.append(Question(sample, prompt, new_tokens))
     return found
 
 
 def ask(
-    plan: Plan,
-    rows: Sequence[Row],
-    question: Question,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    records: Records,
-    bar: tqdm[Any],
-) -> None:
+    asking: Asking, rows: Sequence[common.Row], question: Question, model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase, records: common.Records, bar: tqdm[Any],
+) -> None:  # fmt: skip
     """Let every row answer one question that it has not answered before, in these words."""
     sample, prompt = question.sample, question.prompt
-    reading = Reading(model, prompt.ids.to(model.device), plan.chunk)
+    reading = Reading(model, prompt.ids.to(model.device), asking.chunk)
     with torch.inference_mode():
-        for setup in plan.setups:
+        for setup in asking.setups:
             for row in rows:
                 bar.set_description(f"{sample.task}, {row.name}")
-                known = records.found.get((sample.task, sample.name, row.name, setup))
+                key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
+                known = records.found.get(records.key(key))
                 if known is None or known.get("prompt", prompt.checksum) != prompt.checksum:
                     found = answer(reading, row, setup, prompt, sample, tokenizer, question.new_tokens)
-                    key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
                     about = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
-                    files = {"files": of_row} if (of_row := row.files) else {}
-                    records.add(key | about | {"prompt": prompt.checksum} | files | found)
+                    about |= {"prompt": prompt.checksum} | ({"files": row.files} if row.files else {})
+                    records.add(key | about | found)
                 bar.update()

@@ -1,4 +1,4 @@
-"""Scores by row and task, and what they differ from full attention's, with bootstrap intervals."""
+"""Scores by row and task, their differences to full attention with bootstrap intervals, and the report of both."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
-from tasks.rows import REFERENCE
+import common
+from plotting import plot
+from tasks.answers import SETUPS
 
+REFERENCE = "full"
+"""The row that others are compared with: every token attended, through a HybridCache."""
 AVERAGE = "average"
 WORTH = "average, full above 20"
 """Over the tasks on which full attention scores above 20: where the model fails anyway, a cache has nothing to lose."""
@@ -111,3 +115,87 @@ def fed(record: dict[str, Any]) -> int:
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None
+
+
+FEEDING = {
+    "dense": "The whole prompt is attended exactly; the policy chooses for the tokens of the answer.",
+    "sparse": "The question is fed token by token, and the policy chooses for each of its tokens, too; what comes "
+    "before it is attended exactly.",
+}
+
+
+def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]], missing: Sequence[str]) -> None:
+    """Write the CSV, and beside it a table (`.md`) and a picture (`.png`) of the same name.
+
+    Args:
+        title: of table and picture.
+        records: all answers.
+        missing: tasks without a sample, to be told.
+    """
+    lines = summarize(records)
+    setting.write(lines)
+    setting.beside(".md").write_text(_markdown(title, lines, missing), encoding="utf-8")
+    print(f"wrote {setting.beside('.md')}")
+    _draw(title, lines, setting)
+    columns = ("setup", "row", "task", "score", "more", "low", "high", "percent", "same", "pairs", "ms_per_token")
+    averages = [line for line in lines if line["task"] in (AVERAGE, WORTH)]
+    common.show(f"{title}: scores, and what they are more than those of {REFERENCE}", averages, columns)
+    if missing:
+        print(f"no samples of {', '.join(missing)}")
+
+
+def spoken(line: dict[str, Any]) -> str:
+    """A score and its difference to full attention, as a cell of a table."""
+    score = f"{line['score']:.1f}"
+    if line["more"] is None or line["row"] == REFERENCE:
+        return score
+    if line["low"] is None:
+        return f"{score} ({line['more']:+.1f})"
+    return f"{score} ({line['more']:+.1f}, {line['low']:+.1f} to {line['high']:+.1f})"
+
+
+def _markdown(title: str, lines: list[dict[str, Any]], missing: Sequence[str]) -> str:
+    meta = common.environment()
+    parts = [
+        f"# {title}",
+        f"`{meta['command']}`, commit {meta['commit']}, {meta['cpu']}, GPU {meta['gpu']}, torch {meta['torch']}, "
+        f"transformers {meta['transformers']}.",
+        f"Scores from 0 to 100. In brackets: what they are more than those of `{REFERENCE}` on the same samples, and "
+        "the interval in which 95 % of resampled differences lie (paired bootstrap; none where a task has fewer than "
+        f"{FEWEST} samples).",
+    ]
+    for setup in (setup for setup in SETUPS if any(line["setup"] == setup for line in lines)):
+        mine = [line for line in lines if line["setup"] == setup]
+        cells = {(line["task"], line["row"]): spoken(line) for line in mine}
+        most = {line["task"]: line for line in sorted(mine, key=lambda line: line["samples"])}
+        averages = [name for name in (AVERAGE, WORTH) if name in most]
+        table = []
+        for task in [*(t for t in dict.fromkeys(line["task"] for line in mine) if t not in averages), *averages]:
+            of_tasks = f" of {most[task]['tasks']} tasks" if task in averages else ""
+            counted = f"{most[task]['samples']} ({most[task]['cut']}){of_tasks}"
+            found = {row: cells.get((task, row), "–") for row in dict.fromkeys(line["row"] for line in mine)}
+            table.append({"task": task, "samples (cut)": counted, **found})
+        parts += [f"## Question {setup}", FEEDING[setup], common.markdown(table)]
+    if missing:
+        parts.append(f"No samples of {', '.join(missing)} were at hand: they are in no average.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _draw(title: str, lines: list[dict[str, Any]], setting: common.Setting) -> None:
+    """A line a row: the mean difference with its interval, and a dot a task."""
+    different = [line for line in lines if line["row"] != REFERENCE and line["more"] is not None]
+    names = list(dict.fromkeys((line["setup"], line["row"]) for line in different))
+    with plot(setting.beside(".png"), figsize=(8, 1.5 + 0.4 * max(len(names), 1))) as axes:
+        for place, name in enumerate(names):
+            mine = {line["task"]: line for line in different if (line["setup"], line["row"]) == name}
+            mean = mine.pop(AVERAGE)
+            mine.pop(WORTH, None)
+            axes.plot([line["more"] for line in mine.values()], [place] * len(mine), "o", color="0.75")
+            if mean["low"] is not None:
+                axes.plot([mean["low"], mean["high"]], [place, place], color="C0")
+            axes.plot(mean["more"], place, "D", color="C0")
+        axes.axvline(0, color="0.3", linewidth=0.8)
+        axes.set_yticks(range(len(names)), [f"{row}, {setup}" for setup, row in names])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"score more than {REFERENCE}: mean over tasks with its 95 % interval, and single tasks (grey)")
+        axes.set_title(title)

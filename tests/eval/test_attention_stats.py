@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import attention_stats
 import common
-from weights import record
+from attention_stats import record
 
 TOKENS = 70
 POSITIONS = [9, 31, 32, 68, 69]
@@ -102,8 +102,8 @@ def test_layers_are_chosen_among_those_without_windows():
 @torch.inference_mode()
 def test_a_model_with_few_heads_and_with_windows_needs_no_options(tmp_path, monkeypatch):
     model, out = tiny_model("gemma3", "sdpa"), tmp_path / "stats.csv"
-    monkeypatch.setattr(attention_stats, "load", lambda *_: (model, None))
-    monkeypatch.setattr(attention_stats, "window", lambda text, tokenizer, start, tokens: prompt(1, tokens)[0])
+    monkeypatch.setattr(common, "load", lambda *_: (model, None))
+    monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: prompt(1, tokens)[0])
     options = [f"--text={__file__}", "--tokens", "40", "--queries", "3", "--out", str(out)]
     result = CliRunner().invoke(common.command(attention_stats.main), options)
     assert result.exit_code == 0, result.output
@@ -116,8 +116,8 @@ def test_a_model_with_few_heads_and_with_windows_needs_no_options(tmp_path, monk
 @torch.inference_mode()
 def test_scores_between_the_ends_are_told_of(tmp_path, monkeypatch):
     model, ids, out = tiny_model("llama", "sdpa"), prompt(1, 700)[0], tmp_path / "stats.csv"
-    monkeypatch.setattr(attention_stats, "load", lambda *_: (model, None))
-    monkeypatch.setattr(attention_stats, "window", lambda text, tokenizer, start, tokens: ids)
+    monkeypatch.setattr(common, "load", lambda *_: (model, None))
+    monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: ids)
     options = [f"--text={__file__}", "--tokens", "700", "--queries", "3", "--layers", "0,2", "--out", str(out)]
     result = CliRunner().invoke(common.command(attention_stats.main), options)
     assert result.exit_code == 0, result.output
@@ -136,8 +136,8 @@ def test_figures_and_numbers_of_two_texts(tmp_path, monkeypatch):
     texts = {name: prompt(1, TOKENS, seed)[0] for seed, name in enumerate(("one", "two"))}
     for name in texts:
         (tmp_path / f"{name}.txt").write_text(name, encoding="utf-8")
-    monkeypatch.setattr(attention_stats, "load", lambda *_: (model, None))
-    monkeypatch.setattr(attention_stats, "window", lambda text, tokenizer, start, tokens: texts[text][:, :tokens])
+    monkeypatch.setattr(common, "load", lambda *_: (model, None))
+    monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: texts[text][:, :tokens])
     out = tmp_path / "stats.csv"
     options = [f"--text={tmp_path / name}.txt" for name in texts]
     options += ["--tokens", str(TOKENS), "--queries", "5", "--head", "3", "--layer", "1", "--layers", "0,3"]
@@ -180,7 +180,7 @@ def test_figures_and_numbers_of_two_texts(tmp_path, monkeypatch):
     ],
 )
 def test_what_the_model_does_not_have_is_refused(options, message, monkeypatch):
-    monkeypatch.setattr(attention_stats, "load", lambda *_: (tiny_model("llama", "sdpa"), None))
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama", "sdpa"), None))
     result = CliRunner().invoke(common.command(attention_stats.main), ["--head", "0", *options])
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())

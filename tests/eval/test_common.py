@@ -6,6 +6,7 @@ import pytest
 import torch
 import typer
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from typer.testing import CliRunner
 
 import common
 from hf_offload import assets
@@ -53,6 +54,68 @@ def test_a_kind_that_is_named_twice_is_one():
     assert common.kinds_of("code,prose,code") == ["code", "prose"]
 
 
+def test_a_row_has_a_policy_and_options():
+    row = common.row_of("scout:budget=512,tier=split,recall=8")
+    assert (row.name, row.policy) == ("scout:budget=512,tier=split,recall=8", "scout")
+    assert row.options == {"budget": 512, "tier": "split", "recall": 8}
+    assert common.row_of("full").options == {}
+    assert common.row_of("hgca:gpu_ratio=0.1,reevaluate=False").options == {"gpu_ratio": 0.1, "reevaluate": False}
+    assert common.row_of("full", "one").options == {"tier": "one"}
+    assert common.row_of("full:tier=split", "one").options == {"tier": "split"}
+
+
+@pytest.mark.parametrize(
+    ("short", "policy", "options"),
+    [
+        ("scout-512", "scout", {"budget": 512}),
+        ("scout-512-int8", "scout", {"budget": 512, "host_dtype": "int8"}),
+        ("full-int8", "full", {"host_dtype": "int8"}),
+        ("hgca-0.1-once", "hgca", {"gpu_ratio": 0.1, "beta": 1.0, "reevaluate": False}),
+        ("hgca-1024", "hgca", {"window": 1024, "beta": 1.0}),
+        ("fixed-0.05", "fixed_hybrid", {"budget": 0.05}),
+        ("dynamic", "dynamic", {}),
+    ],
+)
+def test_a_short_name_is_a_policy_with_options(short, policy, options):
+    row = common.row_of(short, stock=common.STOCK)
+    assert (row.name, row.policy, row.options) == (short, policy, options)
+
+
+def test_rows_come_in_lists_and_one_by_one():
+    rows = common.rows_of(["full, scout:budget=512,tier=split,window-512", "quest:budget=512"])
+    assert [row.name for row in rows] == ["full", "scout:budget=512,tier=split", "window-512", "quest:budget=512"]
+    own = {"mine": common.Row("mine", "full"), "both": ["mine", "window-512"]}
+    assert [row.name for row in common.rows_of(["scout-512,both"], known=own)] == ["scout-512", "mine", "window-512"]
+
+
+def test_the_folder_of_a_file_is_not_in_the_name(tmp_path):
+    name = "fluxion:predictor=some.safetensors,tau=0.1"
+    assert common.row_of(f"fluxion:predictor={tmp_path}/some.safetensors,tau=0.1").name == name
+    row = common.row_of("fluxion-0.1", predictor=tmp_path / "some.safetensors")
+    assert row.options == {"predictor": f"{tmp_path}/some.safetensors", "tau": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonesuch", "policy='nonesuch' is unknown"),
+        ("scout:window=512", "window: not a knob of policy 'scout'"),
+        ("window:budget=many", "budget='many'"),
+        ("dynamic:budget=512", "policy='dynamic' is unknown"),
+        ("fluxion", "needs a predictor"),
+        ("scout:512", "not a policy with options"),
+    ],
+)
+def test_wrong_rows_are_refused(text, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        common.row_of(text)
+
+
+def test_a_row_is_there_once():
+    with pytest.raises(typer.BadParameter, match="twice"):
+        common.rows_of(["full", "full"])
+
+
 def test_rows_know_what_is_in_the_files_of_their_knobs(tmp_path):
     found = []
     for number, text in enumerate(("one", "two", "one")):
@@ -67,19 +130,11 @@ def test_rows_know_what_is_in_the_files_of_their_knobs(tmp_path):
     assert common.row_of("full:host=fetch").files == {}
 
 
-def test_choose_keeps_the_order_asked_for():
-    rows = [common.Row(name, "dynamic") for name in ("a", "b", "c")]
-    assert common.choose(rows, None) == rows
-    assert [row.name for row in common.choose(rows, "c, a")] == ["c", "a"]
-    with pytest.raises(typer.BadParameter, match="unknown rows d: choose among a, b, c"):
-        common.choose(rows, "a,d")
-
-
 def test_rows_make_stock_caches_under_sdpa(tiny):
     dynamic = common.FULL.make_cache(tiny)
     assert type(dynamic) is DynamicCache
     assert tiny.config._attn_implementation == "sdpa"
-    static = common.Row("static", "static", {"max_cache_len": 16}).make_cache(tiny)
+    static = common.Row("static", "static").make_cache(tiny, 16)
     assert type(static) is StaticCache
 
 
@@ -94,7 +149,8 @@ def test_prefill_in_chunks_is_the_same_as_at_once(tiny):
 def test_bytes_of_a_token_are_those_that_a_cache_takes(tiny):
     cache = common.FULL.make_cache(tiny)
     common.prefill(tiny, cache, torch.arange(10)[None])
-    assert common.kv_bytes(cache) == 10 * common.token_bytes(tiny, 2)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert held == 10 * common.token_bytes(tiny, 2)
 
 
 def test_text_of_takes_a_book_for_the_prose(tmp_path):
@@ -147,3 +203,25 @@ def test_csv_carries_what_the_result_depends_on(tmp_path, monkeypatch):
     assert {"commit", "cpu", "gpu", "omp_wait_policy", "torch", "transformers", "numba", "triton", "python"} <= set(
         first
     )
+
+
+def test_a_dataclass_among_the_parameters_stands_for_its_options(tmp_path):
+    seen = []
+
+    def main(count: int = 2, *, setting: common.TextSetting = common.EXACT_TEXT) -> None:
+        """Count."""
+        seen.append((count, setting))
+
+    app, book = common.command(main), tmp_path / "book.txt"
+    book.write_text("Call me Ishmael.")
+    result = CliRunner().invoke(app, ["--count", "3", "--prose", str(book), "--model", "m"])
+    assert result.exit_code == 0, result.output
+    out = common.RESULTS / "test_common.csv"
+    assert seen == [(3, common.TextSetting("m", "float32", 0, out, book))]
+    assert "Count." in CliRunner().invoke(app, ["--help"]).output
+    result = CliRunner().invoke(app, ["--dtype", "int3"])
+    assert (result.exit_code, "int3" in result.output) == (2, True)
+
+
+def test_rows_take_turns_forth_and_back():
+    assert list(common.in_turns("ab", 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]

@@ -13,16 +13,15 @@ from typer.testing import CliRunner
 
 import common
 import context_attention
-from hf_offload.attention.hooks import find_layers
-from hf_offload.cache.fingerprint import likeness
-from hf_offload.policies.fluxion.predictor import HeadPredictor, save_predictors
+from hf_offload import ConstantPredictor
+from inside import Watch
 
 BLOCK = {"block_size": 32}
 TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("row", [common.FULL, common.Row("full-hybrid", "full", BLOCK)], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [common.FULL, common.Row("full", "full", BLOCK)], ids=lambda row: row.name)
 def test_the_watch_runs_while_attention_is_computed(row, monkeypatch):
     model, ids = tiny_model("llama"), prompt(1, 40)[0]
     cache = row.make_cache(model)
@@ -36,14 +35,15 @@ def test_the_watch_runs_while_attention_is_computed(row, monkeypatch):
         return attend(*args, **kwargs)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, name, slow)
-    watch = context_attention.Watch()
+    watch = Watch()
     with watch.watching(name, cache):
         model(ids[:, :1], past_key_values=cache)
     assert len(calls) == 4
-    assert watch.seconds > 4 * 0.02
+    assert watch.seconds["attention"] > 4 * 0.02
+    assert (watch.seconds["kernels"] > 0) == (row.name == "full")
     assert AttentionInterface()[name] is slow
     assert "update" not in vars(cache)
-    before = watch.seconds
+    before = dict(watch.seconds)
     model(ids[:, :1], past_key_values=cache)
     assert watch.seconds == before
 
@@ -53,17 +53,18 @@ def test_the_watch_runs_while_attention_is_computed(row, monkeypatch):
 def test_rows_take_over_what_full_attention_has_read(policy, budget):
     model, ids = tiny_model("llama"), prompt(1, 300)[0]
     row = common.Row(f"{policy}-row", policy, BLOCK | ({} if budget is None else {"budget": budget}))
-    caches = context_attention.fill(model, [row], ids[:, :-6], 294, lambda _: None)
-    taken, full = caches[row.name], caches[common.FULL.name]
+    context = context_attention.Context(model, ids, [294], 294)
+    taken, full = context.make_cache(row), context.make_cache(common.FULL)
     row.activate(model)
     read = row.make_cache(model)
     common.prefill(model, read, ids[:, :-6])
-    times, mine = context_attention.decode(model, row, taken, ids[:, -6:], 0)
-    assert [len(values) for values in times.values()] == [4, 4, 4]
-    assert times["retrieval"] == [0.0] * 4
-    assert all(0 < part < whole for part, whole in zip(times["attention"], times["step"], strict=True))
+    times, mine = context.decode(row, taken, 0, 6)
+    assert [len(values) for values in times.values()] == [4] * 5
+    assert times["retrieval"] == times["predict"] == [0.0] * 4
+    every = zip(times["kernels"], times["attention"], times["step"], strict=True)
+    assert all(0 < kernels < part < whole for kernels, part, whole in every)
     want = torch.cat([model(token, past_key_values=read).logits[:, -1] for token in ids[:, -6:].split(1, 1)])
-    torch.testing.assert_close(mine, want.log_softmax(-1).cpu(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(mine[:, 0], want.log_softmax(-1).cpu(), atol=1e-4, rtol=1e-4)
     digests = taken.stats().as_dict()["digest_bytes"]
     attended = 300 if budget is None else budget
     assert context_attention.read_bytes(model, row, taken) == (attended * TOKEN + digests, None)
@@ -79,21 +80,20 @@ def test_a_long_context_repeats_a_short_text():
         common.Row("full-row", "full", BLOCK),
         common.Row("hgca-row", "hgca", {"gpu_ratio": 0.1, "beta": 0.0} | BLOCK),
     ]
-    caches = context_attention.fill(model, rows, ids[:, :-6], 1000, lambda _: None)
-    assert {cache.get_seq_length() for cache in caches.values()} == {1000}
-    own = context_attention.TURN
-    for layer in caches["full"].layers:
-        part = 300 - 6 - own
+    context = context_attention.Context(model, ids, [1000], 294)
+    full = context.make_cache(common.FULL)
+    part = 294 - context_attention.TAIL
+    for layer in full.layers:
         assert torch.equal(layer.keys[:, :, part : 2 * part], layer.keys[:, :, :part])
-    want = context_attention.decode(model, common.FULL, caches["full"], ids[:, -6:], 1000 - 294)[1]
+    want = context.decode(common.FULL, full, 0, 6)[1]
     for row in rows:
-        got = context_attention.decode(model, row, caches[row.name], ids[:, -6:], 1000 - 294)[1]
+        cache = context.make_cache(row)
+        assert cache.get_seq_length() == 1000
+        got = context.decode(row, cache, 0, 6)[1]
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     # The positions are those of the short text: a cache that holds it once attends to the same keys.
-    once = context_attention.fill(model, [], ids[:, :-6], 294, lambda _: None)["full"]
-    torch.testing.assert_close(
-        caches["full"].layers[0].keys[:, :, -6:], ids_keys(model, once, ids), atol=1e-5, rtol=1e-5
-    )
+    once = context_attention.Context(model, ids, [294], 294).make_cache(common.FULL)
+    torch.testing.assert_close(full.layers[0].keys[:, :, -6:], ids_keys(model, once, ids), atol=1e-5, rtol=1e-5)
 
 
 def ids_keys(model, cache, ids):
@@ -116,8 +116,7 @@ def test_bytes_of_a_window_and_what_is_kept():
         def as_dict(self):
             return {"kept_share": 0.25, "digest_bytes": 0, "retrievals": {}}
 
-    rows = {row.name: row for row in context_attention.make_rows(None)}
-    got = context_attention.read_bytes(tiny_model("llama"), rows["hgca-0.1"], Kept())
+    got = context_attention.read_bytes(tiny_model("llama"), common.row_of("hgca-0.1"), Kept())
     chosen = 0.25 * (1000 - 128) * TOKEN
     assert got == (128 * TOKEN + chosen, chosen)
 
@@ -126,13 +125,11 @@ def test_bytes_of_a_window_and_what_is_kept():
 def test_bytes_of_what_the_cpu_chose():
     model, ids = tiny_model("llama"), prompt(1, 480)[0]
     row = common.Row("fixed", "fixed_hybrid", {"budget": 0.5})
-    cache = row.make_cache(model)
-    common.prefill(model, cache, ids[:, :-2])
-    times = context_attention.decode(model, row, cache, ids[:, -2:], 0)[0]
-    assert len(times["retrieval"]) == 0  # all steps were warm-up
-    times = context_attention.decode(model, row, cache, ids[:, :3], 0)[0]
-    assert 0 < times["retrieval"][0] < times["attention"][0] < times["step"][0]
-    cache.crop(-3)
+    context = context_attention.Context(model, ids, [477], 477)
+    cache = context.make_cache(row)
+    times = context.decode(row, cache, 0, 3)[0]
+    assert 0 < times["retrieval"][0] < times["kernels"][0] < times["attention"][0] < times["step"][0]
+    assert times["predict"][0] == 0 or row.policy == "fixed_hybrid"
     read, chosen = context_attention.read_bytes(model, row, cache)
     stats = cache.stats().as_dict()
     assert 0.4 < stats["retrievals"]["retrieved_share"] <= 1
@@ -146,14 +143,46 @@ def test_bytes_of_what_the_cpu_chose():
     )  # 4 layers, 2 heads of 16
 
 
-def test_a_predictor_has_a_row_for_every_deviation_that_it_knows(tmp_path):
-    path = tmp_path / "predictor.safetensors"
-    made = {tau: HeadPredictor(tau=tau, digest="quest", sinks=16, local=32, streaming_at=0.5) for tau in (0.2, 0.05)}
-    model = tiny_model("llama")
-    save_predictors(path, likeness(model.config, find_layers(model)[0]), made, {})
-    rows = [row for row in context_attention.make_rows("one", path) if row.policy == "fluxion"]
-    assert [row.name for row in rows] == ["fluxion-0.05", "fluxion-0.2"]
-    assert rows[1].options == {"predictor": path, "tau": 0.2, "tier": "one"}
+@torch.inference_mode()
+def test_fluxions_prediction_is_timed():
+    model, ids = tiny_model("llama"), prompt(1, 480)[0]
+    row = common.Row("fluxion", "fluxion", {"predictor": ConstantPredictor(0.3, sinks=16, local=32), "tier": "one"})
+    context = context_attention.Context(model, ids, [400], 400)
+    lines = context_attention.measure(context, [row], 2, 3)
+    assert 0 < lines[1]["predict"] < lines[1]["retrieval"] < lines[1]["kernels"] < lines[1]["attention"]
+    assert 0 < lines[1]["predict_share"] < 1
+    assert "outside" not in lines[1]
+
+
+@torch.inference_mode()
+def test_a_batch_of_mixed_lengths_is_its_rows():
+    model, ids = tiny_model("llama"), prompt(1, 480)[0]
+    exact = common.Row("exact", "fluxion", {"predictor": ConstantPredictor(sinks=16, local=32)})
+    context = context_attention.Context(model, ids, [400, 190, 330], 480)
+    lines = context_attention.measure(context, [exact], 2, 3)
+    assert [(line["row"], line["context"]) for line in lines] == [(n, "400+190+330") for n in ("dynamic", "exact")]
+    assert lines[1]["kl"] == pytest.approx(0, abs=1e-5)
+    got = context.decode(common.FULL, context.make_cache(common.FULL), 0, 3)[1]
+    for row, length in enumerate(context.lengths):
+        alone = common.FULL.make_cache(model)
+        common.prefill(model, alone, ids[:, :length])
+        want = [model(ids[:, length + t : length + t + 1], past_key_values=alone).logits[0, -1] for t in range(3)]
+        torch.testing.assert_close(got[:, row], torch.stack(want).log_softmax(-1), rtol=1e-4, atol=1e-4)
+    assert min(context.lengths) > context_attention.TAIL
+
+
+@torch.inference_mode()
+def test_a_bare_model_tells_what_is_outside_the_kernels():
+    model, ids = tiny_model("llama"), prompt(1, 300)[0]
+    twin, cache = context_attention.bare_copy(model), context_attention.BareCache(250)
+    assert all(a is b for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+    times, logits = common.decode(twin, cache, ids[:, 250:253])
+    assert (len(times), cache.get_seq_length()) == (3, 250)
+    assert torch.isfinite(logits).all()
+    rows = [context_attention.BARE, common.row_of("full", "one")]
+    lines = context_attention.measure(context_attention.Context(model, ids, [250], 250), rows, 2, 3)
+    assert [line["row"] for line in lines] == ["dynamic", "full"]
+    assert isinstance(lines[1]["outside"], float)
 
 
 def test_rows_are_compared_token_by_token():
@@ -167,17 +196,17 @@ def test_rows_are_compared_token_by_token():
 
 def test_every_row_is_measured_at_every_length(tmp_path, monkeypatch):
     ids = prompt(1, 140)[0]
-    monkeypatch.setattr(context_attention, "load", lambda *_: (tiny_model("llama"), None))
-    monkeypatch.setattr(context_attention, "text_of", lambda kind, prose: kind)
-    monkeypatch.setattr(context_attention, "window", lambda text, tokenizer, start, tokens: ids[:, :tokens])
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), None))
+    monkeypatch.setattr(common, "text_of", lambda kind, prose: kind)
+    monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: ids[:, :tokens])
     out = tmp_path / "context.csv"
-    options = ["--contexts", "128,64", "--rows", "full-hybrid,window-1024", "--steps", "2", "--rounds", "3"]
+    options = ["--contexts", "128,64", "--rows", "full,window-1024", "--steps", "2", "--rounds", "3"]
     result = CliRunner().invoke(common.command(context_attention.main), [*options, "--out", str(out)])
     assert result.exit_code == 0, result.output
     with out.open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     assert [(line["context"], line["row"]) for line in lines] == [
-        (context, row) for context in ("64", "128") for row in ("full", "full-hybrid", "window-1024")
+        (context, row) for context in ("64", "128") for row in ("dynamic", "full", "window-1024")
     ]
     for line in lines:
         assert float(line["kl"]) == pytest.approx(0, abs=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("evaluate", reason="needs evaluate: pip install hf-offload[eval]")
 pytest.importorskip(
     "lm_eval.tasks.longbench.metrics",
     exc_type=ImportError,
@@ -34,3 +33,17 @@ def test_samples():
 
 def test_thirteen_tasks():
     assert len(set(leval.TASKS)) == 13
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "reference", "want"),
+    [
+        ("f1", "an old man", "The old man", 1),  # articles and cases do not count
+        ("f1", "The old man slept.", "an old man", 2 * (2 / 3) / (2 / 3 + 1)),
+        ("f1", "in 1953", "1952", 0),
+        ("rouge", "a b x d", "a b c d", 0.75),
+        ("rouge", "The cats sat.", "the cat sat on the mat", 2 * 0.5 / 1.5),  # stems: 3 of 3, 3 of 6
+    ],
+)
+def test_one_answer(metric, answer, reference, want):
+    assert leval.METRICS[metric](answer, reference) == pytest.approx(want, abs=1e-9)

@@ -69,7 +69,7 @@ def test_sets_are_those_of_the_papers():
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the script on rows of two tasks with a tiny model; returns its result and the CSV's lines."""
-    monkeypatch.setattr(tasks.run, "load", lambda *_: (tiny_model("llama"), letters()))
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), letters()))
     write(tmp_path, "qasper", [*rows(2), rows(3, words=2)[2]])
     write(tmp_path, "2wikimqa", rows(3, "2wikimqa", 20))
 
@@ -160,7 +160,7 @@ def test_a_sample_that_was_altered_is_asked_again(run, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_run_is_refused(run, monkeypatch):
-    monkeypatch.setattr(tasks.run, "load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(common, "load", lambda *_: pytest.fail("the model was loaded"))
     for options, message in (
         (("--row", "nonesuch"), "nonesuch"),
         (("--setup", "thin"), "thin"),

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 import common
 import needle
-import tasks.run
 from hf_offload import assets
 
 TEXT = "A sentence that says little. Another one! " * 300
@@ -44,9 +43,9 @@ def test_only_what_full_attention_finds_can_be_lost():
 
 def test_a_run(tmp_path, monkeypatch):
     out = tmp_path / "needle.csv"
-    monkeypatch.setattr(tasks.run, "load", lambda *_: (tiny_model("llama"), letters()))
-    monkeypatch.setattr(needle, "text_of", lambda *_: TEXT)
-    monkeypatch.setattr(needle, "scorer", lambda _: lambda *_: 100.0)
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), letters()))
+    monkeypatch.setattr(common, "text_of", lambda *_: TEXT)
+    monkeypatch.setattr(assets.Needle, "found_in", lambda *_: True)
     rows = ["--row", "full", "--row", "window:budget=64,sinks=8,block_size=8"]
     options = ["--tokens", "300", "--kinds", "code,prose", "--limit", "2", "--new-tokens", "3", "--out", str(out)]
     result = CliRunner().invoke(common.command(needle.main), [*rows, *options])
@@ -64,8 +63,8 @@ def test_a_run(tmp_path, monkeypatch):
 
 
 def test_a_text_that_is_too_short_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(tasks.run, "load", lambda *_: (tiny_model("llama"), letters()))
-    monkeypatch.setattr(needle, "text_of", lambda *_: TEXT)
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), letters()))
+    monkeypatch.setattr(common, "text_of", lambda *_: TEXT)
     options = ["--tokens", "300000", "--kinds", "code", "--out", str(tmp_path / "needle.csv")]
     result = CliRunner().invoke(common.command(needle.main), options)
     assert result.exit_code == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ PASSED: list[Here] = []
 
 def test_every_way_reads_the_same_tokens_and_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     PASSED.clear()
-    monkeypatch.setattr(peers, "load", lambda *_: (tiny_model("llama"), letters()))
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), letters()))
     monkeypatch.setattr(peers, "tokenizer_of", lambda _: letters())
     monkeypatch.setattr(peers, "Process", Here)
     out, picture = tmp_path / "peers.csv", tmp_path / "peers.svg"
@@ -73,13 +72,23 @@ def test_kl_is_that_of_the_definition() -> None:
 
 
 def test_a_way_that_fails_says_which_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = Pipe()
-    monkeypatch.setattr(peers, "load", lambda *_: 1 / 0)
-    peers.serve(there, "DynamicCache", peers.Settings(None, None, "float32", 1, 64))
-    error, _ = here.recv()
-    assert isinstance(error, RuntimeError)
-    assert "DynamicCache" in str(error)
-    assert "ZeroDivisionError" in str(error)
+    monkeypatch.setattr(common, "load", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="DynamicCache: ZeroDivisionError"):
+        peers.begin("DynamicCache", peers.Settings(dtype="float32", threads=1))
+
+
+def test_a_process_says_what_it_takes_at_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+
+    class Greedy:
+        def prefill(self, size: int) -> int:
+            held.append(np.ones(size, np.uint8))
+            return size
+
+    monkeypatch.setattr(peers, "_serving", Greedy())
+    monkeypatch.setattr(peers, "_before", peers._resident_bytes())
+    size, peak = peers.serve("prefill", 64 << 20)
+    assert size <= peak + (8 << 20)
 
 
 def test_an_unknown_way_is_refused() -> None:

@@ -15,7 +15,6 @@ pytest.importorskip("wonderwords", reason="needs lm-eval[ruler]: pip install hf-
 
 import common
 import ruler
-import tasks.run
 
 WORDS = [f"word{letter}" for letter in "abcdefghijklmnopqrst"]
 PARAGRAPHS = [f"Paragraph {n} tells of the town of Place{n}. Its mayor is Person{n}." for n in range(30)]
@@ -96,7 +95,7 @@ def test_thirteen_tasks():
 
 
 def test_a_task_without_room_is_told_before_any_answer(sources, monkeypatch):
-    monkeypatch.setattr(tasks.run, "load", lambda *_: (tiny_model("llama"), letters()))
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), letters()))
     options = ["--tasks", "niah_single_1", "--lengths", "16", "--row", "full", "--prose", str(sources / "novel.txt")]
     result = CliRunner().invoke(common.command(ruler.main), [*options, "--out", str(sources / "ruler.csv")])
     assert result.exit_code == 2

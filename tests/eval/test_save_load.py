@@ -21,14 +21,25 @@ class Letters:
 
 
 def test_it_runs_and_continuations_are_identical(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_load, "load", lambda *_: (tiny_model("llama"), Letters()))
-    monkeypatch.setattr(save_load, "window", lambda text, tokenizer, start, tokens: prompt(1, tokens)[0])
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), Letters()))
+    monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: prompt(1, tokens)[0])
     out = tmp_path / "save_load.csv"
-    options = ["--tokens", "2500", "--steps", "4", "--repeats", "2", "--rows", "scout,scout-int8", "--out", str(out)]
+    options = [
+        "--tokens",
+        "2500",
+        "--steps",
+        "4",
+        "--repeats",
+        "2",
+        "--rows",
+        "scout-1024,scout-1024-int8",
+        "--out",
+        str(out),
+    ]
     result = CliRunner().invoke(common.command(save_load.main), options)
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(out.open()))
-    assert [row["row"] for row in rows] == ["scout", "scout-int8"]
+    assert [row["row"] for row in rows] == ["scout-1024", "scout-1024-int8"]
     for row in rows:
         assert row["identical"] == "True"
         assert float(row["unverified_load_s"]) > 0

@@ -60,8 +60,8 @@ def test_the_first_turn_is_decoded_token_by_token():
 def test_needles_that_full_attention_finds_are_counted(tmp_path, monkeypatch):
     """Full attention misses needle 0, gives needle 1 away at once, and finds the others; the window loses them."""
     model = tiny_model("llama")
-    monkeypatch.setattr(second_turn, "load", lambda *_: (model, Letters()))
-    monkeypatch.setattr(second_turn, "text_of", lambda kind, prose: kind)
+    monkeypatch.setattr(common, "load", lambda *_: (model, Letters()))
+    monkeypatch.setattr(common, "text_of", lambda kind, prose: kind)
 
     def random_needle(text, tokenizer, seed, *, tokens, question):
         assert question == second_turn.FIRST_QUESTION
@@ -85,8 +85,8 @@ def test_needles_that_full_attention_finds_are_counted(tmp_path, monkeypatch):
     with out.open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     assert [(line["row"], line["seed"], line["found"]) for line in lines] == [
-        ("full", "0", "0"), ("full", "1", "1"), ("full", "2", "1"), ("window-1024", "2", "0"),
-        ("full", "3", "1"), ("window-1024", "3", "0"),
+        ("dynamic", "0", "0"), ("dynamic", "1", "1"), ("dynamic", "2", "1"), ("window-1024", "2", "0"),
+        ("dynamic", "3", "1"), ("window-1024", "3", "0"),
     ]  # fmt: skip
     assert next(answers, None) is None
 

@@ -46,27 +46,27 @@ class FluxionState(SelectorState):
     def __init__(self, layer: HybridLayer, make_predictor: Callable[[PromptStatistics], LayerPredictor]) -> None:
         super().__init__(layer)
         self._make_predictor = make_predictor
-        self.foresight: LayerPredictor | None = None
+        self.predictor: LayerPredictor | None = None
         """There once there are tokens on the host."""
         self.blocks = 0
         """`step.host_end` when the statistics were made."""
 
     def learn(self, statistics: PromptStatistics, blocks: int) -> None:
         """Predict by these statistics from here on."""
-        self.foresight, self.blocks = self._make_predictor(statistics), blocks
+        self.predictor, self.blocks = self._make_predictor(statistics), blocks
 
     def unplaced(self, layer: HybridLayer) -> None:
-        self.foresight, self.blocks = None, 0
+        self.predictor, self.blocks = None, 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        if self.foresight is None:
+        if self.predictor is None:
             return {}
-        statistics = self.foresight.statistics
+        statistics = self.predictor.statistics
         found = {part.name: getattr(statistics, part.name) for part in dataclasses.fields(PromptStatistics)}
         return {**found, "blocks": torch.tensor(self.blocks)}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
-        self.foresight, self.blocks = None, 0
+        self.predictor, self.blocks = None, 0
         if tensors:
             found = {n: x.to(layer.device, copy=True) for n, x in tensors.items() if n != "blocks"}
             self.learn(PromptStatistics(**found), int(tensors["blocks"]))
@@ -212,12 +212,12 @@ class Fluxion(Policy):
         local, state = attend_local(step), step.state
         if not has_host_tokens(step):
             return join(step, local, None)
-        if state.foresight is None or step.host_end >= 2 * state.blocks:
-            anchor = local.query if state.foresight is not None else anchor_of(step)
+        if state.predictor is None or step.host_end >= 2 * state.blocks:
+            anchor = local.query if state.predictor is not None else anchor_of(step)
             state.learn(self._look(step, anchor), step.host_end)
-        foresight = state.foresight
-        step.as_long_as(lambda: state.foresight is foresight)
-        return join(step, local, select(step, foresight, self.granularities, local, self.schedule))
+        predictor = state.predictor
+        step.as_long_as(lambda: state.predictor is predictor)
+        return join(step, local, select(step, predictor, self.granularities, local, self.schedule))
 
     def _layer_predictor(self, statistics: PromptStatistics) -> LayerPredictor:
         assert self.network is not None, "a predictor that is known has a network"

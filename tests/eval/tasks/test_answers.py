@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from letters import letters
@@ -11,7 +13,6 @@ import common
 from hf_offload.attention.model_support import on_device
 from tasks.answers import Reading, answer
 from tasks.prompts import Prompt
-from tasks.rows import parse_row
 from tasks.samples import Sample
 
 ROWS = (
@@ -27,6 +28,7 @@ ROWS = (
     "dynamic",
 )
 LENGTH = 150
+parse_row = partial(common.row_of, stock=common.STOCK)
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +78,13 @@ def test_taken_over_is_as_if_it_had_read_itself(model, ids, text, tokens):
 
 @torch.inference_mode()
 def test_one_forward_reads_for_all_rows(model, ids, monkeypatch):
-    read = []
+    read, real = [], common.prefill
 
     def prefill(model, cache, ids, *chunk):
         read.append(ids.shape[1])
-        return common.prefill(model, cache, ids, *chunk)
+        return real(model, cache, ids, *chunk)
 
-    monkeypatch.setattr("tasks.answers.prefill", prefill)
+    monkeypatch.setattr(common, "prefill", prefill)
     reading = Reading(model, ids)
     for text in ROWS[:5]:
         reading.start(parse_row(text), LENGTH)

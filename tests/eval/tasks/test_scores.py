@@ -7,8 +7,8 @@ import csv
 import numpy as np
 import pytest
 
-from tasks.report import spoken, write_report
-from tasks.scores import AVERAGE, WORTH, difference, summarize
+from common import Setting
+from tasks.scores import AVERAGE, WORTH, difference, report, spoken, summarize
 
 
 def record(task, sample, row, score, setup="dense", **more):
@@ -85,7 +85,7 @@ def test_a_line_a_task_and_the_averages(few):
 
 def test_the_report(tmp_path, capsys, few):
     out = tmp_path / "out.csv"
-    write_report("Bench", out, RECORDS, ["samsum"])
+    report("Bench", Setting(out=out), RECORDS, ["samsum"])
     with out.open(encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 10
     text = out.with_suffix(".md").read_text(encoding="utf-8")

@@ -181,7 +181,7 @@ def test_statistics_are_made_anew_when_the_host_has_twice_as_much(llama: PreTrai
     cache = hf_offload.HybridCache(llama, "fluxion", predictor=predictor, tier="one")
     layer = cache.layers[0]
     decode(llama, cache, 1, 40, 1)
-    assert layer.state.foresight is None  # nothing is on the host yet
+    assert layer.state.predictor is None  # nothing is on the host yet
     decode_more = prompt(1, 200)[0]
     made = []
     with torch.no_grad():

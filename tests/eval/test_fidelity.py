@@ -1,4 +1,4 @@
-"""Policies against costs: what is measured, which rows are on a front, and a run that was stopped."""
+"""Policies against full attention: what is measured, which rows are on a front, and a run that was stopped."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tiny import prompt, tiny_model
 from typer.testing import CliRunner
 
 import common
-import pareto
-from hf_offload import assets, measuring
+import fidelity
+from hf_offload import Scout, measuring
 
 TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
 
@@ -24,9 +24,9 @@ def lines(*points: tuple[float, float, float, float]) -> list[dict[str, Any]]:
 
 def test_fronts_and_the_cheapest() -> None:
     rows = lines((0.0, 9, 9, 9), (0.01, 2, 4, 5), (0.02, 2, 3, 6), (0.5, 1, 1, 1))
-    pareto.fronts(rows)
+    fidelity.fronts(rows)
     assert [row["front"] for row in rows] == ["host device ms", "host device ms", "device", "host device ms"]
-    table = {line["KL at most"]: line for line in pareto.best(rows)}
+    table = {line["KL at most"]: line for line in fidelity.best(rows)}
     assert table[0.02]["device"] == "2 (3)"
     assert table[0.02]["ms"] == "1 (5)"
     assert table[0.005]["host"] == "0 (9)"
@@ -69,46 +69,38 @@ def test_bytes_of_the_host(policy: str, options: dict[str, Any], tokens: int) ->
 @pytest.mark.slow
 def test_every_row_is_measured_and_a_stopped_run_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(1, 240)[0]
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), None))
+    monkeypatch.setattr(common, "text_of", lambda kind, prose: kind)
+    monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: ids[:, :tokens])
+    measure, asked = fidelity.measure, []
 
-    class Tokenizer:
-        @staticmethod
-        def decode(ids: Any, **_: Any) -> str:
-            return "7"
-
-    monkeypatch.setattr(pareto, "load", lambda *_: (tiny_model("llama"), Tokenizer()))
-    monkeypatch.setattr(pareto, "text_of", lambda kind, prose: kind)
-    monkeypatch.setattr(pareto, "window", lambda text, tokenizer, start, tokens: ids[:, :tokens])
-    monkeypatch.setattr(assets, "random_needle", lambda *_, **__: assets.Needle(ids, "7"))
-    follow, asked = pareto.follow, []
-
-    def stops(model: Any, setting: str, reading: Any) -> dict[str, Any]:
-        asked.append(setting)
+    def stops(model: Any, row: Any, *others: Any) -> dict[str, Any]:
+        asked.append(row.name)
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return follow(model, setting, reading)
+        return measure(model, row, *others)
 
-    monkeypatch.setattr(pareto, "follow", stops)
-    out = tmp_path / "pareto.csv"
+    monkeypatch.setattr(fidelity, "measure", stops)
+    out = tmp_path / "fidelity.csv"
     rows = ["--row", "full", "--row", "scout:budget=192,recent=0", "--row", "h2o:heavy=0.1"]
-    options = [*rows, "--tokens", "220", "--steps", "6", "--kinds", "code", "--needles", "2", "--out", str(out)]
-    assert CliRunner().invoke(common.command(pareto.main), options).exit_code != 0
-    result = CliRunner().invoke(common.command(pareto.main), options)
+    options = [*rows, "--tokens", "220", "--steps", "6", "--kinds", "code", "--windows", "1", "--out", str(out)]
+    assert CliRunner().invoke(common.command(fidelity.main), options).exit_code != 0
+    result = CliRunner().invoke(common.command(fidelity.main), options)
     assert result.exit_code == 0, result.output
     assert asked == ["full", "scout:budget=192,recent=0", "scout:budget=192,recent=0", "h2o:heavy=0.1"]
     with out.open(encoding="utf-8") as file:
         found = list(csv.DictReader(file))
     assert [line["row"] for line in found] == rows[1::2]
-    assert [(line["found"], line["of"]) for line in found] == [("2", "2")] * 3
     assert float(found[0]["kl"]) < 1e-5 < float(found[1]["kl"])
     assert out.with_suffix(".png").stat().st_size > 0
-    assert not out.with_suffix(".state").exists()
+    assert not out.with_suffix(".jsonl").exists()
 
 
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ("nonesuch:budget=64", "unknown policies nonesuch"),
-        ("dynamic", "unknown policies dynamic"),
+        ("nonesuch:budget=64", "policy='nonesuch' is unknown"),
+        ("dynamic", "policy='dynamic' is unknown"),
         ("scout:64", "not a policy with options"),
         ("scout:budget=32", "--row scout:budget=32: budget=32 is less than"),
         ("fluxion:predictor=/there/none.safetensors", "--row fluxion:predictor=none.safetensors: "),
@@ -117,9 +109,16 @@ def test_every_row_is_measured_and_a_stopped_run_goes_on(tmp_path: Any, monkeypa
 def test_what_cannot_be_run_is_told_before_a_text_is_read(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, row: str, told: str
 ) -> None:
-    monkeypatch.setattr(pareto, "load", lambda *_: (tiny_model("llama"), None))
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), None))
     monkeypatch.setattr(measuring, "read", lambda *_: pytest.fail("a text was read"))
-    options = ["--row", "full", "--row", row, "--kinds", "code", "--out", str(tmp_path / "pareto.csv")]
-    result = CliRunner().invoke(common.command(pareto.main), options)
+    options = ["--row", "full", "--row", row, "--kinds", "code", "--out", str(tmp_path / "fidelity.csv")]
+    result = CliRunner().invoke(common.command(fidelity.main), options)
     assert result.exit_code == 2, result.output
     assert told in " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_papers_form_is_that_of_scout() -> None:
+    rows = fidelity.variants(1024)
+    assert Scout(**{k: v for k, v in rows["paper"].options.items() if k != "tier"}) == Scout.paper(budget=1024)
+    assert Scout(**rows["paper-off"].options) == Scout.paper(budget=1024, lookahead="off")
+    assert all(("tier" in row.options) == (row.options.get("lookahead", "off") != "off") for row in rows.values())

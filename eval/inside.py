@@ -1,0 +1,110 @@
+"""The one place where scripts look inside the package: the launches of a step, the blocks that caches hold.
+
+Scripts that import it measure the package of this checkout alone; the others run on older commits, too (`versus.py`).
+Beside it `bench_cpu.py` calls the kernels, and `fidelity.py` and `context_attention.py` use `hf_offload.measuring`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import AttentionInterface, Cache
+
+import common
+from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cpu.launch import Launch, LaunchSequence
+
+PREDICT = "the properties of the heads"
+RETRIEVAL = (PREDICT, "the choice of host blocks", "counts of the choice", "attention to the host")
+"""Labels of the launches in which the CPU chooses and attends blocks of the host."""
+
+
+class Watch:
+    """Stopwatches that run while attention is computed.
+
+    Attributes:
+        seconds: by name. "attention": in the attention function and in the cache's `update`; "kernels": of them in
+            compiled kernels; "retrieval": of these in the launches of `RETRIEVAL`; "predict": of these in Fluxion's
+            prediction. With two memories the last three count the threads that run beside the model's, too.
+    """
+
+    NAMES = ("attention", "kernels", "retrieval", "predict")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Set all to 0."""
+        self.seconds = dict.fromkeys(self.NAMES, 0.0)
+
+    def timed(self, work: Callable[..., Any], *names: str) -> Callable[..., Any]:
+        """The same function, with some of the stopwatches running inside."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            common.synchronize()
+            start = time.perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                common.synchronize()
+                for name in names:
+                    self.seconds[name] += time.perf_counter() - start
+
+        return run
+
+    @contextmanager
+    def watching(self, name: str, cache: Cache) -> Iterator[None]:
+        """Let them run in the attention function of a name, in a cache's `update` and in kernels."""
+        attend, run = AttentionInterface()[name], LaunchSequence.run
+        parts: WeakKeyDictionary[LaunchSequence, list[tuple[Callable[..., Any], LaunchSequence]]] = WeakKeyDictionary()
+
+        def run_parts(sequence: LaunchSequence) -> None:
+            if sequence not in parts:
+                groups = [(names, list(launches)) for names, launches in groupby(sequence.launches, self._names_of)]
+                parts[sequence] = [
+                    (self.timed(run, *names), LaunchSequence(launches) if groups[1:] else sequence)
+                    for names, launches in groups
+                ]
+            for work, part in parts[sequence]:
+                work(part)
+
+        AttentionInterface.register(name, self.timed(attend, "attention"))
+        LaunchSequence.run = run_parts  # type: ignore[method-assign]
+        cache.update = self.timed(cache.update, "attention")  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            AttentionInterface.register(name, attend)
+            LaunchSequence.run = run  # type: ignore[method-assign]
+            del cache.update  # the class's own is behind it
+
+    @staticmethod
+    def _names_of(launch: Launch) -> tuple[str, ...]:
+        if not launch.label.startswith(RETRIEVAL):
+            return ("kernels",)
+        return ("kernels", "retrieval", *(("predict",) if launch.label.startswith(PREDICT) else ()))
+
+
+def layers_of(cache: Any) -> list[HybridLayer]:
+    """The layers of a cache that hold blocks."""
+    return [layer for layer in hybrid_layers(cache) if layer.store is not None]
+
+
+def used_bytes(caches: Iterable[Any]) -> int:
+    """Bytes of the blocks in use by some caches; pools and blocks that they share count once."""
+    return sum(pool.used_bytes for pool in _pools(caches))
+
+
+def slab_bytes(caches: Iterable[Any]) -> int:
+    """Bytes that the pools of some caches have taken, in use or not."""
+    return sum(slab.nbytes for pool in _pools(caches) for slab in (*pool.slabs, *pool.packed_slabs))
+
+
+def _pools(caches: Iterable[Any]) -> list[Any]:
+    return list({id(layer.store.pool): layer.store.pool for cache in caches for layer in layers_of(cache)}.values())
