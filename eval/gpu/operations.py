@@ -10,7 +10,7 @@ from gpu.inputs import Inputs, Operation
 
 
 def paged_attention(x: Inputs) -> Operation:
-    from hf_offload.gpu.paged import paged_attention as operation
+    from hf_offload.gpu.paged_attention import paged_attention as operation
 
     query, listing = x.query(), x.listing()
     out, lse = operation(query, *listing, scale=0.1)
@@ -20,7 +20,7 @@ def paged_attention(x: Inputs) -> Operation:
 
 
 def _shares(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    from hf_offload.gpu.paged import count_splits
+    from hf_offload.gpu.paged_attention import count_splits
 
     size = x.size
     splits = count_splits(size.batch * size.kv_heads, size.chosen * size.block)
@@ -51,7 +51,7 @@ def merge_with_host(x: Inputs) -> Operation:
 
 
 def score_submeans(x: Inputs) -> Operation:
-    from hf_offload.gpu.score import score_submeans as operation
+    from hf_offload.gpu.digest_scores import score_submeans as operation
 
     size, device = x.size, x.options.device
     physical, pairs = size.batch * size.context, size.block // 2
@@ -72,7 +72,7 @@ def score_submeans(x: Inputs) -> Operation:
 
 
 def score_vectors(x: Inputs) -> Operation:
-    from hf_offload.gpu.score import score_vectors as operation
+    from hf_offload.gpu.digest_scores import score_vectors as operation
 
     size, physical = x.size, x.size.batch * x.size.context
     ready = x.floats(*size.heads, 2 * size.dim)
@@ -86,7 +86,7 @@ def score_vectors(x: Inputs) -> Operation:
 
 
 def join_heads(x: Inputs) -> Operation:
-    from hf_offload.gpu.join import join_heads as operation
+    from hf_offload.gpu.digest_scores import join_heads as operation
 
     masses, tail, limits = x.floats(*x.size.heads, x.size.context), x.floats(*x.size.heads), x.limits()
     written = masses.nbytes // x.size.group
@@ -97,7 +97,7 @@ def join_heads(x: Inputs) -> Operation:
 
 
 def select_blocks(x: Inputs) -> Operation:
-    from hf_offload.gpu.select import select_blocks as operation
+    from hf_offload.gpu.block_topk import select_blocks as operation
 
     score, limits, sinks = x.floats(*x.size.lines, x.size.context), x.limits(), x.sinks()
     knobs = {"block_size": x.size.block, "recent": 1, "k": x.size.chosen, "capacity": x.size.chosen}
@@ -107,7 +107,7 @@ def select_blocks(x: Inputs) -> Operation:
 
 
 def split_blocks(x: Inputs) -> Operation:
-    from hf_offload.gpu.select import split_blocks as operation
+    from hf_offload.gpu.block_topk import split_blocks as operation
 
     blocks, counts = x.blocks(), x.counts(x.size.chosen)
     slot_of = x.slot_of(blocks[:, :, ::2], x.slots()[:, :, ::2])
@@ -135,7 +135,7 @@ def exchange(x: Inputs) -> Operation:
 
 
 def write_token(x: Inputs) -> Operation:
-    from hf_offload.gpu.move import write_token as operation
+    from hf_offload.gpu.kv_copy import write_token as operation
 
     pool, slot_of, limits = x.pool(), x.slot_of(x.blocks(), x.slots()), x.limits()
     k, v = (x.floats(*x.size.lines, x.size.dim, dtype=pool.dtype) for _ in range(2))
@@ -148,7 +148,7 @@ def _moves(x: Inputs, share: float) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def _fetch(x: Inputs, share: float) -> Operation:
-    from hf_offload.gpu.move import fetch as operation
+    from hf_offload.gpu.kv_copy import fetch as operation
 
     pool, (slots, blocks, counts) = x.pool(), _moves(x, share)
     slab, addresses, table = x.records()
@@ -191,7 +191,7 @@ def hand_over_by_copies(x: Inputs) -> Operation:
 
 
 def store_block(x: Inputs) -> Operation:
-    from hf_offload.gpu.move import store_block as operation
+    from hf_offload.gpu.kv_copy import store_block as operation
 
     pool, slot_of = x.pool(), x.slot_of(x.blocks(), x.slots())
     slab, addresses, table = x.records()

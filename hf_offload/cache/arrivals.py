@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_offload.gpu.ranking import MOST_BLOCKS
+from hf_offload.gpu.block_topk import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_offload.cache.copying import bring
-from hf_offload.gpu import move
+from hf_offload.gpu import kv_copy
+from hf_offload.gpu.block_topk import choose_runs
 from hf_offload.gpu.merge import merge
-from hf_offload.gpu.paged import paged_attention
-from hf_offload.gpu.runs import choose_runs
+from hf_offload.gpu.paged_attention import paged_attention
 from hf_offload.gpu.streams import TASKS, stream_for
 from hf_offload.policies.fluxion.selector import Selector
 
@@ -114,4 +114,4 @@ class DeviceTasks:
             record = torch.where(addresses & 1 == 1, packed.record_bytes, record)
         addresses += head * record
         places = torch.arange(len(addresses), dtype=torch.int32, device=pool.device)[None]
-        move.fetch(pool, slots.contiguous(), blocks, count.view(1, 1), addresses, places, packed=packed)
+        kv_copy.fetch(pool, slots.contiguous(), blocks, count.view(1, 1), addresses, places, packed=packed)
