@@ -1,7 +1,7 @@
 """Dot products in integers.
 
 Submeans: a register of 16 words holds the codes of `pieces` blocks (16 / S of them, at least 1), the number coming from
-the length of a tuple tag; the layout is that of `gpu/packing.py`.
+the length of a tuple tag; the layout is that of `gpu/seal.py`.
 
 Packed blocks: tiles of sums of int8 codes times int16 rows, exact in 32 bits. A lane adds two products at a time, one
 instruction of x86 (`pmaddwd`; with VNNI the sum is part of it). A tile of m heads by n columns is a tuple of m * n
