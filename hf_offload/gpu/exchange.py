@@ -16,7 +16,7 @@ from .block_topk import (
     ordered,
     padded_width,
     together,
-)  # fmt: skip
+)
 
 F32, I32 = (torch.float32,), (torch.int32,)
 FREE = -1

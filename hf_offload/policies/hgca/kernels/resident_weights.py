@@ -20,7 +20,7 @@ from hf_offload.gpu.paged_attention import (
     seen_tokens,
     split_heads,
     tile_sizes,
-)  # fmt: skip
+)
 
 
 def update_weights(
