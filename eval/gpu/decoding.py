@@ -27,8 +27,8 @@ FULL_BLOCK = 128  # tokens a block where all of a context is resident: a row has
 STEP_SECONDS = 15  # of it for the steps that count, if there have been a few
 
 SHOWN = (
-    "context", "batch", "row", "p50", "tokens_per_s", "busy", "waiting", "moving", "gaps", "launches", "profiled", "cpu_ratio", "device_kv_gib",
-    "note",
+    "context", "batch", "row", "p50", "tokens_per_s", "busy", "waiting", "moving", "gaps", "launches", "profiled",
+    "cpu_ratio", "device_kv_gib", "note",
 )  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "scout": {},
