@@ -1,4 +1,4 @@
-"""Draw the three figures of docs/concepts.md as SVG files.
+"""Draw the figures of docs/concepts.md and docs/architecture.md as SVG files.
 
     python docs/drawings.py
 
@@ -8,10 +8,12 @@ with what this script draws.
 
 from __future__ import annotations
 
+import ast
 from html import escape
 from pathlib import Path
 
 OUT = Path(__file__).parent / "img"
+PACKAGE = Path(__file__).parent.parent / "hf_offload"
 INK, FRAME, QUIET = "#1f2933", "#9aa5b1", "#f3f5f7"
 DEVICE, HOST, MODEL = "#b2dfdb", "#ffd9a8", "#d6dcf5"
 
@@ -160,7 +162,136 @@ def layer_ahead() -> Drawing:
     return d
 
 
-DRAWINGS = {"two-memories": two_memories, "decode-step": decode_step, "layer-ahead": layer_ahead}
+def imports_of(path: Path) -> dict[str, bool]:
+    """Modules of the package that a file imports, as paths without suffix, and whether for type checkers alone."""
+    found: dict[str, bool] = {}
+
+    def visit(node: ast.AST, types: bool) -> None:
+        types = types or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
+        if isinstance(node, ast.ImportFrom):
+            lead = path.relative_to(PACKAGE).parts[: -node.level] if node.level else ()
+            module = node.module or ""
+            if node.level or module.startswith("hf_offload"):
+                parts = [*lead, *module.removeprefix("hf_offload").strip(".").split(".")]
+                for alias in node.names:
+                    name = "/".join(part for part in (*parts, alias.name) if part)
+                    if not (PACKAGE / f"{name}.py").exists():
+                        name = "/".join(part for part in parts if part)
+                    found[name] = types and found.get(name, True)
+        for child in ast.iter_child_nodes(node):
+            visit(child, types)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), False)
+    return found
+
+
+BOXES = {
+    "ways in": (300, 20, 440, 46, "enable  cli  lm_eval  ·  tune  plan  profile  assets"),
+    "hybrid_cache": (20, 20, 240, 46, "hybrid_cache"),
+    "policies": (20, 122, 240, 46, "policies: registry, baselines"),
+    "policies/hgca": (300, 122, 200, 46, "policies/hgca"),
+    "policies/fluxion": (540, 122, 200, 46, "policies/fluxion"),
+    "attention": (300, 224, 440, 46, "attention"),
+    "policies/base": (20, 326, 240, 46, "policies/base: the contract"),
+    "cache": (300, 326, 440, 46, "cache"),
+    "cpu": (300, 428, 200, 46, "cpu"),
+    "gpu": (540, 428, 200, 46, "gpu"),
+}
+"""Where packages are drawn: x, y, width, height, text. What imports is above what it imports."""
+OPEN_TO_ALL = {"fields", "knobs", "scores"}
+
+
+def box_of(module: str) -> str | None:
+    """The box of a module; None: a module that all may import."""
+    parts = module.split("/")
+    if parts[0] in OPEN_TO_ALL or module in ("", "__init__"):
+        return None
+    if "/".join(parts[:2]) in BOXES:
+        return "/".join(parts[:2])
+    return parts[0] if parts[0] in BOXES else "ways in"
+
+
+def arrows() -> dict[tuple[str, str], bool]:
+    """Which package imports which, and whether for type checkers alone."""
+    found: dict[tuple[str, str], bool] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        source = box_of(str(path.relative_to(PACKAGE).with_suffix("")))
+        for module, types in imports_of(path).items():
+            target = box_of(module)
+            if source and target and source != target:
+                found[source, target] = types and found.get((source, target), True)
+    return found
+
+
+def reduced(found: dict[tuple[str, str], bool]) -> dict[tuple[str, str], bool]:
+    """Without the arrows that follow from others; the contract's own stay."""
+    below: dict[str, set[str]] = {name: set() for name in BOXES}
+    for source, target in found:
+        if source != "policies/base":
+            below[source].add(target)
+
+    def reached(name: str) -> set[str]:
+        return below[name].union(*map(reached, below[name]))
+
+    return {
+        (source, target): types
+        for (source, target), types in found.items()
+        if source == "policies/base" or not any(target in reached(other) for other in below[source] - {target})
+    }
+
+
+def packages() -> Drawing:
+    """The packages and who imports whom, read from the imports."""
+    d = Drawing(760, 560, "Who imports whom: from hybrid_cache and the policies down to cpu and gpu")
+    fills = {"policies": MODEL, "policies/hgca": MODEL, "policies/fluxion": MODEL, "policies/base": MODEL}
+    fills |= {"cache": HOST, "cpu": HOST, "attention": DEVICE, "gpu": DEVICE}
+    found = sorted(reduced(arrows()).items())
+    places: dict[tuple[str, str], list[tuple[str, str]]] = {}  # by box and side, who meets it there
+    for (source, target), _ in found:
+        above = BOXES[source][1] < BOXES[target][1]
+        level = BOXES[source][1] == BOXES[target][1]
+        right = BOXES[source][0] < BOXES[target][0]
+        sides = ("right", "left") if level and right else ("left", "right") if level else ("low", "top")
+        for box, side in (
+            (source, sides[0] if level or above else "top"),
+            (target, sides[1] if level or above else "low"),
+        ):
+            places.setdefault((box, side), []).append((source, target))
+
+    def end(box: str, side: str, arrow: tuple[str, str]) -> tuple[float, float]:
+        x, y, width, height, _ = BOXES[box]
+        other = {a: BOXES[a[0] if a[1] == box else a[1]] for a in places[box, side]}
+        order = sorted(places[box, side], key=lambda a: (other[a][0] + other[a][2] / 2, other[a][1]))
+        share = (order.index(arrow) + 1) / (len(order) + 1)
+        if side in ("left", "right"):
+            return x + (width if side == "right" else 0), round(y + height * share, 1)
+        return round(x + width * share, 1), y + (height if side == "low" else 0)
+
+    for arrow, types in found:
+        ends = [
+            next(end(box, side, arrow) for (box, side), met in places.items() if box == name and arrow in met)
+            for name in arrow
+        ]
+        (x0, y0), (x1, _) = ends
+        if any(y < y0 < y + height and x0 < x < x1 for x, y, width, height, _ in BOXES.values() if x != x1):
+            over = BOXES[arrow[0]][1] - 24  # another box lies between
+            ends = [(x0 - 20, over + 24), (x0 - 20, over), (x1 + 100, over), (x1 + 100, over + 24)]
+        d.arrow(*ends, dashed=types)
+    for name, (x, y, width, height, words) in BOXES.items():
+        d.box(x, y, width, height, words, fills.get(name, QUIET))
+    d.text(
+        20, 514, "Arrows that follow from others are left out. All may import fields, knobs and scores.", anchor="start"
+    )
+    d.text(
+        20,
+        536,
+        "Dashed: for type checkers alone. The contract names the step and the layer of a policy.",
+        anchor="start",
+    )
+    return d
+
+
+DRAWINGS = {"packages": packages, "two-memories": two_memories, "decode-step": decode_step, "layer-ahead": layer_ahead}
 
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)

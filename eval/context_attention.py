@@ -178,7 +178,7 @@ def fill(
     for row in rows:
         say(f"{length} tokens: {row.name} reads")
         cache = row.make_cache(model)
-        if cache.policy.reads_prompts and not shift:
+        if cache.policy.requirements.learns_from_prompts and not shift:
             prefill(model, cache, ids, chunk=2048)
             caches[row.name] = cache
             continue
@@ -218,7 +218,7 @@ def read_bytes(model: PreTrainedModel, row: Row, cache: Cache) -> tuple[float, f
         return float(tokens * each), None
     stats = cache.stats().as_dict()
     if stats["retrievals"]:
-        near = min(cache.policy.sink_tokens + cache.policy.recent_tokens, tokens)
+        near = min(cache.policy.requirements.sinks + cache.policy.requirements.recent, tokens)
         told = stats["retrievals"]
         chosen = told["retrieved_share"] * (tokens - near) * each
         digests = chosen * told["scored_bytes"] / max(told["retrieved_bytes"], 1)

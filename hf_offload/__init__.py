@@ -10,7 +10,7 @@ from hf_offload.cpu.thread_pool import WorkerError
 from hf_offload.enable import disable, enable, enabled
 from hf_offload.fields import Field
 from hf_offload.hybrid_cache import HybridCache
-from hf_offload.policies.base import LayerState, Plan
+from hf_offload.policies.base import LayerState, Partial, Plan, Policy, Requirements
 from hf_offload.policies.fluxion.predictor import ConstantPredictor
 from hf_offload.policies.registry import (
     H2O,
@@ -19,7 +19,6 @@ from hf_offload.policies.registry import (
     Fluxion,
     Full,
     InfiniGen,
-    Policy,
     Quest,
     Scout,
     Window,
@@ -40,9 +39,11 @@ __all__ = [
     "HybridCache",
     "InfiniGen",
     "LayerState",
+    "Partial",
     "Plan",
     "Policy",
     "Quest",
+    "Requirements",
     "Scout",
     "Stats",
     "Window",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import operator
+import os
+import warnings
 import weakref
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_offload.attention.announced_drafts import check_drafts, watch
 from hf_offload.attention.cuda_graph import StepGraph, graphed
@@ -22,24 +29,30 @@ from hf_offload.attention.model_support import (
     stock_layers,
     two_memories,
 )
-from hf_offload.cache.fingerprint import likeness
+from hf_offload.cache.conversion import device_of, fork_layers, give_back, take_over
+from hf_offload.cache.fingerprint import difference, fingerprint, likeness
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.loading import SavedCache, merge_knobs
 from hf_offload.cache.memory_budget import least_blocks, make_budget, resident_tokens
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
+from hf_offload.cache.row_index import row_numbers
+from hf_offload.cache.saving import save_cache
 from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
 from hf_offload.cache.settings import Settings, check_progress, check_sizes, check_tier
-from hf_offload.cache.stats import Pace, Stats, report
+from hf_offload.cache.stats import LayerStats, Pace, Stats
+from hf_offload.cache.stock_layers import copy_layer
 from hf_offload.cache.transaction import Transaction
 from hf_offload.cpu.cores import cores
 from hf_offload.cpu.thread_pool import Worker, WorkerError
-from hf_offload.policies.registry import Policy, make_policy
-from hf_offload.portable import Portable
+from hf_offload.knobs import MOST, check_flag, shown
+from hf_offload.policies.base import Policy
+from hf_offload.policies.registry import describe_policy, make_policy, saved_policy
 
 MOST_THREADS = 16  # by default: more hardly read faster
 
 
-class HybridCache(Portable):
+class HybridCache(Cache):
     """A KV cache with a few blocks on the device and the rest in host memory.
 
     Pass it as `past_key_values` to `generate()` or to a forward of the model that it was made for. The model must run
@@ -102,10 +115,9 @@ class HybridCache(Portable):
         check_sizes(block_size, prefill_tile, host_dtype, cuda_graph)
         if cuda_graph:
             check_graph(model, self.policy, config)
-        self.policy.check_blocks(block_size)
         stock = stock_layers(config)
         two = two_memories(model, tier)
-        self.policy.check_memories(two=two)
+        self.policy.check(block_size=block_size, two=two)
         held = held_layers(config, stock)
         least = least_blocks(self.policy, block_size)
         budget = make_budget(device_budget, resident, sum(held), least, two_memories=two)
@@ -124,6 +136,7 @@ class HybridCache(Portable):
         self.settings = settings
         self._config = config
         self._model = weakref.ref(model)
+        # How the cache was made, but for the policy, its threads and their timeout.
         self._knobs: dict[str, Any] = {
             "tier": tier,
             "block_size": block_size,
@@ -145,7 +158,10 @@ class HybridCache(Portable):
         )
         self._attachment, self._watch = attach(model), watch(model)
         self._looks_ahead: bool | None = None
-        self._may_look_ahead = self.policy.may_look_ahead(beside_device=on_device(model))
+        beside = on_device(model)
+        self._may_look_ahead = any(
+            self.policy.looks_ahead(layer.index, two=two, beside_device=beside) for layer in hybrid_layers(self)
+        )
         self.donors: dict[int, int] = {}
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
         self._pace = Pace()
@@ -155,6 +171,8 @@ class HybridCache(Portable):
         owned = weakref.WeakSet(model.modules())
         for layer in hybrid_layers(self):
             layer.modules = owned.__contains__
+
+    # --- what the model calls -----------------------------------------------------------------------------------------
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -182,7 +200,7 @@ class HybridCache(Portable):
             layers = hybrid_layers(self)
             if not all(layer.is_initialized for layer in layers):
                 return self._may_look_ahead
-            self._looks_ahead = any(layer.policy.looks_ahead(layer) for layer in layers)
+            self._looks_ahead = any(layer.looks_ahead for layer in layers)
         return self._looks_ahead
 
     def predict_query(
@@ -197,21 +215,10 @@ class HybridCache(Portable):
         """
         return self._attachment.predictors[target](hidden, args, kwargs)
 
-    def stats(self) -> Stats:
-        """Return steps, recalls and times since the cache was made or reset, and the memory in use now."""
-        layers = hybrid_layers(self)
-        rows = [report(layer) for layer in layers]
-        near = sum(
-            (row.resident_bytes if layer.has_slots else row.host_bytes)
-            + (0 if layer.has_slots and layer.policy.retrieves else row.digest_bytes)
-            for layer, row in zip(layers, rows, strict=True)
-            if layer.is_initialized
-        )
-        stock = [layer for layer in self.layers if not isinstance(layer, HybridLayer)]
-        tensors = [getattr(layer, name, None) for layer in stock for name in ("keys", "values")]
-        other = sum(int(tensor.nbytes) for tensor in tensors if isinstance(tensor, torch.Tensor))
-        numbers = [i for i, layer in enumerate(self.layers) if not isinstance(layer, HybridLayer)]
-        return Stats(rows, near + other, numbers, self._pace.percentiles())
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the cache holds tokens; models distinguish a prompt from a decode step by it."""
+        return self.get_seq_length() > 0
 
     def drain(self, *, quiet: bool = False) -> None:
         """Wait for the work in flight of all layers.
@@ -272,6 +279,81 @@ class HybridCache(Portable):
             self.transaction.rollback()
         self.transaction.leave()
 
+    # --- tokens and rows ----------------------------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens, at most all of them, and wait for work in flight first.
+
+        It also undoes an interrupted forward; `crop(0)` does nothing else.
+
+        Args:
+            tokens_to_remove: 0 or less.
+
+        Raises:
+            TypeError: not a whole number.
+            ValueError: a positive number.
+            RuntimeError: a sliding-window layer is past its window and does not record the tokens that left it; or
+                another thread uses the cache.
+        """
+        try:
+            tokens = operator.index(tokens_to_remove)  # a tensor of one whole number, too
+        except (TypeError, ValueError):
+            raise TypeError(f"crop({tokens_to_remove!r}): use a whole number, -n to drop n tokens") from None
+        with self.alone():
+            lengths = [layer.past for layer in hybrid_layers(self)] or [self.get_seq_length()]
+            tokens = max(tokens, -max(lengths))
+            self.transaction.crop(tokens, max(min(lengths) + tokens, 0))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows for beam search; rows share host blocks by reference.
+
+        Args:
+            beam_idx: int64 or int32 `[rows]`, the old row of each new one.
+
+        Raises:
+            IndexError, TypeError, ValueError: as `batch_select_indices`; a mask is a TypeError.
+        """
+        with self.alone(), self._rows("reorder_cache()", beam_idx, (torch.int64, torch.int32)) as rows:
+            super().reorder_cache(rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times; the copies share host blocks.
+
+        Raises:
+            TypeError: not a whole number.
+            ValueError: less than 1.
+        """
+        what = f"batch_repeat_interleave({shown(repeats)})"
+        rows = self._row_count()
+        most = MOST // max(rows, 1)
+        if isinstance(repeats, int) and not 1 <= repeats <= most:
+            raise ValueError(f"{what}: use a whole number from 1 to {most}")
+        try:
+            index = torch.arange(rows).repeat_interleave(repeats)
+        except TypeError:
+            raise TypeError(f"{what}: use a whole number") from None
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            raise ValueError(f"{what}: use a whole number from 1 to {most}") from None
+        with self.alone(), self._rows(what, index):
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows that an index names, and drop the others.
+
+        Args:
+            indices: int64 or int32 row numbers `[n]`, negative ones from the end; or a bool mask `[rows]`. A list or
+                tuple will do.
+
+        Raises:
+            IndexError: a number beyond the rows.
+            TypeError: neither row numbers nor a mask.
+            ValueError: a mask of another length, an index of another shape than `[rows]`, or one that keeps no row.
+        """
+        with self.alone(), self._rows("batch_select_indices()", indices) as rows:
+            super().batch_select_indices(rows)
+
     def reset(self) -> None:
         """Drop all tokens and statistics; the next batch may have other rows.
 
@@ -296,11 +378,6 @@ class HybridCache(Portable):
                     self.layers[i] = fresh
         self.transaction.leave()
 
-    @property
-    def is_initialized(self) -> bool:
-        """Whether the cache holds tokens; models distinguish a prompt from a decode step by it."""
-        return self.get_seq_length() > 0
-
     def activate_past_recording(self) -> None:
         """Verify drafts from now on: until `reset()`, a forward with `logits_to_keep=n + 1` ends with n draft tokens.
 
@@ -315,6 +392,203 @@ class HybridCache(Portable):
             getattr(layer, "activate_past_recording", lambda: None)()
         self.settings.drafts.recording = self.settings.drafts.fresh = True
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have the cache to oneself, as a whole forward left it and with no work in flight."""
+        self.transaction.take()
+        try:
+            self.transaction.rollback()
+            self.drain()
+            yield
+        finally:
+            self.transaction.leave()
+
+    @contextmanager
+    def _rows(
+        self, what: str, index: Any, dtypes: tuple[torch.dtype, ...] = (torch.int64, torch.int32, torch.bool)
+    ) -> Iterator[torch.LongTensor]:
+        """What is inside keeps the rows of an index in every layer; it gets their numbers `[rows]`, none negative.
+
+        Raises:
+            IndexError, TypeError, ValueError: as `batch_select_indices`; nothing has happened.
+        """
+        rows = row_numbers(what, index, self._row_count(), dtypes)
+        if self.graph is not None:
+            self.graph.close()  # which holds what is resident now
+        with self.transaction.changing_rows(what):
+            yield rows
+            self.settings.padding.select_rows(rows.numpy())
+
+    def _row_count(self) -> int:
+        """Rows of the cache; 0 if it is empty."""
+        stock = [getattr(layer, "keys", None) for layer in self.layers]  # where no layer of ours is left
+        return len(self.settings.padding.first) or next((len(keys) for keys in stock if keys is not None), 0)
+
+    # --- other caches, and files --------------------------------------------------------------------------------------
+    # Their tensors are written in other modes, too: hence `inference_mode(False)`, whoever calls.
+
+    @classmethod
+    @torch.inference_mode(False)
+    def from_cache(
+        cls,
+        cache: DynamicCache,
+        model: PreTrainedModel,
+        policy: str | Policy = "scout",
+        *,
+        attention_mask: torch.Tensor | None = None,
+        **knobs: Any,
+    ) -> Self:
+        """Make a cache that continues after the tokens of a `DynamicCache` of the same model.
+
+        Policies that learn from a prompt's queries (`hgca`, `h2o`, `infinigen`, `fluxion`) do not have these queries.
+
+        Args:
+            cache: keys and values `[B, Hkv, T, D]` of each layer, on any device; they are copied.
+            model, policy, knobs: as for `HybridCache(...)`.
+            attention_mask: `[B, T]`, 0 where a cached token is padding; None: there is none.
+
+        Raises:
+            TypeError: `cache` is not a `DynamicCache`.
+            ValueError: `cache` is not of this model, or the mask has another shape; and as `HybridCache(...)`.
+        """
+        made = cls(model, policy, **knobs)
+        take_over(made.layers, cache, made._attachment.layers, attention_mask, made._config)
+        made.fallback.taken_over()
+        return made
+
+    @torch.inference_mode(False)
+    def to_dynamic(self) -> DynamicCache:
+        """Copy all tokens into a `DynamicCache`: keys and values `[B, Hkv, T, D]` on each layer's device."""
+        made, layers = DynamicCache(config=self._config), stock_layers(self._config)
+        with self.alone():
+            for index, layer in enumerate(self.layers):
+                if isinstance(layer, HybridLayer):
+                    give_back(layer, layers[index])
+                else:
+                    layers[index] = copy_layer(layer)
+        made.layers = layers
+        return made
+
+    @torch.inference_mode(False)
+    def fork(self) -> Self:
+        """Make another cache that continues from the same tokens; both may run, also in two threads.
+
+        Caches share host blocks and digests, counted by reference, and copy a block before they write into it. Resident
+        blocks, the policy's state and padding are copied, so that the fork gives the tokens that this cache would have
+        given. Its statistics start at zero.
+
+        Raises:
+            RuntimeError: the model was deleted, or another thread uses the cache.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model of this cache is gone; keep a reference to it")
+        worker = self.settings.worker
+        made = type(self)(
+            model,
+            self.policy,
+            threads=worker.threads,
+            timeout=worker.timeout,
+            progress=self.settings.progress is not None,
+            **self._knobs,
+        )
+        with self.alone():
+            fork_layers(self.layers, made.layers, self.settings.padding, made.settings.padding)
+            made.fallback.taken_over()
+        made.donors = dict(self.donors)
+        return made
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the cache into a folder; `load` makes a cache of it that continues as this one would have.
+
+        A saved cache of that name is replaced as a whole. An interrupted `save` leaves the old one as it was.
+
+        Args:
+            folder: a folder for this cache alone; created if missing. A symbolic link is followed.
+
+        Raises:
+            ValueError: something else has that name, or the policy is not registered (`register_policy`).
+            OSError: the disk is full, or the folder cannot be written; nothing is left behind.
+            RuntimeError: the model was deleted, or another thread uses the cache.
+        """
+        about = {
+            "policy": describe_policy(self.policy),
+            "knobs": self._knobs,
+            "donors": list(self.donors.items()),
+            "model": fingerprint(self._config, self._attachment.stack),
+        }
+        with self.alone():
+            save_cache(Path(folder), self.layers, self.settings.padding, about)
+
+    def _one_token(self, model: PreTrainedModel) -> list[Any]:
+        """The layers of a cache that holds one token: the model alone says what Transformers' own ones hold."""
+        cache = type(self)(model, "full")
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of layers that fit no block
+            model(torch.zeros(1, 1, dtype=torch.long, device=device_of(self._attachment.stack)), past_key_values=cache)
+        return list(cache.layers)
+
+    @classmethod
+    @torch.inference_mode(False)
+    def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel, *, verify: bool = True, **knobs: Any) -> Self:
+        """Make the cache that `save` wrote, for the same model.
+
+        Every number and tensor of the files is checked: one that was damaged or forged is a ValueError. With one memory
+        the file of the blocks is mapped and not written; do not change it while the cache lives. With two memories
+        `load` reads the blocks.
+
+        Args:
+            folder: the folder given to `save`.
+            model: a model with the same weights, in the same dtype.
+            verify: whether all blocks are compared with their checksums. False: with one memory, a step reads a block
+                when it first needs it, and nobody notices that its keys and values were altered.
+            knobs: these knobs of `HybridCache`, in place of the saved ones: `tier`, `resident`, `device_budget`,
+                `prefill_tile`, `cuda_graph`, `threads`, `timeout`, `progress`.
+
+        Raises:
+            ValueError: no saved cache, a file that was cut short, altered or forged, another model, or another knob.
+            FileNotFoundError: the file of the policy's predictor is gone.
+            MemoryError: the host has no memory left for the cache.
+        """
+        check_flag("verify", verify)
+        saved = SavedCache(Path(folder))
+        config, stack = check_model(model), find_layers(model)[0]
+        with saved.sound():
+            odd = difference(saved.about["model"], fingerprint(config, stack))
+            policy = saved_policy(saved.about["policy"])
+        if odd is not None:
+            raise ValueError(f"{folder} was saved with another model than this {type(model).__name__}: {odd}")
+        merged = merge_knobs(saved.about["knobs"], knobs)
+        policy = policy.for_memories(two=two_memories(model, merged["tier"]))
+        made = cls(model, policy, **merged)
+        place = not knobs.keys() & {"resident", "device_budget"}
+        examples = made._one_token(model) if any("stock" in told for told in saved.about["layers"]) else ()
+        saved.restore(
+            made.layers, stock_layers(config), made._attachment.layers, examples, image_layers(config), place=place,
+            verify=verify,
+        )  # fmt: skip
+        made.fallback.taken_over()
+        made.donors = dict(saved.about["donors"])
+        return made
+
+    # --- statistics ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Return steps, recalls and times since the cache was made or reset, and the memory in use now."""
+        layers = hybrid_layers(self)
+        rows = [_report(layer) for layer in layers]
+        near = sum(
+            (row.resident_bytes if layer.has_slots else row.host_bytes)
+            + (0 if layer.has_slots and layer.requirements.scored_on_host else row.digest_bytes)
+            for layer, row in zip(layers, rows, strict=True)
+            if layer.is_initialized
+        )
+        stock = [layer for layer in self.layers if not isinstance(layer, HybridLayer)]
+        tensors = [getattr(layer, name, None) for layer in stock for name in ("keys", "values")]
+        other = sum(int(tensor.nbytes) for tensor in tensors if isinstance(tensor, torch.Tensor))
+        numbers = [i for i, layer in enumerate(self.layers) if not isinstance(layer, HybridLayer)]
+        return Stats(rows, near + other, numbers, self._pace.percentiles())
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "a HybridCache cannot be copied or pickled (it has threads and shared blocks); use fork() or save()"
@@ -327,3 +601,16 @@ class HybridCache(Portable):
 def default_threads(model: PreTrainedModel) -> int:
     """Threads beside the model's: with a GPU all of this process' cores but one, otherwise one (torch has them)."""
     return min(max(cores() - 1, 1), MOST_THREADS) if on_device(model) else 1
+
+
+def _report(layer: HybridLayer) -> LayerStats:
+    """A copy of a layer's counters, with the memory in use now."""
+    layer.tally.count()
+    stats, store = layer.stats, layer.store
+    if store is not None:
+        stats.host_bytes, stats.digest_bytes = store.host_bytes, store.digest_bytes
+        stats.shared_bytes = store.shared_bytes
+        stats.resident_bytes = layer.state.nbytes
+        stats.resident_bytes += layer.resident.nbytes if layer.resident is not None else 0
+    layer.state.report(stats)
+    return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))

@@ -90,7 +90,7 @@ def hold(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: 
         ValueError: an option that is not allowed.
     """
     cache = HybridCache(model, policy, **options)
-    if not cache.policy.reads_prompts:
+    if not cache.policy.requirements.learns_from_prompts:
         return HybridCache.from_cache(reading.cache, model, policy, **options)
     take_in(model, cache, reading.context)
     return cache
@@ -137,7 +137,7 @@ def host_bytes(cache: HybridCache) -> float | None:
             return None
         layer.tally.count()
         stats, steps = layer.stats, max(layer.stats.steps, 1)
-        budget = layer.policy.budget_tokens
+        budget = layer.requirements.budget
         within = store.length if budget is None else min(budget, store.length)
         attended = sum(stats.cpu_ratio_by_step) / steps * within
         total += attended * store.host_bytes / (store.reserved * store.block_size)  # of all rows

@@ -198,10 +198,9 @@ def memory_of(
     size, tile = memory.get("block_size"), memory.get("prefill_tile", 4096)
     size = made.block_size if size is None else size
     check_sizes(size, tile, memory.get("host_dtype"))
-    made.check_blocks(size)
-    made.check_memories(two=two)
+    made.check(block_size=size, two=two)
     try:
-        digest = made.digest_name
+        wants = made.requirements
     except RuntimeError as error:  # a file that is read for a model
         raise ValueError(
             f"policy {made.name!r}: {error}, and a plan knows the config alone; fixed_hybrid:digest=submean takes what "
@@ -209,8 +208,8 @@ def memory_of(
         ) from error
     store = BlockStore(
         batch, shape.kv_heads, shape.head_dim, shape.dtype, block_size=size, device=torch.device("cpu"),
-        digest=DIGESTS[digest] if digest else None, padding=Padding(size), host_dtype=memory.get("host_dtype"),
-        scored_on_host=made.retrieves,
+        digest=DIGESTS[wants.digest] if wants.digest else None, padding=Padding(size),
+        host_dtype=memory.get("host_dtype"), scored_on_host=wants.scored_on_host,
     )  # fmt: skip
     slots = _slots(shape, made, memory, store, context, two) if two else 0
     blocks, old = -(-context // size), len(store.packed_on_arrival(0, context))
@@ -230,7 +229,7 @@ def memory_of(
         resident_bytes=shape.layers * (lines * slots * record + state),
         host_bytes=shape.layers * lines * ((blocks - old) * record + old * packed),
         digest_bytes=0 if store.digests is None else shape.layers * places * store.digests.block_bytes,
-        digests_on_host=made.retrieves or not two,
+        digests_on_host=wants.scored_on_host or not two,
         salience_bytes=shape.layers * state_on_host,
         stock_bytes=shape.stock_bytes(batch, context),
         tile_bytes=2 * batch * min(tile, context) * shape.token_bytes if two else 0,

@@ -99,7 +99,7 @@ def check_profiling(
     if "recall" in knobs:
         raise ValueError(f"recall={knobs['recall']!r} would hide what is measured; leave recall out")
     policy = cast(Scout, make_policy("scout", {"lookahead": "attend", **knobs, "recall": 0}))
-    policy.check_blocks(block_size)
+    policy.check(block_size=block_size, two=True)
     resident = resident_tokens(resident, policy, block_size)
     if tokens <= max(resident, policy.budget):
         raise ValueError(

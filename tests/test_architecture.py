@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
 import pytest
 
+import drawings
 import hf_offload
 from hf_offload.policies.registry import POLICIES
 
@@ -36,22 +38,26 @@ ALL_MAY_IMPORT = {"fields", "knobs", "scores"}
 package."""
 
 
+NAMED = {("policies.base", "attention.step"), ("policies.base", "cache.layer")}
+"""For type checkers alone: the contract names what a policy is given."""
+
+
+def imports_of(path: Path) -> dict[str, bool]:
+    """Modules of this package that a file imports, and whether for type checkers alone."""
+    return {name.replace("/", "."): types for name, types in drawings.imports_of(path).items()}
+
+
 def own_imports(path: Path) -> set[str]:
-    """Modules of this package that a file imports when it runs (not those for type checkers only)."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-            node.body = [ast.Pass()]
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            if node.level:
-                found.add(".".join((*path.relative_to(PACKAGE).parts[: -node.level], node.module or "")))
-            elif node.module and node.module.startswith("hf_offload."):
-                module = node.module.removeprefix("hf_offload.")
-                names = {f"{module}.{alias.name}" for alias in node.names}
-                found |= {name if (PACKAGE / (name.replace(".", "/") + ".py")).exists() else module for name in names}
-    return found
+    """Modules of this package that a file imports when it runs."""
+    return {name for name, types in imports_of(path).items() if not types}
+
+
+def test_no_circle_of_modules() -> None:
+    """What is imported for type checkers alone counts, too."""
+    files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    below = {name: {found for found in imports_of(path) if (name, found) not in NAMED} for name, path in files.items()}
+    assert len(list(graphlib.TopologicalSorter(below).static_order())) >= len(files)  # or CycleError
+    assert all(imports_of(files[name])[found] for name, found in NAMED)
 
 
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE]
@@ -79,7 +85,9 @@ def test_nobody_outside_policies_asks_for_the_type_of_a_policy() -> None:
 @pytest.mark.parametrize("page", ["architecture.md", "design-notes.md"])
 def test_the_pages_name_files_that_exist(page: str) -> None:
     text = (PACKAGE.parent / "docs" / page).read_text(encoding="utf-8")
-    files = [file for folder in ("hf_offload", "tests", "eval") for file in (PACKAGE.parent / folder).rglob("*.py")]
+    files = [
+        file for folder in ("docs", "hf_offload", "tests", "eval") for file in (PACKAGE.parent / folder).rglob("*.py")
+    ]
     named = set(re.findall(r"`([\w/]+\.py)`", text))
     assert len(named) > 40
     assert not [name for name in named if not any(str(file).endswith("/" + name) for file in files)]

@@ -113,7 +113,7 @@ def some_settings(draw: st.DrawFn, policies: Sequence[str], kv_heads: Sequence[i
         knobs["host"] = draw(st.sampled_from(["attend", "fetch"]), label="host")
     if policy in ("scout", "quest", "window"):
         knobs["budget"] = COVERING
-        least = make_policy(policy, knobs).always_blocks(size)
+        least = make_policy(policy, knobs).requirements.always_blocks(size)
         knobs["budget"] = (
             COVERING if covers else size * (least + draw(st.integers(0, 3), label="budget over the least"))
         )

@@ -22,7 +22,8 @@ BLOCK = 32
 WARM_UP = 5  # a graph is captured in the second step
 PROFILED = 6
 SECONDS, SECONDS_A_GIB = 60, 1.5  # a row, its filling included: memory is pinned at a GiB a second or so
-TIMEOUT = 5  # seconds that a step may wait for the CPU: one that hangs ends soon
+COLD_SECONDS = 90  # of a process's first row, which builds the model and compiles
+TIMEOUT = 30  # seconds that a step may wait for the CPU, which may have to compile a kernel first
 FULL_BLOCK = 128  # tokens a block where all of a context is resident: a row has so many slots at most
 STEP_SECONDS = 15  # of it for the steps that count, if there have been a few
 
@@ -79,7 +80,8 @@ def run(options: Options, todo: Sequence[str], report: Report) -> None:
             tokens = context * batch
             models.free_pinned(options)
         gib = models.kv_bytes(models.config_of(options), tokens, options.dtype.itemsize) / 2**30
-        with torch.no_grad(), report.case(name, SECONDS + SECONDS_A_GIB * gib):
+        cold = COLD_SECONDS if model is None else 0
+        with torch.no_grad(), report.case(name, cold + SECONDS + SECONDS_A_GIB * gib):
             model = model or models.build(options)
             facts = {"context": context, "batch": batch, "row": row, "replay": script or "none"}
             try:
@@ -102,9 +104,9 @@ def make_row(options: Options, name: str, script: Script | None, block: int, con
     """The cache of a row."""
     if name in ("dynamic", "offloading"):
         return Row(name, "dynamic", {"offloading": True} if name == "offloading" else {})
-    memory = {} if options.on_gpu else {"tier": "split"}
+    memory = {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
     graph = {"cuda_graph": True} if name.endswith("-graph") else {}
-    knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, "timeout": TIMEOUT, **memory, **graph}
+    knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, **memory, **graph}
     if name.startswith(FULL):
         return Row(name, "full", {**knobs, "resident": context, "block_size": block if options.quick else FULL_BLOCK})
     variant = VARIANTS[name.removesuffix("-graph")]

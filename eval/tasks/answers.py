@@ -64,7 +64,7 @@ class Reading:
             or row.options.get("tier") == "split"
         ):
             return False
-        return not cache.policy.reads_prompts
+        return not cache.policy.requirements.learns_from_prompts
 
 
 @torch.inference_mode()

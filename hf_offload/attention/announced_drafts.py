@@ -51,7 +51,7 @@ def check_drafts(found: Watch, policy: Policy, past: int) -> None:
         past: cached tokens; what a first forward holds of them is seen by its positions.
     """
     names = found.arguments
-    if policy.leaves_out and "logits_to_keep" not in names:
+    if policy.requirements.leaves_out and "logits_to_keep" not in names:
         raise ValueError(
             "this model's forward takes no logits_to_keep, which tells how many tokens are drafts; for assisted "
             "decoding use policy='full' or DynamicCache"

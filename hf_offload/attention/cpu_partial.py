@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,17 +17,15 @@ from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Job, WorkerError
 from hf_offload.gpu.handover import Inbox, hand_over
 from hf_offload.gpu.merge import HostPartial
-from hf_offload.policies.base import Selection
+from hf_offload.policies.base import RunningPartial, Selection
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
-    from hf_offload.attention.graph_capture import Capture
     from hf_offload.attention.step import Step
-    from hf_offload.attention.step_split import TieredStep
     from hf_offload.cache.layer import HybridLayer
 
 
-class HostPart:
+class HostPart(RunningPartial):
     """Buffers of one layer that both sides reach, and the job that works on them; one job at a time.
 
     The query, the blocks and their counts come to (pinned) host memory in the order of the device's stream; the job
@@ -134,7 +132,7 @@ class HostPart:
         event: torch.cuda.Event = stream.record_event()
         return event
 
-    def rehearse(self, capture: Capture) -> None:
+    def rehearse(self, capture: Any) -> None:
         """Announce a part that is none: a kernel's first launch loads it, which a capture may refuse."""
         buffers = self.query, self.blocks, self.counts
         nothing = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
@@ -177,13 +175,10 @@ class HostPart:
 
         self._job = self.layer.settings.worker.submit(read, step.label("read-ahead"), keep=(store.pool, self))
 
-    def share(self, step: TieredStep) -> float | None:
-        """Tokens that this part attends, as a share of all; None where the device alone knows."""
-        return None
-
-    def assist(self, step: TieredStep, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the device help: what it has attended, out `[B, Hq, S, D]` and lse `[B, Hq, S]`, comes and goes."""
-        return out, lse
+    def share(self, step: Step) -> torch.Tensor | float:
+        """Tokens that this part has attended, as a share of the budget; on the device, where that alone knows."""
+        assert self.host is not None, "blocks are known"
+        return step.share_of(self.host)
 
     def partial(self) -> HostPartial:
         """Wait for the job; what the merge needs.

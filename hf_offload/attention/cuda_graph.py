@@ -173,7 +173,7 @@ class StepGraph:
         assert first.store is not None
         length, sealed, limits = first.store.length, first.store.sealed, first.mirror.limits
         self._limits = limits("step", length + 1, sealed), limits("ahead", length, sealed)
-        first.mirror.sinks(first.policy.sink_tokens)
+        first.mirror.sinks(first.requirements.sinks)
         first.mirror.valid()
 
     def _signature(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> object:
@@ -181,7 +181,7 @@ class StepGraph:
         views = [layer.device_view() for layer in self.layers]
         first = self.layers[0]
         valid = first.mirror.valid()
-        sinks = first.mirror.sinks(first.policy.sink_tokens)
+        sinks = first.mirror.sinks(first.requirements.sinks)
         shared = (*self._limits, *sinks, *(() if valid is None else (valid,)))
         shapes = tuple((name, value.shape) for name, value in sorted(inputs.items()))
         sizes = [(tensor.data_ptr(), tensor.shape) for tensor in shared]

@@ -12,6 +12,7 @@ from hf_offload.attention.step_cpu import Form, HostStep, readable
 from hf_offload.attention.step_split import TieredStep
 from hf_offload.cache.last_queries import joined
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.torch_modes import uncast
 from hf_offload.scores import Scores
@@ -52,7 +53,7 @@ def append(
     tile = layer.settings.prefill_tile
     few = fresh and 0 < query.shape[2] <= FEW_QUERIES and past > 0 and (mask is None or mask.ndim == 2)
     before = _attend_past(layer, query, scores) if few and store.device.type == "cpu" else None
-    tiles = store.tiles(past, tile) if before is None else ()
+    tiles = read_tiles(store, past, tile) if before is None else ()
     out = append_attention(
         query,
         key,
@@ -72,9 +73,9 @@ def append(
         seal(store, tile, key)
         layer.state.append(layer, query, scores)
     layer.scores = scores
-    window = layer.policy.query_window
+    window = layer.requirements.query_window
     # Of layers that share keys and values only the one that brought them counts, in chunks as in one prompt.
-    if fresh and window and (layer.has_slots or layer.policy.retrieves or not layer.policy.attends_blocks):
+    if fresh and window and (layer.has_slots or layer.requirements.learns_from_prompts):
         layer.last_queries = joined(layer.last_queries, query, past, window)
     return out
 

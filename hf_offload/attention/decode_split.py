@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from hf_offload.attention.cpu_partial import HostPart
-from hf_offload.attention.step_split import TieredStep
+from hf_offload.attention.step_split import TieredStep, running
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.gpu.merge import merge
+from hf_offload.policies.base import Partial
 from hf_offload.scores import Scores
 
 
@@ -53,15 +53,15 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
 
 def _open_block(layer: HybridLayer) -> None:
     """Give the block that the next token starts a slot, in place of the least wanted block."""
-    store, resident, policy = layer.store, layer.resident, layer.policy
+    store, resident, wants = layer.store, layer.resident, layer.requirements
     assert store is not None
     assert resident is not None
     store.reserve(store.length + 1)
     store.reserve_table(store.num_blocks + 2)
     resident.reserve()
     limits = layer.mirror.limits("opened", store.length, store.sealed)
-    recent = -(-policy.recent_tokens // store.block_size)
-    resident.open_block(limits, layer.mirror.sinks(policy.sink_tokens), recent)
+    recent = -(-wants.recent // store.block_size)
+    resident.open_block(limits, layer.mirror.sinks(wants.sinks), recent)
     layer.state.block_opened(layer, store.length // store.block_size)
 
 
@@ -91,28 +91,18 @@ def decode(
     if fresh:
         resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
     plan = layer.policy.plan(step)
-    part: HostPart | None = plan.beside if plan.host is None else step.attend_host(plan.host)
-    if plan.attended is not None:
-        out, lse = plan.attended
-        if out.ndim == 3:
-            out, lse = out.unsqueeze(2), lse.unsqueeze(2)
-    else:
-        assert plan.device is not None, "with two memories the newest block is attended by the device"
-        out, lse = step.attend_device(plan.device)
-    if part is not None:
-        out, lse = part.assist(step, out, lse)
-    if plan.fetched is not None:
-        beside = step.attend_fetched(plan.fetched)
-        out, lse = torch.cat((out, beside[0]), 2), torch.cat((lse, beside[1]), 2)
-    host = share = None
+    splits = [_in_splits(partial) for partial in plan.partials if isinstance(partial, Partial)]
+    if not splits:
+        raise ValueError(f"policy {layer.policy.name!r} attends nothing on the device, where the newest token lies")
+    out, lse = splits[0] if len(splits) == 1 else (torch.cat(parts, 2) for parts in zip(*splits, strict=True))
+    part, host = running(plan), None
     if part is not None:
         with stats.waiting():
             host = part.partial()
-        share = part.share(step)
     logits = None if sinks is None else sinks.float()
     merged, _ = merge(out, lse, host, step.query, logits, scale=scores.scale, dtype=query.dtype)
     stats.steps += 1
-    layer.count("cpu_ratio", step.cpu_ratio(plan) if share is None else share)
+    layer.count("cpu_ratio", step.cpu_ratio(plan))
     if part is not None and part is layer.ahead and layer.mirror.capture is None:
         assert part.predicted is not None
         layer.count("cosine", torch.cosine_similarity(part.predicted, step.query, dim=-1).mean())
@@ -123,6 +113,11 @@ def decode(
         if fresh:
             layer.state.token(layer)
     return merged.unsqueeze(1)
+
+
+def _in_splits(partial: Partial) -> Partial:
+    """A partial as out `[B, Hq, S, D]` and lse `[B, Hq, S]`."""
+    return partial if partial.out.ndim == 4 else Partial(partial.out.unsqueeze(2), partial.lse.unsqueeze(2))
 
 
 def close_step(layer: HybridLayer) -> None:

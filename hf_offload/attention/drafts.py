@@ -44,7 +44,7 @@ def verify(
 
     outs = [append(layer, *part(0, first), mask, **given)] if first else []
     for token in range(first, length):
-        layer.snapshots.save(layer)
+        layer.take_snapshot()
         if predicted is not None and layer.scores is not None:  # one that was taken over has not attended yet
             look_ahead(layer, predicted[:, :, token - first : token - first + 1])
         outs.append(decode(layer, *part(token, token + 1), **given))
@@ -69,6 +69,6 @@ def predict_drafts(cache: Any, index: int, hidden: torch.Tensor, args: tuple[Any
     if before is None or index not in cache.donors or not isinstance(layer, HybridLayer):
         return
     # Until its first tokens arrive, a layer does not know that there is a device, which some policies ask for.
-    if layer.policy.looks_ahead(layer) or (not layer.is_initialized and hidden.device.type != "cpu"):
+    if layer.looks_ahead or (not layer.is_initialized and hidden.device.type != "cpu"):
         singles = drafts.singles(hidden.shape[-2], layer.past)
         drafts.queries[index] = cache.predict_query(index, before, args, kwargs)[:, :, -singles:]

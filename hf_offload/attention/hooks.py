@@ -91,7 +91,7 @@ class Attachment:
         layer = cache.layers[target] if target < min(len(cache.layers), len(self.layers)) else None
         if hidden is None or hidden.shape[-2] != 1 or not isinstance(layer, HybridLayer) or layer.scores is None:
             return
-        if not layer.past or not layer.policy.looks_ahead(layer):
+        if not layer.past or not layer.looks_ahead:
             return
         call = cache.transaction.calls.get(cache.donors.get(target))
         if call is None:

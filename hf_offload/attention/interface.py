@@ -200,7 +200,7 @@ def _singles(layer: HybridLayer, module: torch.nn.Module, length: int, dense: bo
     Raises:
         ValueError: drafts that cannot be attended like that.
     """
-    if not layer.policy.leaves_out:
+    if not layer.requirements.leaves_out:
         return 0
     singles = layer.settings.drafts.singles(length, layer.past)
     shared = layer.pending is None

@@ -86,7 +86,7 @@ def check_attention(model: PreTrainedModel) -> None:
 
 def check_graph(model: PreTrainedModel, policy: Policy, config: Any) -> None:
     """Raise ValueError if decode steps of this model cannot be captured as a CUDA graph, with the reason."""
-    if not policy.capturable:
+    if not policy.requirements.capturable:
         raise ValueError(
             f"cuda_graph=True: in a step of policy {policy.name!r} the host decides what is attended, or Python "
             "attends it; leave it out"

@@ -11,8 +11,9 @@ import torch
 
 from hf_offload.attention.token_fetch import TokenFetch
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.knobs import shown
-from hf_offload.policies.base import EVER, Plan, Selection
+from hf_offload.policies.base import Partial, Plan, RunningPartial, Selection
 from hf_offload.scores import Scores
 
 
@@ -47,7 +48,7 @@ class Step(ABC):
     @property
     def recent_blocks(self) -> int:
         """The newest sealed blocks that are always attended."""
-        return -(-self.layer.policy.recent_tokens // self.block_size)
+        return -(-self.layer.requirements.recent // self.block_size)
 
     @property
     def host_end(self) -> int:
@@ -123,8 +124,16 @@ class Step(ABC):
     def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
         """Part a selection into (on the device, on the host); with one memory the host has all."""
 
-    def fetch(self, score: Any, chosen: Selection) -> Plan:
-        """The plan in which the device attends all that was chosen: what is not resident becomes so at once.
+    def attend(self, selection: Selection) -> tuple[Partial | RunningPartial, ...]:
+        """Attend blocks where they lie: resident ones on the device, the others on the CPU, which works beside it."""
+        return self.attend_split(*self.split(selection))
+
+    @abstractmethod
+    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | RunningPartial, ...]:
+        """Attend the two parts of a selection, or of two, as `split` gives them."""
+
+    def fetch(self, score: Any, chosen: Selection) -> tuple[Partial | RunningPartial, ...]:
+        """Attend all that was chosen on the device: what is not resident becomes so at once.
 
         With one memory there is nothing to fetch.
 
@@ -132,7 +141,11 @@ class Step(ABC):
             score: by which it was chosen, as `score` returns it.
             chosen: the best blocks by it, and those that are always attended.
         """
-        return Plan(host=chosen, until=EVER)
+        return self.attend(chosen)
+
+    def attend_fetched(self, host: Selection) -> Partial:
+        """Copy blocks of the host to the device, tile by tile, and attend them there; with two memories alone."""
+        raise RuntimeError("with one memory nothing is fetched; ask step.layer.has_slots")
 
     def attend_early(self, host: Selection, *, correct: bool) -> Any:
         """Start the CPU part now, with this step's (predicted) query; with two memories alone.
@@ -142,6 +155,13 @@ class Step(ABC):
             correct: whether the result is corrected to the real query, to first order.
         """
         raise RuntimeError("with one memory nothing is attended early; ask step.layer.has_slots")
+
+    def share_of(self, host: Selection) -> torch.Tensor:
+        """Blocks of a selection, as a share of the budget (of everything, without one): fp32 `[]`.
+
+        With two memories alone.
+        """
+        raise RuntimeError("with one memory nothing is shared; ask step.layer.has_slots")
 
     def read_ahead(self, host: Selection) -> None:
         """Read host blocks into the CPU's caches, off the critical path; with two memories alone."""
@@ -157,7 +177,7 @@ class Step(ABC):
         """All tokens before this step's own, in tiles: the first token, K and V `[B, Hkv, T, D]`, until the next."""
         self.begin()
         self.layer.write_back()
-        return self.store.tiles(self.length - 1, self.layer.settings.prefill_tile)
+        return read_tiles(self.store, self.length - 1, self.layer.settings.prefill_tile)
 
     def bring_tokens(self, numbers: torch.Tensor, counts: torch.Tensor) -> TokenFetch:
         """Start to bring single tokens from the host to the device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,9 +20,10 @@ from hf_offload.cpu.kernels import block_topk as selecting
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, Digest
+from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.launch import TAGS, Launch, LaunchSequence
 from hf_offload.cpu.simd.convert import SHORT, narrow, widen
-from hf_offload.policies.base import EVER, Plan, Selection
+from hf_offload.policies.base import EVER, Partial, Plan, RunningPartial, Selection
 from hf_offload.scores import Scores
 
 LIST_BLOCKS = 16
@@ -67,9 +69,21 @@ class StepBuffers:
             self.out_tensor, self.lse_tensor = torch.empty(shape), torch.empty(shape[:2])
         self.query = np.empty(shape, np.float32)
         self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
+        self._partials = [Partial(self.out, self.lse)]
         self.masses = np.empty((*shape[:2], 0), np.float32)
         self.score = np.empty((shape[0], 0, 0), np.float32)
         """`[B, Hkv, N]`, of the last choice."""
+
+    @functools.cached_property
+    def nothing(self) -> Partial:
+        """A partial over no key."""
+        return Partial(np.zeros_like(self.out), np.full_like(self.lse, -np.inf))
+
+    def partial(self, i: int) -> Partial:
+        """Where the i-th partial of a plan may lie; the first one lies in `out` and `lse`."""
+        while len(self._partials) <= i:
+            self._partials.append(Partial(np.empty_like(self.out), np.full_like(self.lse, -np.inf)))
+        return self._partials[i]
 
     def make_room(self, kv_heads: int, blocks: int) -> None:
         """Have room for the masses and the score of so many blocks."""
@@ -153,6 +167,7 @@ class HostStep(Step):
         self._lengths: list[Word] = []
         self._block_numbers: list[tuple[Word, Word]] = []
         self._all_counts: np.ndarray | None = None
+        self._partials = 0
         self._served = range(EVER)
         """The numbers of blocks for which the launches are good."""
         self._conditions: list[Callable[[], bool]] = []
@@ -186,7 +201,7 @@ class HostStep(Step):
     def _make_plan(self) -> None:
         self._begin_plan()
         plan = self.layer.policy.plan(self)
-        self._attend(plan)
+        self._merge(plan.partials)
         if self.form.sinks:
             self._queue.append(_merge_sinks)
         self._give()
@@ -289,7 +304,7 @@ class HostStep(Step):
     @property
     def sinks(self) -> tuple[np.ndarray, np.ndarray]:
         """First block and end of each row's sinks, `[B]` each."""
-        return self.store.padding.sinks(self.layer.policy.sink_tokens)
+        return self.store.padding.sinks(self.layer.requirements.sinks)
 
     def score(self, join: str) -> np.ndarray:
         self._choose(join, None)
@@ -348,7 +363,7 @@ class HostStep(Step):
         return self._select(score, blocks, self.recent_blocks)
 
     def recent(self, blocks: int) -> Selection:
-        unsealed, sinks = self.num_blocks - self.store.sealed, -(-self.layer.policy.sink_tokens // self.block_size)
+        unsealed, sinks = self.num_blocks - self.store.sealed, -(-self.layer.requirements.sinks // self.block_size)
         self.buffers.make_room(self.store.num_kv_heads, self.store.sealed)
         return self._select(self.buffers.score, 0, max(blocks - unsealed - sinks, 0))
 
@@ -395,47 +410,55 @@ class HostStep(Step):
     def split(self, selection: Selection) -> tuple[None, Selection]:
         return None, selection
 
+    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial, ...]:
+        return () if host is None else (self.attention(host, "CPU attention"),)
+
     # --- computing ---------------------------------------------------------------------------------------------------
 
+    def room(self) -> Partial:
+        """Buffers of the layer for one more partial of this plan, good until the next step."""
+        self._partials += 1
+        return self.buffers.partial(self._partials - 1)
+
     def attention(
-        self, host: Selection, what: str, scores: np.ndarray | None = None,
-        to: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> None:  # fmt: skip
-        """Attend blocks with this step's query, into the layer's `out` and `lse` or those given.
+        self, host: Selection, what: str, scores: np.ndarray | None = None, to: Partial | None = None
+    ) -> Partial:
+        """Queue attention to blocks with this step's query.
 
         Args:
             host: the blocks.
             what: what an error message calls it.
             scores: as `cpu.kernels.sparse_decode.sparse_decode` has it.
-            to: out `[B, Hq, D]` and lse `[B, Hq]`.
+            to: where the result goes; None: to `room`.
+
+        Returns:
+            What is there once the queue has run.
         """
-        store, view, buffers = self.store, self.view, self.buffers
+        store, view, buffers, to = self.store, self.view, self.buffers, to or self.room()
         launch = cpu_decode.sparse_decode(
             buffers.query, view.block_ptr, view.table, host.blocks, host.counts, view.holes, view.valid, view.covered,
-            *(to or (buffers.out, buffers.lse)), None, kv_dtype=store.dtype, block_size=self.block_size,
+            *to, None, kv_dtype=store.dtype, block_size=self.block_size,
             **self.scores._asdict(), packed=store.format.packs, scores=scores,
         )  # fmt: skip
         self.add(launch, what, length=True)
+        return to
 
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend blocks now with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32, until the next step."""
-        self.attention(host, "CPU attention")
+        self.attention(host, "CPU attention", to=self.buffers.partial(0))
         self.begin()
         return self.buffers.out_tensor, self.buffers.lse_tensor
 
-    def _attend(self, plan: Plan) -> None:
-        """Queue all that a plan attends, into the layer's `out` and `lse`."""
-        buffers = self.buffers
-        if plan.attended is not None:
-            self.begin()
-            buffers.out_tensor.copy_(plan.attended[0])
-            buffers.lse_tensor.copy_(plan.attended[1])
-        elif plan.queue is not None:
-            plan.queue(self)
-        elif plan.host is not None:
-            self.attention(plan.host, "CPU attention")
-        else:
+    def _merge(self, partials: Sequence[Partial | RunningPartial]) -> None:
+        """Queue the merge of a plan's partials into the layer's `out` and `lse`."""
+        own = self.buffers.partial(0)
+        others = [_arrays(partial) for partial in partials]
+        others = [other for other in others if other.out.ctypes.data != own.out.ctypes.data]
+        if len(others) == len(partials):
             self.then(_attend_nothing)
+        for first in range(0, len(others), 2):
+            one, two = (*others[first : first + 2], self.buffers.nothing)[:2]
+            self.add(join_parts(*own, one, two), "the merge of partials")
 
     def _give(self) -> None:
         """Queue the copy of what was attended into this step's answer."""
@@ -459,6 +482,18 @@ class HostStep(Step):
 
     def recall(self, plan: Plan, clock: object) -> None:
         """There is nothing to exchange."""
+
+
+def _arrays(partial: Partial | RunningPartial) -> Partial:
+    """A partial whose launches are queued, or that is there, as arrays that a launch can read.
+
+    Raises:
+        ValueError: it runs beside the model, which waits for nobody here.
+    """
+    if isinstance(partial, RunningPartial):
+        raise ValueError("with one memory no part of a plan runs beside the model; ask step.layer.has_slots")
+    out, lse = (torch.as_tensor(x).float().contiguous().numpy() for x in (partial.out, partial.lse))
+    return Partial(out, lse)
 
 
 def _attend_nothing(step: HostStep) -> None:

@@ -12,13 +12,12 @@ from hf_offload.attention.step import Step, fp32
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.device_mirror import sent
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.memory import memory_for
-from hf_offload.cache.prefill_tiles import LOWER_TILE, TILE
+from hf_offload.cache.memory import LOWER_TILE, TILE, memory_for
 from hf_offload.gpu.block_topk import select_blocks, split_blocks
 from hf_offload.gpu.digest_scores import join_heads
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged_attention import paged_attention
-from hf_offload.policies.base import Plan, Selection
+from hf_offload.policies.base import Partial, Plan, RunningPartial, Selection
 from hf_offload.scores import Scores
 
 COMPARE_EVERY = 8  # steps between two looks at what the prediction missed
@@ -47,12 +46,12 @@ class TieredStep(Step):
         assert layer.resident is not None
         self.query, self.resident, self.mirror = fp32(query), layer.resident, layer.mirror
         self.limits = self.mirror.limits("step", length, self.store.sealed)
-        self._ratio: torch.Tensor | None = None
+        self._ratio: Any = None
 
     @property
     def sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """First block and end of each row's sinks, int32 `[B]` each."""
-        return self.mirror.sinks(self.layer.policy.sink_tokens)
+        return self.mirror.sinks(self.layer.requirements.sinks)
 
     def score(self, join: str) -> torch.Tensor:
         if self.query.ndim == 3:
@@ -88,7 +87,7 @@ class TieredStep(Step):
 
     def _selected(self, score: torch.Tensor, blocks: int, recent: int) -> Selection:
         low, high = self.sinks
-        straddling = -(-self.layer.policy.sink_tokens // self.block_size) + 1
+        straddling = -(-self.layer.requirements.sinks // self.block_size) + 1
         always = straddling + recent + self.num_blocks - self.store.sealed
         capacity = min(max(blocks, always), self.store.table.shape[1])
         return Selection(
@@ -105,7 +104,7 @@ class TieredStep(Step):
         return score, self.select(score, blocks)
 
     def recent(self, blocks: int) -> Selection:
-        sinks = -(-self.layer.policy.sink_tokens // self.block_size)
+        sinks = -(-self.layer.requirements.sinks // self.block_size)
         newest = max(blocks - (self.num_blocks - self.store.sealed) - sinks, 0)
         return self._selected(torch.zeros_like(self.resident.worth), 0, newest)
 
@@ -148,14 +147,20 @@ class TieredStep(Step):
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
-    def attend_device(self, device: Selection) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend resident blocks on the device: splits out `[B, Hq, S, D]`, lse `[B, Hq, S]` fp32."""
-        return paged_attention(
+    def attend_device(self, device: Selection) -> Partial:
+        """Attend resident blocks on the device, in splits."""
+        out, lse = paged_attention(
             self.query, self.resident.pool, device.slots, device.blocks, device.counts, self.limits,
             self.mirror.valid(), **self.scores._asdict(),
         )  # fmt: skip
+        return Partial(out, lse)
 
-    def fetch(self, score: torch.Tensor, chosen: Selection) -> Plan:
+    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | RunningPartial, ...]:
+        part = None if host is None else self.attend_host(host)  # which begins first
+        found = () if device is None else (self.attend_device(device),)
+        return found if part is None else (*found, part)
+
+    def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | RunningPartial, ...]:
         resident = self.resident
         if resident.slots > chosen.blocks.shape[2]:  # what is resident beside them stays as long as it may
             score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
@@ -164,10 +169,10 @@ class TieredStep(Step):
         resident.bring(moves)
         self.layer.count("moves", moves.counts)
         device, missing = self.split(chosen)
-        return Plan(device=device, fetched=missing if chosen.blocks.shape[2] > resident.slots else None)
+        found = self.attend_device(device)
+        return (found, self.attend_fetched(missing)) if chosen.blocks.shape[2] > resident.slots else (found,)
 
-    def attend_fetched(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring blocks of the host to the device, tile by tile, and attend them: as `attend_device`."""
+    def attend_fetched(self, host: Selection) -> Partial:
         resident, shape, most = self.resident, host.blocks.shape[:2], host.blocks.shape[2]
         size = min(max(self.layer.settings.prefill_tile // self.block_size, 1), most)
         with memory_for(TILE, LOWER_TILE):
@@ -183,7 +188,7 @@ class TieredStep(Step):
             )  # fmt: skip
             parts.append(merge(out, lse, None, self.query, None, scale=self.scores.scale, dtype=torch.float32))
         self.layer.count("moves", host.counts)
-        return torch.stack([out for out, _ in parts], 2), torch.stack([lse for _, lse in parts], 2)
+        return Partial(torch.stack([out for out, _ in parts], 2), torch.stack([lse for _, lse in parts], 2))
 
     def attend_host(self, host: Selection) -> HostPart:
         """Start the CPU part with this step's query."""
@@ -217,17 +222,15 @@ class TieredStep(Step):
         self.resident.fetch(moves, self.label("recall"))
         self.layer.count("moves", moves.counts)
 
-    def cpu_ratio(self, plan: Plan) -> torch.Tensor:
-        """Tokens that the CPU attends, as a share of the budget (of everything, without one); fp32 `[]`."""
+    def cpu_ratio(self, plan: Plan) -> Any:
+        """Tokens that the CPU has attended, as a share of the budget (of everything, without one): a number."""
         if self._ratio is None:
-            self._ratio = self._find_ratio(plan)
+            part = running(plan)
+            self._ratio = torch.zeros((), device=self.query.device) if part is None else part.share(self)
         return self._ratio
 
-    def _find_ratio(self, plan: Plan) -> torch.Tensor:
-        host = plan.host if plan.beside is None else plan.beside.host
-        if host is None:
-            return torch.zeros((), device=self.query.device)
-        budget = self.layer.policy.budget_tokens
+    def share_of(self, host: Selection) -> torch.Tensor:
+        budget = self.layer.requirements.budget
         most = self.store.table.shape[1] if budget is None else budget // self.block_size
         within: torch.Tensor | int = most
         if self.num_blocks < most:  # which grows: a captured step must look it up
@@ -248,3 +251,15 @@ class TieredStep(Step):
         meant = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
         marks = torch.zeros(*selection.blocks.shape[:2], width + 1, dtype=torch.bool, device=device)
         return marks.scatter_(2, torch.where(meant, selection.blocks, width).long(), True)[:, :, :width]
+
+
+def running(plan: Plan) -> RunningPartial | None:
+    """The partial of a plan that the CPU is at work on.
+
+    Raises:
+        ValueError: there are more.
+    """
+    found = [partial for partial in plan.partials if isinstance(partial, RunningPartial)]
+    if len(found) > 1:
+        raise ValueError(f"a plan has {len(found)} parts of the CPU; join their blocks, or attend one on the device")
+    return found[0] if found else None

@@ -1,1 +1,1 @@
-"""Storage: blocks, tables, digests, the resident set, statistics."""
+"""Storage of K and V: layers, blocks, digests, resident sets, transactions, saved caches, statistics."""

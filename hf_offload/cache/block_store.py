@@ -1,21 +1,20 @@
-"""The KV of one layer in host memory: blocks, the table that names them, and their digests."""
+"""`BlockStore`: one layer's KV blocks in host memory, their block table and digests."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from hf_offload.cache.device_mirror import TableMirror, pause
+from hf_offload.cache.device_mirror import pause, sent
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.host_pool import HostPool
-from hf_offload.cache.memory import host_empty, memory_for
+from hf_offload.cache.memory import LOWER_TILE, TILE, host_empty, memory_for
 from hf_offload.cache.padding import Padding
-from hf_offload.cache.prefill_tiles import LOWER_TILE, TILE, tiles_ahead
 from hf_offload.cache.view import View
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels.move_records import copy_records
@@ -25,34 +24,34 @@ from hf_offload.gpu.block_topk import spare_width
 from hf_offload.gpu.kv_copy import store_tokens
 
 KEEP_TOKENS = 128
-"""Newest full blocks of so many tokens are never packed: what `crop` usually drops is as it was."""
+"""The newest full blocks, of this many tokens, are never packed, so that a usual `crop` meets unpacked blocks."""
 
 TABLE_STEP = 64
 """The width of a block table is a multiple of this."""
 
 
 def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Unpacked float32 in the model's dtype; what rounding carried beyond its range stays finite."""
+    """Round unpacked float32 to the model's dtype, clamped to its finite range."""
     most = torch.finfo(dtype).max
     return x if dtype == torch.float32 else x.clamp(-most, most).to(dtype)
 
 
 class BlockStore:
-    """Blocks of one layer for every row, by logical number.
+    """The blocks of one layer for every row, by logical number.
 
-    Logical block n of a row holds its tokens `n·block_size …`; `table[row, n]` names the physical block. Rows may share
-    physical blocks (beams, forks); the one that writes into a shared block gets its own copy first.
+    Logical block n of a row holds the tokens from `n·block_size` on; `table[row, n]` is its physical block. Rows may
+    share physical blocks (beams, forks); a row gets its own copy of a shared block before it writes into it.
 
     Args:
-        batch, num_kv_heads, head_dim: sizes, from the tensors that arrived.
-        dtype: of K and V.
-        block_size: tokens a block.
-        device: where the model computes (digests live there).
-        digest: how blocks are summarised, or None for policies that score nothing.
+        batch, num_kv_heads, head_dim: sizes of K and V.
+        dtype: dtype of K and V.
+        block_size: tokens in a block.
+        device: the model's device; digests are stored there.
+        digest: the kind of digest, or None for policies that score no blocks.
         padding: validity of the tokens, shared by the layers.
-        host_dtype: how older full blocks are kept (`FORMATS`).
-        worker: brings tiles nearer while others are attended (see `tiles_ahead`), or None: one memory.
-        scored_on_host: whether the digests live in host memory all the same.
+        host_dtype: the format of older full blocks (`FORMATS`).
+        worker: prefetches tiles while the model attends others (`cache.prefill_tiles`), or None with one memory.
+        scored_on_host: whether the digests are stored in host memory instead.
     """
 
     def __init__(
@@ -83,19 +82,19 @@ class BlockStore:
         self.tables = TableMirror(self)
         self._view: View | None = None
         self.revision = 0
-        """Rises whenever the table has changed."""
+        """Incremented whenever the table changes."""
         self.length = 0
         self.reserved = 0
-        """Logical blocks that have a physical one; those behind the last token are empty."""
+        """Number of logical blocks that have a physical one; those after the last token are empty."""
         self.packed_blocks = 0
-        """The blocks before this one are all packed."""
+        """All logical blocks before this one are packed."""
         self.sealed = 0
-        """Blocks that have a digest: all full ones, once `sealing.seal` has run."""
+        """Number of blocks that have a digest: all full ones, after `sealing.seal`."""
         self.event: torch.cuda.Event | None = None
-        """After the last work that writes into blocks, on a CUDA device."""
+        """On a CUDA device: recorded after the last work that writes into blocks."""
         if device.type == "cuda":
             self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            # Slabs that are let go may have a new owner at once.
+            # Freed slabs may be reused at once.
             weakref.finalize(self.pool, self.event.synchronize).atexit = False
 
     @property
@@ -105,12 +104,12 @@ class BlockStore:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the blocks that the rows hold, each once; forks may hold them too."""
+        """Bytes of the blocks that the rows hold, each counted once; forks may share them."""
         return self.pool.bytes_of(np.unique(self.table[:, : self.reserved]))
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of those among them that forks hold too."""
+        """Bytes of the blocks that forks share."""
         ids, mine = np.unique(self.table[:, : self.reserved], return_counts=True)
         return self.pool.bytes_of(ids[self.pool.refcount[ids] > mine])
 
@@ -120,14 +119,14 @@ class BlockStore:
         return self.digests.nbytes if self.digests is not None else 0
 
     def reserve(self, length: int, packed: range = range(0)) -> None:
-        """Have a physical block of one's own for every token from `self.length` to `length - 1`.
+        """Allocate unshared physical blocks for the tokens from `self.length` to `length - 1`.
 
         Args:
-            length: tokens.
-            packed: logical blocks, none of them there yet, that get places of the packed kind.
+            length: tokens of a row.
+            packed: new logical blocks that are to be packed.
         """
         have, need = self.reserved, -(-length // self.block_size)
-        if self.length < length and self.length < have * self.block_size:  # rows may share an empty block, too
+        if self.length < length and self.length < have * self.block_size:  # even an empty block may be shared
             self.own(range(self.length // self.block_size, self.length // self.block_size + 1))
         self.reserve_table(need)
         if need > have:
@@ -138,21 +137,21 @@ class BlockStore:
                     taken.append(self.pool.allocate(self.batch * count, packed=first in packed))
                     self.table[:, first : first + count] = taken[-1].reshape(self.batch, count)
                 self.reserve_digests()
-            except BaseException:  # no memory: all of them or none
+            except BaseException:  # no memory: take all blocks or none
                 self.pool.release(np.concatenate([np.zeros(0, np.int32), *taken]))
                 raise
             self.reserved = need
             self.revision += 1
 
     def reserve_digests(self) -> None:
-        """Have room for the digest of every physical block."""
+        """Make room for the digest of every physical block."""
         if self.digests is not None:
             self.digests.reserve(self.pool.num_blocks)
 
     def reserve_table(self, blocks: int) -> None:
-        """Have room in the table for `blocks` logical blocks."""
+        """Make room in the table for `blocks` logical blocks."""
         if blocks > self.table.shape[1]:
-            # Whole lines of memory: kernels then read them in long words, and one variant serves every length.
+            # A multiple of a cache line: kernels use wide loads, and one compiled variant serves every length.
             width = -(-max(blocks, spare_width(self.table.shape[1])) // TABLE_STEP) * TABLE_STEP
             wide = np.zeros((self.batch, width), np.int32)
             wide[:, : self.table.shape[1]] = self.table
@@ -160,22 +159,22 @@ class BlockStore:
             self.revision += 1
 
     def written(self) -> None:
-        """Note that the model's stream has been given work that writes into blocks."""
+        """Record that the model's stream got work that writes into blocks."""
         assert self.event is not None
         self.event.record(torch.cuda.current_stream(self.device))
 
     def settle(self) -> None:
-        """Wait for what a stream writes into blocks; the host reads them only after that, or behind that stream."""
+        """Wait until the stream's writes into blocks are done; call it before the host reads blocks."""
         if self.event is not None:
             self.event.synchronize()
 
     def own(self, blocks: range) -> None:
-        """Have blocks to write into, or to give other digests: whoever shares them keeps the old ones."""
+        """Copy shared blocks before they are written to or get other digests; the other holders keep the old ones."""
         for block in blocks if self.pool.shared else ():
             own_block(self, block)
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write K and V `[B, Hkv, T, D]`, on the model's device or on the host, behind the tokens that are there."""
+        """Append K and V `[B, Hkv, T, D]`, on the model's device or on the host, to the stored tokens."""
         stop = self.length + k.shape[2]
         old = self.packed_on_arrival(self.length, stop)
         self._release(self.num_blocks)
@@ -188,7 +187,7 @@ class BlockStore:
         self.length = stop
 
     def view(self, length: int) -> View:
-        """What a step's kernels read, with blocks of one's own for the tokens from `self.length` to `length - 1`."""
+        """The `View` for a step, with unshared blocks for the tokens from `self.length` to `length - 1`."""
         pool, padding, digests, old = self.pool, self.padding, self.digests, self._view
         if length > self.length and (length > self.reserved * self.block_size or pool.shared):
             self.reserve(length)
@@ -212,7 +211,7 @@ class BlockStore:
         return self._view
 
     def packed_on_arrival(self, start: int, stop: int) -> range:
-        """Blocks that are packed on the way in when tokens start … stop - 1 arrive: they are old as they come."""
+        """Logical blocks that are packed at once when tokens start … stop - 1 arrive, since they are old already."""
         first = -(-start // self.block_size)
         return range(first, max(first, self._old(stop))) if self.format.packs else range(0)
 
@@ -239,23 +238,23 @@ class BlockStore:
             pack_tokens(self, k, v, old)
 
     def has_old(self, length: int) -> bool:
-        """Whether `pack_old` would find blocks that it has not looked at."""
+        """Whether `pack_old` would have blocks to pack."""
         return self.format.packs and self._old(length) > self.packed_blocks
 
     def _old(self, length: int) -> int:
         return length // self.block_size - -(-KEEP_TOKENS // self.block_size)
 
     def pack_old(self, length: int) -> None:
-        """Pack the full blocks that are old when the rows have `length` tokens; nothing may be reading them."""
+        """Pack the full blocks that are old at a length of `length` tokens; nothing may be reading them."""
         if self.has_old(length):
             self.settle()
             pack_blocks(self, self._old(length))
 
     def packed_so_far(self) -> tuple[int, int]:
-        """What `unpack` goes back to, until `pool.let_go`.
+        """A state for `unpack`, valid until `pool.let_go`.
 
         Raises:
-            ValueError: forks hold some of the blocks, which are packed apart from theirs.
+            ValueError: forks share blocks; packing copies those, which `unpack` cannot undo.
         """
         if self.format.packs and self.pool.shared and self.shared_bytes:
             raise ValueError(
@@ -265,7 +264,7 @@ class BlockStore:
         return self.packed_blocks, self.pool.keep()
 
     def unpack(self, packed: tuple[int, int]) -> None:
-        """Have no more packed blocks than when `packed_so_far` said this."""
+        """Undo all packing since `packed_so_far` returned this state."""
         self.packed_blocks = packed[0]
         self.pool.unpack(packed[1])
 
@@ -280,45 +279,39 @@ class BlockStore:
             return self.narrowed(k).to(self.device), self.narrowed(v).to(self.device)
 
     def narrowed(self, gathered: torch.Tensor) -> torch.Tensor:
-        """What was gathered, in the model's dtype."""
+        """Convert gathered tokens to the model's dtype."""
         return gathered if gathered.dtype == self.dtype else narrow(gathered, self.dtype)
 
     def gathering(self, k: torch.Tensor, v: torch.Tensor, first: int) -> Launch:
-        """Prepare the copy of tokens from `first` on, as many as fit, into contiguous tensors in host memory.
+        """Prepare the copy of `count` tokens from `first` on into contiguous tensors in host memory.
 
         Args:
             k, v: `[B, Hkv, count, D]` of `format.gather_dtype`, written.
-            first: token.
+            first: number of the first token.
         """
         self.settle()
         if self.format.packs:
             return gathering_packed(self, k, v, first)
         return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
 
-    def tiles(self, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """The first `stop` tokens as pieces of at most `tile` tokens: (first token, K, V), each until the next one."""
-        if self.worker is not None:
-            return tiles_ahead(self, self.worker, stop, tile)
-        return ((first, *self.gather(first, min(tile, stop - first))) for first in range(0, stop, tile))
-
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens; nothing has happened if that fails."""
+        """Keep the first `length` tokens; on failure nothing has changed."""
         self.open(length)
         self.sealed = min(self.sealed, length // self.block_size)
         if self.digests is not None and self.sealed == 0 and not self.pool.shared:
             self.digests.thaw()
         self.packed_blocks = min(self.packed_blocks, length // self.block_size)
-        self.length = length  # after what it bounds: an interruption before this is made up for by another crop
+        self.length = length  # last but the release: if interrupted before this, another crop completes it
         self._release(self.num_blocks)
 
     def open(self, length: int) -> None:
-        """Make the block that is the last one of `length` tokens fit to be appended to: unpack it; it stays whole."""
+        """Unpack the last of the blocks of `length` tokens if it is packed, so that tokens can be appended to it."""
         block = length // self.block_size
         if length % self.block_size and (self.pool.block_ptr[self.table[:, block]] & 1).any():
             self._reopen(block)
 
     def _release(self, keep: int) -> None:
-        """Give back the physical blocks behind the first `keep` logical ones."""
+        """Release the physical blocks after the first `keep` logical ones."""
         if keep < self.reserved:
             unused, self.reserved = self.table[:, keep : self.reserved], keep
             self.pool.release(unused)
@@ -340,7 +333,7 @@ class BlockStore:
         self.pool.release(before)
 
     def select_rows(self, rows: np.ndarray) -> None:
-        """Keep the rows of an index `[B']`, in its order and as often as it names them; K and V are not copied."""
+        """Keep the rows of an index `[B']`, in its order and with repeats; K and V are not copied."""
         kept = self.table[rows]
         self.pool.retain(kept[:, : self.reserved])
         self.pool.release(self.table[:, : self.reserved])
@@ -349,13 +342,13 @@ class BlockStore:
 
     def __del__(self) -> None:
         pool = getattr(self, "pool", None)
-        if pool is not None and pool.shared and not sys.is_finalizing():  # otherwise the pool goes, too
+        if pool is not None and pool.shared and not sys.is_finalizing():  # an unshared pool is freed with the store
             self.settle()
             pool.leave(self.table[:, : self.reserved])
 
 
 def pack_tokens(store: BlockStore, k: torch.Tensor, v: torch.Tensor, blocks: range) -> None:
-    """Pack whole blocks of new K and V `[B, Hkv, T, D]`, which begin at token `store.length`."""
+    """Pack whole blocks of new K and V `[B, Hkv, T, D]`, whose first token is number `store.length`."""
     rows, heads, block = (x.ravel() for x in np.indices((store.batch, store.num_kv_heads, len(blocks))))
     token = (block + blocks.start) * store.block_size - store.length
     size = store.dtype.itemsize
@@ -367,11 +360,11 @@ def pack_tokens(store: BlockStore, k: torch.Tensor, v: torch.Tensor, blocks: ran
 
 
 def pack_blocks(store: BlockStore, stop: int) -> None:
-    """Pack the logical blocks before `stop`, as far as they are not packed; nothing may be reading them."""
+    """Pack the unpacked logical blocks before `stop`; nothing may be reading them."""
     ids, mine = np.unique(store.table[:, store.packed_blocks : stop], return_counts=True)
     plain = store.pool.block_ptr[ids] & 1 == 0
     ids, mine = ids[plain], mine[plain]
-    others = store.pool.refcount[ids] > mine  # they may be reading: what they hold stays where it is
+    others = store.pool.refcount[ids] > mine  # other holders may be reading these: they are copied, not moved
     heads, step = np.arange(store.num_kv_heads), store.head_dim * store.dtype.itemsize
 
     def pack(old: np.ndarray, new: np.ndarray) -> None:
@@ -387,7 +380,7 @@ def pack_blocks(store: BlockStore, stop: int) -> None:
 
 
 def _pack_apart(store: BlockStore, ids: np.ndarray, pack: Callable[[np.ndarray, np.ndarray], None]) -> None:
-    """Pack blocks, ascending, into blocks of one's own; arguments as in `HostPool.repack`."""
+    """Pack shared blocks (`ids` ascending) into new blocks of this store; arguments as in `HostPool.repack`."""
     new = store.pool.allocate(len(ids), packed=True)
     try:
         store.reserve_digests()
@@ -409,11 +402,11 @@ def _pack_apart(store: BlockStore, ids: np.ndarray, pack: Callable[[np.ndarray, 
 
 
 def gathering_packed(store: BlockStore, k: torch.Tensor, v: torch.Tensor, first: int) -> Launch:
-    """As `BlockStore.gathering`, where blocks may be packed."""
+    """`BlockStore.gathering` for a store with packed blocks."""
     size, count = store.block_size, k.shape[2]
     blocks = np.arange(first // size, -(-(first + count) // size))
     rows, heads, block = (x.ravel() for x in np.indices((store.batch, store.num_kv_heads, len(blocks))))
-    begins = np.maximum(blocks * size, first)  # of each block, the tokens that are wanted
+    begins = np.maximum(blocks * size, first)  # the first wanted token of each block
     ends = np.minimum((blocks + 1) * size, first + count)
     line = store.format.gather_dtype.itemsize * store.head_dim
     places = line * ((rows * store.num_kv_heads + heads) * count + (begins - first)[block])
@@ -424,16 +417,16 @@ def gathering_packed(store: BlockStore, k: torch.Tensor, v: torch.Tensor, first:
 
 
 def share_blocks(store: BlockStore, other: BlockStore) -> None:
-    """Let a store hold the blocks of another one of the same sizes; it has none yet, and nothing is copied.
+    """Let an empty store share the blocks of another one of the same sizes, without a copy.
 
-    Digests are shared as far as there are any: their statistics are fixed.
+    Digests are shared too if their statistics are fixed.
     """
     other.settle()
     store.pool = other.pool
     if other.digests is None or other.digests.frozen:
         store.digests, store.sealed = other.digests, other.sealed
     store.reserve_digests()
-    store.pool.retain(other.table[:, : other.num_blocks])  # from here on they are this store's to release
+    store.pool.retain(other.table[:, : other.num_blocks])  # from here on this store releases them
     store.table, store.reserved = other.table.copy(), other.num_blocks
     store.length, store.packed_blocks = other.length, other.packed_blocks
     store.revision += 1
@@ -442,7 +435,7 @@ def share_blocks(store: BlockStore, other: BlockStore) -> None:
 
 
 def own_block(store: BlockStore, block: int) -> None:
-    """Give every row a physical block of its own for a logical one, with what it holds but for its digest."""
+    """Give every row its own physical copy of a logical block, without the digest."""
     ids, pool = store.table[:, block], store.pool
     if (pool.refcount[ids] == 1).all():
         return
@@ -464,3 +457,31 @@ def own_block(store: BlockStore, block: int) -> None:
         store.table[row, block] = new[0]
         store.revision += 1
         pool.release(np.array([old]))
+
+
+class TableMirror:
+    """Device copies of one layer's block table and block addresses.
+
+    Args:
+        store: the layer's blocks, the owner of this object.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self.store: BlockStore = weakref.proxy(store)  # a reference cycle would delay freeing the slabs
+        self._table: tuple[int, torch.Tensor] | None = None
+        self._block_ptr: tuple[int, torch.Tensor] | None = None
+
+    def table(self) -> torch.Tensor:
+        """`[B, N]` int32, the physical block of each logical one."""
+        if self._table is None or self._table[0] != self.store.revision:
+            old = None if self._table is None else self._table[1]
+            self._table = self.store.revision, sent(self.store.table, self.store.device, old)
+        return self._table[1]
+
+    def block_ptr(self) -> torch.Tensor:
+        """`[P]` int64, the address of each physical block in host memory."""
+        pool = self.store.pool
+        if self._block_ptr is None or self._block_ptr[0] != pool.revision:
+            old = None if self._block_ptr is None else self._block_ptr[1]
+            self._block_ptr = pool.revision, sent(pool.block_ptr, self.store.device, old)
+        return self._block_ptr[1]

@@ -1,4 +1,4 @@
-"""Layers of one cache made of those of another: forks, and to and from Transformers' `DynamicCache`."""
+"""Conversion of layers between caches: forks, and to and from Transformers' `DynamicCache`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_offload.cache.arrivals import check_arrivals, unsuitable
+from hf_offload.cache.arrivals import unsuitable
 from hf_offload.cache.block_store import share_blocks
 from hf_offload.cache.layer import HybridLayer, open_layer
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.stock_layers import copy_layer
 
@@ -21,18 +22,18 @@ from hf_offload.cache.stock_layers import copy_layer
 def take_over(
     layers: list[Any], source: DynamicCache, modules: Sequence[nn.Module], mask: torch.Tensor | None, config: Any
 ) -> None:
-    """Fill the layers of a new `HybridCache` with what a `DynamicCache` of the same model holds.
+    """Fill the layers of a new `HybridCache` from a `DynamicCache` of the same model.
 
     Args:
-        layers: of the new cache, empty; stock layers among them are replaced.
-        source: it is left as it is, and shares no memory with what is made.
-        modules: the model's decoder layers, which say where and in which dtype each computes.
-        mask: `[B, T]`, 0 where a token is padding; None: there is none.
-        config: of the model's decoder.
+        layers: empty layers of the new cache; stock layers among them are replaced.
+        source: the cache to copy; it is not changed and shares no memory with the new one.
+        modules: the model's decoder layers, which give device and dtype of each.
+        mask: `[B, T]`, 0 where a token is padding; None: no padding.
+        config: config of the model's decoder.
 
     Raises:
-        TypeError: the source is no `DynamicCache`.
-        ValueError: it is not of this model, by its layers, shapes or dtype, or the mask does not fit it.
+        TypeError: the source is not a `DynamicCache`.
+        ValueError: its layers, shapes or dtype are not those of this model, or the mask does not fit.
     """
     if not isinstance(source, DynamicCache):
         raise TypeError(f"from_cache takes over a DynamicCache, not a {type(source).__name__}")
@@ -55,14 +56,14 @@ def take_over(
                 _fill(layer, old.keys.detach().to(device), old.values.detach().to(device))
         elif type(old) is type(layer):
             layers[index] = copy_layer(old, device)
-        elif _holds(old):  # a cache that was made without a config keeps all tokens of a sliding window
+        elif _holds(old):  # a cache made without a config keeps all tokens of a sliding layer
             layer.update(old.keys.detach().to(device), old.values.detach().to(device))
 
 
 def _fill(layer: HybridLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
     layer.lazy_initialization(keys, values)
     assert layer.store is not None
-    check_arrivals(layer, keys, values)
+    layer.check_arrivals(keys, values)
     layer.revision = layer.settings.padding.revision
     layer.store.append(keys, values)
     seal(layer.store, layer.settings.prefill_tile, keys)
@@ -70,7 +71,7 @@ def _fill(layer: HybridLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def give_back(layer: HybridLayer, made: DynamicLayer) -> None:
-    """Fill an empty layer of a `DynamicCache` with the tokens of a layer, in the model's dtype, on its device."""
+    """Fill an empty layer of a `DynamicCache` with a layer's tokens, in the model's dtype and on its device."""
     store = layer.store
     if store is None or not store.length:
         return
@@ -78,20 +79,20 @@ def give_back(layer: HybridLayer, made: DynamicLayer) -> None:
     layer.write_back()
     shape = (store.batch, store.num_kv_heads, store.length, store.head_dim)
     keys, values = (torch.empty(shape, dtype=store.dtype, device=store.device) for _ in range(2))
-    for first, k, v in store.tiles(store.length, layer.settings.prefill_tile):
+    for first, k, v in read_tiles(store, store.length, layer.settings.prefill_tile):
         keys[:, :, first : first + k.shape[2]], values[:, :, first : first + k.shape[2]] = k, v
     made.lazy_initialization(keys, values)
     made.keys, made.values = keys, values
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a decoder layer computes; its weights may be elsewhere until then (accelerate's offloading)."""
+    """The device on which a decoder layer computes, also where accelerate offloads its weights."""
     devices = [parameter.device for parameter in module.parameters() if parameter.device.type != "meta"]
     for part in () if devices else module.modules():
         device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
         if device is not None:
             found = torch.device(device)
-            bare = found.type == "cuda" and found.index is None  # what tensors say of themselves has a number
+            bare = found.type == "cuda" and found.index is None  # a tensor's device always has an index
             return torch.device("cuda", torch.cuda.current_device()) if bare else found
     return devices[0] if devices else torch.device("cpu")
 
@@ -102,10 +103,10 @@ def _holds(layer: Any) -> bool:
 
 
 def _check(layers: list[Any], theirs: list[Any], modules: Sequence[nn.Module], config: Any) -> tuple[int, int]:
-    """Rows and tokens of a `DynamicCache` with these layers, which all fit.
+    """Check the layers of a `DynamicCache`; return its rows and tokens.
 
     Raises:
-        ValueError: one does not.
+        ValueError: a layer does not fit the model.
     """
     if len(theirs) != len(layers):
         raise ValueError(f"the cache has {len(theirs)} layers, this model has {len(layers)}: not its cache")
@@ -150,7 +151,7 @@ def _check(layers: list[Any], theirs: list[Any], modules: Sequence[nn.Module], c
 
 def _check_model(index: int, heads: int, dim: int, dtype: torch.dtype, module: nn.Module, config: Any) -> None:
     wanted, size = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
-    if isinstance(wanted, int) and (heads > wanted or wanted % heads):  # with tensor parallelism a part of them
+    if isinstance(wanted, int) and (heads > wanted or wanted % heads):  # tensor parallelism: a part
         raise ValueError(f"layer {index} of the cache has {heads} KV heads, the model has {wanted}")
     if isinstance(size, int) and dim != size:
         raise ValueError(f"layer {index} of the cache has head_dim {dim}, the model has {size}")
@@ -164,14 +165,14 @@ def _check_model(index: int, heads: int, dim: int, dtype: torch.dtype, module: n
 
 
 def fork_layers(source: list[Any], target: list[Any], padding: Padding, copied: Padding) -> None:
-    """Let the empty layers of a new cache hold what those of another hold, nothing of which is in flight.
+    """Fill the empty layers of a fork from a cache that has no work in flight.
 
-    Host blocks and their digests are shared. Resident sets, what policies remember, padding and stock layers are
-    copied, so that both caches go on as the first would have gone on alone.
+    Host blocks and their digests are shared. Resident sets, policy states, padding and stock layers are copied, so that
+    both caches go on as the first would have gone on alone.
 
     Args:
-        source, target: the layers.
-        padding, copied: validity of the tokens in each.
+        source, target: the layers of both caches.
+        padding, copied: the validity of tokens of both caches.
     """
     copied.copy_from(padding.valid[:, : padding.seen], dense=padding.dense)
     for index, layer in enumerate(source):
@@ -185,14 +186,14 @@ def _fork(source: HybridLayer, target: HybridLayer) -> None:
     target.scores, target.revision = source.scores, target.settings.padding.revision
     if source.store is None:
         return
-    source.snapshots.clear()  # what it would put back is shared from here on
+    source.snapshots.clear()  # snapshots would restore blocks that are shared from here on
     source.write_back()
     target.slots = None if source.resident is None else source.resident.slots
     store = source.store
     open_layer(target, store.batch, store.num_kv_heads, store.head_dim, source.dtype, source.device)
     assert target.store is not None
     share_blocks(target.store, source.store)
-    seal(target.store, target.settings.prefill_tile)  # blocks of padding alone have digests, but no statistics to share
+    seal(target.store, target.settings.prefill_tile)  # statistics that are not fixed (padding alone) are not shared
     target.last_queries, target.unplaced = source.last_queries, source.unplaced
     if target.resident is not None and source.resident is not None:
         target.resident.copy_from(source.resident)

@@ -1,4 +1,4 @@
-"""Blocks on their way into slots by copies, where no kernel reads the pool: the CPU brings records together."""
+"""Copies of blocks into slots where no GPU kernel can read the pool: the CPU gathers records into a staging buffer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cpu.kernels import move_records as movers
 
 PIECE_BYTES = 32 << 20
-"""What is brought together at a time."""
+"""Size of the staging buffer in bytes."""
 
 
 class Moves(NamedTuple):
-    """Blocks that go into slots, for each row and KV head; entries from `counts` on mean nothing.
+    """Blocks to copy into slots, for each row and KV head; entries from `counts` on are ignored.
 
     Args:
         slots, blocks: `[B, Hkv, M]` int32.
@@ -31,12 +31,12 @@ class Moves(NamedTuple):
 
 
 def copies(store: BlockStore, pool: torch.Tensor, moves: Moves) -> Callable[[], None]:
-    """The copies of blocks into slots, as work for a thread; on a CUDA device the thread's current stream ends them.
+    """Return a callable that copies blocks into slots, on a CUDA device in order of its thread's current stream.
 
     Args:
-        store: has the blocks.
-        pool: `[B, Hkv, R, 2, block_size, D]`, written by the work.
-        moves: read now.
+        store: the blocks.
+        pool: `[B, Hkv, R, 2, block_size, D]`, written by the callable.
+        moves: read at once.
     """
     slots, blocks, counts = (part.cpu().numpy() for part in moves)
     rows, heads, column = np.nonzero(np.arange(slots.shape[2]) < counts[..., None])
@@ -50,12 +50,12 @@ def copies(store: BlockStore, pool: torch.Tensor, moves: Moves) -> Callable[[], 
 
 
 def bring(store: BlockStore, into: torch.Tensor, row: int, head: int, blocks: np.ndarray) -> None:
-    """Copy blocks of one row and KV head to where they are wanted; on a CUDA device its current stream ends that.
+    """Copy blocks of one row and KV head, on a CUDA device in order of its current stream.
 
     Args:
-        store: has the blocks.
-        into: `[n, 2, block_size, D]`, contiguous, written from the front.
-        row, head: whose blocks.
+        store: the blocks.
+        into: `[n, 2, block_size, D]`, contiguous; the first m entries are written.
+        row, head: row and KV head of the blocks.
         blocks: logical blocks, int `[m]`, at most n.
     """
     record = store.pool.record_bytes
@@ -68,13 +68,13 @@ def bring(store: BlockStore, into: torch.Tensor, row: int, head: int, blocks: np
 
 
 def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.ndarray) -> Callable[[], None]:
-    """The way over memory of the host in which records lie together, and are unpacked.
+    """Return a callable that copies records through a staging buffer on the host, in which they are unpacked.
 
     Args:
-        store: says what the records are.
-        into: `[n, 2, block_size, D]`, written by the work.
-        source: addresses of the records, packed ones marked; int64 `[m]`.
-        index: where each goes; `[m]`.
+        store: gives the format of the records.
+        into: `[n, 2, block_size, D]`, written by the callable.
+        source: int64 `[m]`, addresses of the records, packed ones marked.
+        index: `[m]`, entry of `into` for each record.
     """
     dtype = store.format.gather_dtype
     shape = (2, store.block_size, store.head_dim)

@@ -1,11 +1,10 @@
-"""What the host knows of the blocks, as tensors where the model computes: sizes, tables and padding for kernels."""
+"""Device copies of the host's metadata that kernels read: lengths, block tables, addresses and padding."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,42 +13,39 @@ from hf_offload.cache.memory import host_empty
 from hf_offload.cache.padding import Padding
 from hf_offload.cpu.thread_pool import Worker
 
-_CYCLES = 1.5e9  # of a GPU in a second, roughly
-
-if TYPE_CHECKING:
-    from hf_offload.cache.block_store import BlockStore
+_CYCLES = 1.5e9  # cycles of a GPU in a second, roughly
 
 
 class DeviceMirror:
-    """What all layers on one device share: sizes and padding there, the stream of recalls, a capture in progress.
+    """What all layers on one device share: lengths and padding there, the recall stream, a capture in progress.
 
-    A tensor keeps its address for as long as its shape stays: a captured CUDA graph reads what the last call wrote.
+    A tensor keeps its address as long as its shape stays the same, so that a captured CUDA graph reads its new values.
 
     Args:
-        padding: of the cache.
-        device: where the tensors live.
-        worker: runs on the CPU what need not be waited for.
+        padding: the cache's padding.
+        device: the device of the tensors.
+        worker: threads for work beside the model.
     """
 
     def __init__(self, padding: Padding, device: torch.device, worker: Worker) -> None:
         self.padding, self.device, self.worker = padding, device, worker
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        """Recalls run here, beside the model."""
+        """The stream of recalls."""
         self.capture: Any = None
-        """The `attention.graph_capture.Capture` that records this step, or None."""
+        """The `attention.graph_capture.Capture` that is recording this step, or None."""
         self._held: dict[object, tuple[object, torch.Tensor]] = {}
 
     def current(self) -> AbstractContextManager[Any]:
-        """Make this device the current one, on which kernels are launched: a model may be spread over several."""
+        """A context in which this device is current, for kernel launches of a model on several devices."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def pause(self) -> None:
-        """Be slow, where tests ask for it; see `pause`."""
+        """Delay the current stream in tests; see `pause`."""
         pause(self.worker, self.device)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run what is inside on the stream of recalls, after what the model's stream has been given so far."""
+        """Run the body on the recall stream, after all work that the model's stream has so far."""
         stream = self.stream if self.capture is None else self.capture.beside()
         if stream is None:
             yield
@@ -60,34 +56,34 @@ class DeviceMirror:
             yield
 
     def _mirror(self, name: object, state: object, array: np.ndarray) -> torch.Tensor:
-        """The tensor of a name, brought up to date if `state` is another than at the last call."""
+        """The tensor of a name, updated from `array` if `state` has changed since the last call."""
         held = self._held.get(name)
         if held is not None and held[0] == state:
             return held[1]
-        self._held.pop(name, None)  # until all of it is there
+        self._held.pop(name, None)  # absent if the copy fails
         tensor = sent(array, self.device, None if held is None else held[1])
         self._held[name] = (state, tensor)
         return tensor
 
     def limits(self, role: str, length: int, sealed: int) -> torch.Tensor:
-        """The tensor int32 `[2]` that holds (length, sealed), for one role in a step.
+        """An int32 tensor `[2]` of (length, sealed).
 
         Args:
-            role: several pairs are in use in a step; each has a tensor of its own.
+            role: name of the pair; each of the pairs that a step uses has its own tensor.
             length: tokens of every row.
-            sealed: blocks that have a digest.
+            sealed: number of blocks that have a digest.
         """
         return self._mirror(role, (length, sealed), np.array([length, sealed], np.int32))
 
     def valid(self) -> torch.Tensor | None:
-        """`[B, T]` uint8, which tokens may be attended; None while all may."""
+        """`[B, T]` uint8, 1 where a token may be attended; None while all may."""
         padding = self.padding
         if not padding.ragged:
             return None
         held, grown = self._held.get("valid"), padding.grown
         if held is None or grown is None or held[0] != grown[0] or held[1].shape != padding.valid.shape:
             return self._mirror("valid", padding.version, padding.valid)
-        new = slice(grown[1], padding.seen)  # a long batch is long to send
+        new = slice(grown[1], padding.seen)  # send the new tokens alone
         self._held.pop("valid")
         sent(padding.valid[:, new], self.device, held[1][:, new])
         self._held["valid"] = padding.version, held[1]
@@ -102,48 +98,20 @@ class DeviceMirror:
         )
 
 
-class TableMirror:
-    """The block table and the addresses of one layer's blocks.
-
-    Args:
-        store: the layer's blocks, which hold this object.
-    """
-
-    def __init__(self, store: BlockStore) -> None:
-        self.store: BlockStore = weakref.proxy(store)  # a cycle would keep the slabs until it is collected
-        self._table: tuple[int, torch.Tensor] | None = None
-        self._block_ptr: tuple[int, torch.Tensor] | None = None
-
-    def table(self) -> torch.Tensor:
-        """`[B, N]` int32, the physical block of each logical one."""
-        if self._table is None or self._table[0] != self.store.revision:
-            old = None if self._table is None else self._table[1]
-            self._table = self.store.revision, sent(self.store.table, self.store.device, old)
-        return self._table[1]
-
-    def block_ptr(self) -> torch.Tensor:
-        """`[P]` int64, the address of each physical block in host memory."""
-        pool = self.store.pool
-        if self._block_ptr is None or self._block_ptr[0] != pool.revision:
-            old = None if self._block_ptr is None else self._block_ptr[1]
-            self._block_ptr = pool.revision, sent(pool.block_ptr, self.store.device, old)
-        return self._block_ptr[1]
-
-
 def pause(worker: Worker | None, device: torch.device) -> None:
-    """Have the current stream be slow, where tests ask for it (`Worker.delay`): what does not wait reads too early."""
+    """Delay the current stream in tests (`Worker.delay`), so that a missing wait reads old data."""
     if worker is not None and worker.delay and device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda._sleep(int(worker.delay * _CYCLES))  # type: ignore[no-untyped-call]
 
 
 def sent(array: np.ndarray, device: torch.device, old: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy on a device of what an array holds now; on a CUDA device it comes in the stream's order, with no wait.
+    """Copy an array to a device, on a CUDA device in stream order and without a wait.
 
     Args:
-        array: of any layout.
-        device: where to.
-        old: what takes the copy in, if its shape is that of the array.
+        array: of any memory layout; may change after the call.
+        device: the target.
+        old: a tensor to reuse if it has the array's shape.
     """
     fresh = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":  # torch waits for the stream before it reads pageable memory
@@ -155,11 +123,11 @@ def sent(array: np.ndarray, device: torch.device, old: torch.Tensor | None = Non
 
 
 def brought(tensor: torch.Tensor, what: str) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A copy on the host of what a tensor holds now, and what waits for it, in any thread.
+    """Start a copy of a tensor to the host; return it and a function that waits for it, from any thread.
 
     Args:
         tensor: contiguous.
-        what: it is, for errors.
+        what: its name for errors.
     """
     if tensor.device.type != "cuda":
         return tensor.clone(), _nothing
@@ -169,4 +137,4 @@ def brought(tensor: torch.Tensor, what: str) -> tuple[torch.Tensor, Callable[[],
 
 
 def _nothing() -> None:
-    """It is there already."""
+    """Nothing to wait for."""

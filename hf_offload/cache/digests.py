@@ -1,7 +1,7 @@
-"""What stands for a block when it is scored: built once when the block is full, read at every step.
+"""Block digests: summaries by which blocks are scored, built once when a block is full.
 
-A `DigestStore` holds the summaries of one layer by physical block, builds them and scores them. The score of a block
-is its **log mass**: an estimate of log Σ exp(score) over its valid tokens, per query head; −inf without any.
+A `DigestStore` holds, builds and scores the digests of one layer, indexed by physical block. A block's score is its
+**log mass**: for each query head an estimate of log Σ exp(score) over its valid tokens; −inf without valid tokens.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from hf_offload.scores import Scores
 class DigestStore(ABC):
     """The digests of one layer, indexed by physical block; tensors on the model's device.
 
-    Forks of a cache share them: who writes (`freeze`, `seal`, `reserve`, `copy`) holds `lock`.
+    Forks of a cache share them; a writer (`freeze`, `seal`, `reserve`, `copy`) holds `lock`.
     """
 
     frozen = True
-    """Whether statistics that the digest needs are fixed; `freeze` fixes them before the first `seal`."""
+    """Whether the statistics of the digest are fixed; `freeze` fixes them before the first `seal`."""
     statistics: tuple[str, ...] = ()
     """Names of the tensors that `freeze` makes."""
     of_all_heads = ("bias",)
     """Names of the tensors that all KV heads of a block share."""
     sums = True
-    """Whether a block's masses add up to that of several blocks; otherwise the largest stands for them (bounds)."""
+    """Whether masses of several blocks are joined by their sum, not by their maximum (as for bounds)."""
     of_query = False
-    """Whether what `arrays` returns is made of the query (`fill`)."""
+    """Whether the result of `arrays` depends on the query (`fill`)."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device) -> None:
         self.num_kv_heads, self.head_dim, self.block_size, self.device = num_kv_heads, head_dim, block_size, device
@@ -50,16 +50,16 @@ class DigestStore(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape behind the block axis and dtype of every tensor that is kept per block."""
+        """For every tensor that has a block axis: its shape without that axis, and its dtype."""
 
     @abstractmethod
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        """Summarise full blocks.
+        """Build the digests of full blocks.
 
         Args:
-            ids: `[n]` physical blocks.
-            k: `[n, Hkv, block_size, D]` their keys.
-            valid: `[n, block_size]` bool, which tokens count.
+            ids: `[n]`, physical blocks.
+            k: `[n, Hkv, block_size, D]`, their keys.
+            valid: `[n, block_size]` bool, valid tokens.
         """
 
     @cached_property
@@ -67,27 +67,26 @@ class DigestStore(ABC):
         return (*self.tensors(), *self.statistics)
 
     def held(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the digests and their statistics, which are fixed; a fork may replace them by larger ones."""
+        """The tensors of the digests and their (fixed) statistics; a fork may replace them by larger ones."""
         return tuple([getattr(self, name) for name in self._names])
 
     @property
     @abstractmethod
     def identity(self) -> Any:
-        """An object that is another one whenever what `arrays` returns has other arrays, but for the query's own."""
+        """An object that changes identity whenever `arrays` returns other arrays, those of the query aside."""
 
     @abstractmethod
     def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
-        """What the CPU's kernels score with.
+        """The digest as CPU kernels take it (`digest_scores.Digest`).
 
         Args:
             query: `[B, Hq, D]` fp32.
             scale: softmax scale.
-            known: what was returned for a query of this shape that is not needed any more, to be used again where that
-                can be.
+            known: an earlier result for a query of this shape, which may be overwritten and returned again.
         """
 
     def fill(self, known: Digest, query: np.ndarray, scale: float) -> None:
-        """Make what `arrays` has returned what it returns for this query."""
+        """Update a result of `arrays` for another query."""
         raise TypeError(f"{type(self).__name__} scores every query with the same arrays")
 
     @abstractmethod
@@ -98,22 +97,22 @@ class DigestStore(ABC):
             query: `[B, Hq, D]` fp32.
             table: `[B, N]` int32, the physical block of each logical one.
             limits: int32 `[2]`, (length, sealed): blocks from `sealed` on get −inf.
-            scores: the model's.
+            scores: scale and softcap of the model.
 
         Returns:
             `[B, Hq, N]` fp32.
         """
 
     def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Fix the statistics from keys `[B, Hkv, T, D]` with validity `[B, T]` bool, which lies on the host."""
+        """Fix the statistics from tiles of keys `[B, Hkv, T, D]` and validity `[B, T]` (bool, on the host)."""
         raise TypeError(f"{type(self).__name__} has no statistics to fix")
 
     def thaw(self) -> None:
-        """Let the statistics be fixed anew: no block has a digest any more, and another text may come."""
+        """Let the statistics be fixed again, by another text; call it when no block has a digest."""
         self.frozen = type(self).frozen
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Give blocks the digests of others; int `[n]` physical blocks each."""
+        """Copy digests from blocks `source` to blocks `target`; int `[n]`, physical blocks."""
         old, new = (torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (source, target))
         with self.lock:
             for name in self.tensors():
@@ -121,7 +120,7 @@ class DigestStore(ABC):
                 tensor[new] = tensor[old]
 
     def of_head(self, ids: np.ndarray, head: int, device: torch.device) -> DigestStore:
-        """A copy on a device of what one KV head's blocks have: block i there is ids[i]; int `[n]` physical blocks."""
+        """Copy one KV head's digests of blocks `ids` (int `[n]`) to a device, in a store whose block i is ids[i]."""
         part = type(self)(1, self.head_dim, self.block_size, device)
         index = torch.from_numpy(ids.astype(np.int64)).to(self.device)
         with self.lock:
@@ -136,16 +135,16 @@ class DigestStore(ABC):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block's summary."""
+        """Bytes of one block's digest."""
         return sum(math.prod(row) * dtype.itemsize for row, dtype in self.tensors().values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the summaries."""
+        """Bytes of all digests that there is room for."""
         return self.capacity * self.block_bytes
 
     def reserve(self, blocks: int) -> None:
-        """Have room for `blocks` physical blocks."""
+        """Make room for `blocks` physical blocks."""
         with self.lock:
             if blocks > self.capacity:
                 self._grow(blocks)
@@ -163,7 +162,7 @@ class DigestStore(ABC):
                 if self.capacity:
                     wide[name][: self.capacity] = getattr(self, name)
                 wide[name][self.capacity :] = 0
-        for name, grown in wide.items():  # all of them or none
+        for name, grown in wide.items():  # replace all tensors or none
             setattr(self, name, grown)
             if on_host:
                 self._arrays[name] = grown.numpy()
@@ -171,9 +170,9 @@ class DigestStore(ABC):
 
 
 class _VectorStore(DigestStore):
-    """Digests that are scored by one dot product with a transformed query."""
+    """Digests scored by one dot product with a transformed query."""
 
-    width = 1  # vectors of head_dim a block
+    width = 1  # vectors of head_dim in each block
     of_query = True
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -210,7 +209,7 @@ class _VectorStore(DigestStore):
 
 
 class MeanStore(_VectorStore):
-    """The mean key of a block (MoBA's digest)."""
+    """The mean key of a block (the digest of MoBA)."""
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
         seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=False)
@@ -233,17 +232,17 @@ _NO_QUERY = np.empty(0, np.float32)
 
 
 class SubMeanStore(DigestStore):
-    """Pairs of consecutive keys: their mean in int4 with a scale a pair, half their difference in 2 bits a channel.
+    """Sub-means: pairs of consecutive keys, their mean in int4 and half their difference in 2 bits for each channel.
 
-    A pair's keys are μ ± δ, so that log mass = logsumexp over pairs j of log(tokens in j) + scale·q·μ_j +
-    log cosh(scale·q·δ_j); a softcap bends the scores of both keys. A channel is divided by the root of its standard
-    deviation: half way between the same relative and the same absolute rounding for all channels.
+    The keys of pair j are μ_j ± δ_j, so that log mass = logsumexp over j of log(tokens in j) + scale·q·μ_j +
+    log cosh(scale·q·δ_j); a softcap applies to the scores of both keys. Each pair has a scale. Channels are divided by
+    the square root of their standard deviation, half way between equal relative and equal absolute rounding errors.
     """
 
     frozen = False
     statistics = ("center", "sigma")
     bundle: Digest | None = None
-    """What `arrays` returns as long as it is not None."""
+    """The result of `arrays`; None: not made yet."""
     codes: torch.Tensor
     levels: torch.Tensor
     sizes: torch.Tensor
@@ -271,7 +270,7 @@ class SubMeanStore(DigestStore):
         self.center = center.float()
         variance = (square / max(number, 1) - center.square()).clamp(min=0)
         self.sigma = variance.pow(0.25).float().clamp(min=1e-6)
-        self.frozen = number > 0  # blocks of padding alone teach nothing
+        self.frozen = number > 0  # blocks of padding alone have no statistics
         self.bundle = None
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
@@ -311,7 +310,7 @@ class SubMeanStore(DigestStore):
 
 
 def _even(tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tiles cut to an even number of tokens."""
+    """The tiles, cut to an even number of tokens."""
     for k, valid in tiles:
         keep = k.shape[2] // 2 * 2
         yield k[:, :, :keep], valid[:, :keep]

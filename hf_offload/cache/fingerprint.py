@@ -1,4 +1,4 @@
-"""By what a saved cache or a predictor knows its model again: the config, and a few values of every weight."""
+"""Fingerprints that tie a saved cache or predictor to its model: the config and a few values of every weight."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-SAMPLES = 32  # of each weight
-FEW = 8  # of each weight, where the values themselves are kept
-ROUNDED = 2.0**-8  # by what share a value may differ that is kept in another dtype; of bfloat16, half of it
+SAMPLES = 32  # values of each weight that `fingerprint` hashes
+FEW = 8  # values of each weight that `likeness` keeps
+ROUNDED = 2.0**-8  # allowed relative difference between dtypes: twice the rounding error of bfloat16
 _IRRELEVANT = {
     "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "output_attentions",
     "output_hidden_states", "pad_token_id", "problem_type", "quantization_config", "return_dict", "torch_dtype",
     "transformers_version", "use_cache",
 }  # fmt: skip
-"""Keys of a config on which keys and values do not depend; what quantisation does shows in the weights."""
+"""Config entries that K and V do not depend on; quantisation shows in the weights."""
 
 
 def fingerprint(config: Any, stack: nn.Module) -> dict[str, Any]:
-    """What identifies a model, for `json`.
+    """Return what identifies a model, as JSON values.
 
     Args:
-        config: of its decoder.
+        config: config of its decoder.
         stack: the module that runs the decoder layers.
     """
     return {
@@ -34,7 +34,7 @@ def fingerprint(config: Any, stack: nn.Module) -> dict[str, Any]:
 
 
 def likeness(config: Any, stack: nn.Module) -> dict[str, Any]:
-    """What identifies a model in whatever dtype it computes, for `json`; arguments as in `fingerprint`."""
+    """Return what identifies a model in any dtype, as JSON values; arguments as in `fingerprint`."""
     return {
         "config": _config(config),
         "weights": {name: _values(weight) for name, weight in stack.named_parameters()},
@@ -48,7 +48,7 @@ def _config(config: Any) -> dict[str, Any]:
 
 
 def _spaced(weight: torch.Tensor, most: int) -> torch.Tensor | None:
-    """So many of a weight's values, evenly spaced, on the host; None for weights that are elsewhere (accelerate)."""
+    """Up to `most` values of a weight, evenly spaced, on the host; None for weights that accelerate has offloaded."""
     if weight.device.type == "meta":
         return None
     local = getattr(weight, "to_local", None)
@@ -58,7 +58,7 @@ def _spaced(weight: torch.Tensor, most: int) -> torch.Tensor | None:
 
 
 def _sample(weight: torch.Tensor) -> int | None:
-    """A checksum of shape, dtype and values; None for weights that are elsewhere."""
+    """A checksum of shape, dtype and sampled values; None for offloaded weights."""
     values = _spaced(weight, SAMPLES)
     if values is None:
         return None
@@ -67,13 +67,13 @@ def _sample(weight: torch.Tensor) -> int | None:
 
 
 def _values(weight: torch.Tensor) -> list[Any]:
-    """The shape, and a few values; no value for weights that are elsewhere."""
+    """The shape and a few values; no values for offloaded weights."""
     values = _spaced(weight, FEW)
     return [list(weight.shape), [] if values is None else [float(f"{x:.5g}") for x in values.tolist()]]
 
 
 def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """In what another model differs, or None; a key that only one of the configs has says nothing (versions differ)."""
+    """The difference between two fingerprints as text, or None; config entries that only one has are ignored."""
     if odd := _other_layout(saved, now):
         return odd
     for name, sample in saved["weights"].items():
@@ -83,7 +83,7 @@ def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
 
 
 def unlikeness(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """In what another model differs by its `likeness`, rounding aside, or None."""
+    """The difference between two likenesses as text, rounding aside, or None."""
     if odd := _other_layout(saved, now):
         return odd
     for name, (shape, values) in saved["weights"].items():

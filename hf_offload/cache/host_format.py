@@ -1,4 +1,4 @@
-"""How old blocks lie in host memory: as they came, in the model's dtype, or packed."""
+"""Formats of older blocks in host memory: the model's dtype, or packed int8."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from hf_offload.gpu.kv_copy import PackedLayout
 
 @dataclass(frozen=True, slots=True)
 class HostFormat:
-    """The model's dtype: blocks stay as they came. Other formats pack a block when it is full and old.
+    """The model's dtype: no block is packed. Subclasses pack a block once it is full and old.
 
     Args:
-        dtype: of K and V as they come.
-        head_dim, block_size: sizes.
+        dtype: dtype of the model's K and V.
+        head_dim, block_size: sizes of a block.
     """
 
     packs: ClassVar[bool] = False
-    """Whether old blocks are packed, so that kernels must look which are."""
+    """Whether older blocks are packed, so that kernels must check each block."""
     dtype: torch.dtype
     head_dim: int
     block_size: int
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of the packed block of one KV head."""
+        """Bytes of a packed record (one block and KV head); 0 if nothing is packed."""
         return 0
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """What tokens are gathered in."""
+        """The dtype of gathered tokens."""
         return self.dtype
 
     @property
     def device_layout(self) -> PackedLayout | None:
-        """How packed records lie, for kernels that read them on the device."""
+        """Layout of packed records for GPU kernels, or None if nothing is packed."""
         return None
 
     def pack(
         self, keys: np.ndarray, values: np.ndarray, key_step: int, value_step: int, records: np.ndarray,
         keep: tuple[Any, ...] = (),
     ) -> Launch:  # fmt: skip
-        """Prepare packing full blocks of one KV head each; arguments as in `cpu.kernels.int8_blocks.pack_records`."""
+        """Prepare packing full records; arguments as in `cpu.kernels.int8_blocks.pack_records`."""
         raise NotImplementedError(f"{type(self).__name__} packs nothing")
 
     def unpack(
@@ -59,7 +59,7 @@ class HostFormat:
 
 
 class Int8(HostFormat):
-    """Codes in int8 with a bfloat16 scale for each channel of the keys and each token of the values."""
+    """Int8 codes with a bfloat16 scale for each channel of the keys and for each token of the values."""
 
     __slots__ = ()
     packs = True
@@ -97,4 +97,4 @@ class Int8(HostFormat):
 
 
 FORMATS: dict[str | None, type[HostFormat]] = {None: HostFormat, "int8": Int8}
-"""By the knob `host_dtype`."""
+"""Formats by the value of the knob `host_dtype`."""

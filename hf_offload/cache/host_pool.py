@@ -1,4 +1,4 @@
-"""Host memory for KV blocks: slabs that never move, physical blocks counted by reference."""
+"""`HostPool`: reference-counted KV blocks in host memory, in slabs that never move."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MIN_SLAB_BLOCKS = 64
 
 
 def growth(blocks: int, free: int, count: int) -> int:
-    """Blocks that a pool of `blocks`, so many of them free, adds when `count` are wanted."""
+    """The number of blocks that a pool of `blocks`, `free` of them free, adds when `count` are allocated."""
     return max(count - free, MIN_SLAB_BLOCKS, blocks // 4) if count > free else 0
 
 
 class _Slabs:
-    """Places of one size in slabs that never move or grow; a larger need adds slabs."""
+    """An allocator of equal places in slabs; slabs never move or grow, the allocator adds more."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> None:
         self.shape, self.dtype, self.pin = shape, dtype, pin
         self.pinned = pin
-        """Whether all slabs are page-locked; the system may have refused."""
+        """Whether all slabs are page-locked; the system may refuse to lock pages."""
         self.tensors: list[torch.Tensor] = []
         self.places = 0
         self.free: list[int] = []
@@ -37,18 +37,18 @@ class _Slabs:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the places that are taken."""
+        """Bytes of the places in use."""
         return (self.places - len(self.free)) * self.nbytes
 
     def adopt(self, slab: torch.Tensor) -> np.ndarray:
-        """Have a slab all of whose places are taken; their addresses, int64."""
+        """Add a slab whose places are all in use; return their addresses, int64."""
         self.pinned = self.pinned and slab.is_pinned()
         self.tensors.append(slab)
         self.places += len(slab)
         return slab.data_ptr() + np.arange(len(slab), dtype=np.int64) * self.nbytes
 
     def take(self, count: int) -> np.ndarray:
-        """Addresses of free places, ascending in fresh memory; int64 `[count]`."""
+        """Take free places; return their addresses, int64 `[count]`, ascending in new slabs."""
         missing = count - len(self.free)
         more = max(missing, MIN_SLAB_BLOCKS, self.places // 4) if missing > 0 else 0
         for blocks in self.pieces(more):
@@ -62,18 +62,18 @@ class _Slabs:
         return _pop(self.free, count, np.int64)
 
     def pieces(self, blocks: int) -> Iterator[int]:
-        """How many blocks each of the slabs has in which there is room for all of these."""
+        """Split a number of blocks into slabs; yield the blocks of each slab."""
         while blocks > 0:
             yield (piece := self.in_power_of_two(blocks) if self.pin else blocks)
             blocks -= piece
 
     def in_power_of_two(self, blocks: int) -> int:
-        """As many of these blocks as fill a power of two of bytes: so much torch pins, and what is over is lost."""
+        """Blocks that fit the largest power of two of bytes: torch rounds pinned allocations up to powers of two."""
         return max((1 << (blocks * self.nbytes).bit_length() - 1) // self.nbytes, 1)
 
 
 def _pop(stack: list[int], count: int, dtype: type[np.generic]) -> np.ndarray:
-    """The last `count` of a list, which it loses, the last one first."""
+    """Remove and return the last `count` entries of a list, the last one first."""
     first = len(stack) - count
     taken = np.array(stack[first:][::-1], dtype)
     del stack[first:]
@@ -81,24 +81,24 @@ def _pop(stack: list[int], count: int, dtype: type[np.generic]) -> np.ndarray:
 
 
 def _longer(array: np.ndarray, size: int) -> np.ndarray:
-    """The array with zeros behind it."""
+    """A copy of the array, extended with zeros to `size`."""
     grown = np.zeros(size, array.dtype)
     grown[: len(array)] = array
     return grown
 
 
 class HostPool:
-    """Blocks in slabs, pinned when a GPU will read them.
+    """Reference-counted blocks in slabs, which are pinned for a GPU.
 
-    A block is `[Hkv, 2 (K, V), block_size, D]` in the model's dtype or, once `repack` was called for it, Hkv packed
-    records; its address in `block_ptr` says which, by the lowest bit. An address is good until the
-    block is packed or released. A physical block is shared by the rows and forks that hold a reference to it. Forks may
-    run in threads of their own: who takes or gives back blocks holds `lock`, and what a reader holds does not change.
+    A block is `[Hkv, 2 (K, V), block_size, D]` in the model's dtype or, after `repack`, Hkv packed records. The lowest
+    bit of its address in `block_ptr` is 1 if it is packed. An address is valid until the block is packed or released.
+    Rows and forks share a block by references. Forks may run in different threads: `lock` is held while blocks are
+    allocated or released, and a block does not change while a reader holds a reference.
 
     Args:
         num_kv_heads, block_size, head_dim: the shape of one block.
-        dtype: how K and V are stored in blocks that are not packed.
-        pin: whether slabs are page-locked (for copies to and from a GPU that do not wait).
+        dtype: dtype of K and V in blocks that are not packed.
+        pin: whether slabs are page-locked, for asynchronous copies to and from a GPU.
         packed_bytes: bytes of a packed record of one KV head; 0: nothing is packed.
     """
 
@@ -114,9 +114,9 @@ class HostPool:
         self.refcount = np.zeros(0, np.int32)
         self._free: list[int] = []
         self.revision = 0
-        """Rises whenever an address in `block_ptr` has changed."""
+        """Incremented whenever an address in `block_ptr` changes."""
         self.shared = False
-        """Whether any block was ever held twice; until then no writer needs to look."""
+        """Whether any block was ever shared; until then no writer needs to check."""
         self.lock = threading.RLock()
         self._left: deque[np.ndarray] = deque()
         self._kept: list[tuple[np.ndarray, np.ndarray]] | None = None
@@ -158,18 +158,18 @@ class HostPool:
 
     @property
     def used_blocks(self) -> int:
-        """Physical blocks that somebody holds."""
+        """Number of physical blocks with a reference."""
         self._collect()
         return self.num_blocks - len(self._free)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the blocks that somebody holds, each once."""
+        """Bytes of the blocks with a reference, each counted once."""
         self._collect()
         return self._plain.used_bytes + self._packed.used_bytes
 
     def allocate(self, count: int, *, packed: bool = False) -> np.ndarray:
-        """Take blocks, each with one reference; int32 `[count]`."""
+        """Allocate blocks with one reference each; return them, int32 `[count]`."""
         with self.lock:
             self._collect()
             return self._allocate(count, packed)
@@ -188,16 +188,16 @@ class HostPool:
         return ids
 
     def pieces(self, blocks: int, *, packed: bool) -> list[int]:
-        """How many blocks each of the slabs is to have in which so many are adopted."""
+        """The sizes of the slabs, in blocks, in which `adopt` takes this many blocks."""
         return list((self._packed if packed else self._plain).pieces(blocks))
 
     def adopt(self, plain: Sequence[torch.Tensor], packed: Sequence[torch.Tensor], table: np.ndarray) -> None:
-        """Take slabs that are full of blocks, the first of an empty pool.
+        """Fill an empty pool with slabs whose places are all blocks.
 
         Args:
             plain: `[n, Hkv, 2, block_size, D]` each, contiguous.
-            packed: `[m, Hkv, record]` uint8 each, contiguous: their blocks follow those of the others.
-            table: of any shape, the blocks that somebody holds, as often as they are held.
+            packed: `[m, Hkv, record]` uint8 each, contiguous; their blocks are numbered after the plain ones.
+            table: of any shape; each occurrence of a block is one reference.
         """
         assert not self.num_blocks
         parts = [np.zeros(0, np.int64), *map(self._plain.adopt, plain)]
@@ -208,16 +208,16 @@ class HostPool:
         self.revision += 1
 
     def bytes_of(self, ids: np.ndarray) -> int:
-        """Bytes of blocks."""
+        """Bytes of the blocks `ids`."""
         packed = int(np.count_nonzero(self.block_ptr[ids] & 1))
         return (len(ids) - packed) * self._plain.nbytes + packed * self._packed.nbytes
 
     def repack(self, ids: np.ndarray, pack: Callable[[np.ndarray, np.ndarray], None]) -> None:
-        """Give blocks places of the packed kind; nothing has happened if that fails.
+        """Move blocks to packed places; on failure nothing has changed.
 
         Args:
             ids: physical blocks that are not packed.
-            pack: fills them: called with the addresses that they have and those of the packed places, int64 each.
+            pack: called with the old addresses and those of the packed places (int64) to write the records.
         """
         with self.lock:
             old, new = self.block_ptr[ids], self._packed.take(len(ids))
@@ -235,14 +235,14 @@ class HostPool:
                 self._kept.append((ids, old))
 
     def keep(self) -> int:
-        """From now on blocks that are packed keep the places that they had; how many `repack` there were since then."""
+        """Keep the old places of blocks that `repack` packs from now on; return the number of such calls so far."""
         with self.lock:
             if self._kept is None:
                 self._kept = []
             return len(self._kept)
 
     def unpack(self, repacks: int) -> None:
-        """Undo every `repack` since `keep` but the first `repacks`."""
+        """Undo every `repack` since `keep` except the first `repacks`."""
         with self.lock:
             while self._kept is not None and len(self._kept) > repacks:
                 ids, places = self._kept.pop()
@@ -251,14 +251,14 @@ class HostPool:
                 self.revision += 1
 
     def let_go(self) -> None:
-        """Free the places that were kept."""
+        """Free the places that `keep` kept."""
         with self.lock:
             kept, self._kept = self._kept, None
             for _, places in kept or ():
                 self._plain.free.extend(places[::-1].tolist())
 
     def addresses(self, ids: np.ndarray, heads: np.ndarray) -> np.ndarray:
-        """Where the records of blocks lie (two equal arrays), packed ones marked as in `block_ptr`; int64."""
+        """Addresses, int64, of the records of blocks `ids`, KV heads `heads`; packed ones marked as in `block_ptr`."""
         blocks = self.block_ptr[ids]
         found: np.ndarray = blocks + np.where(blocks & 1, self.packed_record_bytes, self.record_bytes) * heads
         return found
@@ -270,7 +270,7 @@ class HostPool:
             self.shared = True
 
     def leave(self, ids: np.ndarray) -> None:
-        """As `release`, by an owner that is being collected, maybe in the middle of anything: done a little later."""
+        """Release blocks later: for an owner that is garbage-collected, which may happen during an allocation."""
         self._left.append(ids)
 
     def _collect(self) -> None:
@@ -279,7 +279,7 @@ class HostPool:
                 self._release(self._left.popleft().ravel())
 
     def release(self, ids: np.ndarray) -> None:
-        """Drop one reference for every occurrence in `ids`; blocks that nobody holds are free again."""
+        """Drop one reference for every occurrence in `ids`; blocks without references become free."""
         with self.lock:
             self._release(ids.ravel())
 

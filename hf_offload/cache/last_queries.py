@@ -1,4 +1,4 @@
-"""The newest queries that were appended to a layer; who learns from them must know whose tokens' they are."""
+"""The last queries of a prompt or append, which place the resident set and serve as observation window."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class LastQueries:
     """The last queries of a prompt or append.
 
     Args:
-        values: fp32 `[B, Hq, n, D]`, of tokens that follow one another.
-        end: how many tokens a row had when the last of these was in it: that is the query of token `end - 1`.
+        values: fp32 `[B, Hq, n, D]`, of consecutive tokens.
+        end: the last query is that of token `end - 1`.
     """
 
     values: torch.Tensor
@@ -21,17 +21,17 @@ class LastQueries:
 
     @property
     def start(self) -> int:
-        """The number of the token whose query is the first."""
+        """The token of the first query."""
         return self.end - self.values.shape[2]
 
     def cropped(self, length: int) -> LastQueries | None:
-        """Those of a row's first `length` tokens, if there are any."""
+        """The queries of a row's first `length` tokens, or None if there are none."""
         if length >= self.end:
             return self
         return LastQueries(self.values[:, :, : length - self.start], length) if length > self.start else None
 
     def select_rows(self, rows: torch.Tensor) -> LastQueries:
-        """Those of the rows of an index, int64 `[B']`."""
+        """The queries of the rows of an index, int64 `[B']`."""
         return LastQueries(self.values[rows.to(self.values.device)], self.end)
 
 
@@ -39,9 +39,9 @@ def joined(before: LastQueries | None, query: torch.Tensor, past: int, window: i
     """The last `window` queries after an append.
 
     Args:
-        before: those kept so far; they stay only if no token came since, as in a prompt that arrives in chunks.
-        query: `[B, Hq, Q, D]`, of the append.
-        past: tokens of a row before it.
+        before: the queries so far; they are kept only if the append follows them directly, as chunks of a prompt do.
+        query: `[B, Hq, Q, D]`, the queries of the append.
+        past: tokens of a row before the append.
     """
     queries = query[:, :, -window:].float()
     if before is not None and before.end == past and queries.shape[2] < window:

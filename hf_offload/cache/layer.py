@@ -1,4 +1,4 @@
-"""One layer of the cache: Transformers' contract on the outside, blocks and a policy's state inside."""
+"""`HybridLayer`: a cache layer of Transformers over blocks, with a resident set and a policy's state."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_offload.cache.arrivals import check_arrivals, unconsumed, unsuitable
+from hf_offload.cache.arrivals import unconsumed, unsuitable
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.device_mirror import DeviceMirror
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.last_queries import LastQueries
 from hf_offload.cache.memory_budget import check_slots
 from hf_offload.cache.resident_set import ResidentSet
-from hf_offload.cache.rollback import Snapshots, crop
+from hf_offload.cache.rollback import Snapshot, Snapshots
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.torch_modes import attended, uncompiled
 from hf_offload.cache.view import DeviceView
+from hf_offload.gpu.block_topk import MOST_BLOCKS
 from hf_offload.policies.base import LayerState
 from hf_offload.scores import Scores
 
 
 class HybridLength(int):
-    """A key length announced by a `HybridLayer`: the mask function sees by it that masks may stay compact."""
+    """The key length that a `HybridLayer` gives the mask function, which then keeps masks compact."""
 
 
 class HybridLayer(CacheLayerMixin):
-    """KV of one full-attention layer: most in host memory, some blocks on the device.
+    """K and V of one full-attention layer: in host memory, with some blocks also on the device.
 
-    `update` hands the new K and V through, tagged with this layer; the attention function finds the layer by the tag,
-    appends them and attends (a cache never computes attention itself).
+    `update` returns the new K and V tagged with this layer. The attention function finds the layer by the tag, appends
+    them and attends; the cache itself computes no attention.
     """
 
     is_compileable = False
@@ -47,56 +48,56 @@ class HybridLayer(CacheLayerMixin):
     device: torch.device
     device_type: str
     mirror: DeviceMirror
-    """With two memories."""
+    """With two memories: what layers on one device share."""
 
     def __init__(self, index: int, settings: Settings) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.index, self.settings, self.tag = index, settings, weakref.ref(self)
-        self.policy = settings.policy
+        self.policy, self.requirements = settings.policy, settings.policy.requirements
         self.modules: Callable[[torch.nn.Module], bool] = lambda module: True
         """Whether an attention module belongs to the model that the cache was made for."""
         self.known: Callable[[], torch.nn.Module | None] = lambda: None
-        """The last module that did."""
+        """The last module for which `modules` was true."""
         self.compact_masks = True
-        """Whether all layers that share this layer's mask are ours."""
+        """Whether all layers that share this layer's mask are `HybridLayer`s."""
         self.scores: Scores | None = None
-        """The model's; not known before the attention function was called."""
+        """The model's scale and softcap, known from the first call of the attention function on."""
         self.reset()
 
     def reset(self) -> None:
-        """Drop all tokens, statistics and what the policy remembers; shapes may change afterwards."""
-        with suppress(Exception):  # who is still at work holds what it works on
+        """Drop all tokens, statistics and the policy's state; shapes may change afterwards."""
+        with suppress(Exception):  # running work keeps its memory alive
             self.drain()
         self.is_initialized = False
         self.has_slots = self.settings.tier == "split"
-        """Whether there are two tiers, as far as that is known: blocks are resident in slots, or on the host."""
+        """Whether there are two memories, as far as that is known before `open_layer`."""
         self.store: BlockStore | None = None
         self.revision = self.settings.padding.revision
         self.resident: ResidentSet | None = None
         self._device_view: DeviceView | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.changed = False
-        """Whether what is pending reached the attention function, but not as it was announced."""
+        """Whether the attention function got other K and V than the pending ones."""
         self.state = LayerState()
         self.kernels: dict[Any, Any] = {}
         """The buffers of steps (`attention.step_cpu.StepBuffers`)."""
         self.steps: dict[bool, Any] = {}
-        """The steps that are planned, with one memory (`attention.step_cpu.HostStep`): that of the layer itself, which
-        writes its token, and that of others which share its tokens."""
+        """Planned steps with one memory (`attention.step_cpu.HostStep`): by True for the layer itself, which writes its
+        token, by False for layers that share its tokens."""
         self.ahead: Any = None
         self.host_part: Any = None
         """The buffers of the CPU's part, with two memories (`attention.cpu_partial.HostPart`)."""
         self.last_queries: LastQueries | None = None
         self.unplaced = True
         self.slots: int | None = None
-        """Slots for each row and KV head, where the cache that this one goes on from has decided."""
+        """Slots for each row and KV head, if given by the cache that this one is a fork or load of."""
         self.snapshots = Snapshots()
         self.stats = LayerStats(self.index)
         self.tally = Tally(self.stats)
         self.settings.padding.reset()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take sizes, dtype and device from the first K and V `[B, Hkv, T, D]` that arrive."""
+        """Take sizes, dtype and device from the first K and V `[B, Hkv, T, D]`."""
         if reason := unsuitable(key_states, value_states):
             raise ValueError(f"layer {self.index} cannot be held in blocks: {reason}; use DynamicCache")
         batch, heads, _, dim = key_states.shape
@@ -115,8 +116,13 @@ class HybridLayer(CacheLayerMixin):
 
     @property
     def has_device(self) -> bool:
-        """Whether a device computes beside the CPU."""
+        """Whether the model is on a device other than the CPU."""
         return self.is_initialized and self.device_type != "cpu"
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the policy wants this layer's query predicted."""
+        return self.policy.looks_ahead(self.index, two=self.has_slots, beside_device=self.has_device)
 
     @property
     def capturing(self) -> bool:
@@ -130,36 +136,63 @@ class HybridLayer(CacheLayerMixin):
 
     @property
     def past(self) -> int:
-        """Tokens that are in the blocks."""
+        """Tokens stored in the blocks."""
         return self.store.length if self.store is not None else 0
 
     @uncompiled
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Announce new K and V `[B, Hkv, T, D]`; returns them alone, tagged with this layer.
+        """Announce new K and V `[B, Hkv, T, D]`; return them, without the cached ones, tagged with this layer.
 
         Raises:
-            RuntimeError: the K and V announced before never reached the `hybrid_sparse` attention function.
-            ValueError: gradients are wanted, or a shape or dtype differs from what is cached.
+            RuntimeError: the previous K and V never reached the `hybrid_sparse` attention function.
+            ValueError: gradients are required, or a shape or dtype differs from what is cached.
         """
         if self.pending is not None:
             self.pending = None
             raise RuntimeError(unconsumed(self.index))
         if key_states.requires_grad or value_states.requires_grad:
             raise ValueError("HybridCache keeps no gradients; run the model under torch.no_grad() or use DynamicCache")
-        # Asking a tensor for its device's type takes longer than the rest of this.
+        # `tensor.device.type` takes longer than the rest of this function.
         kind = self.device_type if self.is_initialized else key_states.device.type
         if torch.is_autocast_enabled(kind):
             key_states, value_states = attended(key_states, value_states, kind)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        check_arrivals(self, key_states, value_states)
-        # These are new objects that may carry the tag; the model's own tensors stay as they are.
+        self.check_arrivals(key_states, value_states)
+        # `detach` gives new objects that carry the tag; the model's own tensors stay untagged.
         self.pending = pending = key_states.detach(), value_states.detach()
         pending[0]._hybrid_layer = pending[1]._hybrid_layer = self.tag  # type: ignore[attr-defined]
         self.changed = False
         return pending
+
+    def check_arrivals(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise ValueError unless new K and V `[B, Hkv, T, D]` are like those that are held, and not too many."""
+        store, index = self.store, self.index
+        assert store is not None
+        batch, heads, _, dim = key.shape
+        if (batch, heads, dim) != (store.batch, store.num_kv_heads, store.head_dim):
+            raise ValueError(
+                f"layer {index} holds {store.batch} rows, {store.num_kv_heads} KV heads and head_dim {store.head_dim}, "
+                f"but {batch}, {heads} and {dim} arrived; call reset() or make a new cache for another batch or model"
+            )
+        if key.dtype != value.dtype:
+            raise ValueError(
+                f"layer {index} got {key.dtype} keys and {value.dtype} values; load the model in the dtype that it "
+                "should run in"
+            )
+        if key.dtype != self.dtype or key.device != self.device:
+            raise ValueError(
+                f"layer {index} holds {self.dtype} from {self.device}, but {key.dtype} on {key.device} arrived; call "
+                "reset() or make a new cache"
+            )
+        tokens = store.length + key.shape[2]
+        if tokens > (MOST_BLOCKS - 2) * store.block_size and self.has_slots:  # beside the block that comes next
+            raise ValueError(
+                f"{tokens} tokens a row are more than the {MOST_BLOCKS - 2} blocks of {store.block_size} among which a "
+                "device chooses; use a larger block_size"
+            )
 
     @uncompiled
     def get_seq_length(self) -> int:
@@ -178,12 +211,12 @@ class HybridLayer(CacheLayerMixin):
 
     @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Key length and offset of the mask that the model should prepare."""
+        """Key length and offset of the mask that the model prepares."""
         length = self.total + query_length
         return HybridLength(length) if self.compact_masks else length, 0
 
     def device_view(self) -> DeviceView:
-        """What a step reads on the device, with two memories: the same object as long as all of it is the same."""
+        """The `DeviceView` of a step with two memories; the same object as long as its tensors are the same."""
         store, resident = self.store, self.resident
         assert store is not None
         assert resident is not None
@@ -198,17 +231,17 @@ class HybridLayer(CacheLayerMixin):
         return self._device_view
 
     def drain_ahead(self) -> None:
-        """Drop the CPU part that was started ahead, once it has ended."""
+        """Wait for the CPU part that was started a layer ahead, and drop it."""
         ahead, self.ahead = getattr(self, "ahead", None), None
         for part in (ahead, getattr(self, "host_part", None)):
             if part is not None:
                 part.cancel()
 
     def drain(self) -> None:
-        """Wait for all work in flight: copies, and the CPU part that was started ahead, which is dropped.
+        """Wait for all work in flight: copies, the state's jobs, and the CPU part started ahead, which is dropped.
 
         Raises:
-            WorkerError: a copy failed; its blocks count as not resident, nothing is lost.
+            WorkerError: a copy failed; its blocks are then not resident, and the host still has them.
         """
         self.drain_ahead()
         if getattr(self, "resident", None) is not None:
@@ -217,14 +250,14 @@ class HybridLayer(CacheLayerMixin):
             self.state.settle()
 
     def count(self, name: str, value: torch.Tensor | float) -> None:
-        """Remember a tensor or a number for the statistics (`Tally.add`)."""
+        """Record a tensor or a number for the statistics (`Tally.add`)."""
         if self.mirror.capture is not None and isinstance(value, torch.Tensor):
             self.mirror.capture.count(self, name, value)
         else:
             self.tally.add(name, value)
 
     def pack_old(self, length: int) -> None:
-        """Pack what is old with `length` tokens, on the host."""
+        """Pack the host blocks that are old at a length of `length` tokens."""
         assert self.store is not None
         if self.store.has_old(length):
             if self.resident is not None:
@@ -232,13 +265,13 @@ class HybridLayer(CacheLayerMixin):
             self.store.pack_old(length)
 
     def heed_padding(self) -> None:
-        """If tokens that were there before became valid or invalid: build their digests anew, drop what was begun."""
+        """If earlier tokens became valid or invalid, rebuild their digests and drop resident set and plans."""
         padding = self.settings.padding
         if self.revision == padding.revision:
             return
         block = padding.changed_block
         if self.store is not None and self.store.sealed > block:
-            self.unplace()  # nobody is at work in the blocks
+            self.unplace()  # and no work in flight reads the blocks
             self.state.padding_changed(self, block)
             self.store.own(range(block, self.store.sealed))
             self.store.sealed = block
@@ -248,41 +281,41 @@ class HybridLayer(CacheLayerMixin):
         self.revision = padding.revision
 
     def forget_plans(self) -> None:
-        """Let the step that comes be planned anew."""
+        """Drop all plans and begun work; the next step is planned anew."""
         self.drain_ahead()
         self.steps.clear()
         self.state.cancelled()
 
     def resize_resident(self, slots: int) -> ResidentSet:
-        """Have room for so many resident blocks of a row and KV head; nothing is resident."""
+        """Replace the resident set by an empty one with this many slots for each row and KV head."""
         assert self.store is not None
         check_slots(slots, self.store.block_size, f"the window of {self.policy}")
         self.resident, self.host_part = ResidentSet(self.store, slots, self.mirror), None
         return self.resident
 
     def write_back(self) -> None:
-        """Bring what only the device holds to the host; what is resident stays so."""
+        """Copy the block that only the device holds to the host; the resident set stays."""
         if self.resident is None or self.store is None or self.unplaced:
             return
-        if self.store.sealed < self.store.num_blocks:  # also a full one, where a step failed before it was closed
+        if self.store.sealed < self.store.num_blocks:  # full if a step failed before `close_step`
             with self.mirror.current():
                 self.resident.store_block(self.store.num_blocks - 1, self.store.length)
         self.resident.synchronize()
 
     def unplace(self) -> None:
-        """Bring what only the device holds to the host; what is resident is decided again at the next decode."""
+        """Copy the block that only the device holds to the host; drop the resident set until the next decode step."""
         self.drain_ahead()
         self.write_back()
         self.state.unplaced(self)
         if self.resident is not None and not self.unplaced:
-            self.unplaced = True  # the host has all of it, and a slot may be another block's from here on
+            self.unplaced = True  # set first: the host has all blocks, and slots change from here on
             self.resident.clear()
         self.unplaced = True
-        self._device_view = None  # a graph may have been captured of what was then
+        self._device_view = None  # invalidates captured graphs
         self.forget_plans()
 
     def prepare_crop(self, tokens_to_remove: int) -> int:
-        """Do what may fail of a crop; returns the number of tokens that it will drop, negative.
+        """Do the part of a crop that may fail; return minus the number of tokens that `crop` will drop.
 
         Raises:
             ValueError: the number is positive.
@@ -308,13 +341,49 @@ class HybridLayer(CacheLayerMixin):
         self.go_back(self.past + self.prepare_crop(tokens_to_remove))
 
     def go_back(self, length: int) -> None:
-        """Keep the first `length` tokens, after `prepare_crop` or in a forward that is rolled back."""
-        if self.store is not None and length < self.store.length:
-            crop(self, length)
-            self.settings.padding.truncate(length)
+        """Keep the first `length` tokens, after `prepare_crop` or in a rollback: as they were in a snapshot, if any."""
+        if self.store is None or length >= self.store.length:
+            return
+        self.drain()
+        snapshot = self.snapshots.take(length)
+        if snapshot is None:
+            self.snapshots.clear()
+            self.unplace()
+        else:
+            self.store.unpack(snapshot.packed)
+        if self.last_queries is not None:
+            self.last_queries = self.last_queries.cropped(length)
+        if snapshot is None:
+            self.state.crop(self, length)
+        self.store.crop(length)  # last: after an interruption, another crop completes it
+        if snapshot is not None:
+            self._restore(snapshot)
+        self.settings.padding.truncate(length)
+
+    def take_snapshot(self) -> None:
+        """Keep a snapshot of the layer between two tokens, for a crop to its present length."""
+        store = self.store
+        assert store is not None
+        policy = self.state.snapshot()  # may free slots
+        resident = None if self.resident is None or self.unplaced else self.resident.state()
+        frozen = store.digests is not None and store.digests.frozen
+        self.snapshots.save(self.past, Snapshot(policy, store.packed_so_far(), frozen, resident), store.pool)
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        """Restore a snapshot; the blocks are cropped already."""
+        self.state.restore(self, snapshot.policy)
+        self.unplaced = snapshot.resident is None
+        if self.store is not None and self.store.digests is not None:
+            self.store.digests.frozen = snapshot.frozen
+        if self.resident is None:
+            return
+        if snapshot.resident is None:
+            self.resident.clear()
+        else:
+            self.resident.restore(snapshot.resident, f"a crop of layer {self.index}")
 
     def select_rows(self, rows: np.ndarray) -> None:
-        """Keep the rows of an index; K and V on the host are shared, not copied."""
+        """Keep the rows of an index `[B']`; host blocks are shared, not copied."""
         if self.store is None:
             return
         self.drain()
@@ -352,31 +421,31 @@ class HybridLayer(CacheLayerMixin):
 def open_layer(
     layer: HybridLayer, batch: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, tokens: int = 0
 ) -> None:
-    """Make store, resident set and state of a layer: of these sizes, for a model that computes in `dtype` on `device`.
+    """Make the store, resident set and state of an empty layer.
 
     Args:
-        layer: the layer, which holds nothing yet.
-        batch: rows; heads: KV heads; dim: of a head.
-        dtype, device: of the model's keys and values.
-        tokens: how many arrive first; the device's budget is divided accordingly, unless `layer.slots` is set.
+        layer: the layer.
+        batch: rows; heads: KV heads; dim: head dimension.
+        dtype, device: dtype and device of the model's K and V.
+        tokens: tokens of the first prompt; with a device budget, their digests reduce the slots.
 
     Raises:
-        ValueError: one memory is asked for, but the model lies on a device.
-        MemoryError: no memory is left for threads, or for what holds the tokens.
+        ValueError: one memory is asked for, but the model is on a device.
+        MemoryError: no memory is left for threads or blocks.
     """
     settings, policy = layer.settings, layer.policy
     layer.dtype, layer.device, layer.device_type = dtype, device, device.type
     layer.has_slots = settings.tier == "split" or (settings.tier is None and device.type != "cpu")
-    layer.keys = layer.values = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)  # Mllama looks here
+    layer.keys = layer.values = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)  # for Mllama
     if settings.tier == "one" and device.type != "cpu":
         raise ValueError(f'tier="one" is for models on the CPU, but this one is on {device}; leave tier out')
     if layer.has_slots:
         settings.worker.ready()
-    name = policy.digest_name
+    name = layer.requirements.digest
     layer.store = store = BlockStore(
         batch, heads, dim, dtype, block_size=settings.block_size, device=device, digest=DIGESTS[name] if name else None,
         padding=settings.padding, host_dtype=settings.host_dtype, worker=settings.worker if layer.has_slots else None,
-        scored_on_host=policy.retrieves,
+        scored_on_host=layer.requirements.scored_on_host,
     )  # fmt: skip
     if layer.has_slots:
         budget = settings.device_budget if layer.slots is None else None

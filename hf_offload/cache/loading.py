@@ -1,4 +1,4 @@
-"""A saved cache read again: every number and tensor checked before it is used, its blocks mapped or read."""
+"""Loading of saved caches: every number and tensor is checked before use; blocks are mapped or read."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from hf_offload.scores import Scores
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _MEMORY = "a saved cache", 'a shorter context, fewer rows or host_dtype="int8" when it is saved need less'
-_SUMS_BYTES = 1024  # more than the file has
+_SUMS_BYTES = 1024  # larger than any valid file
 _UNSOUND = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
-"""What reading something else than a saved cache ends in."""
+"""The exceptions that reading a damaged or forged file may raise."""
 RUNNING = {"tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout", "progress"}
-"""Knobs that say how a cache runs, not what it holds."""
+"""Knobs that may be given on loading: they change how a cache runs, not what it holds."""
 
 
 @dataclass(slots=True)
 class _Blocks:
-    """Where blocks lie in their file.
+    """The file of the blocks.
 
     Args:
-        start: of their data.
-        size: of the file.
-        entries: of its header.
-        mapped: the file, once anybody wants it mapped.
+        start: offset of the data in bytes.
+        size: bytes of the file.
+        entries: tensors by name, as in the header.
+        mapped: the mapped file, or None if it is not mapped yet.
     """
 
     start: int
@@ -65,13 +65,13 @@ class _Blocks:
 
 
 class SavedCache:
-    """A folder that `saving.save_cache` wrote: everything but the blocks, checked as far as it needs no model.
+    """A folder written by `saving.save_cache`; all but the blocks is read, and checked as far as that needs no model.
 
     Args:
-        folder: of the cache.
+        folder: the folder.
 
     Raises:
-        ValueError: it is none, it was saved by another version, or a file was cut short, altered or forged.
+        ValueError: it is not a saved cache, has another format, or a file was cut short, altered or forged.
         MemoryError: the host has no memory left for it.
     """
 
@@ -105,19 +105,19 @@ class SavedCache:
 
     @contextmanager
     def sound(self, name: str = CACHE) -> Iterator[None]:
-        """Let what is wrong with a file's contents be an error that names the file and the remedy."""
+        """Turn any error over a file's contents into a ValueError that names the file and the remedy."""
         try:
             yield
         except (*_UNSOUND, SafetensorError) as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"{self.folder / name} holds what no saved cache holds ({what}): it was damaged or forged; run the "
+                f"{self.folder / name} has invalid contents ({what}): it was damaged or forged; run the "
                 "prompt again and save its cache anew"
             ) from error
 
     @contextmanager
     def _file(self, name: str) -> Iterator[BufferedReader]:
-        """A file of the folder; a pipe or device, which might never end, is none."""
+        """Open a regular file of the folder; a pipe or device, which might never end, is refused."""
         try:
             if not stat.S_ISREG((self.folder / name).stat().st_mode):
                 raise ValueError(f"{self.folder} is no saved cache: {name} is no file")
@@ -151,16 +151,16 @@ class SavedCache:
         """Fill the empty layers of a new cache.
 
         Args:
-            layers: of the cache; those that were saved as stock layers are replaced.
-            stock: the layers that Transformers would have in their place, empty.
+            layers: the cache's layers; those that were saved as stock layers are replaced.
+            stock: Transformers' own layers in their place, empty.
             modules: the model's decoder layers.
-            examples: the layers of a cache that holds one token, if any was saved as a stock layer.
-            images: numbers of the layers that hold an image's tokens.
-            place: whether what was resident is to be resident again.
-            verify: whether blocks are compared with their checksums.
+            examples: layers of a cache of one token, if any layer was saved as a stock layer.
+            images: indices of the layers that hold an image's tokens.
+            place: whether to restore the resident sets.
+            verify: whether to compare the blocks with their checksums.
 
         Raises:
-            ValueError: a file was altered or forged, or the layers are of other kinds.
+            ValueError: a file was altered or forged, or layers are of another kind in this model.
             MemoryError: the host has no memory left for them.
         """
         if len(layers) != len(self.about["layers"]):
@@ -195,9 +195,9 @@ class SavedCache:
                 self._fill(layer, told, tensors, blocks, verify)
 
     def _blocks(self, block_size: int) -> _Blocks:
-        """Where the blocks lie in their file, which is as long as it must be and begins as it must.
+        """Check size and header of the file of the blocks.
 
-        The rest of it is not looked at: whatever is in a block is some keys and values.
+        The data need no check: any bytes are keys and values.
         """
         header, entries = layout(self.about["layers"], block_size, self.about["knobs"]["host_dtype"])
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
@@ -253,11 +253,11 @@ class SavedCache:
             if kind == "digest":
                 getattr(digests, mine)[: len(saved)] = saved.to(digests.device)
             else:
-                setattr(digests, mine, saved.to(digests.device, copy=True))  # wherever it begins in the file
+                setattr(digests, mine, saved.to(digests.device, copy=True))  # a copy: aligned
         digests.frozen = told["frozen"]
 
     def _slabs(self, kind: str, layer: HybridLayer, blocks: _Blocks) -> list[torch.Tensor]:
-        """Blocks of one kind: a part of the mapped file, or read into memory that a GPU can reach."""
+        """The blocks of one kind: a view of the mapped file, or, with two memories, read into (pinned) host memory."""
         entry = blocks.entries.get(f"layers.{layer.index}.{kind}")
         if entry is None:
             return []
@@ -280,10 +280,10 @@ class SavedCache:
 
 
 def merge_knobs(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The knobs of a cache that is loaded.
+    """Merge the saved knobs of a cache with those given on loading.
 
     Raises:
-        ValueError: a knob is given on which what was saved depends.
+        ValueError: a given knob is not in `RUNNING`.
     """
     if fixed := sorted(given.keys() - RUNNING):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Host memory: huge or pinned pages where the system gives them, and errors that name what could not be had."""
+"""Host memory allocation on pinned or huge pages, and out-of-memory errors that name purpose, size and remedy."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from pathlib import Path
 import torch
 
 _HUGE = 2 << 20  # bytes of a huge page on x86-64, and on ARM with 4 KiB pages
+TILE, LOWER_TILE = "tiles of cached tokens", "a smaller prefill_tile or fewer rows need less"
+"""For errors: what could not be had, and what needs less."""
 
 
 class HostMemoryError(MemoryError, RuntimeError):
-    """The host has no memory left: a `MemoryError`, and a `RuntimeError` as torch's own is."""
+    """The host is out of memory: a `MemoryError`, and a `RuntimeError` like torch's own error."""
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes for people to read, such as `1.5 GiB`."""
+    """Format a number of bytes, such as `1.5 GiB`."""
     power = 0 if nbytes < 1024 else min((nbytes.bit_length() - 1) // 10, 4)
     return f"{nbytes} bytes" if power == 0 else f"{nbytes / 1024**power:.1f} {'KMGT'[power - 1]}iB"
 
 
 @contextlib.contextmanager
 def memory_for(what: str, lower: str, nbytes: int | None = None) -> Iterator[None]:
-    """Let memory that cannot be had in this context say what it was for; the first error's text is kept.
+    """Extend out-of-memory errors of the body by purpose, size and remedy; the first error's text is kept.
 
     Args:
-        what: what the memory is for.
+        what: the purpose of the memory.
         lower: what the user can do to need less.
-        nbytes: how much it is, where that is known.
+        nbytes: the size, if known.
 
     Raises:
-        torch.OutOfMemoryError: a device has no memory left.
-        HostMemoryError: the host has none.
+        torch.OutOfMemoryError: a device is out of memory.
+        HostMemoryError: the host is out of memory.
     """
     size = "" if nbytes is None else f" ({size_text(nbytes)})"
     try:
@@ -51,10 +53,10 @@ def memory_for(what: str, lower: str, nbytes: int | None = None) -> Iterator[Non
 
 
 def _is_shortage(error: BaseException) -> bool:
-    """Whether an error says that the host has no memory left: Python's, the system's or torch's own way to say it."""
+    """Whether an error of Python, the system or torch means that the host is out of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    told = ("DefaultCPUAllocator", "Cannot allocate memory")  # torch's allocator, and its way to map a file
+    told = ("DefaultCPUAllocator", "Cannot allocate memory")  # torch's allocator, torch's file mapping
     return isinstance(error, MemoryError) or any(words in str(error) for words in told)
 
 
@@ -67,16 +69,16 @@ def host_empty(
     what: str = "cached tokens",
     lower: str = 'host_dtype="int8", fewer rows or a shorter context need less',
 ) -> torch.Tensor:
-    """An uninitialised CPU tensor; large ones lie on huge pages, so that reading blocks here and there misses no TLB.
+    """An uninitialised CPU tensor; large ones are on huge pages, so that scattered reads of blocks miss the TLB less.
 
     Args:
-        shape, dtype: of the tensor.
-        pin: page-locked memory from CUDA's allocator instead; where that cannot be had, a warning and pageable memory.
-        brief: let go soon: ordinary pages, which the allocator hands out again without the system clearing them anew.
-        what, lower: for the error: what the tensor is for, what the user can do to need less.
+        shape, dtype: shape and dtype of the tensor.
+        pin: page-locked memory from CUDA's allocator; if the system refuses, warn and use pageable memory.
+        brief: the tensor is freed soon: use ordinary pages, which the allocator reuses without clearing them.
+        what, lower: purpose and remedy for the error, as in `memory_for`.
 
     Raises:
-        HostMemoryError: there is no memory left.
+        HostMemoryError: the host is out of memory.
     """
     if pin:
         try:
@@ -87,7 +89,7 @@ def host_empty(
     with memory_for(what, lower, size):
         if brief or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=dtype, device="cpu")
-        # One page more than needed, so that there is an aligned start; what is never touched costs nothing.
+        # One huge page more than needed, for an aligned start; untouched pages cost nothing.
         region = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(region, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE
@@ -97,7 +99,7 @@ def host_empty(
 
 
 def host_mapped(path: Path) -> torch.Tensor:
-    """The bytes of a file as a CPU tensor: pages come when they are touched; what is written never reaches the file."""
+    """Map a file privately as a CPU tensor of bytes: pages are read on access, and writes never reach the file."""
     with path.open("rb") as file:
         region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(region, dtype=torch.uint8)
@@ -105,10 +107,10 @@ def host_mapped(path: Path) -> torch.Tensor:
 
 @functools.cache
 def _tell_pageable(reason: str) -> None:
-    """Warn of pageable memory, once a process for each reason."""
+    """Warn of pageable memory, once for each reason."""
     warnings.warn(
         f"pinned host memory cannot be had ({reason}); HybridCache goes on with pageable memory: the results are the "
-        "same, but copies to and from the GPU are slower and hold up the thread that starts them",
+        "same, but copies to and from the GPU are slower and block the thread that starts them",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""What a budget of device memory buys: resident blocks."""
+"""The size of the resident sets, from the knobs `device_budget` and `resident`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MOST_BYTES = 1 << 60
 
 
 def parse_bytes(name: str, value: int | str) -> int:
-    """An amount of memory in bytes.
+    """Parse an amount of memory; return bytes.
 
     Args:
-        name: of the knob, for the error.
+        name: the knob, for the error.
         value: bytes, or a number with a unit: B; KiB, MiB, GiB, TiB (powers of 1024); KB, MB, GB, TB (of 1000).
 
     Raises:
-        ValueError: it is neither, not positive, or more than an exbibyte.
+        ValueError: the value is neither, not positive, or more than an exbibyte.
     """
     nbytes = 0
     if isinstance(value, int) and not isinstance(value, bool):
@@ -48,23 +48,23 @@ def parse_bytes(name: str, value: int | str) -> int:
 
 
 def least_blocks(policy: Policy, block_size: int) -> int:
-    """Blocks that a resident set has at least: those always resident, one for straddling sinks, one to recall into."""
-    return policy.always_blocks(block_size) + 2
+    """The least slots of a resident set: the always resident blocks, one for unaligned sinks, one for recalls."""
+    return policy.requirements.always_blocks(block_size) + 2
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
     """Device memory that the resident sets of all layers share evenly.
 
-    The digests of the tokens that arrive first lie there too and are taken off, with room for a quarter more where that
-    is made; those of later tokens come on top.
+    It includes the digests of the first prompt, with the spare room that their store allocates. Digests of later tokens
+    are not counted.
 
     Args:
         given: the amount as the user wrote it.
-        nbytes: the same in bytes.
-        layers: layers that share it.
-        least: blocks that must be resident for a row and KV head.
-        blocks: how many may be, where the user gave their number in place of an amount.
+        nbytes: the amount in bytes.
+        layers: number of layers that share it.
+        least: least number of resident blocks for each row and KV head.
+        blocks: the number of resident blocks, if the user gave that instead of an amount; else None.
     """
 
     given: int | str
@@ -74,14 +74,14 @@ class DeviceBudget:
     blocks: int | None = None
 
     def slots(self, store: BlockStore, tokens: int) -> int:
-        """Blocks that a row and KV head of one layer keeps resident.
+        """The number of resident blocks for each row and KV head of one layer.
 
         Args:
-            store: the layer's, still empty.
-            tokens: how many arrive first, in every row.
+            store: the layer's store, still empty.
+            tokens: tokens of the first prompt in every row.
 
         Raises:
-            ValueError: the budget does not reach for what is always resident.
+            ValueError: the budget is too small for the always resident blocks.
         """
         if self.blocks is not None:
             return self.blocks
@@ -91,7 +91,7 @@ class DeviceBudget:
         if store.digests is not None and not store.scored_on_host:
             prompt = store.batch * -(-tokens // store.block_size)
             blocks = max(prompt, MIN_SLAB_BLOCKS)
-            blocks += growth(blocks, blocks - prompt, store.batch)  # for the first token behind them
+            blocks += growth(blocks, blocks - prompt, store.batch)  # for the next token
             digests = blocks * store.digests.block_bytes
         slots = (self.nbytes // self.layers - digests) // block
         if slots < self.least:
@@ -106,7 +106,7 @@ class DeviceBudget:
 
 
 def check_slots(slots: int, block_size: int, what: str) -> None:
-    """Raise ValueError if these are more slots than can be managed."""
+    """Raise ValueError if there are more than `MOST_SLOTS` slots."""
     if slots > MOST_SLOTS:
         raise ValueError(
             f"{what} takes {slots} blocks of {block_size} for each row and KV head, more than {MOST_SLOTS}; use a "
@@ -117,21 +117,22 @@ def check_slots(slots: int, block_size: int, what: str) -> None:
 def make_budget(
     given: int | str | None, resident: int | None, layers: int, least: int, *, two_memories: bool
 ) -> DeviceBudget | None:
-    """The budget that a user gave, or None.
+    """Return the budget given by the user, or None.
 
     Args:
-        given: the knob `device_budget`; resident: the knob that says the same in tokens.
+        given: the knob `device_budget`; resident: the knob `resident`, the same in tokens.
         layers, least: see `DeviceBudget`.
-        two_memories: whether anything is resident.
+        two_memories: whether there are resident sets at all.
 
     Raises:
-        ValueError: the amount is none, both knobs are given, there is one memory, or so few or many blocks cannot be.
+        ValueError: not an amount, both knobs given, one memory, or a number of blocks out of range.
     """
     if given is None:
         return None
     if resident is not None:
         raise ValueError(
-            f"resident={shown(resident)} and device_budget={shown(given)} both say what is resident; use one of them"
+            f"resident={shown(resident)} and device_budget={shown(given)} both set the size of the resident set; use "
+            "one of them"
         )
     if not two_memories:
         raise ValueError(
@@ -142,21 +143,21 @@ def make_budget(
         blocks = int(found[1])
         if not least <= blocks <= MOST_SLOTS:
             raise ValueError(
-                f"device_budget={given!r} is not within {least} blocks, which sinks, recent tokens and the tail take "
-                f"and leave room beside, and {MOST_SLOTS}, for each row and KV head of a layer"
+                f"device_budget={given!r} is not within {least} blocks (sinks, recent tokens, the tail, and room for "
+                f"others) and {MOST_SLOTS} for each row and KV head of a layer"
             )
         return DeviceBudget(given, 0, layers, least, blocks)
     return DeviceBudget(given, parse_bytes("device_budget", given), layers, least)
 
 
 def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> int:
-    """The resident set in tokens, a whole number of blocks.
+    """The size of a resident set in tokens, a multiple of the block size.
 
     Raises:
-        ValueError: it is too small for what is always resident, or larger than can be managed.
+        ValueError: `resident` is too small for the always resident blocks, or more than `MOST_SLOTS` blocks.
     """
     window = policy.window_tokens(0)
-    if window is not None:  # and a block whose tokens are being looked at
+    if window is not None:  # plus a block that is leaving the window
         if resident is not None:
             raise ValueError(f"resident={shown(resident)}: what is resident is the window of {policy}; leave it out")
         slots = -(-window // block_size) + 1
@@ -164,7 +165,9 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
         return slots * block_size
     least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
     if resident is None:
-        wanted = least if policy.retrieves or not policy.attends_blocks else policy.budget_tokens or DEFAULT_RESIDENT
+        wants = policy.requirements
+        only_always = wants.scored_on_host or not wants.attends_blocks
+        wanted = least if only_always else wants.budget or DEFAULT_RESIDENT
         if least > most:
             raise ValueError(
                 f"sinks and recent (or local) tokens take {least // block_size} blocks of {block_size} for each row "

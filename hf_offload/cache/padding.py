@@ -1,4 +1,4 @@
-"""Which cached tokens may be attended: one bitmap for all layers, learnt from the masks that reach the attention."""
+"""`Padding`: the validity of cached tokens, one bitmap for all layers, read from the attention masks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import numpy as np
 import torch
 
 LONG = 1 << 16
-"""From so many tokens on, of all rows, a mask on a device is compared there with the one before."""
+"""Masks of this many tokens (all rows together) are compared with the previous mask on the device."""
 
 
 class Padding:
-    """Validity of every cached token, per row.
+    """Validity of every cached token of every row.
 
-    Layers of one cache see the same mask in one forward; the first that observes it updates the bitmap, the others find
-    it unchanged. Without padding anywhere `ragged` is False and nobody pays.
+    The layers of a cache see the same mask in a forward; the first that observes it updates the bitmap, the others find
+    it unchanged. Without padding `ragged` is False, and kernels skip the bitmap.
 
     Args:
-        block_size: tokens a block.
+        block_size: tokens in a block.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -32,20 +32,20 @@ class Padding:
         self.first = np.zeros(0, np.int32)
         self._mask: torch.Tensor | None = None
         self._copy: tuple[int, torch.Tensor] | None = None
-        """What the last long mask on a device said, and the version to which that belongs."""
+        """A copy of the last long mask on a device, with the `version` that it belongs to."""
         self.dense = False
         self._sinks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.revision = getattr(self, "revision", 0) + 1
-        """Rises whenever the validity of tokens that were there before has changed."""
+        """Incremented whenever the validity of earlier tokens changes."""
         self.version = getattr(self, "version", 0) + 1
-        """Rises whenever anything here has changed."""
+        """Incremented on every change."""
         self.changed_block = 0
-        """The first block that the last revision touched."""
+        """The first block that the last `revision` changed."""
         self.grown: tuple[int, int] | None = None
-        """The version before, and how many tokens are as they were then, if the last change was new tokens alone."""
+        """If the last change only added tokens: the previous `version` and the number of tokens then; else None."""
 
     def sinks(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks that hold the first `tokens` valid tokens of each row: first block and end, int32 `[B]` each."""
+        """First block and end of the blocks with the first `tokens` valid tokens of each row, int32 `[B]` each."""
         found = self._sinks.get(tokens)
         if found is None:
             low, high = self.first // self.block_size, -(-(self.first + tokens) // self.block_size)
@@ -53,13 +53,13 @@ class Padding:
         return found
 
     def observe(self, mask: torch.Tensor | None, batch: int, total: int, *, dense: bool = False) -> None:
-        """Take the validity of tokens 0..total-1 from a mask.
+        """Update the validity of tokens 0..total-1 from a mask.
 
         Args:
-            mask: `[B, total or more]` bool (or 0/1), True = may be attended; None = every new token may be.
+            mask: `[B, total or more]` bool (or 0/1), True: may be attended; None: every new token may.
             batch: rows.
-            total: cached tokens, the new ones included.
-            dense: whether the mask comes from a dense one, which holds for this forward alone.
+            total: cached tokens, including the new ones.
+            dense: whether the mask was made from a dense mask, which holds for this forward alone.
         """
         if total == self.seen and (mask is None or mask is self._mask) and len(self.first) == batch:
             return
@@ -73,13 +73,13 @@ class Padding:
             new = mask[:, same:total].detach().to("cpu", torch.uint8).numpy()
         differs = (new[:, : self.seen - same] != self.valid[:, same : self.seen]).any(0)
         self._mask = mask
-        if total > self.seen or differs.any():  # else: the same mask again, on another device
+        if total > self.seen or differs.any():  # otherwise the same mask, on another device
             start, self.grown = self.seen // self.block_size, (self.version, self.seen)
             if differs.any():
                 start, self.grown = (same + int(differs.argmax())) // self.block_size, None
                 self.changed_block = start
                 self.revision += 1
-                self.valid = self.valid.copy()  # what was begun ahead may be reading, and goes on with what it has
+                self.valid = self.valid.copy()  # work in flight keeps reading the old array
             self.valid[:, same:total] = new
             self._mark_holes(start, total)
             self.seen, self.dense = total, dense
@@ -88,7 +88,7 @@ class Padding:
             self._copy = self.version, self._copy[1]
 
     def _looked_at(self, mask: torch.Tensor | None, total: int) -> int:
-        """How many of the tokens seen need no other look: all of them, where they surely are as they were, or none."""
+        """The number of tokens that need no comparison: `seen` if the mask has not changed there, else 0."""
         before, self._copy = self._copy, None
         if mask is None:
             return 0 if self.dense else self.seen
@@ -101,17 +101,17 @@ class Padding:
         return np.array_equal(told[:, : self.seen].numpy(), self.valid[:, : self.seen])
 
     def _same_on_device(self, mask: torch.Tensor, total: int, before: tuple[int, torch.Tensor] | None) -> bool:
-        """Compare where the mask is: a long one takes longer to come than the answer."""
+        """Compare a long mask on its device, which is faster than copying it to the host."""
         if len(mask) * total < LONG:
             return False
-        now = mask[:, :total].to(torch.bool, copy=True)  # whoever made it may write into it
+        now = mask[:, :total].to(torch.bool, copy=True)  # a copy: the caller may overwrite the mask
         self._copy = self.version, now
         if before is None or before[0] != self.version or before[1].device != now.device:
             return False
         return torch.equal(before[1][:, : self.seen], now[:, : self.seen])
 
     def _reserve(self, batch: int, total: int) -> None:
-        if len(self.first) == batch and self.valid.shape[1] > total:  # a step ahead of this one looks at the next token
+        if len(self.first) == batch and self.valid.shape[1] > total:  # look-ahead reads the next token
             return
         if len(self.first) not in (0, batch):
             raise ValueError(
@@ -131,14 +131,14 @@ class Padding:
         size, last = self.block_size, -(-total // self.block_size)
         filled = self.valid[:, first_block * size : last * size].reshape(len(self.first), -1, size).copy()
         if last * size > total:
-            filled[:, -1, total - last * size :] = 1  # not there yet is not a hole
+            filled[:, -1, total - last * size :] = 1  # unfilled is not a hole
         holes = (filled == 0).any(-1)
         if (self.holes[:, first_block:last] != holes).any():
             self.holes = self.holes.copy()  # as in `observe`
             self.holes[:, first_block:last] = holes
         self.ragged = bool(self.holes[:, :last].any())
         if first_block * size > self.first.max(initial=0) and self.valid[np.arange(len(self.first)), self.first].all():
-            return  # every row's first valid token is known, and lies before what has changed
+            return  # every row's first valid token is known and before the change
         first = np.zeros_like(self.first)
         if self.ragged:
             first = (self.valid[:, :total] != 0).argmax(1).astype(np.int32)
@@ -146,11 +146,11 @@ class Padding:
             self.first, self._sinks = first, {}
 
     def copy_from(self, valid: np.ndarray, *, dense: bool) -> None:
-        """Take over what another one knows, with nothing known here yet.
+        """Fill an empty object from another one.
 
         Args:
             valid: `[B, T]` uint8, the validity of the tokens seen.
-            dense: whether it came from a dense mask.
+            dense: whether it was made from a dense mask.
         """
         batch, total = valid.shape
         if total:
@@ -168,7 +168,7 @@ class Padding:
         self._mark_holes(self.seen // self.block_size, self.seen)
 
     def look_again(self) -> None:
-        """Derive anew what is derived from the bitmap, where any token is no valid one."""
+        """Recompute what is derived from the bitmap, if any token is invalid."""
         if self.ragged or not self.valid[:, : self.seen].all():
             self._mark_holes(0, self.seen)
             self.changed_block, self.grown = 0, None

@@ -1,35 +1,30 @@
-"""Cached tokens on their way to where the model attends, tile by tile: while one is attended, the next one comes."""
+"""Double-buffered prefetch of cached tokens for prompts and appends: the next tile is copied while one is attended."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.device_mirror import pause
-from hf_offload.cache.memory import host_empty, memory_for
+from hf_offload.cache.memory import LOWER_TILE, TILE, host_empty, memory_for
 from hf_offload.cpu.thread_pool import Job, Worker
 from hf_offload.gpu.streams import TILES, stream_for
-
-if TYPE_CHECKING:
-    from hf_offload.cache.block_store import BlockStore
-
-TILE, LOWER_TILE = "tiles of cached tokens", "a smaller prefill_tile or fewer rows need less"
 
 
 class _DeviceTiles:
     """Tiles of CUDA memory, and the stream that fills them from the host.
 
-    That stream waits until the model's has read what a tile held, and the model's waits for the copy. It does so at
-    once: the memory is its own, like all that is made on it, and may be let go whenever nothing more is started.
+    The copy stream waits until the model's stream has read the old tile, and the model's stream waits for the copy as
+    soon as it is started. The memory therefore belongs to the model's stream and may be freed at any time.
 
     Args:
         host: `[tiles, n]`, the tiles in host memory.
-        device: where the model computes.
-        worker: says how slow tests want it to be.
+        device: the model's device.
+        worker: has the delay that tests ask for.
     """
 
     def __init__(self, host: torch.Tensor, device: torch.device, worker: Worker) -> None:
@@ -40,11 +35,11 @@ class _DeviceTiles:
         self.side = stream_for(TILES, device)
         self.read = [torch.cuda.Event() for _ in host]  # type: ignore[no-untyped-call, unused-ignore]
         self.copied = [torch.cuda.Event(blocking=True) for _ in host]  # type: ignore[no-untyped-call, unused-ignore]
-        for event in self.read:  # who had this memory before may not have read it yet
+        for event in self.read:  # earlier users of this memory may still be reading it
             event.record(self.model)
 
     def copy(self, i: int, host: torch.Tensor) -> torch.Tensor:
-        """Start the copy into tile i of what the host's tile i holds; the result is for the model's stream."""
+        """Start the copy of the host's tile i to the device; return the tile for use on the model's stream."""
         target = self.tiles[i, : host.numel()].view(host.shape)
         self.side.wait_event(self.read[i])
         with torch.cuda.stream(self.side):
@@ -55,32 +50,39 @@ class _DeviceTiles:
         return target
 
     def release(self, i: int) -> None:
-        """Say that the model's stream was given all that reads tile i."""
+        """Record that the model's stream has all work that reads tile i."""
         self.read[i].record(self.model)
 
     def wait(self, i: int) -> None:
-        """Wait until the host's tile i has been read, so that it may be written again."""
+        """Wait until the host's tile i was copied, so that it may be overwritten."""
         self.copied[i].synchronize()
 
 
-def tiles_ahead(
+def read_tiles(store: BlockStore, stop: int, tile: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """The first `stop` tokens of a store as pieces of at most `tile`: (first token, K, V), each until the next one."""
+    if store.worker is not None:
+        return _tiles_ahead(store, store.worker, stop, tile)
+    return ((first, *store.gather(first, min(tile, stop - first))) for first in range(0, stop, tile))
+
+
+def _tiles_ahead(
     store: BlockStore, worker: Worker, stop: int, tile: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """The first `stop` tokens as pieces of at most `tile` tokens, in two buffers that take turns.
+    """The first `stop` tokens in tiles of at most `tile` tokens, double-buffered.
 
-    While the caller works with one, a thread gathers the next one, and on a CUDA device a stream of its own copies it.
+    While the caller uses a tile, a thread gathers the next one, and on a CUDA device a separate stream copies it.
 
     Args:
-        store: of the tokens; nobody may write into it meanwhile.
-        worker: gathers.
-        stop, tile: tokens.
+        store: the tokens; nothing may write into it meanwhile.
+        worker: the threads that gather.
+        stop, tile: numbers of tokens.
 
     Yields:
-        First token, K and V `[B, Hkv, t, D]` on the model's device, good until the next are asked for.
+        First token, K and V `[B, Hkv, t, D]` on the model's device, valid until the next tile.
 
     Raises:
-        WorkerError: the gathering failed.
-        HostMemoryError, torch.OutOfMemoryError: there is no room for two tiles.
+        WorkerError: a gather failed.
+        HostMemoryError, torch.OutOfMemoryError: there is no memory for two tiles.
     """
     firsts = range(0, stop, tile)
     turns = min(len(firsts), 2)
@@ -90,7 +92,7 @@ def tiles_ahead(
     size = math.prod(lead) * min(tile, stop) * store.head_dim
     cuda = store.device.type == "cuda"
     host = host_empty((turns, size), store.dtype, pin=cuda, what=TILE, lower=LOWER_TILE)
-    unpacked = None  # blocks that may be packed are gathered in another dtype first
+    unpacked = None  # packed blocks are gathered as float32 first
     if store.format.gather_dtype != store.dtype:
         unpacked = host_empty((size,), store.format.gather_dtype, brief=True, what=TILE, lower=LOWER_TILE)
     device = _DeviceTiles(host, store.device, worker) if cuda else None

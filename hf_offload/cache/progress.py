@@ -11,37 +11,37 @@ from typing import Any
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 DELAY = 5.0
-"""Seconds that a prompt takes before its bar is shown."""
+"""Seconds after which the bar of a prompt is shown."""
 
-_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"  # its count, layers × tokens, says little
+_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"  # without the count, layers × tokens
 
 
 class PromptProgress:
-    """Shows how far a forward has come with its prompt, counted in layers × tokens.
+    """A progress bar of a forward over a prompt, counted in layers × tokens.
 
-    Prompts that arrive in chunks are several forwards, and nothing tells how many follow: each chunk has a bar of its
-    own, and the delay counts from the first of them. Where nothing can be written there is no bar.
+    A prompt in chunks is several forwards, of unknown number: each chunk has its own bar, and the delay counts from the
+    first chunk. Without a writable stderr there is no bar.
     """
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._layers = self._reached = self._tokens = 0
-        self._start = self._spent = 0.0  # seconds: when this forward began, and what the chunks before it took
+        self._start = self._spent = 0.0  # seconds: begin of this forward, duration of the chunks before it
         self._broken = False
 
     def begin(self, layers: int) -> None:
-        """A forward through so many layers begins."""
+        """Begin a forward through `layers` layers."""
         self._close()
         self._layers, self._reached, self._start = layers, 0, time.perf_counter()
 
     def attend(self, past: int, tokens: int) -> Callable[[int], None]:
-        """A layer begins to attend.
+        """Begin the attention of a layer.
 
         Args:
-            past, tokens: cached tokens, and new ones.
+            past, tokens: cached and new tokens.
 
         Returns:
-            To be called after each tile, with the number of keys in it.
+            A function to call after each tile with its number of keys.
         """
         if not past:
             self._spent = 0.0  # another prompt
@@ -68,7 +68,7 @@ class PromptProgress:
         return attended
 
     def end(self, finished: bool) -> None:
-        """The forward ends, or raised."""
+        """End the forward; `finished` is False if it raised."""
         prompt = finished and self._bar is not None
         if prompt:
             self._advance(self._bar.total)
@@ -88,10 +88,10 @@ class PromptProgress:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """An error of the file is no error of the prompt: there is no bar from then on."""
+        """Give up the bar on an error of stderr, which must not end the prompt."""
         try:
             yield
-        except (OSError, ValueError):  # a full disk, a reader that is gone; a closed file
+        except (OSError, ValueError):  # a full disk or broken pipe; a closed file
             bar, self._bar, self._broken = self._bar, None, True
             if bar is not None:
-                bar.disable = True  # it would write once more when it goes
+                bar.disable = True  # otherwise its destructor would write once more

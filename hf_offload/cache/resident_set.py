@@ -1,4 +1,4 @@
-"""The blocks of one layer that lie in device memory: a fixed number of slots for each row and KV head."""
+"""`ResidentSet`: one layer's blocks in device memory, in a fixed number of slots for each row and KV head."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ RESIDENT, LOWER_RESIDENT = "resident blocks", "a smaller resident or device_budg
 
 
 class Transfer(NamedTuple):
-    """Blocks on their way, and what ends it: the job that copies them, or the event after the kernel that does."""
+    """Blocks in flight, and the end of their copy: a job, or an event recorded after the copy kernel."""
 
     moves: Moves
     end: Job | torch.cuda.Event
 
 
 class ResidentSet:
-    """Slots `[B, Hkv, R, 2 (K, V), block_size, D]` on the device and which logical block each of them holds.
+    """Slots `[B, Hkv, R, 2 (K, V), block_size, D]` on the device, and the logical block in each of them.
 
-    Everything that says what is resident lies on the device and is decided there, so that a step needs no answer from
-    it. The metadata (`block_of`, `slot_of`) change when a move is decided; the data follow asynchronously and are
-    waited for (`wait`) before anything reads a slot.
+    The metadata (`block_of`, `slot_of`) are device tensors and are changed on the device, so that a step needs no
+    answer from it. They change when a move is decided. The data follow asynchronously; `wait` precedes every read of a
+    slot.
 
     Args:
         store: the layer's blocks in host memory.
-        slots: blocks that are resident for a row and KV head.
-        mirror: of the device.
+        slots: resident blocks for each row and KV head.
+        mirror: what layers on the device share.
     """
 
     def __init__(self, store: BlockStore, slots: int, mirror: DeviceMirror) -> None:
@@ -61,7 +61,7 @@ class ResidentSet:
         return int(self.pool.nbytes)
 
     def reserve(self) -> None:
-        """Have room in the metadata for every block that the table has room for."""
+        """Grow the metadata to the width of the block table."""
         have, need = self.slot_of.shape[2], self.store.table.shape[1]
         if need > have:
             with torch.inference_mode(False):
@@ -69,7 +69,7 @@ class ResidentSet:
                 self.worth = functional.pad(self.worth, (0, need - have))
 
     def copy_from(self, other: ResidentSet) -> None:
-        """Hold what another set with as many slots holds, over a store with the same tokens."""
+        """Copy another set with as many slots over a store with the same tokens."""
         other.wait()
         with torch.inference_mode(False):
             self.pool.copy_(other.pool)
@@ -78,11 +78,11 @@ class ResidentSet:
             )
 
     def reload(self, block_of: torch.Tensor, worth: torch.Tensor, known: torch.Tensor) -> None:
-        """Hold what another set with as many slots held, over a store with the same tokens; arguments: its attributes.
+        """Restore a saved set with as many slots over a store with the same tokens; arguments: its attributes.
 
-        Blocks behind the store's tokens are empty: they get their slot alone.
+        Blocks after the store's tokens are empty: they get a slot without data.
         """
-        self.store.reserve_table(self.store.num_blocks + 2)  # there is always room for the block that comes next
+        self.store.reserve_table(self.store.num_blocks + 2)  # with room for the next block
         self.reserve()
         device = self.pool.device
         self.block_of.copy_(block_of)
@@ -91,18 +91,18 @@ class ResidentSet:
         rows, heads, slots = (block_of >= 0).nonzero(as_tuple=True)
         self.slot_of[rows, heads, block_of[rows, heads, slots].long()] = slots.int().to(device)
         wanted = (block_of >= 0) & (block_of < self.store.num_blocks)
-        order = (~wanted).int().argsort(dim=-1, stable=True)  # slots that get data come first
+        order = (~wanted).int().argsort(dim=-1, stable=True)  # slots with data first
         moves = Moves(order.int().to(device), block_of.gather(2, order).to(device), wanted.sum(-1).int().to(device))
         self.fetch(moves, "a saved resident set")
         self.wait()
 
     def learn(self, score: torch.Tensor, limits: torch.Tensor, smoothing: float) -> None:
-        """Take in how much blocks are wanted now: worth ← smoothing·worth + (1 − smoothing)·score.
+        """Update the blocks' worth by their scores: worth ← smoothing·worth + (1 − smoothing)·score.
 
         Args:
             score: `[B, Hkv, N]` fp32, of the sealed blocks.
             limits: int32 `[2]`, (length, sealed).
-            smoothing: weight of what was known before, 0 … 1; 0 keeps nothing of it, not even its −inf.
+            smoothing: weight of the old worth, 0 … 1; 0 replaces it, also where it is −inf.
         """
         if smoothing:
             old = torch.arange(score.shape[2], device=score.device, dtype=torch.int32) < self.known
@@ -111,14 +111,14 @@ class ResidentSet:
         self.known.copy_(limits[1:])
 
     def clear(self) -> None:
-        """Nothing is resident."""
+        """Make all slots free."""
         self.wait()
         self.block_of.fill_(FREE)
         self.slot_of.fill_(FREE)
         self.known.zero_()
 
     def load(self, blocks: torch.Tensor, counts: torch.Tensor, label: str) -> None:
-        """Hold these blocks and no others, in slots from 0 on: `[B, Hkv, M]` and `[B, Hkv]` int32. Waits for them."""
+        """Replace the set by these blocks, in slots from 0 on, and wait: `[B, Hkv, M]` and `[B, Hkv]` int32."""
         self.wait()
         slots = torch.arange(blocks.shape[2], device=blocks.device, dtype=torch.int32)
         meant = slots < counts[..., None]
@@ -134,13 +134,13 @@ class ResidentSet:
     def exchange(
         self, limits: torch.Tensor, sinks: tuple[torch.Tensor, torch.Tensor], recent: int, due: torch.Tensor | None
     ) -> Moves:
-        """Decide which of the most wanted blocks take the slots of the least wanted ones; `fetch` brings them.
+        """Decide which blocks of high worth replace resident blocks of low worth; `fetch` then copies them.
 
         Args:
             limits: int32 `[2]`, (length, sealed).
-            sinks: `[B]` int32 each, first block and end of each row's sinks, which stay.
-            recent: so many of the newest sealed blocks stay too.
-            due: int32 `[1]`, 0: nothing moves; None: it is due.
+            sinks: `[B]` int32 each, first block and end of each row's sinks, which stay resident.
+            recent: number of newest sealed blocks, which stay resident.
+            due: int32 `[1]`, 0: nothing moves; None: always due.
         """
         return Moves(
             *exchanging.exchange(
@@ -149,7 +149,7 @@ class ResidentSet:
         )
 
     def open_block(self, limits: torch.Tensor, sinks: tuple[torch.Tensor, torch.Tensor], recent: int) -> None:
-        """Give the block that the next token starts a slot, in place of the least wanted block; as in `exchange`."""
+        """Give the block of the next token the slot of the block of least worth; arguments as in `exchange`."""
         self.wait()
         exchanging.open_block(
             self.worth, self.known, self.block_of, self.slot_of, *sinks, limits,
@@ -157,11 +157,11 @@ class ResidentSet:
         )  # fmt: skip
 
     def fetch(self, moves: Moves, label: str) -> None:
-        """Bring the data of blocks whose metadata have changed; they are there after the next `wait`.
+        """Start copying the data of blocks whose metadata have changed; the next `wait` waits for them.
 
         Args:
-            moves: where they go.
-            label: what an error message calls it.
+            moves: blocks and slots.
+            label: its name in error messages.
         """
         self.wait()
         if self.read_by_kernels:
@@ -175,11 +175,11 @@ class ResidentSet:
             copies(self.store, self.pool, moves)()
 
     def bring(self, moves: Moves, into: torch.Tensor | None = None) -> None:
-        """Bring the data of blocks in the order of the model's stream, which waits for them.
+        """Copy the data of blocks in the order of the model's stream.
 
         Args:
-            moves: where they go.
-            into: `[B, Hkv, M, 2, block_size, D]`, in place of the slots.
+            moves: blocks and slots.
+            into: `[B, Hkv, M, 2, block_size, D]`, the target in place of the slots.
         """
         self.wait()
         pool = self.pool if into is None else into
@@ -191,29 +191,29 @@ class ResidentSet:
 
     @property
     def read_by_kernels(self) -> bool:
-        """Whether kernels read the host's blocks where they lie; they cannot where memory could not be pinned.
+        """Whether GPU kernels read host blocks directly, which needs pinned memory.
 
-        What a graph replays must, since it cannot ask the host for addresses.
+        A captured graph always does so, since it cannot get addresses from the host.
         """
         return self.store.pool.pinned or self.mirror.capture is not None
 
     def _read(self, moves: Moves) -> None:
-        """Let a kernel read the blocks where they lie, beside the model."""
+        """Start a kernel on the recall stream that reads the blocks in host memory."""
         stream, tables = self.mirror.stream, (self.tables.block_ptr(), self.tables.table())
         with self.mirror.beside():
             kv_copy.fetch(self.pool, *moves, *tables, packed=self.store.format.device_layout)
         if self.mirror.capture is not None:
             self.mirror.capture.keep(moves)
         elif stream is not None:
-            for tensor in (self.pool, *moves, *tables):  # whoever lets go of them does not wait for this stream
+            for tensor in (self.pool, *moves, *tables):  # their allocator must wait for this stream too
                 tensor.record_stream(stream)
             self._transfer = Transfer(moves, stream.record_event())
 
     def wait(self) -> None:
-        """Everything that was asked for has arrived, for whatever follows in the stream.
+        """Make the current stream wait for all copies in flight.
 
         Raises:
-            WorkerError: a copy failed; the blocks that it carried count as not resident again, nothing is lost.
+            WorkerError: a copy failed; its blocks are then not resident, and the host still has them.
         """
         under_way = self._transfer
         if under_way is None:
@@ -223,7 +223,7 @@ class ResidentSet:
             try:
                 end.result()
             except BaseException:
-                if end.done():  # otherwise it still writes into the slots, and is waited for again
+                if end.done():  # otherwise it still writes into slots, and the next call waits again
                     self._forget(moves)
                     self._transfer = None
                 raise
@@ -238,13 +238,13 @@ class ResidentSet:
         self.slot_of[rows, heads, moves.blocks[rows, heads, column].long()] = FREE
 
     def state(self) -> tuple[torch.Tensor, ...]:
-        """A copy of what says what is resident and how much blocks are wanted."""
+        """A copy of the metadata: `block_of`, `slot_of`, `worth`, `known`."""
         return tuple(part.clone() for part in (self.block_of, self.slot_of, self.worth, self.known))
 
     def restore(self, state: tuple[torch.Tensor, ...], label: str) -> None:
-        """Hold again what was resident when `state` was taken; what has lost its slot since then is fetched.
+        """Restore the metadata of `state`; blocks that have lost their slot since then are fetched.
 
-        A block that was not on the host then has got there before it could lose its slot.
+        A block that was not on the host then was stored there before it could lose its slot.
         """
         self.wait()
         block_of, slot_of, worth, known = state
@@ -257,7 +257,7 @@ class ResidentSet:
         self.fetch(Moves(slots.int(), block_of.gather(2, slots), lost.sum(-1, dtype=torch.int32)), label)
 
     def write_token(self, k: torch.Tensor, v: torch.Tensor, limits: torch.Tensor) -> None:
-        """Write the newest token `[B, Hkv, D]`, number limits[0] - 1, into the slot of its block, which is resident."""
+        """Write the newest token `[B, Hkv, D]`, number limits[0] - 1, into the slot of its (resident) block."""
         kv_copy.write_token(self.pool, self.slot_of, k, v, limits)
 
     def keys(self, block: int) -> torch.Tensor:
@@ -270,7 +270,7 @@ class ResidentSet:
         return self.pool.gather(2, index)[:, :, 0]
 
     def store_block(self, block: int, tokens: int) -> None:
-        """Copy a resident block to the host, as far as it is filled when the rows have `tokens` tokens."""
+        """Copy a resident block to the host, filled up to a length of `tokens` tokens."""
         self.wait()
         if self.store.pool.pinned:
             self.mirror.pause()
@@ -282,22 +282,23 @@ class ResidentSet:
         movers.write_tokens(k, v, self.store.pool.block_ptr, self.store.table, first, self.store.block_size)()
 
     def synchronize(self) -> None:
-        """Wait on the host for all copies between host and device, both ways: the host's blocks may change after it.
+        """Wait on the host for all copies in both directions; host blocks may change afterwards.
 
         Raises:
-            RuntimeError: a step is being captured, which waiting would spoil; whoever captures undoes one that fails.
+            RuntimeError: a step is being captured, where nothing may wait; the capturing code undoes the step.
         """
         if self.mirror.capture is not None:
-            raise RuntimeError("nothing can be waited for while a step is captured")
+            raise RuntimeError("a step is being captured as a CUDA graph; nothing may wait for the device")
         self.wait()
         if self.mirror.stream is not None:
             torch.cuda.current_stream(self.pool.device).synchronize()
 
     def select_rows(self, rows: np.ndarray) -> None:
-        """Keep the rows of an index, in its order."""
+        """Keep the rows of an index `[B']`, in its order."""
         self.wait()
         index = torch.from_numpy(np.asarray(rows, np.int64)).to(self.pool.device)
-        nbytes = len(index) * self.pool[0].nbytes  # they are written outside of inference mode too
+        nbytes = len(index) * self.pool[0].nbytes
+        # No inference tensors: they are also written outside of inference mode.
         with torch.inference_mode(False), memory_for(RESIDENT, LOWER_RESIDENT, nbytes):
             self.pool, self.block_of, self.slot_of, self.worth = (
                 part[index] for part in (self.pool, self.block_of, self.slot_of, self.worth)

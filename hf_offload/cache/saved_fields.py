@@ -1,4 +1,4 @@
-"""What the files of a saved cache must hold: bounds of every number, dtype, shape and range of every tensor."""
+"""Tables of the fields of a saved cache: bounds of every number; dtype, shape and range of every tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _dim(name: str, value: Any) -> None:
 
 def _scalar(name: str, value: Any) -> None:
     if not isinstance(value, str | int | float | None):
-        raise ValueError(f"{name}={shown(value)} is no value of a knob")
+        raise ValueError(f"{name}={shown(value)} is not a value of a knob")
 
 
 def _samples(name: str, value: Any) -> None:
@@ -68,10 +68,10 @@ def _layer(name: str, value: Any) -> None:
 
 
 def check_about(about: Any) -> None:
-    """Check what a saved cache says of itself, its policy's knobs and stock layers aside.
+    """Check the JSON description of a saved cache, except for the policy's knobs and stock layers.
 
     Raises:
-        ValueError: a field is missing, unknown or has a value that cannot be.
+        ValueError: a field is missing, unknown or out of range.
     """
     checks: dict[str, Check] = {
         "format": count(0),
@@ -89,18 +89,18 @@ def check_about(about: Any) -> None:
 
 
 def sizes_of(told: dict[str, Any], table: torch.Tensor | None, block_size: int, module: nn.Module) -> LayerSizes:
-    """What the shapes of a layer's tensors follow from.
+    """The sizes that determine the shapes of a layer's tensors.
 
     Args:
-        told: what the cache says of the layer.
-        table: its block table, which has not been checked.
-        block_size: tokens a block.
+        told: the layer's description.
+        table: its block table, not checked yet.
+        block_size: tokens in a block.
         module: the model's decoder layer.
     """
     heads = told["heads"]
     groups = [part.num_key_value_groups for part in module.modules() if hasattr(part, "num_key_value_groups")]
     query_heads: Collection[int] = (heads * groups[0] if groups else heads,)
-    if not groups and heads == 1:  # one that broadcasts its only KV head does not say to how many
+    if not groups and heads == 1:  # multi-query attention may not name its number of query heads
         query_heads = range(1, MOST)
     width = table.shape[1] if table is not None and table.ndim == 2 else 0
     return LayerSizes(
@@ -110,16 +110,19 @@ def sizes_of(told: dict[str, Any], table: torch.Tensor | None, block_size: int, 
 
 
 def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
-    """Check those numbers of a layer that depend on one another and on the cache, whose padding is there.
+    """Check that a layer's numbers agree with one another and with the cache, whose padding is loaded.
 
     Args:
         where: the layer's name, with its separator.
-        told: what the cache says of it, each number within its own bounds.
-        settings: of the cache.
+        told: the layer's description, each number within its own bounds.
+        settings: the cache's settings.
+
+    Raises:
+        ValueError: a number does not agree.
     """
     full, packed = told["length"] // settings.block_size, told["blocks"][1]
     sealed = {full}
-    if settings.policy.digest_name is not None and not told["frozen"]:  # blocks of padding alone teach nothing
+    if settings.policy.requirements.digest is not None and not told["frozen"]:  # padding alone has no statistics
         sealed.add(0)
     allowed: dict[str, tuple[int, Container[int]]] = {
         "batch": (told["batch"], {len(settings.padding.valid)}),
@@ -137,29 +140,29 @@ def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
 def layer_fields(
     told: dict[str, Any], sizes: LayerSizes, found: dict[str, torch.Tensor], settings: Settings
 ) -> dict[str, Field]:
-    """The tensors of a layer.
+    """The expected tensors of a layer.
 
     Args:
-        told: what the cache says of the layer, checked.
-        sizes: what shapes follow from.
-        found: the tensors that are there; some go together and may all be missing.
-        settings: of the cache.
+        told: the layer's description, checked.
+        sizes: the sizes that determine shapes.
+        found: the tensors in the file; some belong together and may all be missing.
+        settings: the cache's settings.
 
     Raises:
-        ValueError: numbers among the tensors on which shapes depend are wrong.
+        ValueError: a number on which shapes depend is wrong.
     """
     policy, size, plain, physical = settings.policy, settings.block_size, told["blocks"][0], sum(told["blocks"])
     blocks = -(-sizes.tokens // size)
     most = np.full(max(sizes.width, blocks), physical - 1)
     if told["sealed"] < blocks:
-        most[blocks - 1] = plain - 1  # it is still written into
+        most[blocks - 1] = plain - 1  # the last block is still written into, so it is not packed
     widths = range(-(-blocks // TABLE_STEP) * TABLE_STEP, MOST, TABLE_STEP)
     fields = {
         "table": Field(torch.int32, (sizes.rows, widths), 0, most.tolist()),
         "sums": Field(torch.int64, (physical, sizes.kv_heads)),
     }
     if told["queries_end"]:
-        window = range(1, min(told["queries_end"], policy.query_window) + 1)
+        window = range(1, min(told["queries_end"], policy.requirements.query_window) + 1)
         fields["queries"] = Field(torch.float32, (sizes.rows, sizes.query_heads, window, sizes.head_dim))
     if "block_of" in found:
         slots = _slots(settings, sizes)
@@ -176,7 +179,7 @@ def layer_fields(
 
 
 def _slots(settings: Settings, sizes: LayerSizes) -> range:
-    """How many blocks of a row and KV head may be resident."""
+    """The allowed numbers of resident blocks for each row and KV head."""
     policy, budget, size = settings.policy, settings.device_budget, settings.block_size
     if policy.window_tokens(0) is not None:
         window = policy.window_tokens(sizes.width * size)
@@ -190,10 +193,10 @@ def _slots(settings: Settings, sizes: LayerSizes) -> range:
 
 
 def digest_fields(digests: DigestStore | None, told: dict[str, Any]) -> dict[str, Field]:
-    """The tensors that stand for a layer's blocks.
+    """The expected tensors of a layer's digests.
 
     Raises:
-        ValueError: it says that statistics are there, or not, against the kind of digest.
+        ValueError: `frozen` does not agree with the kind of digest.
     """
     least, most = (False, False) if digests is None else (digests.frozen, True)
     if not least <= told["frozen"] <= most:
@@ -210,11 +213,14 @@ def digest_fields(digests: DigestStore | None, told: dict[str, Any]) -> dict[str
 
 
 def check_resident(layer: HybridLayer, block_of: torch.Tensor) -> None:
-    """Check that a set of resident blocks `[B, Hkv, R]` holds none twice and each that a step relies on.
+    """Check that a resident set `[B, Hkv, R]` holds no block twice, and every block that must be resident.
 
     Args:
-        layer: its tokens are there.
+        layer: the layer, with its tokens.
         block_of: the block of each slot, -1 or within the table.
+
+    Raises:
+        ValueError: it does not.
     """
     store, policy = layer.store, layer.policy
     assert store is not None
@@ -222,7 +228,7 @@ def check_resident(layer: HybridLayer, block_of: torch.Tensor) -> None:
     needed = policy.must_be_resident(layer, newest + 1)
     needed[:, newest] = True
     held = torch.zeros(store.batch, store.num_kv_heads, store.num_blocks + 3, dtype=torch.int32)
-    held.scatter_add_(2, block_of.long() + 1, torch.ones_like(block_of))  # the first counts the free slots
+    held.scatter_add_(2, block_of.long() + 1, torch.ones_like(block_of))  # index 0 counts the free slots
     held = held[:, :, 1:]
     if (held > 1).any() or ((held[:, :, : newest + 1] == 0) & needed[:, None]).any():
         raise ValueError("block_of holds a block twice, or lacks one that is always resident")

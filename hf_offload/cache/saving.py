@@ -1,14 +1,14 @@
-"""A cache written into a folder: blocks, digests and everything else, in the safetensors format.
+"""Saving of a cache to a folder of safetensors files.
 
-    blocks.safetensors    K and V as they lie in the pool, so that the file can be mapped as a slab
-    digests.safetensors   what the blocks are scored by
+    blocks.safetensors    K and V in the layout of the pool, so that the file can be mapped as a slab
+    digests.safetensors   the digests of the blocks
     cache.safetensors     tables, checksums of the blocks' records, padding, resident sets, policy states; and in its
                           metadata, under "about", a JSON text: policy, knobs, sizes, the model's fingerprint;
-                          `saved_fields.py` says what each may be
-    SHA256SUMS            of the two small files
+                          `saved_fields.py` has the bounds of each
+    SHA256SUMS            of digests.safetensors and cache.safetensors
 
-The folder is written under another name, `.….partial` beside it, and gets its own when it is whole. One that was there
-is renamed first and removed last: who is killed in between finds both.
+The folder is written as `.….partial` beside its final place and renamed when it is complete. An earlier saved cache is
+renamed first and removed last, so that a killed process leaves both.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from hf_offload.cache.stock_layers import pack
 from hf_offload.cpu.kernels.checksum import checksum_records
 
 FORMAT = 5
-"""Rises when a cache that was saved before cannot be read any more, such as with another layout of packed records."""
+"""Version of the format; incremented when caches saved before can no longer be read."""
 BLOCKS, DIGESTS, CACHE, SUMS = "blocks.safetensors", "digests.safetensors", "cache.safetensors", "SHA256SUMS"
-ALIGNMENT = 4096  # of the blocks' data in their file
+ALIGNMENT = 4096  # bytes, of the data in the file of the blocks
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
-_RUN = 1 << 24  # bytes that are written at once
+_RUN = 1 << 24  # most bytes of one write
 
 
 def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any]) -> None:
-    """Write the layers of a cache, nothing of which is in flight; a saved cache that is there is replaced.
+    """Write a cache that has no work in flight; an earlier saved cache in the folder is replaced.
 
     Args:
-        folder: where to.
-        layers: of the cache.
-        padding: of its tokens.
-        about: what is to be known of it beside them, for `json`.
+        folder: the target.
+        layers: the cache's layers.
+        padding: validity of its tokens.
+        about: the JSON description of the cache (policy, knobs, fingerprint).
 
     Raises:
-        ValueError: the name has a NUL or bytes that are no UTF-8; something else than a saved cache is there; or a link
-            leads back to itself.
+        ValueError: the name has a NUL or is not UTF-8, is a circular link, or the folder holds anything but a saved
+            cache.
         OSError: the disk is full, or the folder cannot be written; nothing is left behind.
-        TypeError: a stock layer holds what cannot be saved.
+        TypeError: a stock layer holds an object that cannot be saved.
     """
     if sys.byteorder != "little":
-        raise ValueError("caches are saved on machines with the least significant byte first only")
+        raise ValueError("caches can be saved on little-endian machines only")
     name = str(folder)
     if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
         raise ValueError(f"{name!r} has a NUL or bytes that are no UTF-8; name another folder")
     try:
-        folder = folder.resolve()  # a link stays: what it names is written, there or not
+        folder = folder.resolve()  # a link is kept: its target is written, whether it exists or not
         circular = folder.is_symlink()
     except RuntimeError:  # Python before 3.13
         circular = True
@@ -93,7 +93,7 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
 
 
 def _named(error: OSError, folder: Path) -> OSError:
-    """The error of a save, of the same kind, with the folder and the remedy."""
+    """The same error with the folder and the remedy."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "free space on its disk or save elsewhere" if full else "name a folder that can be written"
     return OSError(
@@ -115,7 +115,7 @@ def _replace(folder: Path, partial: Path) -> None:
         old.rename(folder)
         raise
     try:
-        shutil.rmtree(old)  # a cache that was loaded from there keeps its file
+        shutil.rmtree(old)  # caches that were loaded from it keep their mapped file
     except OSError as error:
         warnings.warn(
             f"the cache is saved, but {old}, which holds the one before it, cannot be removed ({error}); remove it",
@@ -179,11 +179,11 @@ def _write_file(path: Path, data: bytes) -> None:
 
 def _sync(file: BinaryIO) -> None:
     file.flush()
-    os.fsync(file.fileno())  # a folder must not get its name before its files are on the disk
+    os.fsync(file.fileno())  # the folder must not be renamed before its files are on disk
 
 
 def _blocks(store: BlockStore) -> np.ndarray:
-    """The physical blocks of a store in the order of the file: those not packed, then the packed; row by row."""
+    """The physical blocks of a store in the order of the file: unpacked, then packed, each row by row."""
     used = store.table[:, : store.num_blocks]
     ids, first = np.unique(used, return_index=True)
     found: np.ndarray = ids[np.lexsort((first, store.pool.block_ptr[ids] & 1))]
@@ -209,7 +209,7 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
     assert store is not None
     numbers = np.zeros(store.pool.num_blocks, np.int32)
     numbers[ids] = np.arange(len(ids))
-    # As wide as it is: what a device computes may be rounded by it.
+    # The full width: rounding on a device may depend on it.
     table = np.zeros_like(store.table)
     table[:, : store.num_blocks] = numbers[store.table[:, : store.num_blocks]]
     found = {"table": torch.from_numpy(table)}
@@ -227,7 +227,7 @@ def _digests(store: BlockStore, ids: np.ndarray) -> dict[str, torch.Tensor]:
     if digests is None:
         return {}
     index = torch.from_numpy(ids.astype(np.int64))
-    empty = torch.from_numpy(~np.isin(ids, store.table[:, : store.sealed]))  # what is there is nobody's digest
+    empty = torch.from_numpy(~np.isin(ids, store.table[:, : store.sealed]))  # these have no digest
     for name in digests.tensors() if store.sealed else ():
         found[f"digest.{name}"] = getattr(digests, name)[index.to(digests.device)].cpu()
         found[f"digest.{name}"][empty] = 0
@@ -239,12 +239,12 @@ def _digests(store: BlockStore, ids: np.ndarray) -> dict[str, torch.Tensor]:
 def layout(
     described: list[dict[str, Any]], block_size: int, host_dtype: str | None
 ) -> tuple[bytes, dict[str, dict[str, Any]]]:
-    """What the file of the blocks begins with, by what is said of the layers, and what lies where behind that.
+    """The header of the file of the blocks as bytes, and its entries: dtype, shape and offsets by name.
 
     Args:
-        described: of each layer, as `_describe` does.
-        block_size: tokens a block.
-        host_dtype: how older blocks are kept.
+        described: the description of each layer (`_describe`).
+        block_size: tokens in a block.
+        host_dtype: format of older blocks.
     """
     entries: dict[str, dict[str, Any]] = {}
     end = 0
@@ -268,7 +268,7 @@ def layout(
 
 
 def _write_blocks(file: BinaryIO, store: BlockStore, ids: np.ndarray) -> np.ndarray:
-    """Write the blocks of a layer, those not packed first; the checksums of their records, int64 `[n, Hkv]`."""
+    """Write the blocks of a layer, unpacked ones first; return the checksums of their records, int64 `[n, Hkv]`."""
     pool, heads = store.pool, np.arange(store.num_kv_heads)
     addresses = pool.block_ptr[ids].copy()
     tails = _tails(store, ids)
@@ -284,7 +284,7 @@ def _write_blocks(file: BinaryIO, store: BlockStore, ids: np.ndarray) -> np.ndar
 
 
 def record_sums(addresses: np.ndarray, pool: HostPool, heads: int) -> np.ndarray:
-    """Checksums of the records of blocks, whose addresses are marked as in `HostPool.block_ptr`; int64 `[n, heads]`."""
+    """Checksums int64 `[n, heads]` of the records of blocks; addresses are marked as in `HostPool.block_ptr`."""
     sums = np.zeros((len(addresses), heads), np.int64)
     for kind, record in ((0, pool.record_bytes), (1, pool.packed_record_bytes)):
         mine = (addresses & 1) == kind
@@ -296,7 +296,7 @@ def record_sums(addresses: np.ndarray, pool: HostPool, heads: int) -> np.ndarray
 
 
 def _tails(store: BlockStore, ids: np.ndarray) -> dict[int, np.ndarray]:
-    """Copies of the blocks that are not full, by their place in `ids`; what is behind the tokens is 0 in them."""
+    """Copies of the blocks that are not full, by their index in `ids`, with 0 after the last token."""
     filled = store.length % store.block_size
     found = {}
     for place in np.flatnonzero(np.isin(ids, store.table[:, store.num_blocks - 1])) if filled else ():
@@ -309,7 +309,7 @@ def _tails(store: BlockStore, ids: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def _runs(addresses: np.ndarray, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Where blocks follow one another in memory: first and end of each run, of a bounded size."""
+    """Runs of blocks that are contiguous in memory, at most `_RUN` bytes each: index of the first and end."""
     start = 0
     for place in range(1, len(addresses) + 1):
         apart = place == len(addresses) or addresses[place] != addresses[place - 1] + nbytes

@@ -1,4 +1,4 @@
-"""Digests of the blocks that are full, from keys at hand on the model's device as far as there are any."""
+"""Building the digests of full blocks (sealing), from keys on the model's device where those are available."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hf_offload.cache.device_mirror import sent
 
 
 def seal(store: BlockStore, tile: int, newest: torch.Tensor | None = None) -> None:
-    """Build the digests of the blocks that are full and have none, `tile` tokens at a time.
+    """Build the digests of all full blocks that have none, `tile` tokens at a time.
 
     Args:
-        store: of the blocks.
-        tile: tokens.
-        newest: keys `[B, Hkv, T, D]` of the last T tokens, on the model's device; what is not among them is gathered.
+        store: the blocks.
+        tile: tokens of a piece.
+        newest: keys `[B, Hkv, T, D]` of the last T tokens, on the model's device; other keys are gathered.
     """
-    if store.device.type == "cuda":  # kernels are launched on the current device: a model may be spread over several
+    if store.device.type == "cuda":  # kernels launch on the current device, and a model may be on several
         with torch.cuda.device(store.device):
             _seal(store, tile, newest)
     else:
@@ -35,7 +35,7 @@ def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None) -> None:
         newest = torch.empty(store.batch, store.num_kv_heads, 0, store.head_dim, dtype=store.dtype)
     start = store.length - newest.shape[2]
     packed = store.packed_on_arrival(start, store.length)
-    if packed:  # a digest tells of a block as it will be read
+    if packed:  # digests of packed blocks are built from the packed keys
         newest = newest[:, :, packed.stop * size - start :]
     if not digests.frozen and full:
         with digests.lock:
@@ -53,7 +53,7 @@ def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None) -> None:
 
 
 def _keys(store: BlockStore, newest: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """Keys of `count` tokens from `first` on, `[B, Hkv, count, D]` contiguous, where the digests are."""
+    """Keys of `count` tokens from `first` on, `[B, Hkv, count, D]` contiguous, on the digests' device."""
     assert store.digests is not None
     device = store.digests.device
     start = store.length - newest.shape[2]
@@ -68,7 +68,7 @@ def _keys(store: BlockStore, newest: torch.Tensor, first: int, count: int) -> to
 def _token_tiles(
     store: BlockStore, newest: torch.Tensor, stop: int, tile: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The first `stop` tokens as pieces of at most `tile`: keys, and on the host which of the tokens count."""
+    """The first `stop` tokens in pieces of at most `tile`: keys, and validity on the host."""
     for first in range(0, stop, tile):
         count = min(tile, stop - first)
         yield _keys(store, newest, first, count), torch.from_numpy(store.padding.valid[:, first : first + count] != 0)

@@ -1,4 +1,4 @@
-"""What all layers of a cache share."""
+"""Settings that all layers of a cache share, and the checks of their knobs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
 def check_block_size(block_size: object) -> None:
-    """Check a number of tokens a block.
+    """Check the knob `block_size`.
 
     Raises:
-        ValueError: a value that is not allowed.
+        ValueError: the value is not allowed.
     """
     if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
         sizes = ", ".join(map(str, BLOCK_SIZES))
@@ -31,10 +31,10 @@ def check_block_size(block_size: object) -> None:
 
 
 def check_sizes(block_size: int, prefill_tile: object, host_dtype: object, cuda_graph: object = False) -> None:
-    """Check what a user says of how tokens are held, whatever the policy.
+    """Check the knobs of storage, which do not depend on the policy.
 
     Raises:
-        ValueError: a value that is not allowed.
+        ValueError: a value is not allowed.
     """
     check_block_size(block_size)
     check_count("prefill_tile", prefill_tile, least=block_size, hint=" (a block)")
@@ -45,7 +45,7 @@ def check_sizes(block_size: int, prefill_tile: object, host_dtype: object, cuda_
 
 
 def check_progress(progress: object) -> bool:
-    """Check whether a user wants to see how far prompts have come.
+    """Check and return the knob `progress`.
 
     Raises:
         ValueError: neither True nor False.
@@ -55,31 +55,31 @@ def check_progress(progress: object) -> bool:
 
 
 def check_tier(tier: object) -> None:
-    """Check what a user says of the memories.
+    """Check the knob `tier`.
 
     Raises:
-        ValueError: a value that is not allowed.
+        ValueError: the value is not allowed.
     """
     check_choice("tier", tier, (None, "one", "split"))
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all layers of a cache share.
+    """Settings and objects that all layers of a cache share.
 
     Args:
-        policy: decides.
-        tier: `"one"` (one memory), `"split"` (two), or None: split exactly where the model computes on a device.
-        block_size: tokens a block.
-        resident: tokens a row and KV head keeps on the device, a multiple of `block_size`.
-        prefill_tile: tokens of past KV that a prompt or append reads at a time.
-        worker: threads beside the model's.
+        policy: the policy.
+        tier: `"one"` (one memory), `"split"` (two), or None: split if the model is on a device.
+        block_size: tokens in a block.
+        resident: resident tokens for each row and KV head, a multiple of `block_size`.
+        prefill_tile: cached tokens that a prompt or append attends at a time.
+        worker: the thread pool.
         padding: validity of the cached tokens.
-        host_dtype: how the host keeps older blocks (`FORMATS`).
-        mirrors: what `mirror` has made.
-        device_budget: what decides the size of the resident sets in place of `resident`, or None.
-        drafts: tokens that may be taken back.
-        progress: shows how far a prompt has come, or None.
+        host_dtype: format of older host blocks (`FORMATS`).
+        mirrors: the `DeviceMirror`s by device.
+        device_budget: gives the size of the resident sets in place of `resident`, or None.
+        drafts: state of draft tokens.
+        progress: progress bar of prompts, or None.
     """
 
     policy: Policy
@@ -96,7 +96,7 @@ class Settings:
     progress: PromptProgress | None = None
 
     def mirror(self, device: torch.device) -> DeviceMirror:
-        """Sizes and padding on a device, for all layers there."""
+        """The `DeviceMirror` of a device, made at the first call."""
         if device not in self.mirrors:
             self.mirrors[device] = DeviceMirror(self.padding, device, self.worker)
         return self.mirrors[device]

@@ -1,4 +1,4 @@
-"""Statistics of a cache: counters of each layer, and their totals."""
+"""Statistics of a cache: counters of each layer, totals, and their table."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from hf_offload.cache.layer import HybridLayer
 
 
 @dataclass(slots=True)
@@ -24,28 +21,28 @@ class LayerStats:
     """Counters of one layer since the last `reset`.
 
     Args:
-        layer: its number in the model.
+        layer: its index in the model.
         steps: decode steps.
         cpu_ratio_by_step: tokens attended by the CPU as a share of those attended within the budget, for each step.
-        recalls: times that resident blocks were exchanged; recall_blocks: how many; recall_bytes: bytes moved.
-        placements: times that the resident set was chosen after a prompt or append; placement_bytes: bytes copied.
+        recalls: exchanges of resident blocks; recall_blocks: blocks moved; recall_bytes: bytes moved.
+        placements: placements of the resident set after a prompt or append; placement_bytes: bytes copied.
         wait_seconds: time that the model's thread waited for the CPU part and for copies.
-        query_cosine: sum over steps of the cosine between predicted and real query; queries: how many steps.
+        query_cosine: sum over steps of the cosine between predicted and real query; queries: number of these steps.
         selection_overlap: share of the real query's blocks that the predicted query selected, summed over steps;
-            selections: how many steps.
+            selections: number of these steps.
         resident_bytes, host_bytes, digest_bytes: memory in use when the report was made.
-        shared_bytes: of host_bytes, what forks of the cache hold too.
+        shared_bytes: the part of host_bytes that forks share.
         context_bytes: copies of the tokens that are kept for the CPU; salience_bytes: attention averages of all tokens.
         kept_share_by_head: kept tokens as a share of those that have left the window, of all rows, for each KV head;
             empty as long as none has.
         evictions: blocks that have left the window; eviction_seconds: time to choose their kept tokens.
-        reevaluations: prompts and appends after which the kept tokens were chosen; reevaluation_seconds: the time of
-            that, beside the model.
-        retrievals: where the CPU chooses its blocks itself (`SelectionCounts.as_dict`): shares of streaming KV heads'
-            groups (`streaming_groups`) and of query heads that took nothing (`streaming_heads`), mean share of the
-            host's blocks that a query head took (`head_budget`) and that its group attended (`retrieved_share`), bytes
-            of them (`retrieved_bytes`), the same of the blocks whose digests were read (`scored_share`, and with the
-            digests' bytes `scored_bytes`), share of groups by tokens of a run (`granularities`); empty otherwise.
+        reevaluations: re-evaluations of the kept tokens after prompts and appends; reevaluation_seconds: their time,
+            beside the model.
+        retrievals: for policies whose CPU part selects blocks (`SelectionCounts.as_dict`): shares of streaming groups
+            (`streaming_groups`) and of query heads that took nothing (`streaming_heads`), mean share of the host's
+            blocks that a query head took (`head_budget`) and that its group attended (`retrieved_share`), bytes of them
+            (`retrieved_bytes`), the same of the blocks whose digests were read (`scored_share`, and with the digests'
+            bytes `scored_bytes`), share of groups by tokens of a run (`granularities`); empty otherwise.
     """
 
     layer: int
@@ -76,7 +73,7 @@ class LayerStats:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as time that the model's thread waited."""
+        """Add the duration of the body to `wait_seconds`."""
         start = time.perf_counter()
         try:
             yield
@@ -84,7 +81,7 @@ class LayerStats:
             self.wait_seconds += time.perf_counter() - start
 
     def as_dict(self) -> dict[str, Any]:
-        """The counters with means in place of sums (None where nothing was counted)."""
+        """The counters as a dict, with means in place of sums (None where nothing was counted)."""
         row = asdict(self)
         row["cpu_ratio"] = _mean(sum(self.cpu_ratio_by_step), len(self.cpu_ratio_by_step))
         row["query_cosine"] = _mean(self.query_cosine, row.pop("queries"))
@@ -94,40 +91,24 @@ class LayerStats:
         return row
 
 
-def report(layer: HybridLayer) -> LayerStats:
-    """A copy of a layer's counters, with the memory in use now."""
-    layer.tally.count()
-    stats, store = layer.stats, layer.store
-    if store is not None:
-        stats.host_bytes, stats.digest_bytes, stats.shared_bytes = (
-            store.host_bytes,
-            store.digest_bytes,
-            store.shared_bytes,
-        )
-        stats.resident_bytes = layer.state.nbytes
-        stats.resident_bytes += layer.resident.nbytes if layer.resident is not None else 0
-    layer.state.report(stats)
-    return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))
-
-
 class Pace:
     """The time between tokens: between the ends of two forwards of one token that follow each other."""
 
-    KEEP = 1 << 16  # of the newest
+    KEEP = 1 << 16  # newest tokens that are kept
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=self.KEEP)
         self._last: float | None = None
 
     def forward(self, tokens: int) -> None:
-        """A forward of so many tokens has ended."""
+        """Record the end of a forward of `tokens` tokens."""
         now = time.perf_counter()
         if tokens == 1 and self._last is not None:
             self._seconds.append(now - self._last)
         self._last = now
 
     def percentiles(self) -> dict[str, float] | None:
-        """Seconds between tokens: p50, p95 and p99; None if there were none."""
+        """p50, p95 and p99 of the seconds between tokens; None without any."""
         if not self._seconds:
             return None
         found = np.percentile(np.array(self._seconds), (50, 95, 99)).tolist()
@@ -135,20 +116,20 @@ class Pace:
 
 
 class Tally:
-    """Small tensors on the device that will be counted when somebody asks: reading them at once would stop the step."""
+    """Device tensors to be counted when statistics are read; reading them at once would stall the step."""
 
-    KEEP = 1024  # tensors of a name, before they are read all the same
+    KEEP = 1024  # tensors of one name that are collected before they are read
 
     def __init__(self, stats: LayerStats) -> None:
         self.stats, self.record_bytes = stats, 0
         self.ledger: Ledger | None = None
-        """Where replayed steps count for this tally."""
+        """The counts of replayed steps for this tally, or None."""
         self._pending: dict[tuple[str, torch.Size], list[torch.Tensor]] = {}
 
     def add(self, name: str, value: torch.Tensor | float) -> None:
-        """Remember the sum of a tensor: `"cpu_ratio"`, `"cosine"`, `"overlap"`, or `"moves"` (blocks recalled).
+        """Add the sum of a tensor to a counter: `"cpu_ratio"`, `"cosine"`, `"overlap"`, or `"moves"` (blocks recalled).
 
-        A number, which the host knows, is counted at once.
+        A float is counted at once, a tensor later.
         """
         if isinstance(value, float):
             self.take({name: [value]})
@@ -161,7 +142,7 @@ class Tally:
             self.count()
 
     def count(self) -> None:
-        """Add what was remembered to the counters."""
+        """Add all collected tensors to the counters."""
         if self.ledger is not None:
             self.ledger.count()
         self.settle()
@@ -175,7 +156,7 @@ class Tally:
         self.take(sums)
 
     def take(self, sums: dict[str, list[float]]) -> None:
-        """Add to the counters, by the names of `add`, a number a step."""
+        """Add to the counters: for each name of `add`, one number for each step."""
         stats = self.stats
         stats.cpu_ratio_by_step += sums.get("cpu_ratio", [])
         stats.query_cosine += sum(sums.get("cosine", []))
@@ -189,10 +170,10 @@ class Tally:
 
 
 class Ledger:
-    """What replayed steps count, one tensor a step for all layers, that is read when somebody asks.
+    """Counts of replayed CUDA graphs: one tensor for each step and all layers, read when statistics are read.
 
     Args:
-        columns: tally and name (as in `Tally.add`) of each number of a row.
+        columns: tally and name (as in `Tally.add`) of each entry of the tensor.
     """
 
     def __init__(self, columns: list[tuple[Tally, str]]) -> None:
@@ -204,13 +185,13 @@ class Ledger:
                 tally.ledger = self
 
     def add(self, row: torch.Tensor) -> None:
-        """Remember a step's numbers, fp32 `[columns]`."""
+        """Add the counts of a step, fp32 `[columns]`."""
         self.rows.append(row)
         if len(self.rows) >= Tally.KEEP:
             self.count()
 
     def count(self) -> None:
-        """Add what was remembered to the counters, behind what the tallies were told before."""
+        """Add all collected rows to the counters of the tallies, after the tallies' own earlier counts."""
         rows, self.rows = self.rows, []
         if not rows:
             return
@@ -231,8 +212,8 @@ class Stats:
     Args:
         layers: statistics of each layer.
         device_bytes: bytes of keys, values and digests in the model's memory, all layers.
-        stock: numbers of the layers that keep Transformers' own cache.
-        seconds: time between tokens, by percentile; None: not measured.
+        stock: indices of the layers that keep Transformers' own cache.
+        seconds: time between tokens by percentile, or None.
     """
 
     def __init__(
@@ -279,7 +260,7 @@ class Stats:
             "retrievals": "retrieved", "wait_seconds": "waited s", "query_cosine": "query cosine",
             "selection_overlap": "overlap",
         }  # fmt: skip
-        for key in ("context_bytes", "kept_share", "kept_share_by_head", "retrievals"):  # things of some policies
+        for key in ("context_bytes", "kept_share", "kept_share_by_head", "retrievals"):  # of some policies
             if not whole[key]:
                 del columns[key]
         for title in columns.values():
@@ -293,7 +274,7 @@ class Stats:
 
 
 def _caption(whole: dict[str, Any]) -> str | None:
-    """What is told of the cache, not of layers, by `as_dict`."""
+    """The table's caption: the statistics of the whole cache."""
     told = []
     if whole["time_between_tokens"]:
         times = ", ".join(f"{name} {1000 * value:.1f}" for name, value in whole["time_between_tokens"].items())
@@ -317,7 +298,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def joined(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of several layers: the sums of their bytes and seconds, and the means of their shares."""
+    """Join the retrievals of several layers: sums of bytes and seconds, means of shares."""
     told = [layer for layer in layers if layer]
     if not told:
         return {}

@@ -1,4 +1,4 @@
-"""Layers of Transformers' own inside a `HybridCache` (sliding windows, linear attention): copied and moved."""
+"""Transformers' own layers in a `HybridCache` (sliding windows, linear attention): copies, files and their checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_offload.knobs import MOST, check_count, check_flag, shown
 
 
 def copy_layer(layer: Any, device: torch.device | None = None) -> Any:
-    """A layer that shares no memory with `layer`, on a device (None: where it is)."""
+    """A deep copy of a layer on a device (None: the same device)."""
     made = copy.copy(layer)
     made.__dict__ = {
         name: convert(value, lambda x: x.detach().to(device or x.device, copy=True), device)
@@ -24,7 +24,7 @@ def copy_layer(layer: Any, device: torch.device | None = None) -> Any:
 
 
 def convert(value: Any, tensor: Callable[[torch.Tensor], Any], device: torch.device | None = None) -> Any:
-    """An attribute of a layer, with what `tensor` makes of every tensor in it, and `device` in place of devices."""
+    """Map an attribute of a layer: apply `tensor` to every tensor in it, and replace devices by `device`."""
     if isinstance(value, torch.Tensor):
         return tensor(value)
     if isinstance(value, torch.device):
@@ -37,10 +37,10 @@ def convert(value: Any, tensor: Callable[[torch.Tensor], Any], device: torch.dev
 
 
 def pack(layer: Any) -> tuple[str, dict[str, Any], dict[str, torch.Tensor]]:
-    """A layer as the name of its class, its attributes for `json`, and the tensors that these name.
+    """Describe a layer: the name of its class, its attributes as JSON values, and the tensors that these name.
 
     Raises:
-        TypeError: an attribute is of a kind that is not known here.
+        TypeError: an attribute has a type that cannot be saved.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -65,7 +65,7 @@ def pack(layer: Any) -> tuple[str, dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def unpack(layer: Any, state: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device) -> Any:
-    """An empty layer of the same class with the attributes that `pack` has described, and tensors on a device."""
+    """Rebuild a layer from `pack`'s description; `layer` is an empty one of the same class."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -87,14 +87,14 @@ def unpack(layer: Any, state: dict[str, Any], tensors: dict[str, torch.Tensor], 
 
 
 def check(name: str, layer: Any, examples: Sequence[Any], rows: int, tokens: int | None) -> None:
-    """Check a layer that `unpack` gave by others of its class.
+    """Check a layer that `unpack` returned, by comparison with layers of its class.
 
     Args:
-        name: of the layer.
-        layer: what is checked.
-        examples: an empty layer, and one that holds a row of one token; it must be like one of them.
-        rows: of the cache, 0: not known.
-        tokens: of each row; None: any number.
+        name: name of the layer for errors.
+        layer: the layer.
+        examples: an empty layer, and one with a row of one token; the layer must match one of them.
+        rows: rows of the cache, 0: unknown.
+        tokens: tokens of each row; None: any number.
 
     Raises:
         ValueError: an attribute is missing, unknown, or of another type, dtype, shape or value.
@@ -109,7 +109,7 @@ def check(name: str, layer: Any, examples: Sequence[Any], rows: int, tokens: int
                 raise ValueError(f"{name} is {value.item()}, not {like.item()}")
         elif isinstance(like, dict) and isinstance(value, dict):
             if odd := sorted(map(str, value.keys() ^ like.keys())):
-                raise ValueError(f"{name}.{shown(odd[0])} is missing, or none that belongs there")
+                raise ValueError(f"{name}.{shown(odd[0])} is missing or unexpected")
             for key, part in like.items():
                 compare(f"{name}.{key}", value[key], part)
         elif name.endswith(".cumulative_length"):
@@ -127,7 +127,7 @@ def check(name: str, layer: Any, examples: Sequence[Any], rows: int, tokens: int
         except ValueError as error:
             wrong = error
     else:
-        raise wrong or ValueError(f"{name} is like no other")
+        raise wrong or ValueError(f"{name} matches no layer of this model")
     if isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None:
         have, held = layer.get_seq_length(), layer.keys.shape[2]
         seen = layer.get_mask_sizes(1)[0] - 1
@@ -138,14 +138,14 @@ def check(name: str, layer: Any, examples: Sequence[Any], rows: int, tokens: int
 
 
 def first_token(layer: Any) -> Any:
-    """An attention layer's first row and token, as an example for a layer that only an image fills."""
+    """An attention layer's first row and token, as an example for layers that hold an image's tokens."""
     made = copy.copy(layer)
     made.keys, made.values = layer.keys[:1, :, :1], layer.values[:1, :, :1]
     return made
 
 
 def _shape(name: str, like: torch.Tensor, rows: int, tokens: int, recorded: bool) -> tuple[int | Container[int], ...]:
-    """What shape a tensor may have that for one row and token is `like`."""
+    """The allowed shape of a tensor whose example, for one row and token, is `like`."""
     any_row = range(1, MOST) if rows == 0 else (rows,)
     shape: list[int | Container[int]] = [*like.shape]
     if name.endswith((".keys", ".values")) and like.ndim == 4:

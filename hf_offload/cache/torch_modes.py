@@ -1,4 +1,4 @@
-"""Autocast and torch.compile around a forward."""
+"""Support for autocast and torch.compile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 set_eval_frame: Callable[..., Any] | None = None
-with contextlib.suppress(ImportError):  # not a public name of torch's
+with contextlib.suppress(ImportError):  # not a public name of torch
     from torch._C._dynamo.eval_frame import set_eval_frame
 
 REASON = "a HybridCache attends outside of compiled graphs; compile without fullgraph=True"
@@ -18,9 +18,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """A function that a compiled model calls as it is: what it looks at changes from step to step.
+    """Exclude a function, whose inputs change from step to step, from torch.compile.
 
-    Where nothing is compiled, which is nearly always, torch's own wrapper would take longer than some of what it wraps.
+    `torch.compiler.disable` alone costs more than some of the functions; without a compiled model it is bypassed.
     """
     shielded: F = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call, unused-ignore]
     exchange = set_eval_frame
@@ -40,9 +40,9 @@ def uncompiled(function: F) -> F:
 
 
 def attended(key: torch.Tensor, value: torch.Tensor, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V in the dtype in which sdpa would attend them: autocast's, where that is on for their device.
+    """K and V in the dtype in which sdpa would attend them: autocast's if it is on for their device.
 
-    Projections give that dtype already, while rotary positions may have made keys float32 again.
+    Projections return that dtype, but rotary embeddings may have made keys float32 again.
     """
     if not torch.is_autocast_enabled(device_type):
         return key, value
@@ -51,6 +51,6 @@ def attended(key: torch.Tensor, value: torch.Tensor, device_type: str) -> tuple[
 
 
 def uncast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """A context without autocast; nothing where it is off anyway."""
+    """A context with autocast off."""
     on = torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if on else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Guards a cache: one thread at a time, and each forward and each change of it as a whole or not at all."""
+"""`Transaction`: a cache is used by one thread at a time, and a forward or change is applied fully or rolled back."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hf_offload.cpu.thread_pool import WorkerError
 
 
 class Transaction:
-    """A forward or a change of a cache, by the thread that has begun it.
+    """The running forward or change of a cache, and the thread that runs it.
 
-    An interruption (Ctrl-C) may come between any two instructions, so that nobody ends what was begun. Whoever begins
-    next rolls it back first; a rollback may run twice.
+    An interruption (Ctrl-C) may come between any two instructions and leave a forward open. The next forward then rolls
+    it back first. A rollback may run twice.
 
     Args:
-        layers: of the cache, ours and Transformers' own.
-        settings: what ours share.
-        undo_stock: crops Transformers' own layers to so many tokens.
+        layers: the cache's layers, `HybridLayer`s and Transformers' own.
+        settings: settings of the `HybridLayer`s.
+        undo_stock: crops Transformers' own layers to a number of tokens.
     """
 
     def __init__(self, layers: list[Any], settings: Settings, undo_stock: Callable[[int], None]) -> None:
@@ -32,9 +32,9 @@ class Transaction:
         self._holder: dict[int | None, int] = {}  # `setdefault` decides between two threads
         self._torn: str | None = None
         self.floor: int | None = None
-        """Tokens to which a forward that does not end goes back; None: none is open."""
+        """The length to which a failed forward is rolled back; None: no forward is open."""
         self.calls: dict[int, Any] = {}
-        """The keyword arguments of the decoder layers that the forward now running has reached."""
+        """The keyword arguments of the decoder layers that the running forward has reached, by index."""
 
     @property
     def open(self) -> bool:
@@ -43,27 +43,27 @@ class Transaction:
 
     @property
     def hybrid(self) -> list[HybridLayer]:
-        """Those of the layers that hold blocks."""
+        """The layers that hold blocks."""
         return [layer for layer in self._layers if isinstance(layer, HybridLayer)]
 
     # --- one thread --------------------------------------------------------------------------------------------------
 
     @property
     def mine(self) -> bool:
-        """Whether this thread has the cache."""
+        """Whether this thread holds the cache."""
         holder = self._holder.get(None)
         while holder in self._holder:
             holder = self._holder[holder]
         return holder == threading.get_ident()
 
     def take(self, *, torn: bool = False) -> None:
-        """Have the cache for this thread.
+        """Take the cache for this thread.
 
         Args:
-            torn: whether layers may differ.
+            torn: whether to allow layers with different rows (`tear`).
 
         Raises:
-            RuntimeError: another thread has it, or a change of the rows did not come to its end.
+            RuntimeError: another thread holds it, or a change of the rows was not completed.
         """
         me = threading.get_ident()
         holder = self._holder.setdefault(None, me)
@@ -75,34 +75,34 @@ class Transaction:
                     "one thread at a time: give each its own (caches of one model may run at once), or call crop(0) "
                     "there"
                 )
-            holder = self._holder.setdefault(holder, me)  # the heir of a thread that is gone
+            holder = self._holder.setdefault(holder, me)  # successor of a thread that has ended
         if self._torn is not None and not torn:
             what = self._torn
             self.leave()
-            raise RuntimeError(f"{what} did not come to its end, so that layers differ; call reset()")
+            raise RuntimeError(f"{what} was not completed, so that layers differ; call reset()")
 
     def leave(self) -> None:
-        """Let others have the cache."""
+        """Release the cache for other threads."""
         self._holder.clear()
 
     @contextmanager
     def changing_rows(self, what: str) -> Iterator[None]:
-        """What is inside changes the rows of all layers; where it does not end, only `reset()` helps."""
+        """Mark the body as a change of the rows of all layers; if it does not complete, only `reset()` is allowed."""
         self.tear(what)
         yield
         self._torn = None
 
     def tear(self, what: str) -> None:
-        """Refuse all but `reset()` from here on: layers differ, since `what` did not come to its end."""
+        """Refuse all but `reset()` from here on, since `what` left layers with different tokens or rows."""
         self._torn = what
 
     # --- a forward ---------------------------------------------------------------------------------------------------
 
     def begin(self, past: int) -> None:
-        """Begin a forward behind `past` tokens.
+        """Begin a forward after `past` tokens.
 
         Raises:
-            RuntimeError: the forward before was interrupted and has been rolled back now, or another thread has the
+            RuntimeError: the previous forward was interrupted and has now been rolled back, or another thread holds the
                 cache.
         """
         self.take()
@@ -120,34 +120,34 @@ class Transaction:
         self.floor = min((layer.past for layer in self.hybrid), default=past)
 
     def reopen(self, past: int) -> None:
-        """Have a forward be running that has ended already, behind `past` tokens."""
+        """Open an already committed forward again, after `past` tokens."""
         self.take()
         self.floor = past
 
     def commit(self) -> None:
-        """Keep what the forward has done; there is nothing to roll back any more."""
+        """Keep the forward's tokens."""
         self.calls.clear()
         self.floor = None
 
     def rollback(self, *, interrupted: bool = True) -> None:
-        """Forget the tokens of a forward that did not end; nothing if there is none.
+        """Drop the tokens of an open forward, if there is one.
 
         Args:
-            interrupted: whether it ended between any two instructions, not by an error that passed through it.
+            interrupted: whether it was interrupted between any two instructions, not ended by an exception.
 
         Raises:
-            RuntimeError: layers with sliding windows or linear attention have taken them in and cannot forget.
+            RuntimeError: layers with sliding windows or linear attention hold the tokens and cannot drop them.
             WorkerError: work in flight does not end in time.
         """
         length = self.floor
         if length is None:
             return
-        self.calls.clear()  # they hold the cache, too
+        self.calls.clear()  # they reference the cache
         if self._settings.progress is not None:
             self._settings.progress.end(False)
         layers = self.hybrid
         for layer in layers:
-            with suppress(WorkerError):  # the fault that ended that forward is on its way to the caller
+            with suppress(WorkerError):  # the caller already gets the exception that ended the forward
                 layer.drain()
         if interrupted:
             self._halt(layers)
@@ -163,7 +163,7 @@ class Transaction:
         self.floor = None
 
     def _halt(self, layers: list[HybridLayer]) -> None:
-        """Have no work in flight, known or not, and nothing resident."""
+        """Wait for all work in flight, known or not, and drop the resident sets."""
         self._settings.worker.settle()
         for mirror in self._settings.mirrors.values():
             if mirror.stream is not None:
@@ -174,7 +174,7 @@ class Transaction:
                 layer.kernels.clear()
 
     def _derive(self, layers: list[HybridLayer]) -> None:
-        """Derive anew what is derived from the tokens: any of it may be half done."""
+        """Recompute everything derived from the tokens, which may be half updated."""
         self._settings.padding.look_again()
         for layer in layers:
             store = layer.store
@@ -192,7 +192,7 @@ class Transaction:
 
         Args:
             tokens: 0 or less.
-            left: how many are left in all layers, to which a rollback goes if this is interrupted.
+            left: tokens that remain in all layers; a rollback after an interruption goes there.
         """
         layers = self.hybrid
         removed = [layer.prepare_crop(tokens) for layer in layers]
@@ -201,7 +201,7 @@ class Transaction:
         for count, layer in enumerate(sorted(stock, key=lambda layer: type(layer) is DynamicLayer)):
             try:
                 layer.crop(tokens)
-            except Exception:  # it refuses, as others than plain layers may
+            except Exception:  # layers other than `DynamicLayer` may refuse
                 self.floor = None
                 if count:
                     self.tear(f"crop({tokens})")

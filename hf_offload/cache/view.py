@@ -1,4 +1,4 @@
-"""What kernels read of a layer's blocks, as one object: another one whenever an array or tensor of it is another."""
+"""`View` and `DeviceView`: the arrays and tensors that a step's kernels read, as one object for identity checks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 class View(NamedTuple):
     """The arrays of a `BlockStore`, its padding and its digests.
 
-    Lengths, sealed blocks and entries of the arrays change under the same view. Forks share pool and digests, which
-    another thread may grow: `BlockStore.view` compares what is there with what was, at every step.
+    A view stays valid while lengths, sealed blocks and entries of the arrays change. Forks share pool and digests,
+    which another thread may grow; `BlockStore.view` therefore compares all arrays at every step.
 
     Args:
         table: int32 `[B, N]`, physical block of each logical one.
         block_ptr: int64 `[P]`, address of each physical block.
-        valid: uint8 `[B, T]`; holes: uint8 `[B, N]`; first: int32 `[B]`: as `Padding` has them.
-        digest: what identifies the digests' arrays (`DigestStore.identity`).
-        revision: of the padding.
+        valid: uint8 `[B, T]`; holes: uint8 `[B, N]`; first: int32 `[B]`: the arrays of `Padding`.
+        digest: identity of the digests' arrays (`DigestStore.identity`).
+        revision: revision of the padding.
         covered: tokens that the arrays have room for.
     """
 
@@ -36,14 +36,14 @@ class View(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceView:
-    """The tensors that a step reads on the device, which a captured CUDA graph knows by their addresses.
+    """The tensors that a step reads on the device, which a captured CUDA graph reads by address.
 
-    Their values change under the same view. Views are compared as objects; they hold what they name, so that no other
-    tensor comes to lie there.
+    A view stays valid while values change. Views are compared by identity. They hold references to their tensors, so
+    that no other tensor reuses the addresses.
 
     Args:
-        parts: block table and addresses (`TableMirror`), what a `ResidentSet` consists of, the policy's state, and the
-            tensors of the digests, if there can be any yet.
+        parts: block table and addresses (`TableMirror`), the tensors of a `ResidentSet`, the policy's state, and the
+            tensors of the digests once their statistics are fixed.
     """
 
     parts: tuple[Any, ...]

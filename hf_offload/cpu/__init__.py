@@ -1,4 +1,4 @@
-"""CPU kernels over the host pool (Numba), one subject a module; each launcher returns a `launch.Launch`."""
+"""CPU kernels (Numba) over the host pool, and the threads that run them."""
 
 from .isa import choose_isa
 

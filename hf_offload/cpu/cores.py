@@ -1,4 +1,4 @@
-"""How many CPU cores a process may use, beside the others that a launcher has started on the same machine."""
+"""The number of CPU cores for this process: its affinity mask, shared with the launcher's other processes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from ..knobs import check_count
 
 LOCAL_RANKS = "LOCAL_WORLD_SIZE"
-"""Environment variable in which torchrun (and accelerate with it) tells how many processes it runs on this machine."""
+"""Environment variable in which torchrun (and accelerate through it) gives its number of processes on this machine."""
 
 
 def cores() -> int:
-    """Cores for this process: those that it may run on, divided among the launcher's processes here.
+    """Return the number of cores for this process: an equal share of the launcher's cores.
 
-    A launcher may have bound each process to cores of its own. So it is what the launcher itself may use that is
-    divided, and a process never counts more than it is bound to.
+    The launcher may have bound each process to cores of its own. The function therefore divides the cores of the
+    launcher (the parent process), and never returns more cores than this process is bound to.
 
     Raises:
-        ValueError: the launcher's variable holds no number of processes.
+        ValueError: `LOCAL_WORLD_SIZE` is not a number of processes.
     """
     own = _allowed(0)
     told = os.environ.get(LOCAL_RANKS) or "1"
@@ -30,8 +30,8 @@ def cores() -> int:
 
 
 def _allowed(process: int) -> int:
-    """Cores that a process (0: this one) may run on; all of the machine's where the system does not say."""
+    """Cores in the affinity mask of a process (0: this one); all cores of the machine where there is no such mask."""
     try:
         return len(os.sched_getaffinity(process))
-    except (AttributeError, OSError):  # another system, or a process that is gone
+    except (AttributeError, OSError):  # not Linux, or the process has ended
         return os.cpu_count() or 2

@@ -1,4 +1,4 @@
-"""Sleeping until a word in memory changes, and a clock: from compiled code, by the system's own calls."""
+"""Linux futex calls and a monotonic clock for compiled code."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -13,11 +13,11 @@ from numba.core import cgutils, types
 from hf_offload.cpu.simd.vectors import BITS32, lowered
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
-"""Number of the system call with which threads sleep and are woken; 0: unknown, and nobody may call what is here."""
+"""Number of the futex system call; 0 where it is unknown, and then `wake` and `wait_for_change` must not be called."""
 LOWER = (1 << 32) - 1
-"""The part of an int64 that can be slept on: the lower half, which lies first."""
+"""Mask of the half of an int64 that a futex waits on: the lower 32 bits, which come first in memory."""
 
-_WAIT, _WAKE = 128, 129  # among the threads of this process
+_WAIT, _WAKE = 128, 129  # FUTEX_WAIT and FUTEX_WAKE with FUTEX_PRIVATE_FLAG
 _LONG = ir.IntType(64)
 _NOTHING = ir.Constant(_LONG, 0)
 _SECOND = ir.Constant(_LONG, 10**9)
@@ -31,7 +31,7 @@ def _call(builder: Any, *args: Any) -> None:
 
 @lowered
 def wake(typing: Any, address: Any, threads: Any) -> Any:
-    """Wake so many who sleep on the int32 at an address."""
+    """Wake up to `threads` threads that wait on the int32 at `address`."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         _call(builder, args[0], ir.Constant(_LONG, _WAKE), args[1], _NOTHING, _NOTHING, _NOTHING)
@@ -42,7 +42,7 @@ def wake(typing: Any, address: Any, threads: Any) -> Any:
 
 @lowered
 def wait_for_change(typing: Any, address: Any, value: Any) -> Any:
-    """Sleep while the int32 at an address has a value, until woken."""
+    """Sleep until `wake` is called for `address`; return at once if the int32 there is not `value`."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         _call(builder, args[0], ir.Constant(_LONG, _WAIT), args[1], _NOTHING, _NOTHING, _NOTHING)
@@ -53,7 +53,7 @@ def wait_for_change(typing: Any, address: Any, value: Any) -> Any:
 
 @lowered
 def now(typing: Any) -> Any:
-    """Nanoseconds of a clock that only goes on."""
+    """Nanoseconds of the monotonic clock."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         both = cgutils.alloca_once(builder, ir.ArrayType(_LONG, 2))

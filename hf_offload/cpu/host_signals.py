@@ -1,7 +1,8 @@
-"""Threads that serve work announced by flags in memory, without Python between the announcement and the answer.
+"""Threads that run the CPU's part of a CUDA graph: the device announces work by flags in pinned memory.
 
-A decode step on a GPU announces each layer's work by writing the step's number into a flag, and waits for another flag.
-The threads here run that work, kernel calls with fixed buffers, in the order of a list and step after step.
+A replayed decode step writes its number, the epoch, into a flag for each layer and waits for a second flag. The threads
+of a `Doorbell` poll the first flag, run the layer's launch over fixed buffers and set the second, without Python in
+between. They serve the items of a list in order, epoch after epoch.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from hf_offload.cpu.launch import Array, Launch
 from hf_offload.cpu.thread_pool import WorkerError
 from hf_offload.cpu.threads import Thread, start
 
-_TURNS = 2000  # how many turns of waiting are timed
+_TURNS = 2000  # polls that are timed
 
 
 class ItemError(WorkerError):
     """An item's launch failed.
 
     Args:
-        message: what is told of it.
-        epoch: in which it failed first.
+        message: the error's text.
+        epoch: the first epoch in which it failed.
     """
 
     def __init__(self, message: str, epoch: int) -> None:
@@ -44,13 +45,13 @@ class Item:
     """Work that is announced and answered once an epoch; epochs are int32 numbers that grow by 1 and wrap around.
 
     Args:
-        ready: address of the int32 in which the announcer stores the epoch, when all that the launch reads is there.
-            It may be the `done` of an earlier item.
-        done: address of the int32 in which the epoch is stored, when all that the launch writes is there.
-        status: address of an int32 that becomes 1, before `done` is stored, if the launch has failed.
-        launch: the work; its buffers stay where they are.
-        label: what an error message calls it.
-        keep: objects that own the flags.
+        ready: address of the int32 in which the announcer stores the epoch once the launch's inputs are written. It may
+            be the `done` of an earlier item.
+        done: address of the int32 in which a thread stores the epoch once the launch's outputs are written.
+        status: address of an int32 that becomes 1, before `done` is stored, if the launch fails.
+        launch: the work; its buffers must not move.
+        label: its name in error messages.
+        keep: owners of the flags' memory, kept alive as long as the item.
     """
 
     ready: int
@@ -68,19 +69,19 @@ class Item:
 
 
 class Doorbell:
-    """A few threads that serve a list of items, epoch after epoch, until they are told to stop.
+    """Threads that serve a list of items, epoch after epoch, until `stop`.
 
-    An item may start while other threads still finish the one before; what depends on that one names its `done` as its
-    own `ready`. No item's work depends on how many threads there are.
+    An item may start while other threads still finish the item before it. An item that depends on an earlier one uses
+    that item's `done` flag as its own `ready` flag. Results do not depend on the number of threads.
 
     Args:
-        threads: how many threads serve (at least 1).
-        spin_seconds: how long, roughly, a thread watches a flag without sleeping; after that it naps, for an eighth of
-            the time waited so far, 50 us at least and 1 ms at most.
-        timeout: seconds that `replace` and `stop` wait for work under way.
+        threads: number of serving threads (at least 1).
+        spin_seconds: how long, roughly, a thread polls a flag before it sleeps between polls. A sleep takes an eighth
+            of the time waited so far, at least 50 us and at most 1 ms.
+        timeout: seconds that `replace` and `stop` wait for running work.
 
     Raises:
-        ValueError: `threads`, `spin_seconds` or `timeout` is not such a number.
+        ValueError: `threads`, `spin_seconds` or `timeout` is out of range.
     """
 
     def __init__(self, threads: int = 1, spin_seconds: float = 1e-3, timeout: float = 120.0) -> None:
@@ -99,7 +100,7 @@ class Doorbell:
 
     @property
     def delay(self) -> float:
-        """Seconds that each thread sleeps before it enters an item: tests make every hand-over slow with it."""
+        """Seconds that each thread sleeps before it enters an item; tests use it to slow every hand-over down."""
         return float(self._control[serving.DELAY]) / 1e6
 
     @delay.setter
@@ -107,18 +108,18 @@ class Doorbell:
         self._control[serving.DELAY] = int(seconds * 1e6)
 
     def replace(self, items: Sequence[Item], epoch: int = 0) -> None:
-        """Serve these items from now on, beginning with epoch + 1; what was announced of the others is done first.
+        """Serve these items from epoch + 1 on, after the announced work of the old items is done.
 
-        Nothing may be announced meanwhile.
+        Nothing may be announced during the call.
 
         Args:
             items: in the order of their announcements; at least one.
-            epoch: the last epoch that is over, int32; the flags of all items are set to it.
+            epoch: the last finished epoch, int32; the flags of all items are set to it.
 
         Raises:
             ValueError: no items.
             TypeError: an item's launch has no compiled kernel.
-            WorkerError: what was announced is not done within the timeout, or has failed.
+            WorkerError: work of the old items is not done within the timeout, or has failed.
         """
         if not items:
             raise ValueError("a doorbell needs at least one item")
@@ -131,7 +132,7 @@ class Doorbell:
         crew.open(epoch)
 
     def check(self) -> None:
-        """Raise what a launch has raised since the last call; in a forked child, have threads there again.
+        """Raise the first failure since the last call; in a forked child, start new threads first.
 
         Raises:
             ItemError: a launch left tasks undone.
@@ -141,7 +142,7 @@ class Doorbell:
             self._crew.check()
 
     def stop(self) -> None:
-        """End the threads, after the launches that they are in; `replace` starts anew.
+        """End the threads once they have finished their current launch; `replace` starts new ones.
 
         Raises:
             WorkerError: a launch does not end within the timeout, or has failed since the last `check`.
@@ -177,17 +178,17 @@ class _Crew:
             )  # fmt: skip
 
     def open(self, epoch: int) -> None:
-        """Begin with the epoch after this one."""
+        """Set all flags to `epoch` and serve the epochs after it."""
         self._rows[:, serving.STATE] = serving.state_of(_wrapped(epoch + 1))
         for item in self.items:
             _flag(item.ready).value = _flag(item.done).value = epoch
         self.start()
 
     def start(self) -> None:
-        """Have threads there, with nobody inside an item: a forked child has none of its parent's.
+        """Start the threads unless this process has them already; a forked child has none of its parent's.
 
         Raises:
-            MemoryError: none can be started.
+            MemoryError: no thread can be started.
         """
         if self._pid == os.getpid():
             return
@@ -199,7 +200,7 @@ class _Crew:
         for item in self.items:
             if item.launch.counters is not None:
                 item.launch.counters.fill(0)
-        # Items are an epoch apart at most. Whoever starts at the older one walks past what is over.
+        # Items differ by at most one epoch. A thread that starts at the older one skips the items that are finished.
         oldest = min(epochs, key=lambda epoch: _wrapped(epoch - epochs[0]))
         for _ in range(self.count):
             position = np.zeros(serving.POSITION_WIDTH, np.int64)
@@ -211,10 +212,10 @@ class _Crew:
                 if not self._threads:
                     self._pid = 0
                     raise
-                break  # those that are there do all items
+                break  # the threads that did start serve all items
 
     def settle(self, timeout: float) -> None:
-        """Wait until all that was announced is done."""
+        """Wait until all announced work is done."""
         if self._pid != os.getpid():
             return
         limit = time.monotonic() + timeout
@@ -227,7 +228,7 @@ class _Crew:
                 time.sleep(1e-4)
 
     def check(self) -> None:
-        """Raise what failed first, once; its siblings go with it."""
+        """Raise the earliest failure and clear all of them, so that each is reported once."""
         failed = np.flatnonzero(self._rows[:, serving.FAILED]).tolist()
         if failed:
             epochs = {i: int(self._rows[i, serving.FAILED_IN]) for i in failed}
@@ -240,7 +241,7 @@ class _Crew:
             raise ItemError(f"{launch.label} failed: {cause}", epochs[first]) from cause
 
     def end(self, timeout: float) -> bool:
-        """Tell the threads to stop; whether they have, in time."""
+        """Tell the threads to stop; return whether all of them ended in time."""
         self.control[serving.STOP] = 1
         limit = time.monotonic() + timeout
         for thread in self._threads:
@@ -263,7 +264,7 @@ def _wrapped(epoch: int) -> int:
 
 @functools.cache
 def _turn_seconds() -> float:
-    """Seconds of one turn of a waiting thread. Also compiles what the threads run, so that none of them has to."""
+    """Seconds of one poll of a waiting thread. Also compiles what the threads run, so that none of them has to."""
     flag, control = np.zeros(1, np.int32), np.zeros(serving.CONTROL_WIDTH, np.int64)
     rows, tickets = np.zeros((1, serving.WIDTH), np.int64), np.zeros((1, serving.TICKET_WIDTH), np.int64)
     rows[0, [serving.READY, serving.DONE, serving.STATUS]] = flag.ctypes.data

@@ -1,4 +1,4 @@
-"""Which instructions the kernels are compiled for: all that the CPU has, or fewer where the environment says so."""
+"""The instruction set that kernels are compiled for: the CPU's own, or less by the variable HF_OFFLOAD_ISA."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AVX2 = [
     "movbe",
     "cx16",
 ]
-# Name of the CPU to compile for and what it must have; no name: all that is there.
+# The CPU name that LLVM compiles for, and the features that this CPU must have; no name: compile for this CPU.
 _LEVELS: dict[str, tuple[str, list[str]]] = {
     "avx512": ("", [*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"]),
     "avx2": ("haswell", _AVX2),
@@ -36,13 +36,13 @@ _LEVELS: dict[str, tuple[str, list[str]]] = {
 
 
 def choose_isa() -> None:
-    """Heed the environment variable HF_OFFLOAD_ISA: `avx512`, `avx2` or `plain`; for all Numba code of this process.
+    """Apply the environment variable HF_OFFLOAD_ISA (`avx512`, `avx2` or `plain`) to all Numba code of this process.
 
-    Numba keeps compiled code apart by CPU and features, so nothing cached meets the wrong one.
+    Numba keys its disk cache by CPU name and features, so code for one instruction set is never loaded for another.
 
     Raises:
-        ValueError: another value, or one that this CPU cannot run.
-        RuntimeError: Numba has begun to compile for another CPU.
+        ValueError: the value is unknown, or this CPU lacks its instructions.
+        RuntimeError: Numba was already set up for another CPU.
     """
     level = os.environ.get(VARIABLE)
     if not level:

@@ -1,4 +1,4 @@
-"""Kernels and their launches: compile options, arguments laid out once, sequences of launches, argument checks."""
+"""Compiled CPU kernels and their launches: `kernel`, `Launch`, `LaunchSequence`, and the checks of kernel arguments."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -35,41 +35,41 @@ U8 = np.dtype(np.uint8)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 LOAD_BYTES, COMPILE_BYTES = 64 << 20, 256 << 20
-"""What must be free before a kernel is loaded or compiled, more than that takes: LLVM ends a process that has none."""
+"""Free memory required before a kernel is loaded or compiled, more than that takes: LLVM aborts when it runs out."""
 
-# Launches that read less are run by the caller alone. A team that sleeps between its works (OMP_WAIT_POLICY=passive)
-# takes 50 us to wake, one that waits for the next takes one or two.
+# Launches that read fewer bytes run in the calling thread alone. An OpenMP team that sleeps between parallel regions
+# (OMP_WAIT_POLICY=passive) takes 50 us to wake, one that spins takes one or two.
 _PATIENT = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
 SHARE_BYTES = 1 << 20 if _PATIENT else 1 << 16
 
-# Kernels read the pool through raw addresses; an empty array tells them (and Numba's specialisation) what lies there.
-# Numba has no 16-bit floats on CPU: signed bits stand for float16, unsigned bits for bfloat16.
+# Kernels read the pool through raw addresses; the type of an empty array (a tag) tells Numba the dtype of the pool.
+# Numba has no 16-bit floats on the CPU: int16 stands for float16, uint16 for bfloat16.
 TAGS: dict[torch.dtype, Array] = {
     torch.float32: np.empty(0, np.float32),
     torch.float16: np.empty(0, np.int16),
     torch.bfloat16: np.empty(0, np.uint16),
 }
 
-# The length of such a tuple tells a kernel, at compile time, how many query heads it keeps in registers at once.
+# The length of such a tuple gives a kernel, at compile time, the number of query heads of a register tile.
 _HEADS: tuple[tuple[int, ...], ...] = ((), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
 
 
 class Launch:
-    """A kernel with its arguments, laid out once in memory: compiled code runs it any number of times by its address.
+    """A kernel and its arguments, laid out once in memory; compiled code runs it any number of times by its address.
 
-    Whoever makes a launch checks its arguments. Numbers among them may be written between two runs (`word`). A kernel
-    that raises leaves tasks undone, whoever runs it; `check` raises then.
+    The function that makes a launch checks the arguments. Scalar arguments may be overwritten between two runs
+    (`word`). A kernel that raises leaves tasks undone; `check` then raises in the caller.
 
     Args:
-        kernel: made by `kernel`; takes task numbers from the ticket until none is left.
-        tasks: how many tasks there are.
-        args: the arguments of the kernel behind ticket and tasks.
-        cost: bytes that the kernel reads, roughly (an upper bound).
+        kernel: made by `kernel`; it takes task numbers from the ticket until none is left.
+        tasks: the number of tasks.
+        args: the kernel's arguments after ticket and tasks.
+        cost: an upper bound of the bytes that the kernel reads.
         keep: objects whose memory the kernel reaches only by address, kept alive as long as the launch.
-        counters: int64, what the kernel counts in beside the ticket; 0 when it starts.
-        ticket: int64: the next task, how many are done, how many threads take part; a new one by default.
-        dealt: whether others take tasks, too: those that the kernel has taken, as the ticket says, must be done.
-        label: what an error message calls it.
+        counters: int64, further counters of the kernel, set to 0 before each run; or None.
+        ticket: int64 [3 or more]: next task, finished tasks, participating threads; a new array by default.
+        dealt: whether others also take tasks from this kernel; then only the tasks that it took must be done.
+        label: its name in error messages.
     """
 
     __slots__ = ("_bound", "args", "cost", "counters", "dealt", "keep", "kernel", "label", "tasks", "ticket")
@@ -92,16 +92,16 @@ class Launch:
         self._bound: _Bound | None = None
 
     def with_ticket(self, ticket: Array, label: str) -> Launch:
-        """The same launch over a ticket that lies elsewhere, under another name; the two share counters and buffers."""
+        """Return the same launch with another ticket and label; the two share counters and buffers."""
         form = (self.kernel, self.tasks, self.args, self.cost, self.keep, self.counters)
         return Launch(*form, ticket=ticket, dealt=self.dealt, label=label)
 
     @property
     def bound(self) -> _Bound:
-        """Where it lies in memory; laid out at the first use.
+        """The launch in memory, laid out at the first use.
 
         Raises:
-            TypeError: the kernel is not one that `kernel` made.
+            TypeError: the kernel was not made by `kernel`.
         """
         if self._bound is None:
             self._bound = _bind(self.kernel, (self.ticket, self.tasks, *self.args))
@@ -109,50 +109,53 @@ class Launch:
 
     @property
     def address(self) -> tuple[int, int]:
-        """The entry, a C function, and its argument: one participant's share of the tasks."""
+        """Addresses of a C function of one pointer and of its argument; a call runs one participant's share."""
         return self.bound.entry, self.bound.place
 
     @property
     def shared(self) -> bool:
-        """Whether it is worth a team."""
+        """Whether the launch is large enough to run on a team of threads."""
         return self.cost >= SHARE_BYTES and self.tasks > 1
 
     def word(self, name: str) -> tuple[memoryview, int]:
-        """Where a number among the arguments lies: int64 words, and which of them."""
+        """The location of a scalar argument: the launch's int64 words, and the index into them."""
         return self.bound.words, self.bound.offsets[self.kernel.names.index(name)]  # type: ignore[attr-defined]
 
     def open(self, participants: int) -> None:
-        """Make ready for so many participants, each of which calls `address` or `take_part`."""
-        _ = self.bound  # before others come: each of two that lay it out at once would free what the other reads
+        """Reset ticket and counters for so many participants, each of which then calls `address` or `take_part`."""
+        _ = self.bound  # laid out before participants come: two that did so at once would free each other's memory
         self.ticket[:3] = 0, 0, participants
         if self.counters is not None:
             self.counters.fill(0)
 
     def __call__(self) -> None:
-        """Do all tasks now, in this thread alone.
+        """Run all tasks in this thread alone.
 
         Raises:
-            MemoryError: not all tasks were done.
+            MemoryError: tasks were left undone.
         """
         self.open(1)
         self.take_part()
         self.check()
 
     def take_part(self) -> None:
-        """Do one participant's share, after `open`; when all have returned, see `check`."""
+        """Run one participant's share, after `open`; call `check` when all participants have returned."""
         _call(*self.address)
 
     def check(self) -> None:
-        """After all participants have returned: raise MemoryError unless all tasks were done."""
+        """Raise MemoryError unless all tasks were done; call it after all participants have returned."""
         done, wanted = int(self.ticket[1]), int(self.ticket[0]) if self.dealt else self.tasks
         if done != wanted:
             raise MemoryError(f"{self.label}: only {done} of {wanted} tasks were done; is memory left?")
 
     def run(self, label: str | None = None) -> None:
-        """Do all tasks now, on torch's team where that is worth it.
+        """Run all tasks now, on torch's OpenMP team if the launch is large enough.
+
+        Args:
+            label: a new name in error messages, or None.
 
         Raises:
-            MemoryError: not all tasks were done; `label` says of what.
+            MemoryError: tasks were left undone.
         """
         if label is not None:
             self.label = label
@@ -160,10 +163,10 @@ class Launch:
 
 
 class LaunchSequence:
-    """Launches that one compiled call runs, one after the other, each on torch's team where that is worth it.
+    """Launches that one compiled call runs in order, each on torch's OpenMP team if it is large enough.
 
     Args:
-        launches: in this order; nobody else runs them meanwhile.
+        launches: nothing else may run them at the same time.
     """
 
     __slots__ = ("__weakref__", "_address", "_rows", "_shared", "launches")
@@ -181,16 +184,16 @@ class LaunchSequence:
         self._shared = any(launch.shared for launch in self.launches)
 
     def set_tasks(self, tasks: Callable[[Launch], int]) -> None:
-        """Have other numbers of tasks done from now on: none, to see what is left without a kernel."""
+        """Change the number of tasks of each launch; 0 measures what a sequence costs without its kernels."""
         for row, launch in zip(self._rows, self.launches, strict=True):
             words, i = launch.word("tasks")
             words[i] = row[_TASKS] = tasks(launch)
 
     def run(self) -> None:
-        """Do all tasks now.
+        """Run all launches.
 
         Raises:
-            MemoryError: a launch could not do all its tasks; those behind it were not begun.
+            MemoryError: a launch left tasks undone; the launches after it were not started.
         """
         runtime, threads = team() if self._shared else ALONE
         undone = _run_all(self._address, len(self.launches), runtime, threads)
@@ -208,10 +211,10 @@ class _Bound:
     """A launch in memory.
 
     Args:
-        entry: address of the function that makes the call.
-        place: address of what it reads.
-        words: int64, what lies there.
-        offsets: where in `words` ticket, tasks and the arguments lie.
+        entry: address of the C function that calls the kernel.
+        place: address of that function's argument: the kernel's address, then its arguments.
+        words: int64, the memory at `place`.
+        offsets: indices into `words` of ticket, tasks and the other arguments.
     """
 
     entry: int
@@ -221,18 +224,18 @@ class _Bound:
 
 
 def _source_digest(folder: Path) -> str:
-    """A digest of a folder's sources."""
+    """SHA-256 of a folder's Python sources."""
     files = sorted(folder.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 _HERE = Path(__file__).parent
 _sources: dict[Path, str] = {_HERE: _source_digest(_HERE)}
-"""Digests of the folders that have kernels: this one, from which all may import, and the methods' own."""
+"""`_source_digest` by folder: this one, from which all kernels may import, and the methods' own kernel folders."""
 
 
 class _KernelCache(FunctionCache):
-    """Numba's disk cache, which looks at the file of the compiled function, made to look at all that it may import."""
+    """Numba's disk cache, keyed by all sources that a kernel may import instead of the kernel's file alone."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         own = Path(self._py_func.__code__.co_filename).parent
@@ -241,13 +244,12 @@ class _KernelCache(FunctionCache):
         return (*super()._index_key(sig, codegen), _sources[_HERE], _sources[own])
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled for a signature, or None.
+        """The code compiled for a signature, or None.
 
-        An index names all signatures that there ever were. One that cannot be read (a version before this one had types
-        that are gone, or a file was cut short) is begun anew.
+        An index that cannot be read is deleted: it names types of an earlier version, or its file was cut short.
 
         Raises:
-            MemoryError: too little is left to load it, or to compile it if it is not there.
+            MemoryError: too little memory is left to load the code, or to compile it if it is not cached.
         """
         have_room(LOAD_BYTES, f"the kernel {self._py_func.__name__}")
         found = None
@@ -261,14 +263,14 @@ class _KernelCache(FunctionCache):
 
 
 def jit(function: Function) -> Function:
-    """Compile with the options that all kernels share: no GIL, no bounds checks, cached on disk."""
+    """Compile a function with the options of all kernels: without the GIL and bounds checks, cached on disk."""
     compiled: Any = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
     compiled._cache = _KernelCache(function)
     return cast(Function, compiled)
 
 
 def kernel(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile a kernel `(ticket, tasks, *args)`, one participant's share of the tasks; `names` are its arguments'."""
+    """Compile a kernel `(ticket, tasks, *args)`, which runs one participant's share; `names` lists its arguments."""
     compiled: Any = jit(function)
     compiled.names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return cast(Callable[..., None], compiled)
@@ -286,7 +288,7 @@ def _number(row: int, index: int) -> int:
 
 @jit
 def _run_all(rows: int, count: int, runtime: int, threads: int) -> int:
-    """Run so many launches; the first that did not do all its tasks, or `_ALL_DONE`."""
+    """Run `count` launches; return the index of the first that left tasks undone, or `_ALL_DONE`."""
     for i in range(count):
         row = rows + 8 * _WIDTH * i
         entry, place, ticket = _number(row, _ENTRY), _number(row, _PLACE), _number(row, _TICKET)
@@ -306,12 +308,12 @@ def _run_all(rows: int, count: int, runtime: int, threads: int) -> int:
 
 
 def _stored(context: Any, args: Any) -> Any:
-    """LLVM type of what lies at a place: the kernel's address and its arguments."""
+    """LLVM type of an entry's argument: the kernel's address, then the kernel's arguments."""
     return ir.LiteralStructType([ir.IntType(64), context.get_value_type(args)])
 
 
 def _borrow(context: Any, builder: Any, kind: Any, value: Any) -> Any:
-    """The value with arrays that own nothing: no reference is counted for them, by any thread."""
+    """The value with arrays that own no memory, so that no thread counts references to them."""
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, builder, value)
         array.meminfo = ir.Constant(array.meminfo.type, None)
@@ -327,7 +329,7 @@ def _borrow(context: Any, builder: Any, kind: Any, value: Any) -> Any:
 
 
 def _offsets_of(context: Any, args: Any) -> tuple[int, ...]:
-    """Bytes from a place to each argument, and the bytes of all."""
+    """Offset in bytes of each argument in `_stored`, and the size of the whole."""
     data, kind = context.target_data, _stored(context, args)
     begin, count = kind.get_element_offset(data, 1), len(args.types)
     found = [begin + kind.elements[1].get_element_offset(data, i) for i in range(count)]
@@ -336,7 +338,7 @@ def _offsets_of(context: Any, args: Any) -> tuple[int, ...]:
 
 @lowered
 def _emit_entry(typing: Any, target: Any, args: Any, place: Any) -> Any:
-    """Write a call of the compiled function at `target` to `place`; the address of the `ENTRY` that makes it."""
+    """Write `target` (a compiled function's address) and `args` to `place`; return the `ENTRY` that makes the call."""
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         kind, convention = _stored(context, args), context.call_conv
@@ -350,7 +352,7 @@ def _emit_entry(typing: Any, target: Any, args: Any, place: Any) -> Any:
         function = convention.get_function_type(types.none, args.types).as_pointer()
         each = [inner.extract_value(stored, (1, i)) for i in range(len(args.types))]
         compiled = inner.inttoptr(inner.extract_value(stored, 0), function)
-        convention.call_function(inner, compiled, types.none, args.types, each)  # what it raises: tasks are not done
+        convention.call_function(inner, compiled, types.none, args.types, each)  # an exception shows as undone tasks
         inner.ret_void()
         return builder.ptrtoint(entry, ir.IntType(64))
 
@@ -363,11 +365,11 @@ def _enter(target: int, args: Any, place: int) -> int:
 
 
 _layouts: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
-"""The compiled kernel's address and layout, by kernel and kinds of arguments: Numba takes long to name their types."""
+"""Address and argument offsets of compiled kernels, by kernel and `_kinds_of`: `numba.typeof` is slow."""
 
 
 def _kinds_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What decides the compiled form of a kernel that gets these arguments."""
+    """A cheap key of the argument types: equal keys get the same compiled kernel."""
     return tuple(
         [
             (x.dtype, x.ndim)
@@ -397,7 +399,7 @@ def _bind(compiled: Any, args: tuple[Any, ...]) -> _Bound:
 
 @jit
 def reserve(ticket: Array, tasks: int) -> int:
-    """Take another task beside the one in hand, to prepare for it: its number, or `tasks` if few are left."""
+    """Take a second task in advance, to prefetch for it: its number, or `tasks` if few are left."""
     return int(count_up(ticket, 0) if ticket[0] + ticket[2] < tasks else tasks)
 
 
@@ -419,10 +421,10 @@ def _refuse(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...
 
 
 def tag_of(dtype: torch.dtype) -> Array:
-    """Return the empty array that stands for a storage dtype.
+    """Return the tag (an empty array) of a storage dtype.
 
     Raises:
-        TypeError: the dtype is none of float32, float16, bfloat16.
+        TypeError: the dtype is not float32, float16 or bfloat16.
     """
     tag = TAGS.get(dtype)
     if tag is None:
@@ -431,7 +433,7 @@ def tag_of(dtype: torch.dtype) -> Array:
 
 
 def check_geometry(dim: int, block_size: int) -> None:
-    """Raise unless the head dimension and the block size are ones that the kernels cover."""
+    """Raise ValueError unless the kernels cover the head dimension and the block size."""
     if dim % 16 or not 16 <= dim <= 256:
         raise ValueError(f"head dimension {dim} is not a multiple of 16 in 16..256; pad the heads")
     if block_size not in BLOCK_SIZES:
@@ -439,7 +441,7 @@ def check_geometry(dim: int, block_size: int) -> None:
 
 
 def cap_of(softcap: float | None) -> float | None:
-    """A softcap as kernels take it.
+    """Return a softcap as float, or None.
 
     Raises:
         ValueError: it is not positive.
@@ -461,14 +463,14 @@ def group_size(query_heads: int, kv_heads: int) -> int:
 
 
 def head_tiles(group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split a group of query heads into register tiles of at most 4; return the tags of the first and of the last."""
+    """Split a group of query heads into register tiles of at most 4; return the tags of the first and the last tile."""
     tiles = -(-group // 4)
     full = -(-group // tiles)
     return _HEADS[full], _HEADS[group - full * (tiles - 1)]
 
 
 def check_blocks(table: Array, logmass: Array, batch: int, query_heads: int, n_blocks: int) -> None:
-    """Raise unless the block table and the log masses fit the batch and hold n_blocks."""
+    """Raise unless the block table and the log masses fit the batch and hold `n_blocks` blocks."""
     require("table", table, I32, (batch, table.shape[-1]))
     require("logmass", logmass, F32, (batch, query_heads, logmass.shape[-1]))
     if not 0 <= n_blocks <= min(table.shape[1], logmass.shape[2]):

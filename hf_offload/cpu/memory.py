@@ -1,4 +1,4 @@
-"""Raw memory for kernels: addresses, scalars at an address, prefetch, copies, counters and flags between threads."""
+"""Raw memory access for kernels: addresses, scalars, prefetch, copies, and atomics shared between threads."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hf_offload.cpu.simd.vectors import BITS32, FLOAT, lowered, pointer
 
 _BYTE, _LONG = ir.IntType(8), ir.IntType(64)
 LINE = 64  # bytes of a cache line
-PAGE = 4096  # bytes of a page, the smallest there are
+PAGE = 4096  # bytes of the smallest page
 
 
 def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
@@ -31,7 +31,7 @@ def address_of(typing: Any, array: Any) -> Any:
 
 @lowered
 def hold(typing: Any, array: Any) -> Any:
-    """Do nothing: Numba frees an array after its last use by name, and uses by address are none."""
+    """Keep an array alive up to here: Numba frees it after its last use by name, and sees no use by address."""
     return types.void(array), lambda context, builder, sig, args: context.get_dummy_value()
 
 
@@ -78,7 +78,7 @@ def put(typing: Any, address: Any, value: Any) -> Any:
 
 
 def emit_prefetch(builder: Any, address: Any, level: int) -> None:
-    """Ask for the cache line of `address`; level 1 = nearest cache, 2 = second level."""
+    """Emit a prefetch of the cache line of `address` into the cache of a level (1 or 2)."""
     target = pointer(builder, address, _BYTE)
     kind = ir.FunctionType(ir.VoidType(), [target.type, BITS32, BITS32, BITS32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -88,7 +88,7 @@ def emit_prefetch(builder: Any, address: Any, level: int) -> None:
 
 @lowered
 def prefetch(typing: Any, address: Any, level: Any) -> Any:
-    """Ask for the cache line of `address`; level (a literal) as in `emit_prefetch`."""
+    """Prefetch the cache line of `address`; level (a literal) as in `emit_prefetch`."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         emit_prefetch(builder, args[0], level.literal_value)
@@ -113,7 +113,7 @@ def copy_bytes(typing: Any, target: Any, source: Any, count: Any) -> Any:
 
 @lowered
 def count_up(typing: Any, counters: Any, index: Any) -> Any:
-    """Add 1 to an entry of an int64 array that several threads share (atomic); returns what it was."""
+    """Atomically add 1 to an entry of an int64 array; return the value before."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         counter = builder.gep(_data(context, builder, counters, args[0]), [args[1]])
@@ -124,7 +124,7 @@ def count_up(typing: Any, counters: Any, index: Any) -> Any:
 
 @lowered
 def add_to(typing: Any, counters: Any, index: Any, amount: Any) -> Any:
-    """Add to an entry of an int64 array that several threads share (atomic)."""
+    """Atomically add to an entry of an int64 array."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         counter = builder.gep(_data(context, builder, counters, args[0]), [args[1]])
@@ -136,7 +136,7 @@ def add_to(typing: Any, counters: Any, index: Any, amount: Any) -> Any:
 
 @lowered
 def peek(typing: Any, counters: Any, index: Any) -> Any:
-    """An entry of an int64 array that other threads write; what they wrote before it is visible from here on."""
+    """Load an entry of an int64 array that other threads write (acquire order)."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.load_atomic(builder.gep(_data(context, builder, counters, args[0]), [args[1]]), "acquire", 8)
@@ -146,7 +146,7 @@ def peek(typing: Any, counters: Any, index: Any) -> Any:
 
 @lowered
 def swap_if(typing: Any, counters: Any, index: Any, old: Any, new: Any) -> Any:
-    """Change an entry of a shared int64 array from `old` to `new` (atomic); whether it was `old`."""
+    """Compare and swap an entry of an int64 array from `old` to `new`; return whether it was `old`."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         counter = builder.gep(_data(context, builder, counters, args[0]), [args[1]])
@@ -157,7 +157,7 @@ def swap_if(typing: Any, counters: Any, index: Any, old: Any, new: Any) -> Any:
 
 @lowered
 def load_flag(typing: Any, address: Any) -> Any:
-    """The int32 at `address`; what its writer wrote before it is visible from here on."""
+    """Load the int32 at `address` (acquire order)."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.load_atomic(pointer(builder, args[0], BITS32), "acquire", 4)
@@ -167,7 +167,7 @@ def load_flag(typing: Any, address: Any) -> Any:
 
 @lowered
 def store_flag(typing: Any, address: Any, value: Any) -> Any:
-    """Write one int32 at `address`, visible to others only after all that was written before."""
+    """Store an int32 at `address` (release order)."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.store_atomic(args[1], pointer(builder, args[0], BITS32), "release", 4)

@@ -1,7 +1,8 @@
-"""The OpenMP team that torch computes with, and calls by address: no thread of ours to wake, none that fights torch's.
+"""Kernels on torch's OpenMP team, through the runtime's entry point `GOMP_parallel`.
 
-Torch's operators run on the OpenMP team of the thread that calls them. Between two of them the team waits for the next,
-spinning for a while. A kernel that joins that team through the runtime's own entry point starts within microseconds.
+Torch's operators run on the OpenMP team of the thread that calls them. Between two operators the team spins for a
+while. A kernel on that team therefore starts within microseconds, and no threads of ours compete with torch's for the
+cores.
 """
 
 # mypy: allow-untyped-calls
@@ -20,13 +21,13 @@ from hf_offload.cpu.simd.vectors import lowered
 
 POINTER = ir.IntType(8).as_pointer()
 ENTRY = ir.FunctionType(ir.VoidType(), [POINTER])
-"""What is called by address: `void (void *)`, as OpenMP's runtime and any thread of C may call it."""
+"""Type of the functions that are called by address: `void (void *)`, as OpenMP runtimes and C threads call it."""
 
 
 def _entry_point() -> int:
     """Address of `GOMP_parallel` in the OpenMP runtime that torch is linked with (libgomp or LLVM's); 0 without one."""
     if sys.platform != "linux":
-        return 0  # nobody has tried it elsewhere, and what goes wrong in there ends the process
+        return 0  # untested elsewhere, and a fault in the runtime ends the process
     try:
         function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
     except (OSError, AttributeError):
@@ -39,7 +40,7 @@ _RUNTIME = _entry_point()
 
 def _leave() -> None:
     global _RUNTIME
-    _RUNTIME = 0  # the team did not come along
+    _RUNTIME = 0  # a forked child has no team
 
 
 if hasattr(os, "register_at_fork"):
@@ -47,17 +48,17 @@ if hasattr(os, "register_at_fork"):
 
 
 ALONE = (0, 1)
-"""The team of the caller alone."""
+"""What `team` returns where the caller computes alone."""
 
 
 def team() -> tuple[int, int]:
-    """The team that torch computes with in this thread: the runtime's entry point (0: none), the number of threads."""
+    """Address of `GOMP_parallel` (0: none) and the number of threads that torch uses in this thread."""
     return (_RUNTIME, torch.get_num_threads()) if _RUNTIME else ALONE
 
 
 @lowered
 def call_entry(typing: Any, entry: Any, place: Any) -> Any:
-    """Call an `ENTRY` by its address."""
+    """Call the `ENTRY` at an address with the pointer `place`."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         function = builder.inttoptr(args[0], ENTRY.as_pointer())
@@ -69,7 +70,7 @@ def call_entry(typing: Any, entry: Any, place: Any) -> Any:
 
 @lowered
 def call_team(typing: Any, runtime: Any, entry: Any, place: Any, threads: Any) -> Any:
-    """Call an `ENTRY` on all threads of a team at once; return when all have returned."""
+    """Call an `ENTRY` on all threads of a team; return when all calls have returned."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         word = ir.IntType(32)

@@ -1,4 +1,4 @@
-"""The truth that kernels are tested against: plain torch in float64, loops where loops are clearest.
+"""Reference implementations that kernels are tested against: plain torch in float64.
 
 Pools are tensors [P, Hkv, 2 (K, V), block_size, D]; the other arguments are tensors with the shapes of the launchers.
 """
@@ -68,7 +68,7 @@ def sparse_decode(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out [B, Hq, D], lse [B, Hq] and kbar [B, Hq, D], float64, as `sparse_decode` defines them."""
+    """Return out [B, Hq, D], lse [B, Hq] and kbar [B, Hq, D], float64, of `kernels.sparse_decode.sparse_decode`."""
     group = query.shape[1] // pool.shape[1]
     rows = []
     for b, heads in enumerate(query.double()):
@@ -93,7 +93,7 @@ def listed_scores(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return `scores` [B, Hq, C * block_size], float64, of `sparse_decode`; NaN where it leaves them alone."""
+    """Return `scores` [B, Hq, C * block_size], float64, of `sparse_decode`; NaN where it writes none."""
     group, size = query.shape[1] // pool.shape[1], pool.shape[3]
     scores = torch.full((*query.shape[:2], blocks.shape[2], size), math.nan, dtype=torch.float64)
     for b, heads in enumerate(query.double()):
@@ -113,7 +113,7 @@ def tail_lse(
     query: Tensor, pool: Tensor, table: Tensor, first_block: int, length: int, valid: Tensor, *, scale: float,
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return lse [B, Hq], float64, of the tokens from a block on, as `digest_scores.tail_of_head` defines it."""
+    """Return lse [B, Hq], float64, of the tokens from `first_block` on: `digest_scores.tail_of_head`."""
     end = max(first_block, -(-length // pool.shape[3]))
     blocks = torch.arange(first_block, end).expand(query.shape[0], pool.shape[1], -1)
     counts = torch.full(blocks.shape[:2], end - first_block)
@@ -121,7 +121,7 @@ def tail_lse(
 
 
 def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V [..., block_size, D], float64, as `int8_blocks.pack_records` keeps them: codes times scales."""
+    """Return K and V [..., block_size, D], float64, after `int8_blocks.pack_records`: codes times scales."""
 
     def rounded(x: Tensor, axis: int) -> Tensor:
         x = torch.where(x.abs() < 3e38, x, 0.0).float()
@@ -135,7 +135,7 @@ def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, Hkv, tokens, D] in the pool's dtype, as `move_records.gather_tokens` defines them."""
+    """Return keys and values [B, Hkv, tokens, D] in the pool's dtype: `move_records.gather_tokens`."""
     size = pool.shape[3]
     positions = torch.arange(first, first + tokens)
     blocks = pool[table.long()[:, positions // size], :, :, positions % size]  # [B, tokens, Hkv, 2, D]
@@ -171,7 +171,7 @@ def score_submeans(
 ) -> Tensor:
     """Return logmass [B, Hq, n_blocks], float64, of `submean_scores.SubMeans`, from codes and levels [P, Hkv, S, D].
 
-    sigma * query is rounded to 127 steps, as the kernel does it.
+    sigma * query is rounded to 127 steps, as in the kernel.
     """
     group = query.shape[1] // codes.shape[1]
     weighted = query * sigma.repeat_interleave(group, 0)
@@ -190,7 +190,7 @@ def score_submeans(
 
 
 def join_scores(logmass: Tensor, tail: Tensor, kv_heads: int, *, join: str) -> Tensor:
-    """Return score [B, Hkv, n], float64, as `block_topk.choose_blocks` defines it, from logmass [B, Hq, n]."""
+    """Return score [B, Hkv, n], float64, from logmass [B, Hq, n]: `block_topk.choose_blocks`."""
     batch, query_heads, count = logmass.shape
     masses = logmass.double()
     total = torch.logsumexp(torch.cat((masses, tail.double()[..., None]), -1), -1, keepdim=True)
@@ -205,7 +205,7 @@ def join_scores(logmass: Tensor, tail: Tensor, kv_heads: int, *, join: str) -> T
 def select_blocks(
     score: Tensor, n_sealed: int, n_blocks: int, sink_lo: Tensor, sink_hi: Tensor, recent: int, k: int
 ) -> list[list[list[int]]]:
-    """Return the chosen blocks of each (row, KV head), as `select.select_blocks` defines them."""
+    """Return the chosen blocks of each (row, KV head): `block_topk.select_blocks`."""
     rows = []
     for b, heads in enumerate(score.tolist()):
         low, high = int(sink_lo[b]), min(int(sink_hi[b]), n_blocks)
@@ -221,7 +221,7 @@ def select_blocks(
 
 
 def checksum(record: bytes) -> int:
-    """Return the checksum of a record of whole lines of 64 bytes, as a signed number of 64 bits."""
+    """Return the checksum of a record (a multiple of 64 bytes) as a signed 64-bit number: `kernels.checksum`."""
     prime, all_bits = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
     def mix(lane: int, word: int) -> int:

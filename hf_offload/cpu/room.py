@@ -1,4 +1,4 @@
-"""Room for what cannot raise where it gets no memory: a compiler, or a thread, would end the process."""
+"""Memory checks before work that aborts the process when memory runs out (LLVM, threads)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if h
 
 
 def have_room(nbytes: int, what: str) -> None:
-    """See that so many bytes could be had now; none are taken.
+    """Check that `nbytes` could be mapped now, without keeping them.
 
     Raises:
-        MemoryError: they cannot; `what` they are for is told.
+        MemoryError: they could not; the message names `what` they are for.
     """
     try:
         mmap.mmap(-1, nbytes, **_PRIVATE).close()

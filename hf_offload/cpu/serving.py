@@ -1,10 +1,10 @@
-"""The loop in which threads serve items announced by flags: all of it compiled, without the GIL.
+"""The compiled loop of `host_signals.Doorbell`'s threads, which hold no GIL.
 
-Items are served in order, epoch after epoch. Several threads walk the same list, each at its own pace, and meet at an
-item by its state word: epoch in the upper half, how many threads are inside in the lower. Who enters takes tasks from
-the item's ticket until none is left. Who leaves and sees all tasks done stores `done`. Who leaves as the last closes
-the item: it resets the ticket while nobody is inside, and opens the next epoch. A thread that comes too late finds it
-closed and walks on: it is never waited for. Tasks that are not done then never will be: the item has failed.
+The threads walk the same list of items in order, epoch after epoch, each at its own pace. They synchronise at an item
+by its state word: the epoch in the upper half, the number of threads inside in the lower half. A thread that enters
+takes tasks from the item's ticket until none is left. A thread that leaves and sees all tasks done stores `done`. The
+last thread to leave closes the item: it resets the ticket while no thread is inside, and opens the next epoch. A late
+thread finds the item closed and goes on; nothing waits for it. Tasks that are undone at that point have failed.
 """
 
 # mypy: allow-untyped-calls
@@ -22,14 +22,14 @@ from .launch import Array, jit
 from .memory import load_flag, peek, put_word, store_flag, swap_if
 from .openmp_team import call_entry
 
-# A row of `items` int64 [n, WIDTH]: addresses of the flags, the bound call, the counters to clear; the state far from
-# them, as it is written while the others are read.
+# A row of `items` int64 [n, WIDTH]: addresses of the flags, the launch's entry and argument, the counters to clear. The
+# state, which threads write, lies on cache lines of its own.
 READY, DONE, STATUS, ENTRY, PLACE, TASKS, COUNTERS, COUNT = range(8)
 STATE, FAILED, FAILED_IN, UNDONE = range(16, 20)
 WIDTH = 32
-TICKET_WIDTH = 16  # of a row of `tickets` int64 [n, TICKET_WIDTH], which begins as a ticket does
+TICKET_WIDTH = 16  # a row of `tickets` int64 [n, TICKET_WIDTH] begins with a `Launch.ticket`
 
-# Entries of `control` int64, spread like the state above.
+# Entries of `control` int64.
 STOP, DELAY, TURNS, PATIENCE = 0, 1, 2, 3
 CONTROL_WIDTH = 16
 
@@ -45,7 +45,7 @@ _SHORTEST_NAP, _LONGEST_NAP = 50, 1000  # microseconds
 
 @lowered
 def pause(typing: Any) -> Any:
-    """Tell the core that it waits for another one."""
+    """Spin-wait hint for the core."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         triple = context.codegen().magic_tuple()[0]
@@ -65,7 +65,7 @@ def pause(typing: Any) -> Any:
 
 @lowered
 def nap(typing: Any, microseconds: Any) -> Any:
-    """Sleep; below a second."""
+    """Sleep for less than a second."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         function = ir.FunctionType(BITS32, [BITS32])
@@ -78,19 +78,19 @@ def nap(typing: Any, microseconds: Any) -> Any:
 
 @jit
 def state_of(epoch: int) -> int:
-    """State word of an item that is open for an epoch, with nobody inside."""
+    """State word of an item that is open for an epoch, with no thread inside."""
     return epoch << 32
 
 
 @jit
 def _after(epoch: int) -> int:
-    """The epoch that follows, an int32 that wraps around."""
+    """The next epoch, an int32 that wraps around."""
     return int(np.int64(np.int32(epoch + 1)))
 
 
 @jit
 def _arrive(items: Array, tickets: Array, control: Array, item: int, epoch: int) -> int:
-    """Wait for the epoch's announcement at an item and enter it, unless it is over or all tasks are taken."""
+    """Wait for an item's announcement of the epoch and enter it, unless it is closed or all tasks are taken."""
     at, ticket = item * WIDTH, item * TICKET_WIDTH
     turns, waited = 0, control[PATIENCE]
     while peek(control, STOP) == 0:
@@ -98,7 +98,7 @@ def _arrive(items: Array, tickets: Array, control: Array, item: int, epoch: int)
         ahead = np.int32((state >> 32) - epoch)
         if ahead > 0:
             return _OVER
-        # While the epoch before is not closed (ahead < 0) this waits like one that has not been announced.
+        # While the previous epoch is not closed (ahead < 0), wait as if this one were not announced yet.
         if ahead == 0 and np.int32(load_flag(items[item, READY]) - epoch) >= 0:
             inside = state & _MANY
             if inside == _CLOSING or (inside > 0 and peek(tickets, ticket) >= items[item, TASKS]):
@@ -111,7 +111,7 @@ def _arrive(items: Array, tickets: Array, control: Array, item: int, epoch: int)
         turns += 1
         if turns < control[TURNS]:
             pause()
-        else:  # a nap is short beside the wait so far, so it costs little in proportion
+        else:  # an eighth of the wait so far: it adds little to the latency in proportion
             rest = min(max(waited >> 3, _SHORTEST_NAP), _LONGEST_NAP)
             nap(rest)
             waited += rest
@@ -120,20 +120,20 @@ def _arrive(items: Array, tickets: Array, control: Array, item: int, epoch: int)
 
 @jit
 def _leave(items: Array, tickets: Array, item: int, epoch: int) -> None:
-    """Leave an item, and close it if nobody else is inside."""
+    """Leave an item, and close it if no other thread is inside."""
     at, ticket, done = item * WIDTH + STATE, item * TICKET_WIDTH, items[item, DONE]
     if peek(tickets, ticket + 1) == items[item, TASKS] and load_flag(done) != epoch:
-        store_flag(done, epoch)  # who is still inside has come too late for a task
+        store_flag(done, epoch)  # threads still inside have no task left
     state = peek(items, at)
     while not swap_if(items, at, state, state - 1):
         state = peek(items, at)
     state -= 1
     if state & _MANY != 0 or not swap_if(items, at, state, state | _CLOSING):
-        return  # who is inside, or has just come in, closes it
+        return  # another thread is inside and will close it
     if peek(tickets, ticket + 1) != items[item, TASKS]:
         if items[item, FAILED] == 0:
             items[item, FAILED_IN], items[item, UNDONE] = epoch, items[item, TASKS] - peek(tickets, ticket + 1)
-            swap_if(items, item * WIDTH + FAILED, 0, 1)  # last: whoever sees it sees the others
+            swap_if(items, item * WIDTH + FAILED, 0, 1)  # written last: a reader that sees it sees the two others
         store_flag(items[item, STATUS], 1)
         store_flag(done, epoch)
     tickets[item, 0] = tickets[item, 1] = 0
@@ -151,7 +151,7 @@ def _walk(tickets: Array, position: Array) -> None:
 
 @jit
 def serve(items: Array, tickets: Array, control: Array, position: Array) -> None:
-    """Serve items from a thread's position on until told to stop."""
+    """Serve items from a thread's position on until `control[STOP]` is set."""
     while True:
         outcome = _arrive(items, tickets, control, position[ITEM], position[EPOCH])
         if outcome == _STOPPED:
@@ -164,7 +164,7 @@ def serve(items: Array, tickets: Array, control: Array, position: Array) -> None
 
 @jit
 def turn(items: Array, control: Array, turns: int) -> None:
-    """Do what a waiting thread does between two looks at a flag, `turns` times: to learn how long it takes."""
+    """Poll as a waiting thread does, `turns` times: to time it."""
     for _ in range(turns):
         if peek(control, STOP) == 0 and peek(items, STATE) == 0 and load_flag(items[0, READY]) == 0:
             pause()

@@ -1,13 +1,13 @@
-"""Threads beside the model's: they run launches without the GIL; what the model waits for runs in torch's own team.
+"""The thread pool for work beside the model's thread: jobs, and helpers that share a job's launches.
 
-A job is a callable, which one thread runs. The threads pull jobs from one queue in the order of submission. Everything
-that goes wrong in a job is raised where its result is asked for.
+A job is a callable that one thread runs. The threads take jobs from one queue in the order of submission. An exception
+in a job is raised by `Job.result`. (Launches that the model waits for run on torch's own team instead:
+`openmp_team.py`.)
 
-The launches in a job may be divided among all cores (`Worker.divide`). A thread that needs Python for its share of a
-launch would take the GIL several times, from the model's thread, which wants it for the next layer's work. So one
-thread takes a job up, and calls helpers: all that they run is compiled. A call is a row of numbers; its state holds how
-many are still invited, in the upper half, and how many are inside, in the lower. Who called takes part. Who finds no
-task left withdraws the invitations, and who called waits until nobody is inside.
+`Worker.divide` shares a launch of a job among all cores. Helper threads run compiled code only, so that a job takes the
+GIL from the model's thread once, not once for each core. A call is a row of int64; the upper half of its state is the
+number of helpers still invited, the lower half the number of helpers inside. The caller works too. The first to find no
+task left withdraws the invitations, and the caller waits until no helper is inside.
 """
 
 # mypy: allow-untyped-calls
@@ -35,15 +35,15 @@ from hf_offload.knobs import check_count, check_number
 
 
 class WorkerError(RuntimeError):
-    """A job of a worker thread failed, was lost with its thread, or did not end within `HybridCache(timeout=...)`."""
+    """A worker thread's job failed, lost its thread, or did not end within `HybridCache(timeout=...)`."""
 
 
 class Job:
-    """One callable in flight; `result` waits for it and raises what it raised.
+    """A submitted callable; `result` waits for it and raises its exception.
 
     Args:
-        worker: whose threads run it.
-        label: what an error message calls it.
+        worker: the owner of the threads.
+        label: its name in error messages.
     """
 
     __slots__ = ("_ended", "_gate", "_lock", "_pid", "_raised", "_running", "_waiting", "_worker", "label")
@@ -56,29 +56,29 @@ class Job:
         self._lock = threading.Lock()
         self._raised: BaseException | None = None
         self._ended = False
-        self._gate = threading.Lock()  # held until the job has ended; twice as fast as an Event
+        self._gate = threading.Lock()  # held until the job ends; twice as fast as an Event
         self._gate.acquire()
 
     @property
     def foreign(self) -> bool:
-        """Whether it was handed over in another process, of which this one is a fork."""
+        """Whether it was submitted before a fork, in the parent process."""
         return self._pid != os.getpid()
 
     def result(self, timeout: float | None = None) -> None:
         """Wait for the job to end.
 
         Args:
-            timeout: seconds to wait at most, less those in which the process was stopped; the worker's own limit by
-                default.
+            timeout: seconds to wait at most, not counting time in which the process was stopped; default: the worker's
+                timeout.
 
         Raises:
-            WorkerError: the job raised (its error is the cause), no thread is left to run it, or time is up; it is then
-                still at work unless it is `done`.
+            WorkerError: the job raised (its exception is the cause), no thread is left to run it, or the time is up. In
+                the last case the job still runs unless it is `done`.
         """
         left = self._worker.timeout if timeout is None else timeout
         while not self.done():
             pause = min(0.2, left)
-            left -= pause  # not what a clock says: a job does nothing either while the process is stopped
+            left -= pause  # not measured by a clock: a stopped process runs no job either
             self._wait(pause)
             if self.done():
                 break
@@ -90,39 +90,39 @@ class Job:
                 raise self._withdraw(late)
         error = self._raised
         if isinstance(error, WorkerError):
-            raise WorkerError(*error.args)  # one that is kept would keep whoever it passes by
+            raise WorkerError(*error.args)  # a new object: the stored one's traceback would keep frames alive
         if error is not None:
             raise WorkerError(f"{self.label} failed: {error!r}") from error
 
     def done(self) -> bool:
-        """Whether the job has ended, well or not: nothing of it reads or writes any more, nor will."""
+        """Whether the job has ended, successfully or not, and no longer reads or writes any memory."""
         return self._ended
 
     def begin(self) -> bool:
-        """Be at it from now on; false: it was withdrawn."""
+        """Mark the job as running; return False if it was withdrawn."""
         with self._lock:
             self._running, self._waiting = self._waiting, False
             return self._running
 
     def finish(self, error: BaseException | None) -> None:
-        """Have ended."""
+        """Mark the job as ended, with its exception or None."""
         with self._lock:
             self._running, self._raised, self._ended = False, error, True
             self._gate.release()
 
     def _wait(self, seconds: float) -> None:
-        """Wait until the job has ended, so long at most."""
+        """Wait for the end of the job, at most `seconds`."""
         if self._gate.acquire(timeout=seconds):
-            self._gate.release()  # for the next who asks
+            self._gate.release()  # for other waiters
 
     def _withdraw(self, told: str, *, alone: bool = False) -> WorkerError:
-        """Let no thread begin the job any more; it has ended like this, unless a thread is in the midst of it.
+        """Withdraw the job unless a thread is running it; return the error to raise.
 
         Args:
-            told: what is told of it from now on.
-            alone: whether no thread can be in the midst of it.
+            told: the error's text.
+            alone: whether no thread can be running it.
         """
-        with nullcontext() if alone else self._lock:  # in a forked child a lock may be held for good
+        with nullcontext() if alone else self._lock:  # in a forked child the lock may stay held
             self._waiting = False
             if not self._ended and (alone or not self._running):
                 self._raised, self._ended = WorkerError(told), True
@@ -130,20 +130,20 @@ class Job:
 
 
 WORTH_BYTES = 1 << 16
-"""A launch that reads less is done before a thread that sleeps has woken."""
+"""Launches that read fewer bytes are done before a sleeping helper has woken."""
 
-# Entries of a call, a row of int64 [calls, WIDTH].
+# Entries of a row of `calls` int64 [callers, WIDTH].
 STATE, ENTRY, PLACE, NANOSECONDS = range(4)
 WIDTH = 16
-_INVITED = 1 << 32  # one of them, in the state
+_INVITED = 1 << 32  # one invitation in a state
 _INSIDE = _INVITED - 1
 
 # Entries of `control` int64. BELL changes with every call.
 BELL, STOP = 0, 8
 CONTROL_WIDTH = 16
 
-_BRANCHES = 2  # threads that each one wakes: the last of many is woken after a few turns, and the first does not wait
-_TURNS = 2000  # of waiting for those inside before napping
+_BRANCHES = 2  # helpers that each helper wakes: a tree reaches all of them in a few steps
+_TURNS = 2000  # polls before `dismiss` sleeps between them
 _NAP = 50  # microseconds
 
 
@@ -162,7 +162,7 @@ def _take_part(calls: Array, call: int) -> None:
 
 @jit
 def _withdraw(calls: Array, call: int) -> None:
-    """Invite nobody else: whoever took part has found no task left."""
+    """Withdraw the remaining invitations of a call: no task is left."""
     at = call * WIDTH + STATE
     state = peek(calls, at)
     while state >= _INVITED and not swap_if(calls, at, state, state & _INSIDE):
@@ -171,7 +171,7 @@ def _withdraw(calls: Array, call: int) -> None:
 
 @jit
 def dismiss(calls: Array, call: int) -> None:
-    """Invite nobody else to a call, and wait until nobody is inside any more; it is free then."""
+    """Withdraw the invitations of a call and wait until no helper is inside; then its row is free."""
     _withdraw(calls, call)
     turns = 0
     while peek(calls, call * WIDTH + STATE) != 0:
@@ -184,7 +184,7 @@ def dismiss(calls: Array, call: int) -> None:
 
 @jit
 def lead(calls: Array, control: Array, call: int, entry: int, place: int, helpers: int) -> int:
-    """Do what is bound at these addresses together with so many helpers; nanoseconds of all who took part."""
+    """Run a launch (`Launch.address`) with up to `helpers` helpers; return the nanoseconds of all threads together."""
     calls[call, ENTRY], calls[call, PLACE], calls[call, NANOSECONDS] = entry, place, 0
     swap_if(calls, call * WIDTH + STATE, 0, helpers * _INVITED)
     count_up(control, BELL)
@@ -196,7 +196,7 @@ def lead(calls: Array, control: Array, call: int, entry: int, place: int, helper
 
 @jit
 def _enter(calls: Array) -> int:
-    """Accept an invitation; its call, or -1."""
+    """Accept an invitation; return the call, or -1 if there is none."""
     for call in range(len(calls)):
         at = call * WIDTH + STATE
         state = peek(calls, at)
@@ -209,7 +209,7 @@ def _enter(calls: Array) -> int:
 
 @jit
 def leave(calls: Array, call: int) -> None:
-    """Be inside a call no more."""
+    """Leave a call."""
     at = call * WIDTH + STATE
     state = peek(calls, at)
     while not swap_if(calls, at, state, state - 1):
@@ -218,9 +218,9 @@ def leave(calls: Array, call: int) -> None:
 
 @jit
 def serve(calls: Array, control: Array) -> None:
-    """Help whoever calls until told to stop."""
+    """The loop of a helper: accept invitations until `control[STOP]` is set."""
     while True:
-        bell = peek(control, BELL)  # before looking around: a call that comes meanwhile changes it
+        bell = peek(control, BELL)  # read first: a call that arrives during the search changes it
         if peek(control, STOP) != 0:
             return
         call = _enter(calls)
@@ -236,11 +236,11 @@ def serve(calls: Array, control: Array) -> None:
 
 
 class Helpers:
-    """Threads that sleep until a thread of a worker divides a launch; started at the first that is worth it.
+    """Helper threads, which sleep until a job divides a launch; started at the first launch that is large enough.
 
     Args:
-        count: how many.
-        callers: how many threads may call at once.
+        count: number of helpers.
+        callers: number of threads that may divide launches at once.
     """
 
     def __init__(self, count: int, callers: int) -> None:
@@ -251,7 +251,7 @@ class Helpers:
         self._lock, self._threads = threading.Lock(), list[Thread]()
 
     def _start(self) -> int:
-        """Have threads there; how many, as many as the system allows."""
+        """Start the missing helpers, as many as the system allows; return their number."""
         with self._lock:
             if self.count and not self._threads:
                 _compile()
@@ -259,22 +259,22 @@ class Helpers:
             while len(self._threads) < self.count:
                 try:
                     self._threads.append(start(serve, (self.calls, self.control), "a helper"))
-                except MemoryError:  # no more can be had
+                except MemoryError:  # the system gives no more threads
                     self.count = len(self._threads)
         return self.count
 
     def ready(self) -> int:
-        """Have the threads there; how many."""
+        """Start the helpers if they are not running; return their number."""
         return self.count if len(self._threads) == self.count else self._start()
 
     def divide(self, launch: Launch) -> float:
-        """Do all tasks of a launch now, which nobody else runs meanwhile.
+        """Run all tasks of a launch; nothing else may run it at the same time.
 
         Returns:
-            Seconds for which threads were at it, all together.
+            The seconds that all threads together spent on it.
 
         Raises:
-            MemoryError: not all tasks were done.
+            MemoryError: tasks were left undone.
         """
         helpers = 0
         if launch.cost >= WORTH_BYTES and launch.tasks > 1:
@@ -309,7 +309,7 @@ def _nothing_kernel(ticket: Array, tasks: int) -> None:
 
 @functools.cache
 def _compile() -> None:
-    """Compile what the threads run, so that none of them has to, nor a job when memory is short."""
+    """Compile what the helpers run, so that neither they nor a job must do so, perhaps when memory is short."""
     calls, control = np.zeros((1, WIDTH), np.int64), np.zeros(CONTROL_WIDTH, np.int64)
     nothing = Launch(_nothing_kernel, 1, (), 0)
     nothing.open(1)
@@ -325,22 +325,22 @@ def _compile() -> None:
 __all__ = ["DELAY", "JOBS", "Job", "Worker", "WorkerError"]
 
 DELAY = "HF_OFFLOAD_DELAY_MS"
-"""Environment variable for tests: milliseconds by which every hand-over between CPU and device is late."""
+"""Environment variable for tests: milliseconds by which every hand-over between CPU and device is delayed."""
 JOBS = 4
-"""Jobs that are under way at once, at most: one that waits for the device should not keep others waiting."""
+"""Most jobs that run at once: a job that waits for the device should not block the others."""
 
 
 MOST_THREADS = 512
-"""More than any machine has use for; tens of thousands end the process."""
+"""The largest allowed `threads`; tens of thousands of threads end the process."""
 MOST_SECONDS = 1_000_000
-"""The longest timeout, 11 days: no system's clock overflows by it."""
+"""The longest timeout, 11 days, within the range of every system's clock."""
 
 
 def _delay() -> float:
-    """Seconds that `DELAY` asks for.
+    """The value of `DELAY` in seconds.
 
     Raises:
-        ValueError: it is no number of milliseconds.
+        ValueError: the variable is not a number of milliseconds.
     """
     text = os.environ.get(DELAY) or "0"
     try:
@@ -352,10 +352,10 @@ def _delay() -> float:
 
 
 class Worker:
-    """A few threads, started by `ready` or the first job and ended with the object.
+    """A pool of threads, started by `ready` or the first job and ended with the object.
 
     Args:
-        threads: how many threads compute (at least 1); as many jobs are under way at once, `JOBS` at most.
+        threads: number of computing threads (at least 1); as many jobs run at once, at most `JOBS`.
         timeout: seconds that `Job.result` waits before it gives up.
 
     Raises:
@@ -368,7 +368,7 @@ class Worker:
         self.threads = threads
         self.timeout = timeout
         self.delay = _delay()
-        """Seconds that each job sleeps before it starts: tests make every hand-over slow with it."""
+        """Seconds that each job sleeps before it starts; tests use it to slow every hand-over down."""
         self._jobs = min(threads, JOBS)
         self._helpers = Helpers(threads - 1, self._jobs)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -377,11 +377,11 @@ class Worker:
         self._lock = threading.Lock()
 
     def alive(self) -> bool:
-        """Whether at least one thread is there to run jobs."""
+        """Whether at least one thread is alive to run jobs."""
         return any(thread.is_alive() for thread in self._pool)
 
     def _begin_anew(self) -> None:
-        """In a forked child, which has none of its parent's threads, and maybe a held queue."""
+        """Reset a forked child, which has none of its parent's threads and perhaps a locked queue."""
         self._queue, self._pool, self._lock, self._pid = queue.SimpleQueue(), [], threading.Lock(), os.getpid()
         self._helpers = Helpers(self.threads - 1, self._jobs)
 
@@ -397,7 +397,7 @@ class Worker:
                 weakref.finalize(self, self._queue.put, None)
 
     def ready(self) -> None:
-        """Have all threads there: where memory is short later on, there are no more to be had.
+        """Start all threads now: later, memory may be too short to start them.
 
         Raises:
             MemoryError: a thread cannot be started.
@@ -410,11 +410,11 @@ class Worker:
 
         Args:
             work: what to call.
-            label: what an error message calls it.
-            keep: what the work reaches only by address: it lives until the work has ended, whoever drops it.
+            label: its name in error messages.
+            keep: objects whose memory the work reaches only by address; they live until the work has ended.
 
         Raises:
-            MemoryError: a thread was needed and cannot be started.
+            MemoryError: a thread is missing and cannot be started.
         """
         self._ensure_threads()
         job = Job(self, label)
@@ -422,22 +422,22 @@ class Worker:
         return job
 
     def divide(self, launch: Launch) -> float:
-        """In a job: do all tasks of a launch with all threads that are free.
+        """Run all tasks of a launch, from within a job, with all free helpers.
 
         Returns:
-            Seconds for which threads were at it, all together.
+            The seconds that all threads together spent on it.
         """
         return self._helpers.divide(launch)
 
     def settle(self) -> None:
-        """Wait until all that was submitted has ended, whoever knows of it.
+        """Wait until all submitted jobs have ended, also those whose `Job` is lost.
 
         Raises:
-            WorkerError: a thread is still at work when time is up.
+            WorkerError: a job still runs when the time is up.
         """
         if self._pid != os.getpid():
             return
-        if self._pool:  # all threads meet, which none can in the midst of a job
+        if self._pool:  # every thread reaches the barrier only after its current job
             meeting = threading.Barrier(self._jobs)
             label = "waiting for all work"
             for job in [self.submit(lambda: meeting.wait(self.timeout), label) for _ in range(self._jobs)]:
@@ -456,6 +456,6 @@ def _serve(jobs: queue.SimpleQueue[Any]) -> None:
             if job.begin():
                 work()
                 job.finish(None)
-        except BaseException as error:  # every error, SystemExit too, belongs to the caller of the job
+        except BaseException as error:  # any exception, SystemExit included, is raised by `Job.result`
             job.finish(error)
         del item, job, work, keep

@@ -1,7 +1,6 @@
-"""Threads that start, or say that they cannot.
+"""Threads whose start raises MemoryError when memory is short.
 
-`threading.Thread.start` waits for ever for a thread that dies before it has said that it runs, as one does for which
-there is no memory left.
+`threading.Thread.start` instead waits for ever if the new thread dies before it has reported that it runs.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any
 from .room import have_room
 
 _HEAP = 136 << 20
-"""Address space that a thread wants for a heap of its own. One without takes a page for each little thing, and C++ ends
-the process where there are no more."""
-_PAUSE = 0.01  # seconds between two looks at a thread that has not begun
+"""Address space of a thread's own malloc arena. A thread without one maps a page for each small allocation, and C++
+code ends the process when no page is left."""
+_PAUSE = 0.01  # seconds between two checks of a thread that has not begun
 _LOOKS = 3000
 
 
 class Thread:
-    """A thread that `start` made; an interpreter that ends does not wait for it."""
+    """A thread made by `start`; the interpreter does not wait for it at exit."""
 
     __slots__ = ("_begun", "_ended", "_pid", "_wanted", "ident")
 
@@ -34,35 +33,36 @@ class Thread:
         self.ident = 0
 
     def is_alive(self) -> bool:
-        """Whether it runs; a forked child has none of its parent's."""
+        """Whether it runs in this process; a forked child has none of its parent's threads."""
         return self._ended.locked() and self._pid == os.getpid()
 
     def join(self, timeout: float) -> None:
-        """Wait for its end, so many seconds at most."""
+        """Wait for its end, at most `timeout` seconds."""
         if self.is_alive() and self._ended.acquire(timeout=timeout):
-            self._ended.release()  # for the next who asks
+            self._ended.release()  # for other waiters
 
 
 def start(run: Callable[..., Any], args: tuple[Any, ...], what: str) -> Thread:
-    """Start a thread.
+    """Start a thread and wait until it runs.
 
     Args:
-        run: what it calls, with `args`. What that raises is told on stderr.
-        what: it is for, for the error.
+        run: the function that the thread calls; its exception goes to stderr.
+        args: the arguments of `run`.
+        what: the purpose of the thread, for the error.
 
     Raises:
-        MemoryError: the system gives no thread, or it died before it began, or did not begin within half a minute.
+        MemoryError: the system gives no thread, or the thread died before it began or did not begin in 30 seconds.
     """
     have_room(_HEAP, f"a thread for {what}")
     thread = Thread()
     thread._pid = os.getpid()
     body = functools.partial(_live, thread, run, args)
-    lives = weakref.ref(body)  # as long as the thread
+    lives = weakref.ref(body)  # dies with the thread
     try:
         thread.ident = _thread.start_new_thread(body, ())
         del body
         for _ in range(_LOOKS):
-            lost = lives() is None  # looked at first: one that has begun says so before it ends
+            lost = lives() is None  # checked first: a thread reports its begin before it ends
             if thread._begun.acquire(timeout=_PAUSE):
                 return thread
             if lost:

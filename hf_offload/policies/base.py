@@ -5,17 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from hf_offload.attention.cpu_partial import HostPart
     from hf_offload.attention.step import Step
-    from hf_offload.attention.step_cpu import HostStep
     from hf_offload.cache.layer import HybridLayer
     from hf_offload.cache.stats import LayerStats
     from hf_offload.fields import Field, LayerSizes
+    from hf_offload.gpu.merge import HostPartial
     from hf_offload.scores import Scores
 
 
@@ -39,28 +38,53 @@ class Selection:
     slots: Any = None
 
 
-@dataclass(slots=True)
-class Plan:
-    """Who computes what in one decode step of one layer; the parts share no block.
+class Partial(NamedTuple):
+    """Attention of a decode step over some of its keys.
 
     Args:
-        device: resident blocks, attended by the device.
-        host: blocks attended by the CPU with the query of this step.
-        fetched: host blocks that the device attends once they have been copied to it.
-        beside: with two memories, a CPU part that was started already (`attention.cpu_partial.HostPart`).
-        attended: out `[B, Hq, D]` and lse `[B, Hq]` fp32 of what the policy has attended itself; with two memories also
-            in splits, `[B, Hq, S, D]` and `[B, Hq, S]`.
-        queue: with one memory, queues launches that attend everything, into the `out` and `lse` of the step's buffers.
+        out: `[B, Hq, D]` fp32; with two memories also in splits, `[B, Hq, S, D]`; anything where `lse` is −inf.
+        lse: `[B, Hq]` or `[B, Hq, S]` fp32, natural logarithm of Σ exp(score); −inf where nothing was attended.
+    """
+
+    out: Any
+    lse: Any
+
+
+class RunningPartial(ABC):
+    """A partial that the CPU is at work on beside the device (`attention.cpu_partial`); the core waits for it."""
+
+    predicted: torch.Tensor | None = None
+    """The query `[B, Hq, D]` that it attends with."""
+
+    @abstractmethod
+    def share(self, step: Step) -> torch.Tensor | float:
+        """Tokens that it attends, as a share of the budget; on the device, where that alone knows."""
+
+    @abstractmethod
+    def partial(self) -> HostPartial:
+        """Wait for it; what the merge needs.
+
+        Raises:
+            WorkerError: the work failed.
+        """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Let the work end, whatever comes of it."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a decode step of one layer attends, in partials that share no key; the core merges them by log-sum-exp.
+
+    Args:
+        partials: made by the step's services (`Step.attend`), or by the policy itself. With two memories one of them
+            may be running.
         until: with one memory the plan serves later steps, too, as long as the rows have fewer blocks than this and
             nothing has changed that its services depend on; 0: this step alone.
     """
 
-    device: Selection | None = None
-    host: Selection | None = None
-    fetched: Selection | None = None
-    beside: HostPart | None = None
-    attended: tuple[torch.Tensor, torch.Tensor] | None = None
-    queue: Callable[[HostStep], None] | None = None
+    partials: tuple[Partial | RunningPartial, ...]
     until: int = 0
 
 
@@ -167,11 +191,54 @@ class LayerState:
 
 
 @dataclass(frozen=True)
+class Requirements:
+    """What a policy needs of the cache; asked once, when the cache is made.
+
+    Args:
+        budget: tokens that a row and KV head attends in a step; None: no limit.
+        sinks: tokens at the start of each row, the first real one counted first, that are always attended and resident.
+        recent: newest sealed tokens that are always attended and resident; the unsealed tail comes on top.
+        digest: the digest that blocks need (`cache.digests.DIGESTS`), or None.
+        digest_memory: where blocks are scored with two memories. `"host"`: the CPU itself chooses what it attends, and
+            only what is always attended need be resident.
+        leaves_out: whether a step may leave out tokens that are cached; true with a budget.
+        attends_blocks: whether steps attend blocks; otherwise the states hold what is attended, apart from all blocks.
+        query_window: how many of a prompt's last queries are kept, for `Policy.place` and for whoever learns from them.
+        learns_from_prompts: whether it learns from a prompt's queries, so that keys and values are not all it knows.
+        capturable: whether a decode step can be captured as a CUDA graph: the host decides nothing in it.
+    """
+
+    budget: int | None = None
+    sinks: int = 0
+    recent: int = 0
+    digest: str | None = None
+    digest_memory: Literal["device", "host"] = "device"
+    leaves_out: bool = False
+    attends_blocks: bool = True
+    query_window: int = 0
+    learns_from_prompts: bool = False
+    capturable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            object.__setattr__(self, "leaves_out", True)
+
+    @property
+    def scored_on_host(self) -> bool:
+        """Whether the CPU itself chooses what it attends."""
+        return self.digest_memory == "host"
+
+    def always_blocks(self, block_size: int) -> int:
+        """Blocks that are always attended: sinks, recent ones and the tail (sinks behind padding may need one more)."""
+        return -(-self.sinks // block_size) + -(-self.recent // block_size) + 1
+
+
+@dataclass(frozen=True)
 class Policy(ABC):
     """Base class of policies: which blocks a decode step attends, which are resident, and when blocks are copied.
 
-    A policy is a frozen dataclass of its knobs, which `__post_init__` checks. It has a `name` and implements `plan`.
-    `register_policy` makes it known.
+    A policy is a frozen dataclass of its knobs, which `__post_init__` checks. It has a `name`, says what it needs of
+    the cache in `requirements`, and implements `plan`. `register_policy` makes it known.
     """
 
     name: ClassVar[str]
@@ -179,44 +246,47 @@ class Policy(ABC):
     """Tokens of a block by default."""
 
     @property
-    def digest_name(self) -> str | None:
-        """The digest that blocks need, or None."""
-        return None
+    def requirements(self) -> Requirements:
+        """What it needs of the cache."""
+        return Requirements()
 
-    @property
-    def sink_tokens(self) -> int:
-        """Tokens at the start of each row, the first real one counted first, that are always attended and resident."""
-        return 0
+    # --- making a cache ----------------------------------------------------------------------------------------------
 
-    @property
-    def recent_tokens(self) -> int:
-        """Newest sealed tokens that are always attended and resident; the unsealed tail comes on top."""
-        return 0
+    def for_model(self, identity: Callable[[], dict[str, Any]]) -> Policy:
+        """This policy for a model, with what has to be read for it.
 
-    @property
-    def budget_tokens(self) -> int | None:
-        """Tokens a row and KV head attends in a step, or None for all of them."""
-        return None
+        Args:
+            identity: tells what identifies the model in whatever dtype (`cache.fingerprint.likeness`).
+        """
+        return self
 
-    @property
-    def leaves_out(self) -> bool:
-        """Whether a step may leave out tokens that are cached."""
-        return self.budget_tokens is not None
+    def check(self, *, block_size: int, two: bool) -> None:
+        """Raise ValueError if the knobs make no sense with blocks of this size, or with one memory or `two`."""
+        wants = self.requirements
+        least = wants.always_blocks(block_size) * block_size
+        if wants.budget is not None and wants.budget < least:
+            raise ValueError(
+                f"budget={wants.budget} is less than the {least} tokens that sinks, recent tokens and the tail take in "
+                f"blocks of {block_size}; raise budget or lower sinks, recent or block_size"
+            )
 
-    @property
-    def retrieves(self) -> bool:
-        """Whether the CPU itself chooses what it attends: digests lie there; what is always attended is resident."""
+    def for_memories(self, *, two: bool) -> Policy:
+        """This policy where a saved cache is loaded: without knobs that make no sense there but changed no token."""
+        return self
+
+    def looks_ahead(self, index: int, *, two: bool, beside_device: bool) -> bool:
+        """Whether `before_layer` wants a layer's predicted query one layer early.
+
+        Args:
+            index: of the layer.
+            two: whether there are two memories.
+            beside_device: whether the model computes on a device beside the CPU.
+        """
         return False
 
-    @property
-    def attends_blocks(self) -> bool:
-        """Whether steps attend blocks; otherwise the policy's states hold what is attended, apart from all blocks."""
-        return True
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a decode step can be captured as a CUDA graph: the host decides nothing in it."""
-        return self.attends_blocks and not self.retrieves
+    def window_tokens(self, length: int) -> int | None:
+        """Tokens that are resident of `length` cached ones, where the policy decides that; None: the cache does."""
+        return None
 
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
         """Bytes that a layer's state holds on the device and on the host, if decoding starts with these sizes.
@@ -227,42 +297,7 @@ class Policy(ABC):
         """
         return 0, 0
 
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether it learns from a prompt's queries, so that keys and values alone are not all that it knows."""
-        return self.query_window > 0 and (self.retrieves or not self.attends_blocks)
-
-    def window_tokens(self, length: int) -> int | None:
-        """Tokens of the window, of `length` that are cached; None: as many as are resident."""
-        return None
-
-    @property
-    def query_window(self) -> int:
-        """How many of a prompt's last queries are kept, for `place` and for whoever learns from them."""
-        return 0
-
-    def check_blocks(self, block_size: int) -> None:
-        """Raise ValueError if the knobs make no sense with this block size."""
-        budget = self.budget_tokens
-        least = self.always_blocks(block_size) * block_size
-        if budget is not None and budget < least:
-            raise ValueError(
-                f"budget={budget} is less than the {least} tokens that sinks, recent tokens and the tail take in "
-                f"blocks of {block_size}; raise budget or lower sinks, recent or block_size"
-            )
-
-    def check_memories(self, *, two: bool) -> None:
-        """Raise ValueError if the knobs make no sense with one memory, or with two."""
-        return
-
-    def for_memories(self, *, two: bool) -> Policy:
-        """This policy where a saved cache is loaded: without knobs that make no sense there but changed no token."""
-        return self
-
-    def always_blocks(self, block_size: int) -> int:
-        """Blocks that are always attended: sinks, recent ones and the tail (sinks behind padding may need one more)."""
-        sinks, recent = -(-self.sink_tokens // block_size), -(-self.recent_tokens // block_size)
-        return sinks + recent + 1
+    # --- remembering -------------------------------------------------------------------------------------------------
 
     def new_state(self, layer: HybridLayer) -> LayerState:
         """What this method remembers of one layer, whose store is there and empty."""
@@ -275,33 +310,16 @@ class Policy(ABC):
     def must_be_resident(self, layer: HybridLayer, blocks: int) -> torch.Tensor:
         """Which of a layer's first blocks, the newest aside, a step relies on being resident: bool `[B, blocks]`."""
         assert layer.store is not None
+        wants = layer.requirements
         needed = torch.zeros(layer.batch_size, blocks, dtype=torch.bool)
-        if self.retrieves:
-            low, high = (torch.from_numpy(end)[:, None] for end in layer.store.padding.sinks(self.sink_tokens))
+        if wants.scored_on_host:
+            low, high = (torch.from_numpy(end)[:, None] for end in layer.store.padding.sinks(wants.sinks))
             number = torch.arange(blocks)
             needed |= (number >= low) & (number < high)
-            needed[:, max(layer.store.sealed - -(-self.recent_tokens // layer.store.block_size), 0) :] = True
+            needed[:, max(layer.store.sealed - -(-wants.recent // layer.store.block_size), 0) :] = True
         return needed
 
-    def for_model(self, identity: Callable[[], dict[str, Any]]) -> Policy:
-        """This policy for a model, with what has to be read for it.
-
-        Args:
-            identity: tells what identifies the model in whatever dtype (`cache.fingerprint.likeness`).
-        """
-        return self
-
-    def looks_ahead(self, layer: HybridLayer) -> bool:
-        """Whether `before_layer` wants this layer's predicted query one layer early."""
-        return False
-
-    def may_look_ahead(self, *, beside_device: bool) -> bool:
-        """Whether `looks_ahead` may become true for a layer once tokens are there.
-
-        Args:
-            beside_device: whether the model lies on a device beside the CPU.
-        """
-        return type(self).looks_ahead is not Policy.looks_ahead
+    # --- a decode step -----------------------------------------------------------------------------------------------
 
     def before_layer(self, step: Step) -> None:
         """Layer-ahead work: called one decoder layer early, with `step.query` predicted."""
@@ -309,7 +327,7 @@ class Policy(ABC):
 
     @abstractmethod
     def plan(self, step: Step) -> Plan:
-        """Who computes what in a decode step."""
+        """What a decode step attends."""
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """Recall, averages; called when the layer's attention is done."""
@@ -321,6 +339,7 @@ class Policy(ABC):
         `step.query` holds the prompt's last queries, `[B, Hq, query_window, D]`, or that of the step that comes where
         nobody has kept them.
         """
-        if self.retrieves:  # no sink may be left out for a newer block
-            return step.recent(min(slots, self.always_blocks(step.block_size)))
+        wants = step.layer.requirements
+        if wants.scored_on_host:  # no sink may be left out for a newer block
+            return step.recent(min(slots, wants.always_blocks(step.block_size)))
         return step.recent(slots)

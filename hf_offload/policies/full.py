@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hf_offload.knobs import check_choice
-from hf_offload.policies.base import EVER, Plan, Policy
+from hf_offload.policies.base import EVER, Plan, Policy, Requirements
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -34,8 +34,12 @@ class Full(Policy):
     def __post_init__(self) -> None:
         check_choice("host", self.host, ("attend", "fetch"))
 
+    @property
+    def requirements(self) -> Requirements:
+        return Requirements(capturable=True)
+
     def plan(self, step: Step) -> Plan:
         device, host = step.split(step.all_blocks())
         if self.host == "fetch" and step.layer.has_slots:
-            return Plan(device=device, fetched=host)
-        return Plan(device=device, host=host, until=EVER)
+            return Plan((*step.attend_split(device, None), step.attend_fetched(host)))
+        return Plan(step.attend_split(device, host), until=EVER)

@@ -12,7 +12,7 @@ import torch
 
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_number, check_tokens
-from hf_offload.policies.base import LayerState, Plan, Policy
+from hf_offload.policies.base import LayerState, Partial, Plan, Policy, Requirements
 from hf_offload.policies.tokens import attend, valid_tokens
 from hf_offload.scores import Scores
 
@@ -130,16 +130,10 @@ class H2O(Policy):
         check_tokens("prompt_queries", self.prompt_queries)
 
     @property
-    def leaves_out(self) -> bool:
-        return True
-
-    @property
-    def attends_blocks(self) -> bool:
-        return False
-
-    @property
-    def query_window(self) -> int:
-        return self.prompt_queries
+    def requirements(self) -> Requirements:
+        return Requirements(
+            leaves_out=True, attends_blocks=False, query_window=self.prompt_queries, learns_from_prompts=True
+        )
 
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
         lines = sizes.rows * sizes.kv_heads
@@ -176,7 +170,7 @@ class H2O(Policy):
         if number > state.kept.taken:  # layers may share keys and values, and each of them asks
             state.kept.take_in(*step.newest(), number, valid)
         query = torch.as_tensor(step.query).to(state.kept.keys.device)
-        return Plan(attended=state.kept.attend(query, step.scores))
+        return Plan((Partial(*state.kept.attend(query, step.scores)),))
 
     def _choose(self, step: Step) -> Kept:
         """The heavy and the newest of the tokens before this step's own."""

@@ -10,7 +10,7 @@ import torch
 
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_flag, check_number, check_tokens
-from hf_offload.policies.base import LayerState, Plan, Policy
+from hf_offload.policies.base import LayerState, Partial, Plan, Policy, Requirements
 from hf_offload.policies.tokens import attend, valid_tokens
 
 if TYPE_CHECKING:
@@ -100,22 +100,13 @@ class InfiniGen(Policy):
         check_tokens("prompt_queries", self.prompt_queries)
 
     @property
-    def leaves_out(self) -> bool:
-        return True
+    def requirements(self) -> Requirements:
+        return Requirements(
+            leaves_out=True, attends_blocks=False, query_window=self.prompt_queries, learns_from_prompts=True
+        )
 
-    @property
-    def attends_blocks(self) -> bool:
-        return False
-
-    @property
-    def query_window(self) -> int:
-        return self.prompt_queries
-
-    def looks_ahead(self, layer: HybridLayer) -> bool:
-        return self.lookahead and layer.index > 0
-
-    def may_look_ahead(self, *, beside_device: bool) -> bool:
-        return self.lookahead
+    def looks_ahead(self, index: int, *, two: bool, beside_device: bool) -> bool:
+        return self.lookahead and index > 0
 
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
         lines = sizes.rows * sizes.kv_heads
@@ -154,7 +145,7 @@ class InfiniGen(Policy):
             query, torch.cat((key, new_key[:, :, None]), 2), torch.cat((value, new_value[:, :, None]), 2),
             torch.cat((fetch.there, own), 2), step.scores,
         )  # fmt: skip
-        return Plan(attended=(out, lse))
+        return Plan((Partial(out, lse),))
 
     def _speculate(self, step: Step) -> Any:
         """Start to bring the tokens before this step's own that its query, as far as it is known, seems to want."""

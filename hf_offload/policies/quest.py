@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_tokens
-from hf_offload.policies.base import Plan, Policy, Selection
+from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -53,24 +53,14 @@ class Quest(Policy):
         check_choice("join", self.join, JOINS)
 
     @property
-    def digest_name(self) -> str:
-        return self.digest
-
-    @property
-    def sink_tokens(self) -> int:
-        return self.sinks
-
-    @property
-    def recent_tokens(self) -> int:
-        return self.recent
-
-    @property
-    def budget_tokens(self) -> int:
-        return self.budget
+    def requirements(self) -> Requirements:
+        return Requirements(
+            budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, capturable=True
+        )
 
     def plan(self, step: Step) -> Plan:
         """Choose by the real query, fetch, attend."""
-        return step.fetch(*step.choose(self.join, self.budget // step.block_size))
+        return Plan(step.fetch(*step.choose(self.join, self.budget // step.block_size)), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:
         """Sinks and newest blocks; what is always attended is never fetched, so that no sink may be left out."""

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from hf_offload.policies.base import Plan, Policy, Selection
+from hf_offload.policies.base import Policy
 from hf_offload.policies.fluxion.fixed_hybrid import FixedHybrid
 from hf_offload.policies.fluxion.policy import Fluxion
 from hf_offload.policies.full import Full
@@ -130,11 +130,9 @@ __all__ = [
     "Fluxion",
     "Full",
     "InfiniGen",
-    "Plan",
     "Policy",
     "Quest",
     "Scout",
-    "Selection",
     "Window",
     "describe_policy",
     "make_policy",

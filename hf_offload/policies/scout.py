@@ -11,7 +11,7 @@ import torch
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
-from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Selection
+from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -148,36 +148,22 @@ class Scout(Policy):
         return cls(budget=budget, **form)  # type: ignore[arg-type]
 
     @property
-    def digest_name(self) -> str:
-        return self.digest
+    def requirements(self) -> Requirements:
+        return Requirements(
+            budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest,
+            query_window=self.place_queries, capturable=True,
+        )  # fmt: skip
 
-    @property
-    def sink_tokens(self) -> int:
-        return self.sinks
-
-    @property
-    def recent_tokens(self) -> int:
-        return self.recent
-
-    @property
-    def budget_tokens(self) -> int:
-        return self.budget
-
-    @property
-    def query_window(self) -> int:
-        return self.place_queries
-
-    def mode(self, layer: HybridLayer) -> str:
-        """The lookahead that this layer uses: `"attend"`, `"select"` or `"off"`."""
+    def mode(self, index: int, *, two: bool, beside_device: bool) -> str:
+        """The lookahead that a layer uses: `"attend"`, `"select"` or `"off"`; arguments as for `looks_ahead`."""
         mode = self.lookahead
         if mode == "auto":
-            mode = "attend" if layer.has_device else "off"
-        if layer.index == 0 or not layer.has_slots:
-            return "off"
+            mode = "attend" if beside_device else "off"
         synchronous = SYNCHRONOUS if self.synchronous_layers is None else self.synchronous_layers
-        return "off" if layer.index in synchronous else mode
+        return mode if two and index > 0 and index not in synchronous else "off"
 
-    def check_memories(self, *, two: bool) -> None:
+    def check(self, *, block_size: int, two: bool) -> None:
+        super().check(block_size=block_size, two=two)
         if not two and self.lookahead in ("attend", "select"):
             raise ValueError(
                 f'lookahead={self.lookahead!r} needs two memories; use tier="split", a model on a GPU, or '
@@ -194,17 +180,15 @@ class Scout(Policy):
         clock = Field(torch.float32)
         return {"since": clock, "ratio": clock}
 
-    def looks_ahead(self, layer: HybridLayer) -> bool:
-        return self.mode(layer) != "off"
-
-    def may_look_ahead(self, *, beside_device: bool) -> bool:
-        return beside_device if self.lookahead == "auto" else self.lookahead != "off"
+    def looks_ahead(self, index: int, *, two: bool, beside_device: bool) -> bool:
+        return self.mode(index, two=two, beside_device=beside_device) != "off"
 
     def before_layer(self, step: Step) -> None:
         """Algorithm 1, lines 3–7: choose the next layer's blocks by its predicted query and start the CPU part."""
         state: ScoutState = step.state
         state.predicted = step.choose(self.join, self.budget // step.block_size)[1]
-        if self.mode(step.layer) == "attend":
+        layer = step.layer
+        if self.mode(layer.index, two=layer.has_slots, beside_device=layer.has_device) == "attend":
             state.ahead = step.attend_early(step.split(state.predicted)[1], correct=self.correction)
         else:
             step.read_ahead(step.split(state.predicted)[1])
@@ -215,7 +199,7 @@ class Scout(Policy):
         predicted, ahead = state.predicted, state.ahead
         if predicted is None and not step.layer.has_slots and step.num_blocks <= self.budget // step.block_size:
             # Nothing to choose, and no resident set that wants to learn.
-            return Plan(host=step.all_blocks(), until=self.budget // step.block_size + 1)
+            return Plan(step.attend(step.all_blocks()), until=self.budget // step.block_size + 1)
         state.predicted = state.ahead = None
         score, selection = step.choose(self.join, self.budget // step.block_size)
         step.learn(score, self.smoothing)
@@ -223,13 +207,13 @@ class Scout(Policy):
             step.compare(predicted, selection)
         resident = step.resident_blocks() if self.attend_resident == "all" else None
         if ahead is not None:
-            return Plan(device=resident or step.split(selection)[0], beside=ahead)
+            return Plan((*step.attend_split(resident or step.split(selection)[0], None), ahead))
         device, host = step.split(predicted or selection)
-        return Plan(device=resident or device, host=host, until=EVER)
+        return Plan(step.attend_split(resident or device, host), until=EVER)
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """§3.4: recall what the real query wanted, off the critical path."""
-        if plan.device is not None:  # with one memory nothing is resident
+        if step.layer.has_slots:
             step.recall(plan, step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_offload.knobs import check_tokens
-from hf_offload.policies.base import EVER, Plan, Policy
+from hf_offload.policies.base import EVER, Plan, Policy, Requirements
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -35,13 +35,8 @@ class Window(Policy):
         check_tokens("sinks", self.sinks, least=0)
 
     @property
-    def sink_tokens(self) -> int:
-        return self.sinks
-
-    @property
-    def budget_tokens(self) -> int:
-        return self.budget
+    def requirements(self) -> Requirements:
+        return Requirements(budget=self.budget, sinks=self.sinks, capturable=True)
 
     def plan(self, step: Step) -> Plan:
-        device, host = step.split(step.recent(self.budget // step.block_size))
-        return Plan(device=device, host=host, until=EVER)
+        return Plan(step.attend(step.recent(self.budget // step.block_size)), until=EVER)

@@ -165,7 +165,7 @@ class Newest(Policy):
 
     def plan(self, step: Any) -> Plan:
         assert not np.isnan(step.query).any()
-        return Plan(host=step.recent(1), until=1 << 20)
+        return Plan(step.attend(step.recent(1)), until=1 << 20)
 
 
 def test_a_plan_that_looks_at_results_serves_one_step(model: PreTrainedModel, plans: list[int]) -> None:

@@ -15,6 +15,7 @@ from hf_offload.cache import memory
 from hf_offload.cache import prefill_tiles as tiles
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Worker
 
@@ -50,7 +51,7 @@ def assert_tiles(store: BlockStore, stop: int, tile: int) -> None:
     """All tokens come in order, as `gather` brings them, and are looked at only while they are there."""
     want = store.gather(0, stop)
     at = 0
-    for first, k, v in store.tiles(stop, tile):
+    for first, k, v in read_tiles(store, stop, tile):
         assert first == at
         at += k.shape[2]
         assert k.shape[2] == min(tile, stop - first)
@@ -76,7 +77,7 @@ def test_tiles_are_what_gather_brings(
 
 
 def test_nothing_cached_is_no_tile() -> None:
-    assert list(make_store(Worker()).tiles(0, 16)) == []
+    assert list(read_tiles(make_store(Worker()), 0, 16)) == []
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -104,7 +105,7 @@ def test_the_next_tile_comes_while_one_is_attended(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(store, "gathering", watched)
     monkeypatch.setattr(Worker, "divide", divide)
-    for first, _, _ in store.tiles(LENGTH, 64):
+    for first, _, _ in read_tiles(store, LENGTH, 64):
         limit = time.monotonic() + 300
         while first + 64 < LENGTH and first + 64 not in done:
             assert time.monotonic() < limit
@@ -125,11 +126,11 @@ def test_two_tiles_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "host_empty", counted)
     token = 2 * 2 * HEADS * DIM * 2  # bytes of K and V of two rows
     for store, most in ((make_store(Worker()), 2 * 64), (make_store(Worker(), packs=True), 2 * 64 + 2 * 64)):
-        places = {(k.data_ptr(), v.data_ptr()) for _, k, v in store.tiles(LENGTH, 64)}
+        places = {(k.data_ptr(), v.data_ptr()) for _, k, v in read_tiles(store, LENGTH, 64)}
         assert len(places) == 3  # two tiles, and the last one's V, which is shorter
         assert sum(made) == most * token
         made.clear()
-    assert len(list(make_store(Worker()).tiles(60, 64))) == 1
+    assert len(list(read_tiles(make_store(Worker()), 60, 64))) == 1
     assert sum(made) == 60 * token  # a single tile needs no second
 
 
@@ -144,7 +145,7 @@ def test_a_gather_that_fails_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(store, "gathering", later)
         with pytest.raises(WorkerError, match=f"gathering tokens 128 to 191 failed: .*{UNDONE}"):
-            seen.extend(first for first, _, _ in store.tiles(LENGTH, 64))
+            seen.extend(first for first, _, _ in read_tiles(store, LENGTH, 64))
     assert seen == [0, 64]
     assert_tiles(store, LENGTH, 64)
 
@@ -154,7 +155,7 @@ def test_a_gather_that_hangs_is_given_up_in_time() -> None:
     store = make_store(worker)
     worker.delay = 5.0
     with pytest.raises(WorkerError, match="gathering tokens 0 to 63: not done in time"):
-        next(iter(store.tiles(LENGTH, 64)))
+        next(iter(read_tiles(store, LENGTH, 64)))
 
 
 def test_what_is_left_half_way_hinders_nobody() -> None:
@@ -164,8 +165,8 @@ def test_what_is_left_half_way_hinders_nobody() -> None:
     want = store.gather(0, 100)
     for _ in range(20):
         worker.delay = 0.002
-        next(iter(store.tiles(LENGTH, 64)))
-        reader = iter(store.tiles(LENGTH, 64))
+        next(iter(read_tiles(store, LENGTH, 64)))
+        reader = iter(read_tiles(store, LENGTH, 64))
         next(reader)
         store.crop(100)
         more = torch.full((2, 2, HEADS, LENGTH - 100, DIM), 3.0, dtype=torch.bfloat16)
@@ -201,7 +202,7 @@ def test_no_stream_reads_what_another_writes(
     got: list[torch.Tensor] = []
     with device:
         for _ in range(2):
-            for _, k, v in store.tiles(LENGTH, 32):
+            for _, k, v in read_tiles(store, LENGTH, 32):
                 device.model.enqueue(lambda k=k, v=v: got.extend([k.clone(), v.clone()]))  # type: ignore[misc]
             device.reuse()
     device.synchronize()
@@ -215,7 +216,7 @@ def test_memory_is_given_back_when_nobody_writes_into_it(monkeypatch: pytest.Mon
     store, device = on_streams(monkeypatch, 0.0, side, False)
     with device:
         for asked in (1, 2, 3):
-            reader = iter(store.tiles(LENGTH, 32))
+            reader = iter(read_tiles(store, LENGTH, 32))
             for _ in range(asked):
                 next(reader)
             del reader
@@ -231,7 +232,7 @@ def test_a_gpu_that_is_behind_reads_the_right_tiles(packs: bool) -> None:
     store = make_store(Worker(3), packs=packs, length=40 * SIZE, device="cuda")
     want = store.gather(0, 40 * SIZE)
     got: list[torch.Tensor] = []
-    for _, k, v in store.tiles(40 * SIZE, 64):
+    for _, k, v in read_tiles(store, 40 * SIZE, 64):
         torch.cuda._sleep(20_000_000)
         got.extend([k.clone(), v.clone()])
     torch.cuda.synchronize()

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from hf_offload.cache import block_store as store
-from hf_offload.cache import device_mirror as mirror
 from hf_offload.cache import host_pool, memory
 from hf_offload.cache import prefill_tiles as tiles
 from hf_offload.cache.block_store import KEEP_TOKENS, BlockStore
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.cpu.thread_pool import Worker
 from hf_offload.gpu.kv_copy import store_tokens
 
@@ -85,7 +85,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(store, "store_tokens", later)
     for module in (host_pool, tiles):
         monkeypatch.setattr(module, "host_empty", pageable)
-    monkeypatch.setattr(mirror, "sent", lambda array, where, old=None: torch.from_numpy(array.copy()))
+    monkeypatch.setattr(store, "sent", lambda array, where, old=None: torch.from_numpy(array.copy()))
     monkeypatch.setattr(HostPool, "pinned", True)
     monkeypatch.setattr(torch.cuda, "device", lambda where: contextlib.nullcontext())
     return device
@@ -105,7 +105,7 @@ def test_tiles_that_threads_gather_are_there(device: Device) -> None:
     blocks, (k, v) = make_store("cuda", worker=Worker(2)), tokens(LENGTH)
     blocks.append(k, v)
     with device:
-        found = [(a.clone(), b.clone()) for _, a, b in blocks.tiles(LENGTH, 64) if not device.synchronize()]
+        found = [(a.clone(), b.clone()) for _, a, b in read_tiles(blocks, LENGTH, 64) if not device.synchronize()]
     assert_same([torch.cat(parts, 2) for parts in zip(*found, strict=True)], (k, v))
 
 
@@ -162,5 +162,5 @@ def test_a_gpu_that_is_behind_holds_nobody_up_until_its_blocks_are_read(packs: b
         assert_same(host_tokens(blocks, 0, blocks.length), [x[:, :, : blocks.length] for x in (k, v)])
     torch.cuda._sleep(200_000_000)
     blocks.append(k, v)
-    parts = [(a.clone(), b.clone()) for _, a, b in blocks.tiles(blocks.length, 64)]
+    parts = [(a.clone(), b.clone()) for _, a, b in read_tiles(blocks, blocks.length, 64)]
     assert_same([torch.cat(part, 2) for part in zip(*parts, strict=True)], [torch.cat([x, x], 2) for x in (k, v)])

@@ -11,6 +11,7 @@ from tiny import DEVICE, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, Scout
+from hf_offload.attention.step_split import TieredStep, running
 
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
 CACHE: dict[str, Any] = {"block_size": 16, "resident": 144}
@@ -52,7 +53,7 @@ def test_policies_are_values() -> None:
 def test_mode_of_each_layer(model: PreTrainedModel, lookahead: Any, synchronous: Any, want: list[str]) -> None:
     policy = Scout(**SMALL, lookahead=lookahead, synchronous_layers=synchronous)
     cache = HybridCache(model, policy, **CACHE, tier="split")
-    assert [policy.mode(layer) for layer in cache.layers] == want
+    assert [policy.mode(layer.index, two=True, beside_device=DEVICE != "cpu") for layer in cache.layers] == want
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="beside a device there are two memories")
@@ -71,7 +72,7 @@ def test_one_memory_looks_no_layer_ahead_by_default(model: PreTrainedModel) -> N
     ]
     assert decode(model, caches[0]) == decode(model, caches[1])
     for cache in caches:
-        assert [cache.policy.mode(layer) for layer in cache.layers] == ["off"] * 4
+        assert not any(layer.looks_ahead for layer in cache.layers)
         assert cache.stats().as_dict()["query_cosine"] is None
 
 
@@ -79,15 +80,20 @@ def test_one_memory_looks_no_layer_ahead_by_default(model: PreTrainedModel) -> N
 def test_the_budget_is_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, lookahead: Any) -> None:
     """No layer attends more blocks in a step than the budget has, on both sides together."""
     cache = HybridCache(model, "scout", **SMALL, **CACHE, tier="split", lookahead=lookahead, synchronous_layers=(0,))
-    seen = []
-    plan = Scout.plan
+    seen: list[Any] = []
+    attend_device, plan = TieredStep.attend_device, Scout.plan
+
+    def count(self: TieredStep, device: Any) -> Any:
+        seen.append(device.counts)
+        return attend_device(self, device)
 
     def look(self: Scout, step: Any) -> Any:
         made = plan(self, step)
-        parts = [made.device, made.host, made.beside.host if made.beside else None]
-        seen.append(sum(part.counts for part in parts if part is not None).max())
+        part = running(made)
+        seen.append((seen.pop() + (0 if part is None else part.host.counts)).max())
         return made
 
+    monkeypatch.setattr(TieredStep, "attend_device", count)
     monkeypatch.setattr(Scout, "plan", look)
     decode(model, cache)
     assert seen

@@ -107,7 +107,7 @@ def test_a_crop_begins_anew_and_rows_keep_their_phase(llama: PreTrainedModel, ti
 def test_blocks_that_cannot_be_are_refused(llama: PreTrainedModel, method: Any, numbers: Any) -> None:
     class Wrong(method):  # type: ignore[misc]
         def plan(self, step: Any) -> hf_offload.Plan:
-            return hf_offload.Plan(host=step.blocks(numbers))
+            return hf_offload.Plan(step.attend(step.blocks(numbers)))
 
     cache = HybridCache(llama, Wrong(), **KNOBS["one"])
     ids = prompt(1, 60)[0]

@@ -1,1 +1,1 @@
-"""Kernels of the CPU: compiled functions, the kernel, and the function that checks arguments and makes its launch."""
+"""CPU kernels; a module holds the compiled functions, the kernel, and the function that checks and makes its launch."""

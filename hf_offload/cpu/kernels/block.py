@@ -1,7 +1,7 @@
-"""What one KV block contributes to the query heads of its group: scores, softmax step, weighted sum.
+"""Attention of one group of query heads to one KV block: scores, online-softmax step, weighted sum.
 
-Everything works on addresses: a block's K or V is `[block_size, D]` in the pool's dtype; scores are float32 rows, one
-a query head, `stride` bytes apart, one entry a token.
+All arguments are addresses. K or V of a block is `[block_size, D]` in the pool's dtype. Scores are float32 rows, one
+for each query head, `stride` bytes apart, with one entry for each token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hf_offload.cpu.simd.vectors import (
     vmax,
 )
 
-# Scores of this many tokens go through one softmax step: enough to fill vectors when blocks are small.
+# Tokens of one softmax step: enough to fill vectors when blocks are small.
 STEP_TOKENS = 128
 
 
@@ -43,10 +43,10 @@ STEP_TOKENS = 128
 def score_block(
     tag: Any, heads: Any, keys: int, ahead: int, query: int, dim: int, block_size: int, scores: int, stride: int
 ) -> None:
-    """scores[head, token] = query[head] . keys[token]; meanwhile prefetch half of the record at `ahead` (0: none).
+    """scores[head, token] = query[head] . keys[token]; also prefetch half of the record at `ahead` (0: none).
 
-    A record is prefetched as two streams, K and V side by side: the first half of each here, the second in
-    `add_weighted`. From memory that is a fifth faster than one stream after the other.
+    K and V of a record are prefetched side by side, as two streams: the first half of each here, the second half in
+    `add_weighted`. That is a fifth faster than one stream after the other.
     """
     row = dim * tag.itemsize
     for token in range(0, block_size, 4):
@@ -70,7 +70,7 @@ def soften_scores(count: int, scores: int, stride: int, tokens: int, cap: float)
 
 @jit
 def mask_scores(count: int, scores: int, stride: int, valid: Array, first: int, filled: int, block_size: int) -> None:
-    """Put MASKED at the tokens of a block (the first is at position `first`) that are unfilled or not valid."""
+    """Write MASKED for the tokens of a block that are unfilled or invalid; `first`: position of its first token."""
     for token in range(block_size):
         if token >= filled or valid[first + token] == 0:
             for head in range(count):
@@ -79,7 +79,7 @@ def mask_scores(count: int, scores: int, stride: int, valid: Array, first: int, 
 
 @jit
 def clear_scores(count: int, scores: int, stride: int, begin: int, end: int) -> None:
-    """Put MASKED at tokens begin..end-1."""
+    """Write MASKED for tokens begin..end-1."""
     for head in range(count):
         for token in range(begin, end):
             put(scores + head * stride + 4 * token, MASKED)
@@ -87,7 +87,7 @@ def clear_scores(count: int, scores: int, stride: int, begin: int, end: int) -> 
 
 @jit
 def copy_scores(count: int, scores: int, stride: int, tokens: int, target: int, target_stride: int) -> None:
-    """target[head, token] = score, -inf where it is MASKED; nothing is written behind the tokens."""
+    """target[head, token] = score, -inf where it is MASKED; nothing is written after the last token."""
     nothing, none = splat(NOTHING), splat(np.float32(-np.inf))
     whole = tokens & ~15
     for head in range(count):
@@ -102,9 +102,9 @@ def copy_scores(count: int, scores: int, stride: int, tokens: int, target: int, 
 
 @jit
 def softmax_step(count: int, scores: int, stride: int, tokens: int, peaks: int, masses: int, fades: int) -> None:
-    """Turn scores into weights exp(score - peak), where peaks and masses of each head include these tokens.
+    """One online-softmax step: turn scores into weights exp(score - peak), and update each head's peak and mass.
 
-    `fades` receives the factor by which sums that were weighted by the earlier peak must shrink.
+    `fades` receives exp(old peak - new peak), by which sums over earlier tokens must be multiplied.
     """
     for head in range(count):
         row = scores + head * stride
@@ -148,7 +148,7 @@ def scale_weights(count: int, factors: int, weights: int, stride: int, tokens: i
 
 @jit
 def shrink_sums(count: int, sums: int, dim: int, fades: int) -> None:
-    """sums[head] *= fades[head], skipped where the factor is 1 (the usual case once the peak is found)."""
+    """sums[head] *= fades[head], skipped where the factor is 1, as in most steps."""
     for head in range(count):
         fade = get(fades + 4 * head)
         if fade != np.float32(1.0):
@@ -216,7 +216,7 @@ def add_block(
 ) -> None:
     """`add_weighted` over a block, or over each run of its valid tokens if it is `masked`.
 
-    The other tokens may hold NaN, which a weight of 0 would not stop.
+    Invalid tokens may hold NaN, which a weight of 0 would not remove.
     """
     token = 0
     while token < filled:

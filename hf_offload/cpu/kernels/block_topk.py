@@ -1,8 +1,8 @@
-"""The best blocks of each row and KV head: top-k by a bound found by halving, beside the blocks that are always kept.
+"""Top-k blocks of each row and KV head: the always kept blocks plus the best others, by bisection of a threshold.
 
 Shapes: score [B, Hkv, N], chosen blocks [B, Hkv, C] with a count for each (row, KV head). `choose_blocks` scores every
-sealed block, joins the heads of a group and keeps the best in one launch: its tasks are chunks of blocks, and whoever
-finishes the last chunk of a (row, KV head) joins its scores and selects. Nobody waits.
+sealed block, joins the heads of a group and selects in one launch. Its tasks are chunks of blocks; the thread that
+finishes the last chunk of a (row, KV head) joins the scores and selects, so that no thread waits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_offload.cpu.memory import address_of, count_up, get, hold, put
 from hf_offload.cpu.simd.vectors import choose_less, lane_max, lane_sum, load_f32, splat, store, vmax
 
 SPARE = 64
-"""Floats behind the scores of a row that are written and read, too."""
+"""Rows of scores and marks are padded to a multiple of this many float32."""
 _NEVER = np.float32(-np.inf)
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
 _FLIP = 0x7FFFFFFF
@@ -37,7 +37,7 @@ _FLIP = 0x7FFFFFFF
 
 @jit
 def copy_scores(source: int, count: int, row: int) -> None:
-    """Copy so many float32 between addresses, with -inf for NaN and behind them, up to a whole `SPARE`."""
+    """Copy `count` float32 to `row`, with -inf for NaN, and fill up with -inf to a multiple of `SPARE`."""
     low, lowest = splat(_NEVER), splat(_LOWEST)
     whole = count & ~15
     for i in range(0, 4 * whole, 64):
@@ -50,7 +50,7 @@ def copy_scores(source: int, count: int, row: int) -> None:
 
 @jit
 def _below(row: int, size: int, bound: float) -> int:
-    """How many of the scores in `size` bytes are below a bound."""
+    """The number of scores in `size` bytes that are below a bound."""
     zero, one, limit = splat(np.float32(0.0)), splat(np.float32(1.0)), splat(np.float32(bound))
     a, b, c, d = zero, zero, zero, zero
     for i in range(row, row + size, 256):
@@ -63,7 +63,7 @@ def _below(row: int, size: int, bound: float) -> int:
 
 @jit
 def _key(x: float, word: Array) -> int:
-    """An integer in the order of the floats."""
+    """An integer key with the order of the floats."""
     word.view(np.float32)[0] = np.float32(x) + np.float32(0.0)  # -0 and +0 tie
     bits = np.int64(word[0])
     return int(bits if bits >= 0 else bits ^ _FLIP)
@@ -77,7 +77,7 @@ def _value(key: int, word: Array) -> float:
 
 @jit
 def bound_of(row: int, count: int, want: int, word: Array) -> tuple[float, int]:
-    """What the best `want` scores reach, and how many of those that equal it are among them, at most `count`.
+    """The threshold that the best `want` scores reach, and how many of the scores equal to it are among them.
 
     Args:
         row: address of scores, as `copy_scores` writes them; want: at least 1.
@@ -110,17 +110,17 @@ def bound_of(row: int, count: int, want: int, word: Array) -> tuple[float, int]:
 
 @jit
 def mark_best(row: int, count: int, want: int, marks: int, word: Array) -> None:
-    """Put 1 where one of the best `want` scores is, and leave the others as they are; of equal ones the first count.
+    """Write 1 at the marks of the best `want` scores and leave the others unchanged; ties go to the lower index.
 
     Args:
         row: address of scores, as `copy_scores` writes them; want: at least 1.
-        marks: address of float32 [count up to a whole `SPARE`].
+        marks: address of float32 [count, rounded up to a multiple of `SPARE`].
         word: scratch int32 [1].
     """
     bound, ties = bound_of(row, count, want, word)
     one, limit, place = splat(np.float32(1.0)), splat(np.float32(bound)), 4 * count
     left = ties
-    for i in range(0, place if ties < count else 0, 4):  # where the ties end that count
+    for i in range(0, place if ties < count else 0, 4):  # the end of the ties that are taken
         if get(row + i) == np.float32(bound):
             if left == 0:
                 place = i
@@ -136,7 +136,7 @@ def mark_best(row: int, count: int, want: int, marks: int, word: Array) -> None:
 
 @jit
 def list_marked(marks: int, count: int, first: int, blocks: Array) -> int:
-    """Write first + i for every mark i that is set, ascending, and return how many there are; marks: address."""
+    """Write first + i, ascending, for every mark i that is set, and return their number; marks: address."""
     found = 0
     for i in range(count):
         if get(marks + 4 * i) > np.float32(0.0):
@@ -147,7 +147,7 @@ def list_marked(marks: int, count: int, first: int, blocks: Array) -> int:
 
 @jit
 def clear_marks(marks: int, count: int) -> None:
-    """Take all marks away, up to a whole `SPARE`."""
+    """Set all marks to 0, up to a multiple of `SPARE`."""
     zero = splat(np.float32(0.0))
     for i in range(0, 4 * ((count + SPARE - 1) // SPARE * SPARE), 64):
         store(marks + i, zero)
@@ -158,7 +158,7 @@ _NO_KEY = np.int32(-(2**31))  # the key of -inf and NaN: below the key of every 
 
 @jit
 def sort_keys(row: Array, keys: Array) -> int:
-    """Write integers in the order of the floats of a row [n], and return how many are neither -inf nor NaN."""
+    """Write integer keys with the order of the floats of a row [n]; return how many are neither -inf nor NaN."""
     bits, usable = row.view(np.int32), np.int32(0)
     for i in range(len(row)):
         x = np.int32(0) if bits[i] == _NO_KEY else bits[i]  # -0 and +0 tie
@@ -171,7 +171,7 @@ def sort_keys(row: Array, keys: Array) -> int:
 
 @jit
 def threshold_of(keys: Array, count: int, want: int, usable: int) -> tuple[int, int]:
-    """What the best `want` of the first `count` keys exceed, and how many keys that equal it are among them.
+    """The threshold of the best `want` of the first `count` keys, and how many keys equal to it are among them.
 
     Args:
         keys: int32, from `sort_keys`, which returned `usable`.
@@ -270,7 +270,7 @@ def check_selection(
     batch: int, kv_heads: int, n_sealed: int, sink_lo: Array, sink_hi: Array, recent: int, n_blocks: int, k: int,
     blocks: Array, counts: Array,
 ) -> None:  # fmt: skip
-    """Raise unless the arguments of a choice fit together; see `select_blocks`."""
+    """Raise unless the arguments of a selection fit together; see `select_blocks`."""
     require("sink_lo", sink_lo, I32, (batch,))
     require("sink_hi", sink_hi, I32, (batch,))
     require("blocks", blocks, I32, (batch, kv_heads, blocks.shape[2]))
@@ -279,7 +279,7 @@ def check_selection(
         raise ValueError(f"n_sealed {n_sealed} is not within 0..n_blocks ({n_blocks})")
     if recent < 0 or k < 0:
         raise ValueError(f"recent {recent} and k {k} must not be negative")
-    sinks = max([0, *(sink_hi - sink_lo).tolist()])  # for a few rows quicker than NumPy
+    sinks = max([0, *(sink_hi - sink_lo).tolist()])  # faster than NumPy for a few rows
     always = min(n_blocks, sinks + min(recent, n_sealed) + n_blocks - n_sealed)
     if blocks.shape[2] < max(always, min(k, n_blocks)):
         raise ValueError(f"blocks holds {blocks.shape[2]} entries; up to {max(always, min(k, n_blocks))} may be chosen")
@@ -296,7 +296,7 @@ def select_blocks(
     blocks: Array,
     counts: Array,
 ) -> Launch:
-    """Prepare the choice of at most k logical blocks for each (row, KV head), in ascending order.
+    """Prepare the selection of at most k logical blocks for each (row, KV head), in ascending order.
 
     Always chosen, even beyond k: the sinks, the last `recent` sealed blocks from sink_lo on, and the unsealed blocks.
     The rest of k goes to the best-scoring sealed blocks from sink_lo on whose score is above -inf; ties go to the lower
@@ -417,30 +417,30 @@ def choose_blocks(
     unsealed: tuple[Array, Array, Array, int, int] | None = None,
     select: tuple[Array, Array, int, int, int, Array, Array] | None = None,
 ) -> Launch:
-    """Prepare one score a (row, KV head, sealed block), and the choice of blocks by it.
+    """Prepare the scores of all sealed blocks for each (row, KV head), and the selection of blocks by them.
 
     "max" and "mean": each query head's softmax over its blocks and the tail, then the largest or the mean of the group.
-    "raw": the mean of the log masses. A block without valid tokens has score -inf, every other one more. What is of no
-    consequence is not exact: sub-means are cut off 40 below the best of their 128 blocks, and shares of a softmax below
-    1e-17 have an order only among these.
+    "raw": the mean of the log masses. A block without valid tokens has score -inf, every other block a larger one.
+    Negligible scores are inexact: sub-means are cut off 40 below the best of their 128 blocks, and softmax shares below
+    1e-17 are ordered only among themselves.
 
     Args:
         query: float32 [B, Hq, D], D a multiple of 16 up to 256.
-        digest: what scores the blocks.
+        digest: the digests that score the blocks.
         table: int32 [B, N], physical block of each logical one.
         n_sealed: blocks 0..n_sealed-1 are scored.
         masses: float32 [B, Hq, N], N at least n_sealed rounded up to a multiple of 16: scratch.
         tail: float32 [B, Hq], log of the mass of the tokens without a digest; may be -inf. Written with `unsealed`.
         score: float32 [B, Hkv, N], written up to n_sealed rounded up to a multiple of 16.
         join: "max", "mean" or "raw".
-        scale, softcap: of the scores, as in `sparse_decode`.
-        kv_dtype: dtype of the pool, whether it is read or not (there is one compiled kernel for each).
-        unsealed: where the tokens without a digest are read, to fill `tail`: block_ptr, holes and valid (as in
-            `sparse_decode`), length in tokens, block size.
-        select: sink_lo, sink_hi, recent, n_blocks, k, blocks and counts, as in `select.select_blocks`.
+        scale, softcap: as in `sparse_decode`.
+        kv_dtype: dtype of the pool, also where the pool is not read (it selects the compiled kernel).
+        unsealed: block_ptr, holes and valid (as in `sparse_decode`), length in tokens, block size: the tokens without a
+            digest, whose mass fills `tail`.
+        select: sink_lo, sink_hi, recent, n_blocks, k, blocks and counts, as in `select_blocks`; None: scores alone.
 
     Raises:
-        ValueError: an unknown join, shapes that contradict each other, or what the kernel does not cover.
+        ValueError: an unknown join, shapes that contradict each other, or sizes that the kernel does not cover.
         TypeError: an array of another dtype.
     """
     if join not in JOINS:

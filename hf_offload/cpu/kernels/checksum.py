@@ -1,8 +1,8 @@
-"""Checksums of records, by address: 64 bits each, at the speed at which memory is read.
+"""64-bit checksums of records, computed at memory bandwidth.
 
-Eight lanes take the 64-bit words in turn: x = lane XOR word, halves folded, times a prime, halves folded. A step is a
-bijection: a change within one word always shows. Others go unseen with a probability of about 2⁻⁶⁴, if nobody means to
-deceive.
+Eight lanes take the 64-bit words in turn: x = lane XOR word, halves folded, times a prime, halves folded. Each step is
+a bijection, so that a change within one word is always detected. Other accidental changes are missed with a probability
+of about 2⁻⁶⁴. The checksum is not cryptographic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _checksum(address: int, nbytes: int) -> Any:
         e, f = _mix(e, get_word(place + 32)), _mix(f, get_word(place + 40))
         g, h = _mix(g, get_word(place + 48)), _mix(h, get_word(place + 56))
     total = np.uint64(0)
-    for lane in (a, b, c, d, e, f, g, h):  # mixed before they meet: the same change to two lanes must not cancel
+    for lane in (a, b, c, d, e, f, g, h):  # mixed first: the same change in two lanes must not cancel
         total = _mix(total, _mix(_mix(lane, PRIME), PRIME))
     return total
 
@@ -58,7 +58,7 @@ def checksum_records(addresses: Array, nbytes: int, sums: Array) -> Launch:
 
     Args:
         addresses: int64 [n].
-        nbytes: of a record; a multiple of 64.
+        nbytes: bytes of a record, a multiple of 64.
         sums: int64 [n], written.
 
     Raises:

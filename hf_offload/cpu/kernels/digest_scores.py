@@ -1,8 +1,8 @@
-"""Block scores: digests against the query heads of a group, a softmax for each head, one score for the group.
+"""Block scores from digests: a softmax over blocks for each query head, joined into one score for the group.
 
-A digest gives every block S scores a query head; the block's mass is the sum of their exponentials. Blocks are scored
-in chunks of 128, each with its own peak; `join_chunks` brings the chunks of a KV head together. The newest tokens, in
-blocks without a digest, have their exact log mass (`tail_of_head`).
+A digest gives every block S scores for each query head; the block's mass is the sum of their exponentials. Blocks are
+scored in chunks of 128, each with its own peak, and `join_chunks` joins the chunks of a KV head. The newest tokens, in
+blocks without a digest, contribute their exact log mass (`tail_of_head`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tail_of_head(
     tag: Any, full: Any, rest: Any, query: Array, block_ptr: Array, table: Array, h: int, kv_heads: int,
     first_block: int, length: int, holes: Array, valid: Array, block_size: int, scale: float, cap: Any, lse: Array,
 ) -> None:  # fmt: skip
-    """Write the log-sum-exp of the scores of the tokens from a block on, for the query heads of KV head h of one row.
+    """Write the log-sum-exp of the scores of all tokens from `first_block` on, for KV head h's query heads in one row.
 
     Args:
         query: float32 [G, D].
@@ -110,7 +110,7 @@ def check_tail(
     block_ptr: Array, holes: Array, valid: Array, table: Array, dim: int, first_block: int, length: int,
     block_size: int,
 ) -> None:  # fmt: skip
-    """Raise unless the arrays cover `length` tokens from a block on."""
+    """Raise unless the arrays cover `length` tokens."""
     check_geometry(dim, block_size)
     batch = table.shape[0]
     require("block_ptr", block_ptr, I64, block_ptr.shape[:1])
@@ -125,17 +125,16 @@ JOINS = {"max": 0, "mean": 1, "raw": 2}
 CHUNK_BLOCKS = 128
 SPARE_BLOCKS = 32  # a digest may write this many blocks beyond its chunk
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
-# Blocks so far below the best that it cannot matter are all alike: products of what is left are never denormal, which
-# would cost a hundred cycles each.
+# Negligible scores and masses are raised to a floor, so that no product is denormal, which would cost a hundred cycles.
 _FLOOR, _LEAST = np.float32(-40.0), np.float32(1e-18)
 
 
 class Vectors(NamedTuple):
-    """Digests of one vector a block: block means (W = D), Quest's minimum and maximum (W = 2 D; Quest, section 3.3).
+    """Digests of one vector for each block: mean key (W = D), or Quest's maximum and minimum (W = 2 D; section 3.3).
 
     Args:
-        query: float32 [B, Hq, W], scaled; for Quest split into its positive and its negative part.
-        vectors: [P, Hkv, W], 16-bit floats as bits, by physical block.
+        query: float32 [B, Hq, W], scaled; for Quest its positive part, then its negative part.
+        vectors: [P, Hkv, W] by physical block; 16-bit floats as bits.
         bias: float32 [P]; -inf marks a block without valid tokens, whatever its vectors hold.
         runs: one entry: a block has one score.
     """
@@ -147,7 +146,7 @@ class Vectors(NamedTuple):
 
 
 class LogMasses(NamedTuple):
-    """Log masses that were computed elsewhere: float32 [B, Hq, N], -inf for blocks without valid tokens."""
+    """Log masses computed elsewhere: float32 [B, Hq, N], -inf for blocks without valid tokens."""
 
     values: Array
     runs: tuple[int] = (0,)
@@ -263,11 +262,11 @@ def write_scores(
     """Write the S scores of blocks begin..end-1 of row b for the query heads of KV head h, MASKED where none is valid.
 
     Args:
-        digest: one of the bundles above.
+        digest: a `Digest`.
         full, rest: tags of `launch.head_tiles`.
         query: float32 [B, Hq, D]; table: int32 [B, N].
-        scale, cap: of the scores; cap is None or the softcap.
-        reach: this head's share of blocks end..reach-1 is prefetched, of all KV heads (see `sweep_on`).
+        scale, cap: factor and softcap (or None) of the scores.
+        reach: prefetch this head's share of the digests of blocks end..reach-1, all KV heads (see `sweep_on`).
         out: address of float32 [group, (end - begin + SPARE_BLOCKS) * S], rows `stride` bytes apart.
     """
     raise NotImplementedError("for compiled code")
@@ -294,15 +293,15 @@ def _write_scores(
 
 @jit
 def soften_chunk(runs: Any, scores: int, blocks: int, raw: bool, masses: int) -> Any:
-    """Turn the scores of a chunk's blocks into masses relative to exp(peak), and return the peak, MASKED if none.
+    """Turn the scores of a chunk's blocks into masses relative to exp(peak); return the peak, MASKED if none is valid.
 
-    Blocks without valid tokens get mass 0, all others more. With `raw` the masses are absolute logarithms, and -inf;
-    the peak means nothing then.
+    Blocks without valid tokens get mass 0, all others a positive mass. With `raw` the masses are absolute logarithms,
+    -inf for blocks without valid tokens, and the peak has no meaning.
 
     Args:
-        runs: as many entries as a block has scores.
-        scores: address of float32 [blocks up to a multiple of 16, S], used up.
-        masses: address of float32, written up to the next multiple of 16 blocks.
+        runs: a tuple as long as a block has scores (S).
+        scores: address of float32 [blocks rounded up to a multiple of 16, S], overwritten.
+        masses: address of float32, written up to a multiple of 16 blocks.
     """
     end = (4 * blocks * len(runs) + 63) & ~63
     padded = (blocks + 15) & ~15
@@ -335,14 +334,14 @@ def soften_chunk(runs: Any, scores: int, blocks: int, raw: bool, masses: int) ->
 
 @jit
 def join_chunks(masses: Array, peaks: Array, tail: Array, n_blocks: int, mode: int, score: Array) -> None:
-    """Join the masses of a KV head's query heads into one score a block.
+    """Join the masses of a KV head's query heads into one score for each block.
 
     Args:
-        masses: float32 [G, N] from `soften_chunk`, N at least n_blocks up to a multiple of 16.
+        masses: float32 [G, N] from `soften_chunk`, N at least n_blocks rounded up to a multiple of 16.
         peaks: float32 [G, chunks].
         tail: float32 [G], log of the mass of tokens that have no digest.
-        mode: of `JOINS`.
-        score: float32 [N], written up to the next multiple of 16 blocks.
+        mode: a value of `JOINS`.
+        score: float32 [N], written up to a multiple of 16 blocks.
     """
     group, chunks = peaks.shape
     padded = 4 * ((n_blocks + 15) & ~15)

@@ -1,13 +1,13 @@
-"""Blocks in int8: codes with a scale a channel for the keys and a scale a token for the values, attended in integers.
+"""Int8 blocks: keys with one scale for each channel, values with one for each token, attended in integer arithmetic.
 
 A packed record of one (block, KV head) is K codes int8 [block_size / 4, D / 8, 4, 8] (of 4 tokens in 8 dimensions: a
 register of int16), V codes int8 [block_size / 2, D, 2] (of 2 tokens in 16 dimensions), key scales bfloat16 [D], value
-scales bfloat16 [max(block_size, 16)], padded to whole cache lines. Keys have channels that are large in every token,
-values have not: hence the two axes. An address of a packed record carries a 1 in its lowest bit.
+scales bfloat16 [max(block_size, 16)], padded to whole cache lines. The two axes differ because keys, unlike values,
+have channels that are large in every token. The address of a packed record has a 1 in its lowest bit.
 
-A row of floats that meets codes takes their scales in and is rounded to int16, with one unit a head and block: of a
-query, which meets 127 steps a channel, or of a softmax's weights. No error is larger than half a unit: that of a score
-is at most D / 65534 of the largest product of a single channel, that of a weight 1 / 65534 of the block's largest.
+The float operand of an integer product (the query, or the softmax weights) is multiplied by the codes' scales and
+rounded to int16, with one unit for each head and block. No rounding error exceeds half a unit: a score is off by at
+most D / 65534 of the largest product of a single channel, a weight by at most 1 / 65534 of the block's largest.
 """
 
 # mypy: allow-untyped-calls
@@ -62,13 +62,13 @@ _HALF, _WHOLE, _PAIR = (ir.VectorType(BITS8, count) for count in (LANES // 2, LA
 
 @jit
 def key_place(token: int, d: int, dim: int) -> int:
-    """Bytes from the record's start to the key codes d..d+15 of a token; d is a multiple of 16."""
+    """Offset in bytes of the key codes d..d+15 of a token in its record; d is a multiple of 16."""
     return token // 4 * 4 * dim + 4 * d + token % 4 * 8
 
 
 @jit
 def value_place(token: int, d: int, dim: int, block_size: int) -> int:
-    """Bytes from the record's start to the value codes d..d+15 of a token; d is a multiple of 16."""
+    """Offset in bytes of the value codes d..d+15 of a token in its record; d is a multiple of 16."""
     return (block_size + token // 2 * 2) * dim + 2 * d + token % 2
 
 
@@ -86,7 +86,7 @@ def _key_halves(builder: Any, address: Any) -> list[Any]:
 
 @lowered
 def store_key_codes(typing: Any, address: Any, codes: Any) -> Any:
-    """Write 16 lanes of at most 127, rounded to int8, at a `key_place`."""
+    """Write 16 lanes, of magnitude at most 127, rounded to int8, at a `key_place`."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         whole = _codes(builder, args[1])
@@ -110,7 +110,7 @@ def load_key_codes(typing: Any, address: Any) -> Any:
 
 @lowered
 def store_value_codes(typing: Any, address: Any, even: Any, odd: Any) -> Any:
-    """Write 16 lanes each of two tokens, at most 127, rounded to int8, at the `value_place` of the even token."""
+    """Write 16 lanes of each of two tokens, magnitudes up to 127, as int8 at the `value_place` of the even token."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lanes = [lane + LANES * odd for lane in range(LANES) for odd in (0, 1)]
@@ -123,7 +123,7 @@ def store_value_codes(typing: Any, address: Any, even: Any, odd: Any) -> Any:
 
 @lowered
 def load_value_codes(typing: Any, address: Any) -> Any:
-    """The 16 codes at a `value_place`, as floats; a byte beyond them is read, which the record has."""
+    """The 16 codes at a `value_place`, as floats; reads one byte beyond them, inside the record."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         both = builder.load(pointer(builder, args[0], _PAIR), align=1)
@@ -133,23 +133,23 @@ def load_value_codes(typing: Any, address: Any) -> Any:
 
 
 SCALES = np.empty(0, np.uint16)  # a tag, see `launch.TAGS`
-_UNITS = 64  # bytes for the units of a tile of heads
+_UNITS = 64  # bytes for the units of a register tile of heads
 
 
 @jit
 def spare_bytes(dim: int, block_size: int) -> int:
-    """Scratch that the functions below want for one register tile of heads."""
+    """Bytes of scratch (`spare`) that the functions below need for one register tile of heads."""
     return _UNITS + 24 * max(dim, block_size, 16) + 64 * (block_size + 4)
 
 
 @jit
 def _fold(heads: Any, rows: int, row_step: int, width: int, scales: int, spare: int, first: int, second: int) -> None:
-    """Write float32 rows (one a head) times scales (bfloat16; 0: all 1) as int16 rows and their units.
+    """Multiply float32 rows, one for each head, by scales (bfloat16; address 0: all 1); write int16 rows and units.
 
     Args:
         width: entries of a row, a multiple of 16.
-        first, second: where to prefetch 4 * width bytes meanwhile (0: nowhere), so that memory is not idle.
-        spare: units float32 [4], 4 more, then int16 [heads, width], then float32 [heads, width].
+        first, second: addresses at which to prefetch 4 * width bytes (0: none).
+        spare: units float32 [4] and their inverses [4], then int16 [heads, width], then float32 [heads, width].
     """
     shorts = spare + _UNITS
     scaled = shorts + 2 * len(heads) * width
@@ -168,7 +168,7 @@ def _fold(heads: Any, rows: int, row_step: int, width: int, scales: int, spare: 
 
 @jit
 def _fold_weights(heads: Any, weights: int, stride: int, block_size: int, scales: int, spare: int) -> None:
-    """`_fold` for weights; those of a block of 8 are filled up with zeros."""
+    """`_fold` for softmax weights; those of a block of 8 tokens are padded with zeros."""
     if block_size >= 16:
         _fold(heads, weights, stride, block_size, scales, spare, 0, 0)
         return
@@ -193,7 +193,7 @@ def score_packed(
     for token in range(0, block_size, 8):
         sums = no_sums(heads, 4)
         for d in range(0, dim, 16):
-            if ahead != 0 and token > 0:  # the lines of the first 8 tokens: `_fold`
+            if ahead != 0 and token > 0:  # `_fold` prefetches for the first 8 tokens
                 line = token * dim // 2 + 4 * d
                 prefetch(ahead + line, 2)
                 prefetch(values + line, 2)
@@ -207,7 +207,7 @@ def score_packed(
 def add_packed_values(
     heads: Any, record: int, ahead: int, dim: int, block_size: int, weights: int, stride: int, sums: int, spare: int
 ) -> None:
-    """`block.add_weighted` for all values of a packed record: codes are finite, so a weight of 0 leaves a token out."""
+    """`block.add_weighted` for all values of a packed record; codes are finite, so a weight of 0 excludes a token."""
     shorts, step = spare + _UNITS, 2 * max(block_size, 16)
     _fold_weights(heads, weights, stride, block_size, record + 2 * (block_size + 1) * dim, spare)
     values = record + block_size * dim
@@ -271,20 +271,20 @@ def packed_bytes(dim: int, block_size: int) -> int:
 
 @jit
 def is_packed(address: int) -> bool:
-    """Whether a block's address is that of a packed one."""
+    """Whether an address is that of a packed block."""
     return address & 1 != 0
 
 
 @jit
 def _clean(tag: Any, address: int) -> Any:
-    """16 stored elements; those that are not finite count as 0."""
+    """16 stored elements, with 0 for those that are not finite."""
     x, zero = load(tag, address), splat(np.float32(0.0))
     return choose_less(vmax(x, zero - x), splat(_TOP), x, zero)
 
 
 @jit
 def _inverse(address: int) -> Any:
-    """1 / scale of 16 scales, 0 where the scale is."""
+    """1 / scale of 16 scales, 0 where the scale is 0."""
     scale, zero = load(SCALES, address), splat(np.float32(0.0))
     return choose_less(zero, scale, splat(np.float32(1.0)) / scale, zero)
 
@@ -407,16 +407,16 @@ def pack_records(
     block_size: int,
     keep: tuple[Any, ...] = (),
 ) -> Launch:
-    """Prepare packing n full blocks of one KV head each; elements that are not finite become 0.
+    """Prepare packing of n full records; elements that are not finite become 0.
 
     Args:
         keys, values: int64 [n], addresses in bytes of each block's first token.
-        key_step, value_step: bytes between its tokens.
-        records: int64 [n], addresses of the packed records (without the mark in the lowest bit), written.
+        key_step, value_step: bytes between consecutive tokens.
+        records: int64 [n], addresses to write the packed records to (lowest bit 0).
         kv_dtype: dtype of keys and values.
         dim: head dimension, a multiple of 16 up to 256.
         block_size: tokens of a block.
-        keep: objects whose memory is reached by address.
+        keep: objects whose memory the kernel reaches only by address.
 
     Raises:
         ValueError: arrays of different lengths, or sizes or a memory layout that the kernel does not cover.
@@ -444,18 +444,18 @@ def unpack_records(
     block_size: int,
     keep: tuple[Any, ...] = (),
 ) -> Launch:
-    """Prepare reading tokens of n records, packed or not, as float32.
+    """Prepare unpacking tokens of n records, packed or not, to float32.
 
     Args:
-        records: int64 [n], addresses as a pool names them.
+        records: int64 [n], addresses as in `HostPool.block_ptr` (packed: lowest bit 1).
         tokens: int32 [n], the first token to read.
-        counts: int32 [n], how many.
+        counts: int32 [n], number of tokens to read.
         keys, values: int64 [n], addresses of float32 [count, D], written.
         kv_dtype: dtype of the records that are not packed.
         dim, block_size, keep: as in `pack_records`.
 
     Raises:
-        ValueError: arrays of different lengths, tokens beyond the block, or what the kernel does not cover.
+        ValueError: arrays of different lengths, tokens beyond the block, or sizes that the kernel does not cover.
         TypeError: an array of another dtype.
     """
     check_geometry(dim, block_size)

@@ -1,4 +1,4 @@
-"""The merge of three partials on the CPU, by their log-sum-exp."""
+"""Merge of three attention partials on the CPU by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def join_kernel(
             total = mine + one + two
             here = address_of(out[b, h])
             for place, share in ((address_of(one_out[b, h]), one), (address_of(two_out[b, h]), two)):
-                if share > 0.0:  # what has attended nothing may hold anything
+                if share > 0.0:  # a partial over no token may hold any bytes
                     weight, keep = splat(np.float32(share / total)), splat(np.float32(mine / total))
                     for d in range(0, 4 * dim, 64):
                         store(here + d, fma(load_f32(place + d), weight, load_f32(here + d) * keep))
@@ -46,11 +46,11 @@ def join_kernel(
 
 
 def join_parts(out: Array, lse: Array, one: tuple[Array, Array], two: tuple[Array, Array]) -> Launch:
-    """Prepare to take two parts into attention to other tokens.
+    """Prepare the merge of two partials into a third.
 
     Args:
-        out, lse: float32 [B, Hq, D], D a multiple of 16, and [B, Hq], natural log; those of all tokens after.
-        one, two: the same of the parts; where an lse is −inf, out may hold anything.
+        out, lse: float32 [B, Hq, D], D a multiple of 16, and [B, Hq], natural log; overwritten with the result.
+        one, two: (out, lse) of the two other partials; where lse is −inf, out is ignored.
 
     Raises:
         ValueError: shapes that contradict each other or a size that the kernel does not cover.

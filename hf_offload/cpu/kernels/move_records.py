@@ -1,7 +1,7 @@
-"""Memory movers between K/V tensors and pool records, by address; they copy bytes and know no dtype.
+"""Byte copies between K/V tensors and blocks of the pool, of any dtype.
 
-A record is `[Hkv, 2 (K, V), block_size, D]`; tensors are `[B, Hkv, T, D]` with any strides but a contiguous last
-dimension.
+A block is `[Hkv, 2 (K, V), block_size, D]`; tensors are `[B, Hkv, T, D]` with a contiguous last dimension and any other
+strides.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from hf_offload.cpu.launch import BLOCK_SIZES, I32, I64, Array, Launch, kernel, require
 from hf_offload.cpu.memory import LINE, copy_bytes, count_up, prefetch
 
-_CHUNK_TOKENS = 256  # tokens of a task: long enough to amortise it, short enough to share a prefill among threads
+_CHUNK_TOKENS = 256  # tokens of a task: large against its overhead, small enough to share a prefill among threads
 _CHUNK_BYTES = 1 << 18
 
 
@@ -53,7 +53,7 @@ def move_kernel(
                     strides = value_strides if part else key_strides
                     place = record + (2 * h + part) * half
                     tensor = (values if part else keys) + b * strides[0] + h * strides[1] + token * strides[2]
-                    run = count if strides[2] == row else 1  # tokens that lie together on both sides
+                    run = count if strides[2] == row else 1  # tokens that are contiguous on both sides
                     for i in range(0, count, run):
                         if into_pool:
                             copy_bytes(place + i * row, tensor + i * strides[2], run * row)
@@ -89,7 +89,7 @@ def touch_kernel(ticket: Array, tasks: int, addresses: Array, nbytes: int, chunk
 
 
 def layout_of(x: Array | torch.Tensor) -> tuple[int, tuple[int, ...], int]:
-    """Address, strides in bytes and bytes of an element; asking a tensor is much cheaper than asking its array."""
+    """Address, strides in bytes and element size; much cheaper from a tensor than through its NumPy array."""
     if isinstance(x, torch.Tensor):
         size = x.element_size()
         return x.data_ptr(), tuple([stride * size for stride in x.stride()]), size
@@ -195,7 +195,7 @@ def copy_records(src_addr: Array, dst_addr: Array, nbytes: int) -> Launch:
 
 
 def touch_records(addr: Array, nbytes: int) -> Launch:
-    """Prepare bringing n records of the same size into the second-level cache of the thread that runs the task.
+    """Prepare prefetching n records of the same size into the second-level cache of the thread that runs the task.
 
     Args:
         addr: int64 [n], addresses in bytes.

@@ -1,6 +1,7 @@
-"""Attention of one head in parts that different threads compute: what a part leaves behind, and how parts are merged.
+"""Split of a KV head's decode attention into parts for several threads, and their merge.
 
-A partial result is the sum of V [G, D], the sum of K [G, D] if wanted, and peak, mass and fade [G] each, float32.
+A partial result is float32: the weighted sum of V [G, D], that of K [G, D] if kbar is wanted, then peak, mass and fade
+[G] each (as in `block.softmax_step`).
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from hf_offload.cpu.memory import get, put
 from hf_offload.cpu.simd.vectors import NOTHING, fma, load_f32, splat, store
 
 PART_TOKENS, PARTS = 512, 64
-"""A head's tokens are cut into parts of at least so many, while there are less than so many tasks."""
+"""The least number of tokens of a part, and the largest number of tasks that parts are made for."""
 NO_KBAR = np.empty((0, 0, 0), np.float32)
 
 
 def partial_results(count: int, group: int, dim: int, wants_kbar: bool) -> Array:
-    """Room for `count` partial results."""
+    """An uninitialised array for `count` partial results, one for each row."""
     width = group * (dim * (2 if wants_kbar else 1) + 3)
     return np.empty((count, -(-width // 16) * 16), np.float32)
 
 
 @jit
 def part_blocks(count: int, parts: int, block_size: int, step: int) -> int:
-    """How many blocks each part of a head has that attends `count` of them; few blocks make fewer parts than `parts`.
+    """Blocks in each part of a head that attends `count` blocks; a head with few blocks has fewer than `parts` parts.
 
     Args:
-        step: blocks that are attended at a time; parts are made of whole steps.
+        step: blocks of one softmax step; a part is a whole number of steps.
     """
     parts = min(parts, max((count * block_size + PART_TOKENS - 1) // PART_TOKENS, 1))
     share = (count + parts - 1) // parts
@@ -38,7 +39,7 @@ def part_blocks(count: int, parts: int, block_size: int, step: int) -> int:
 
 @jit
 def part_of(task: int, parts: int, block_size: int, step: int, counts: Array) -> tuple[int, int]:
-    """Where a task begins among its head's chosen blocks, and how many it has; counts: [B, Hkv]."""
+    """The first of a task's blocks in its head's list, and their number; counts: [B, Hkv]."""
     head = task // parts
     count = counts[head // counts.shape[1], head % counts.shape[1]]
     share = part_blocks(count, parts, block_size, step)
@@ -48,20 +49,20 @@ def part_of(task: int, parts: int, block_size: int, step: int, counts: Array) ->
 
 @jit
 def most_part_blocks(capacity: int, parts: int, block_size: int, step: int) -> int:
-    """The largest that `part_blocks` may be for up to so many blocks: it is not for the largest count."""
+    """An upper bound of `part_blocks` for all counts up to `capacity` (it is not monotonic in the count)."""
     share = max((capacity + parts - 1) // parts, PART_TOKENS // block_size)
     return max((share + step - 1) // step * step, step)
 
 
 @jit
 def partial_state(group: int, dim: int, wants_kbar: bool) -> int:
-    """Bytes of the sums in a partial result, which come before its peaks, masses and fades."""
+    """Bytes of the sums in a partial result: the offset of its peaks, masses and fades."""
     return 4 * group * dim * (2 if wants_kbar else 1)
 
 
 @jit
 def clear_part(part: int, dim: int, group: int, wants_kbar: bool) -> None:
-    """Make the partial result at an address that of no token."""
+    """Reset the partial result at an address to that of no token."""
     state = part + partial_state(group, dim, wants_kbar)
     for place in range(part, state, 64):
         store(place, splat(np.float32(0.0)))
@@ -72,12 +73,12 @@ def clear_part(part: int, dim: int, group: int, wants_kbar: bool) -> None:
 
 @jit
 def _merge(first: int, rows: int, step: int, dim: int, group: int, sums: int, masses: int, target: int) -> None:
-    """target[head] = the mean of the partial sums, by their masses; 0 where nothing was attended.
+    """target[head] = the sum of the partial sums, each times its share; 0 where nothing was attended.
 
     Args:
         first: address of the first of `rows` partial results, `step` bytes apart.
         sums: offset in bytes of the sums [group, dim] in each.
-        masses: offset of the masses [group], already times what brings the parts to one peak, over the whole mass.
+        masses: offset of the shares [group] that `merge_masses` writes.
     """
     for head in range(group):
         for d in range(0, dim, 16):
@@ -91,7 +92,7 @@ def _merge(first: int, rows: int, step: int, dim: int, group: int, sums: int, ma
 
 @jit
 def merge_masses(first: int, rows: int, step: int, group: int, state: int, state_step: int, lse: Array) -> None:
-    """Write each head's lse [group], and into each part's fade what its sums count in the whole."""
+    """Write each head's lse [group], and into each part's fade the factor of its sums in the merged result."""
     for head in range(group):
         place = first + state + 4 * head
         peak, mass = NOTHING, np.float32(0.0)

@@ -1,6 +1,6 @@
-"""What attention does with the record of one (block, KV head), packed (`int8_blocks.py`) or not, as its address says.
+"""Scores and weighted sums of one record (block, KV head), packed (`int8_blocks.py`) or not, as its address says.
 
-`packed` is None where none is: kernels for such pools do not contain the other half.
+`packed` is None for pools without packed blocks; their kernels are compiled without the int8 branch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_offload.cpu.memory import PAGE, prefetch
 
 @jit
 def record_of(block: int, h: int, record: int, packed: Any, packed_record: int) -> int:
-    """Address of KV head h's part of a block."""
+    """Address of KV head h's record in a block."""
     if packed is not None and is_packed(block):
         return block + h * packed_record
     return block + h * record
@@ -25,8 +25,8 @@ def record_of(block: int, h: int, record: int, packed: Any, packed_record: int) 
 def touch(tag: Any, address: int, dim: int, block_size: int, packed: Any) -> None:
     """Prefetch one line of each page of a record.
 
-    The first access to a page waits for its translation, and whatever comes after it waits, too; those of several
-    records at once wait together. (Of huge pages a virtual machine may see nothing.)
+    The first access to a page stalls on its address translation, and later accesses queue behind it; prefetched for
+    several records at once, the translations overlap. (A virtual machine may not get real huge pages.)
     """
     size = 2 * block_size * dim * tag.itemsize
     if packed is not None and is_packed(address):

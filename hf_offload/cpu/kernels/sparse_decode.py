@@ -1,4 +1,4 @@
-"""Sparse decode: one query token a row attends to chosen blocks of the host pool.
+"""Sparse decode attention: one query token of each row attends to selected blocks of the host pool.
 
 Shapes: query [B, Hq, D], blocks [B, Hkv, C]; the Hq / Hkv query heads of a KV head share one pass over its blocks.
 """
@@ -85,9 +85,9 @@ def attend_step(
     packed: Any,
     spare: int,
 ) -> None:
-    """Let all heads attend to the chosen blocks first..last-1, as one softmax step; prefetch those of the next step.
+    """Attend all heads of a group to chosen blocks first..last-1 as one softmax step; prefetch the next step's blocks.
 
-    Register tiles of heads take turns at each block, which stays in the nearest cache meanwhile.
+    The register tiles of heads process a block one after the other, while it stays in the first-level cache.
     """
     ahead = last - first
     tokens = (last - first) * block_size
@@ -130,7 +130,7 @@ def attend_step(
         if cap > 0.0:
             scale_weights(group, bent, scores, stride, padded)
             key_weights = bent
-    for part in range(2 if kbar != 0 else 1):  # V, then K; one call, as every copy of it costs compile time
+    for part in range(2 if kbar != 0 else 1):  # V, then K; a loop, since a second inlined copy costs compile time
         weights, sums = (scores, out) if part == 0 else (key_weights, kbar)
         for i in range(first, last):
             begin = chosen[i] * block_size
@@ -185,7 +185,7 @@ def decode_kernel(
     packed_record: int,
     prefetches: bool,
 ) -> None:
-    """One task = one part of the blocks of one (row, KV head); the last to finish a head merges its parts."""
+    """One task = one part of the blocks of one (row, KV head); the thread that finishes its last part merges them."""
     dim = query.shape[2]
     kv_heads = counts.shape[1]
     group = query.shape[1] // kv_heads
@@ -198,8 +198,8 @@ def decode_kernel(
     part = 4 * group * dim
     state_offset = partial_state(group, dim, wants_kbar)
     partial_step = 4 * partial.shape[1]
-    # Scratch: the scaled query; scores and a second set of weights [G, stride]. Addresses of the chosen blocks, and of
-    # the next task's first, which are prefetched meanwhile.
+    # Scratch: the scaled query; scores and a second set of weights [G, stride]. `addresses`: the chosen blocks, then
+    # the first blocks of the next task, which are prefetched.
     scratch = np.empty(16 + (part + 2 * group * stride + spare_bytes(dim, block_size)) // 4, np.float32)
     queries = (address_of(scratch) + 63) & ~63
     scores = queries + part
@@ -271,15 +271,16 @@ def sparse_decode(
     prefetch: bool = True,
     scores: Array | None = None,
 ) -> Launch:
-    """Prepare exact softmax attention of one query token a row over chosen blocks.
+    """Prepare exact softmax attention of one query token of each row over selected blocks.
 
     Args:
         query: float32 [B, Hq, D], D a multiple of 16 up to 256.
         block_ptr: int64 [P], address of each physical block, [Hkv] records [2 (K, V), block_size, D], or packed
             ones (see `int8_blocks.py`), marked in the lowest bit.
         table: int32 [B, N], physical block of each logical one.
-        blocks: int32 [B, Hkv, C], the logical blocks to attend, each at most once; ignored from the count on.
-        counts: int32 [B, Hkv], how many.
+        blocks: int32 [B, Hkv, C], the logical blocks to attend, each at most once; entries from the count on are
+            ignored.
+        counts: int32 [B, Hkv], number of blocks to attend.
         holes: uint8 [B, N], 1 where a filled token of the block is not valid.
         valid: uint8 [B, T], 1 where the token may be attended (read only in blocks with holes and in the last one).
         length: tokens in every row; blocks beyond it contribute nothing.
@@ -292,10 +293,10 @@ def sparse_decode(
         scale: factor of the scores, usually D ** -0.5.
         softcap: c in score = c * tanh(score / c), or None.
         packed: whether any block may be packed.
-        prefetch: False shows what prefetching is worth.
-        scores: float32 [B, Hq, C * block_size] or None, written: of each token of the listed blocks, in the order of
-            the lists, the score as it enters the softmax; -inf where it is not attended. What lies behind the counts
-            is left as it is.
+        prefetch: whether to prefetch; False measures what prefetching gains.
+        scores: float32 [B, Hq, C * block_size] or None, written: the score of each token of the listed blocks as it
+            enters the softmax, in the order of the lists; -inf where it is not attended. Entries from the count on are
+            not written.
 
     Raises:
         ValueError: shapes that contradict each other, a memory layout or a size that the kernel does not cover.
@@ -326,7 +327,7 @@ def sparse_decode(
         raise ValueError(f"valid {valid.shape} or holes {holes.shape} covers fewer tokens than length {length}")
     tag = tag_of(kv_dtype)
     heads, tokens = batch * kv_heads, capacity * block_size
-    # The cut depends on shapes and counts: results are the same on any number of threads.
+    # The split depends on shapes and counts alone, so that results are the same on any number of threads.
     parts = max(1, min(-(-tokens // PART_TOKENS), PARTS // heads))
     group = query_heads // kv_heads
     partial, finished = partial_results(heads * parts, group, dim, kbar is not NO_KBAR), np.zeros(heads, np.int64)

@@ -1,11 +1,11 @@
-"""Scores of key pairs from their mean in int4 and half their difference in 2 bits: what a log mass is made of.
+"""Scores of sub-mean digests: pairs of keys, stored as their mean in int4 and half their difference in 2 bits.
 
-A block has S pairs a KV head; codes and levels are packed as in `gpu/seal.py`. Lanes of a register are the pairs of
-one or more blocks; two registers are scored at a time.
+A block has S pairs for each KV head; codes and levels are packed as in `gpu/seal.py`. The lanes of a register are
+the pairs of one or more blocks; two registers are scored at a time.
 
-An array of digests holds one row a physical block, with a piece for every KV head in it. A head's pieces lie as far
-apart as a row is long: often a power of two, and memory serves such a walk at a fraction of its speed. So the KV heads
-of a chunk take turns, and each of them has a share of the next chunk's whole rows prefetched meanwhile (`sweep`).
+An array of digests holds one row for each physical block, with the data of all KV heads. Reading one head's data of
+many blocks strides by the row size, often a power of two, which is much slower than sequential reads. The KV
+heads of a chunk are therefore scored in turn, and each prefetches its share of the next chunk's whole rows (`Sweep`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_offload.cpu.simd.int_dot import (
 
 
 class Sweep(NamedTuple):
-    """Where one array's sweep stands: table[place] is the block, `line` the next line of its row."""
+    """State of the row-wise prefetch of one array: table[place] is the block, `line` the next cache line of its row."""
 
     base: int
     row: int
@@ -39,7 +39,7 @@ class Sweep(NamedTuple):
 
 @jit
 def sweep_from(base: int, row: int, begin: int, end: int, h: int, kv_heads: int, steps: int) -> Any:
-    """KV head h's share of the rows of blocks begin..end-1 (of `row` bytes each, at `base`), in so many steps."""
+    """The `Sweep` over KV head h's share of the rows of blocks begin..end-1 (`row` bytes each, at `base`)."""
     lines = (row + LINE - 1) // LINE
     total = max(end - begin, 0) * lines
     first, last = total * h // kv_heads, total * (h + 1) // kv_heads
@@ -49,7 +49,7 @@ def sweep_from(base: int, row: int, begin: int, end: int, h: int, kv_heads: int,
 
 @jit
 def sweep_on(sweep: Any, table: Array, end: int) -> Any:
-    """Prefetch one step's lines, none of blocks from `end` on; what to go on with."""
+    """Prefetch the lines of one step, none of blocks from `end` on; return the advanced `Sweep`."""
     place, line, left = sweep.place, sweep.line, sweep.each
     while left > 0 and place < end:
         start = sweep.base + table[place] * sweep.row
@@ -68,7 +68,7 @@ _AHEAD = 6  # steps from a prefetch to its use
 
 
 class SubMeans(NamedTuple):
-    """The digests of a layer: key pairs j as m_j +- d_j.
+    """Sub-mean digests of a layer: key pairs j as m_j +- d_j.
 
     m_j = center + sigma * scale_j * (codes_j - 8), d_j = sigma * size_j * (levels_j - 1.5).
 
@@ -79,8 +79,8 @@ class SubMeans(NamedTuple):
         bias: float32 [P, S], log of the pair's valid tokens; -inf if none, whatever the other arrays hold.
         center: float32 [Hkv, D].
         sigma: float32 [Hkv, D].
-        pieces: as many entries as blocks fit a register (at least one).
-        runs: S entries.
+        pieces: a tuple as long as blocks fit a register (at least one).
+        runs: a tuple of S entries.
     """
 
     codes: Array
@@ -119,9 +119,9 @@ def _prepare_query(
 ) -> None:
     """Round sigma * query of one head to int8, in the order of `add_code_dots`.
 
-    start: [0] what undoes that codes are stored 8 too large, [1] zero. facts: [0] what a unit of the integers is worth
-    in scores, [1] the score of `center`, [2] what undoes that levels are stored 1.5 too large. The rounding is a
-    twentieth of what the codes, in 4 bits, lose.
+    start: [0] corrects the codes' offset of 8, [1] is zero. facts: [0] the score of one unit of the integer sums, [1]
+    the score of `center`, [2] corrects the levels' offset of 1.5. The rounding error is a twentieth of that of the
+    4-bit codes.
     """
     dim = query.shape[0]
     top, middle = np.float32(0.0), np.float32(0.0)
@@ -148,7 +148,7 @@ def _score_step(
     """Scores of two registers of pairs for one register tile of heads, `stride` bytes apart.
 
     places: addresses of the codes, levels, sizes and biases, 2 * pieces each.
-    later: as many that are prefetched meanwhile, evenly: a burst would wait for itself. 0: none.
+    later: address of as many addresses to prefetch, spread evenly over the step; 0: none.
     """
     right = 8 * len(pieces)
     if later != 0:
@@ -173,9 +173,9 @@ def _score_step(
 def _find_places(
     digest: Any, table: Array, h: int, n: int, end: int, part: int, places: Array, first: int, registers: int
 ) -> None:
-    """Write the addresses that `_score_step` wants, from places[first] on: of the blocks from n on, up to end - 1.
+    """Write the addresses that `_score_step` reads to places[first:], for the blocks from n on, up to end - 1.
 
-    A register holds one or more blocks, or (from `part` bytes on) a part of one.
+    A register holds one or more blocks, or a part of one (from `part` bytes on).
     """
     codes, levels, sizes, bias = digest.codes, digest.levels, digest.sizes, digest.bias
     _, kv_heads, count = sizes.shape
@@ -199,7 +199,7 @@ def score_chunk(
     Args:
         query: float32 [G, D].
         table: int32 [N].
-        cap: None, or the softcap of the scores.
+        cap: the softcap of the scores, or None.
         reach: as in `digest_scores.write_scores`.
         out: address of the scores; up to 7 blocks beyond the last may be written.
     """

@@ -1,1 +1,1 @@
-"""Vectors of 16 lanes, register tiles, dot products and conversions for kernels."""
+"""SIMD building blocks of the CPU kernels: 16-lane vectors, register tiles, integer dot products, conversions."""

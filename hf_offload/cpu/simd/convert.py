@@ -1,4 +1,4 @@
-"""Conversions: rows of float32 to int16, a query into a kernel, an output out of it, vectors at the end of a row."""
+"""Conversions of float32 rows to int16, of queries and outputs; partial loads and stores at the end of a row."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _larger(builder: Any, x: Any, y: Any) -> Any:
 
 
 def _size(builder: Any, x: Any) -> Any:
-    """Bits of the magnitudes: as integers they are in the same order, and NaN above them all."""
+    """The magnitudes as integers, which have the same order; NaN is the largest."""
     return builder.and_(builder.bitcast(x, WORDS), word_constant(0x7FFFFFFF))
 
 
@@ -53,9 +53,9 @@ def _size(builder: Any, x: Any) -> Any:
 def scale_rows(
     typing: Any, peaks: Any, rows: Any, row_step: Any, scales: Any, target: Any, target_step: Any, heads: Any
 ) -> Any:
-    """Write 16 entries of float32 rows times `scales`; return the larger magnitudes of these and `peaks`, a head each.
+    """Write 16 entries of each float32 row times `scales`; return each head's larger magnitudes of these and `peaks`.
 
-    They are NaN where one is.
+    NaN propagates.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -76,9 +76,9 @@ def scale_rows(
 
 @lowered
 def choose_units(typing: Any, peaks: Any, units: Any) -> Any:
-    """Write each head's peak / 32767, and 32767 / peak behind these, 4 float32 each.
+    """Write each head's unit, peak / 32767, then its inverse, 32767 / peak: 4 float32 each.
 
-    The latter is 0 below 1e-34, where it would be infinite.
+    The inverse is 0 for peaks below 1e-34, where it would overflow.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -103,7 +103,7 @@ def choose_units(typing: Any, peaks: Any, units: Any) -> Any:
 
 @lowered
 def round_rows(typing: Any, rows: Any, row_step: Any, units: Any, target: Any, target_step: Any, heads: Any) -> Any:
-    """Write 16 entries of float32 rows in their units (from `choose_units`), rounded to int16."""
+    """Write 16 entries of each float32 row, divided by the row's unit (`choose_units`), rounded to int16."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         for head in range(heads.count):
@@ -130,7 +130,7 @@ def first_half(typing: Any, x: Any) -> Any:
 
 
 SHORT = {torch.float32: False, torch.bfloat16: True}
-"""Whether numbers of a dtype are bfloat16; these are the dtypes that are covered."""
+"""The dtypes that `narrow` covers, and whether each is bfloat16."""
 
 
 def _emit_round(builder: Any, value: Any) -> Any:
@@ -151,7 +151,7 @@ def _to_bfloat16(typing: Any, value: Any) -> Any:
 
 @lowered
 def _put_upper(typing: Any, address: Any, value: Any) -> Any:
-    """Write a float32 that is a bfloat16 as one."""
+    """Store the upper 16 bits of a float32: a bfloat16."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         bits = builder.lshr(builder.bitcast(args[1], BITS32), ir.Constant(BITS32, 16))
@@ -180,14 +180,14 @@ def narrow_kernel(ticket: Array, tasks: int, short: bool, source: Array, target:
 
 
 def narrow(source: Array, target: torch.Tensor) -> Launch:
-    """Prepare the copy of float32 numbers into a tensor, rounded to its dtype.
+    """Prepare the copy of a float32 array into a tensor, rounded to its dtype.
 
     Args:
         source: float32 `[rows, n]`.
-        target: CPU tensor of float32 or bfloat16, contiguous, with as many numbers; written.
+        target: contiguous CPU tensor of float32 or bfloat16 with as many elements; written.
 
     Raises:
-        ValueError: another number of them, or a target that is not contiguous.
+        ValueError: another number of elements, or a target that is not contiguous.
         TypeError: another dtype.
     """
     require("source", source, F32, source.shape)
@@ -217,11 +217,11 @@ def widen_kernel(
 
 
 def widen(source: torch.Tensor, query: Array) -> Launch:
-    """Prepare the copy of a query as float32, exactly.
+    """Prepare the exact conversion of a query to float32.
 
     Args:
-        source: `[B, Hq, …, D]` CPU tensor of float32, float16 or bfloat16, the axes between of length 1; its last
-            dimension is contiguous, other strides are free.
+        source: `[B, Hq, …, D]` CPU tensor of float32, float16 or bfloat16 with middle axes of length 1, a contiguous
+            last dimension and any other strides.
         query: float32 `[B, Hq, D]`, written; D a multiple of 16.
 
     Raises:
@@ -323,13 +323,13 @@ def _load_all_marks(typing: Any, address: Any) -> Any:
 
 @jit
 def load_first(address: int, count: int) -> Any:
-    """The first `count` of 16 float32 at `address`, 0 in the other lanes; all if there are 16 or more."""
+    """The first `count` of 16 float32 at `address`, 0 in the other lanes; all 16 if count is larger."""
     return load_f32(address) if count >= 16 else _load_some(address, count)
 
 
 @jit
 def store_first(address: int, count: int, vector: Any) -> None:
-    """Write the first `count` of 16 lanes at `address`; all if there are 16 or more."""
+    """Write the first `count` of 16 lanes at `address`; all 16 if count is larger."""
     if count >= 16:
         store(address, vector)
     else:
@@ -344,7 +344,7 @@ def load_marks(address: int, count: int) -> Any:
 
 @jit
 def store_marks(address: int, count: int, vector: Any) -> None:
-    """Write the first `count` of 16 lanes, whole numbers of 0 to 255, as bytes at `address`; all if count is more."""
+    """Write the first `count` of 16 lanes (whole numbers 0 to 255) as bytes at `address`; all 16 if count is larger."""
     if count >= 16:
         _store_all_marks(address, vector)
     else:

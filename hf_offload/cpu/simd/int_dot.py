@@ -1,12 +1,12 @@
-"""Dot products in integers.
+"""Integer dot products for sub-mean digests and int8 blocks.
 
-Submeans: a register of 16 words holds the codes of `pieces` blocks (16 / S of them, at least 1), the number coming from
-the length of a tuple tag; the layout is that of `gpu/seal.py`.
+Sub-means (int4 and 2-bit codes times int8 queries): a register of 16 words holds the codes of `pieces` blocks (16 / S
+of them, at least 1), a number given by the length of a tuple tag; the layout is that of `gpu/seal.py`.
 
-Packed blocks: tiles of sums of int8 codes times int16 rows, exact in 32 bits. A lane adds two products at a time, one
-instruction of x86 (`pmaddwd`; with VNNI the sum is part of it). A tile of m heads by n columns is a tuple of m * n
-registers of 16 words, head-major, as in `register_tiles.py`; codes are laid out as in `kernels/int8_blocks.py`, so that
-what meets in a lane lies together.
+Int8 blocks: tiles of sums of int8 codes times int16 rows, exact in 32 bits. A lane adds two products at a time, one
+instruction of x86 (`pmaddwd`; with VNNI it includes the sum). A tile of m heads by n columns is a tuple of m * n
+registers of 16 words, head-major, as in `register_tiles.py`. Codes are laid out as in `kernels/int8_blocks.py`:
+operands of one lane are adjacent.
 """
 
 # mypy: allow-untyped-calls
@@ -63,7 +63,7 @@ class _WordsModel(models.PrimitiveModel):
 
 
 def _emit_pieces(builder: Any, places: Any, offset: Any, pieces: int) -> Any:
-    """Concatenate 16 / pieces words from each of the addresses that are listed at `places`."""
+    """Concatenate 16 / pieces words from each of the `pieces` addresses listed at `places`."""
     width = LANES // pieces
     short = ir.VectorType(BITS32, width)
     parts = []
@@ -91,7 +91,7 @@ def load_word_pair(typing: Any, left: Any, right: Any, offset: Any, pieces: Any)
 
 @lowered
 def prefetch_word_pair(typing: Any, left: Any, right: Any, offset: Any, pieces: Any) -> Any:
-    """Ask for the lines that `load_word_pair` reads, for the second-level cache."""
+    """Prefetch the lines that `load_word_pair` reads into the second-level cache."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         for places in args[:2]:
@@ -104,10 +104,10 @@ def prefetch_word_pair(typing: Any, left: Any, right: Any, offset: Any, pieces: 
 
 
 def _octet_dots(context: Any, builder: Any, total: Any, small: Any, signed: Any) -> Any:
-    """total + the products of each lane's four bytes: `small` in 0..15, `signed` in -127..127."""
+    """total + the dot product of each lane's four bytes: `small` in 0..15, `signed` in -127..127."""
     triple, _, features = context.codegen().magic_tuple()
     x86 = triple.startswith("x86_64")
-    # LLVM does not find these instructions in the plain form below, which then costs several times as much.
+    # LLVM does not select these instructions for the plain form below, which then takes several times as long.
     if x86 and "+avx512vnni" in features:
         kind = ir.FunctionType(WORDS, [WORDS] * 3)
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
@@ -136,7 +136,7 @@ def _octet_dots(context: Any, builder: Any, total: Any, small: Any, signed: Any)
 
 @lowered
 def start_counters(typing: Any, address: Any, stride: Any, heads: Any) -> Any:
-    """Two registers of integer sums a head, head-major, filled with the head's int32 at address + head * stride."""
+    """Two registers of integer sums for each head, head-major, filled with the int32 at address + head * stride."""
     kind = uniform(WORDS_TYPE, 2 * heads.count)
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -161,7 +161,7 @@ def _emit_word(builder: Any, place: Any) -> Any:
 def add_code_dots(typing: Any, sums: Any, words: Any, query: Any, stride: Any, heads: Any) -> Any:
     """Add the products of 8 dimensions to `sums`; a head's query is 8 int8 at `query` + head * stride.
 
-    The first four of them are the even dimensions, which are the low nibbles, the others the odd ones.
+    The first four int8 are the even dimensions, in the low nibbles, the others the odd dimensions.
     """
     return sums(sums, words, types.int64, types.int64, heads), _dots(sums.count, heads.count, 0x0F0F0F0F, (0, 4))
 
@@ -173,7 +173,7 @@ def add_level_dots(typing: Any, sums: Any, words: Any, query: Any, stride: Any, 
 
 
 def _dots(registers: int, heads: int, mask: int, shifts: Iterable[int]) -> Any:
-    """Code that adds the dots of the bytes under `mask`, after each shift, with the next 4 int8 of every head."""
+    """Emitter that adds the dot products of the bytes under `mask`, after each shift, with each head's next 4 int8."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         totals = [builder.extract_value(args[0], i) for i in range(registers)]
@@ -215,10 +215,10 @@ def store_scores(
     stride: Any,
     heads: Any,
 ) -> Any:
-    """Write the scores that the integer sums stand for, two registers a head, heads `stride` bytes apart.
+    """Write the scores that follow from the integer sums, two registers for each head, heads `stride` bytes apart.
 
     score = mean + bias + log cosh(swing), where mean = sum * scale * unit + middle and swing = (swing - rest) * size *
-    unit; a cap (None: none) bends the scores of the two keys, mean +- swing. MASKED where the bias is -inf. The
+    unit; a softcap (or None) applies to the scores of the two keys, mean +- swing. MASKED where the bias is -inf. The
     addresses of the words that hold scale (high half) and size (low half) as bfloat16, then those of the biases, are
     listed at `places`; a head's unit, middle and rest are float32 at facts + 12 * head.
     """
@@ -276,7 +276,7 @@ def _load_codes(builder: Any, address: Any) -> Any:
 def _multiply(context: Any, builder: Any, x: Any, y: Any) -> Any:
     """x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1], 32 int16 each."""
     triple, _, features = context.codegen().magic_tuple()
-    # LLVM does not find this instruction in the plain form below, which then costs several times as much.
+    # LLVM does not select this instruction for the plain form below, which then takes several times as long.
     if triple.startswith("x86_64") and "+avx512bw" in features:
         return _call(builder, "llvm.x86.avx512.pmaddw.d.512", x, y)
     if triple.startswith("x86_64") and "+avx2" in features:
@@ -309,9 +309,9 @@ def no_sums(typing: Any, heads: Any, columns: Any) -> Any:
 def add_token_dots(typing: Any, tile: Any, keys: Any, step: Any, rows: Any, stride: Any, heads: Any) -> Any:
     """Add the products of 16 dimensions of 8 tokens with int16 rows, heads `stride` bytes apart, to an m x 4 tile.
 
-    The codes of the first 4 tokens are at `keys`, of the others `step` bytes on. A quarter of a register is a token;
-    the columns are the first four tokens' dimensions 0..7 and 8..15, then those of the others: two sums of each
-    token, as each addition waits for the last.
+    The codes of the first 4 tokens are at `keys`, those of the others `step` bytes on. A quarter of a register is a
+    token. The columns are dimensions 0..7 and 8..15 of the first four tokens, then of the others: two sums for each
+    token shorten the chain of dependent additions.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -330,9 +330,9 @@ def add_token_dots(typing: Any, tile: Any, keys: Any, step: Any, rows: Any, stri
 
 @lowered
 def token_scores(typing: Any, tile: Any, units: Any) -> Any:
-    """What `add_token_dots` summed, of 4 tokens and of the others: lane 4 * head + token.
+    """Scores from `add_token_dots`' sums: a vector of the first 4 tokens, one of the others; lane 4 * head + token.
 
-    It is multiplied by the head's float32 at units + 4 * head (4 of them are read).
+    They are multiplied by the head's float32 at units + 4 * head (4 of them are read).
     """
     heads = tile.count // 4
 
@@ -375,7 +375,7 @@ def add_value_pairs(typing: Any, tile: Any, values: Any, weights: Any, stride: A
 
 @lowered
 def repeat_octet(typing: Any, source: Any, target: Any) -> Any:
-    """Write the weights that `add_key_octets` wants for 8 tokens, from their int16 at `source`."""
+    """Write the weights of 8 tokens as `add_key_octets` reads them, from their int16 at `source`."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         octet = _load(builder, args[0], BITS16, 8)
@@ -390,7 +390,7 @@ def repeat_octet(typing: Any, source: Any, target: Any) -> Any:
 def add_key_octets(typing: Any, tile: Any, keys: Any, step: Any, weights: Any, stride: Any, heads: Any) -> Any:
     """Add the products of 8 tokens' keys (as in `add_token_dots`) with 64 int16 at `weights`, to an m x 2 tile.
 
-    A column is 8 dimensions, twice, whose two sums belong together. The weights are from `repeat_octet`.
+    A column is two sums of 8 dimensions each, which `join_key_sums` adds. The weights are from `repeat_octet`.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -415,7 +415,7 @@ def add_key_octets(typing: Any, tile: Any, keys: Any, step: Any, weights: Any, s
 
 @lowered
 def join_key_sums(typing: Any, tile: Any) -> Any:
-    """What `add_key_octets` summed, as a tile of one column of 16 dimensions."""
+    """The sums of `add_key_octets` as a tile of one column of 16 dimensions."""
     heads = tile.count // 2
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:

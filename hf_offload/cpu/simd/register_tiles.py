@@ -1,7 +1,7 @@
-"""Register tiles: tuples of vectors that a kernel updates together, so that every load serves several query heads.
+"""Register tiles: tuples of vectors that a kernel updates together, so that each load serves several query heads.
 
-A tile of m heads by n columns is a tuple of m * n vectors, head-major. The number of heads m comes from the length of
-a tuple tag (see `launch.head_tiles`), the number of columns from a literal; both are fixed at compile time.
+A tile of m heads by n columns is a tuple of m * n vectors, head-major. The length of a tuple tag gives m (see
+`launch.head_tiles`), a literal gives n; both are fixed at compile time.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def store_tile(typing: Any, address: Any, stride: Any, heads: Any, tile: Any) ->
 
 @lowered
 def spread(typing: Any, address: Any, stride: Any, heads: Any) -> Any:
-    """One float32 a head, `stride` bytes apart, each copied into all lanes."""
+    """One float32 of each head, `stride` bytes apart, copied into all lanes."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         places = [emit_offset(builder, args[0], args[1], head) for head in range(heads.count)]
@@ -146,7 +146,7 @@ def _add_halves(builder: Any, x: Any, y: Any, first: Any, second: Any, add: Any 
 
 
 def emit_quarter_sums(builder: Any, vectors: Any, add: Callable[[Any, Any, Any], Any]) -> Any:
-    """Sum each quarter of four vectors: lane 4 * quarter + vector of the result."""
+    """Sum each quarter of four vectors, into lane 4 * quarter + vector of the result."""
     a, b, c, d = vectors
     ab = _add_halves(builder, a, b, _in_quarters(0, 4, 1, 5), _in_quarters(2, 6, 3, 7), add)
     cd = _add_halves(builder, c, d, _in_quarters(0, 4, 1, 5), _in_quarters(2, 6, 3, 7), add)
@@ -155,7 +155,7 @@ def emit_quarter_sums(builder: Any, vectors: Any, add: Callable[[Any, Any, Any],
 
 @lowered
 def quad_sums(typing: Any, tile: Any) -> Any:
-    """Sum each vector of an m x 4 tile over its lanes: lane 4 * head + column of the result (a transposing sum)."""
+    """Sum each vector of an m x 4 tile over its lanes, into lane 4 * head + column of the result."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         vectors = _unpack(builder, args[0], tile)
@@ -183,7 +183,7 @@ def store_quads(typing: Any, address: Any, stride: Any, heads: Any, vector: Any)
 
 @lowered
 def repeat_quad(typing: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Four float32 in lanes 0..3, 4..7, 8..11 and 12..15."""
+    """Four float32, repeated in lanes 0..3, 4..7, 8..11 and 12..15."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         quad = ir.Constant(_QUAD, ir.Undefined)

@@ -1,8 +1,8 @@
-"""A Numba value of 16 float32 lanes and its elementary operations, on any CPU.
+"""`VectorType`: 16 float32 lanes as a Numba value, with its elementary operations, on any CPU.
 
-A `Vector` is an LLVM `<16 x float>`: one register with AVX-512, two with AVX2, four with SSE or NEON. LLVM splits it;
-no instruction set is named here except for the float16 conversion, which LLVM cannot lower everywhere.
-Kernels call these functions inside `launch.jit`; they have no meaning outside compiled code.
+A vector is an LLVM `<16 x float>`: one register with AVX-512, two with AVX2, four with SSE or NEON. LLVM splits it.
+Only the float16 conversion depends on the instruction set here, since LLVM cannot lower it everywhere. The functions
+work in compiled code alone (`launch.jit`).
 """
 
 # mypy: allow-untyped-calls
@@ -24,8 +24,8 @@ FLOAT, HALF = ir.FloatType(), ir.HalfType()
 BITS8, BITS16, BITS32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(BITS32, LANES)
 
-# A score below any real one, and the running maximum of a row that has seen no token yet. Because the second is the
-# larger, exp(MASKED - maximum) is exactly 0 even in a row where everything is masked: no special case anywhere.
+# MASKED: the score of a masked token, below any real one. NOTHING: the running maximum of a row without a token so far.
+# As NOTHING is larger, exp(MASKED - maximum) is exactly 0 even in a row where every token is masked.
 MASKED = np.float32(-1e30)
 NOTHING = np.float32(-1e29)
 
@@ -52,7 +52,7 @@ def lowered(function: Callable[..., Any]) -> Any:
 
 
 def uniform(kind: Any, count: int) -> Any:
-    """Numba type of a tuple of `count` values of one kind."""
+    """Numba type of a tuple of `count` values of one type."""
     return types.UniTuple(kind, count)
 
 
@@ -61,7 +61,7 @@ def constant(value: float) -> ir.Constant:
     return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
 
 
-# What rounds a float of less than 2^21 when added: it leaves the integer in the low bits and no room for a fraction.
+# Added to a float of magnitude below 2^21, it rounds it to an integer, which then lies in the low bits of the sum.
 ROUNDER = constant(1.5 * 2**23)
 
 
@@ -71,7 +71,7 @@ def word_constant(value: int) -> ir.Constant:
 
 
 def shuffle(builder: Any, left: Any, right: Any, lanes: Sequence[int]) -> Any:
-    """Pick lanes from two vectors (the second counts on from the first)."""
+    """Pick lanes from two vectors; lanes of the second are numbered after those of the first."""
     return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(BITS32, len(lanes)), list(lanes)))
 
 
@@ -88,7 +88,7 @@ def emit_splat(builder: Any, scalar: Any, vector_type: Any = FLOATS) -> Any:
 
 
 def emit_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z, fused where the CPU can (fmuladd, unlike fma, never becomes a library call)."""
+    """x * y + z, fused where the CPU has it (LLVM's fmuladd, unlike fma, never becomes a library call)."""
     function = ir.FunctionType(FLOATS, [FLOATS] * 3)
     return builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.fmuladd.v16f32"), [x, y, z])
 
@@ -112,7 +112,7 @@ def emit_widen(context: Any, builder: Any, element: Any, address: Any) -> Any:
     if element == types.uint16:
         return builder.bitcast(builder.shl(bits, word_constant(16)), FLOATS)
     assert element == types.int16, f"no conversion from {element}"
-    # float16 without an instruction for it: moved into place, the exponent is off by 112; inf and NaN need all ones.
+    # float16 without a conversion instruction: after the shift the exponent is off by 112; inf and NaN need all ones.
     magnitude = builder.and_(bits, word_constant(0x7FFF))
     scaled = builder.fmul(builder.bitcast(builder.shl(magnitude, word_constant(13)), FLOATS), constant(2.0**112))
     wide = builder.bitcast(scaled, WORDS)
@@ -183,7 +183,7 @@ def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
 
 @lowered
 def vmax(typing: Any, x: Any, y: Any) -> Any:
-    """The larger of two, lane by lane (y where x is NaN or either is)."""
+    """The larger of two, lane by lane; y where either is NaN."""
     return VECTOR(VECTOR, VECTOR), lambda c, b, sig, args: _larger(b, *args)
 
 
@@ -198,8 +198,8 @@ def choose_less(typing: Any, left: Any, right: Any, yes: Any, no: Any) -> Any:
 
 
 def _emit_exp(builder: Any, x: Any) -> Any:
-    # exp(x) = 2^n exp(r), r = x - n ln 2 in two steps (Cody-Waite), then Cephes' polynomial. ROUNDER gives n
-    # with neither a rounding nor a conversion instruction.
+    # exp(x) = 2^n exp(r), r = x - n ln 2 in two steps (Cody-Waite), then Cephes' polynomial. ROUNDER gives n without a
+    # rounding or conversion instruction.
     low = constant(-87.33)
     too_low = builder.fcmp_ordered("<", x, low)
     x = builder.select(too_low, low, x)
@@ -231,7 +231,7 @@ def emit_bend(builder: Any, x: Any, cap: Any) -> Any:
     x = builder.fmul(x, inverse)
     minus = builder.fsub(zero, x)
     size = builder.select(builder.fcmp_ordered("<", x, zero), minus, x)
-    # Near 0 the quotient below loses digits; the series has none to lose.
+    # Near 0 the quotient below cancels; the series does not.
     square = builder.fmul(x, x)
     series = emit_fma(builder, square, constant(62.0 / 2835.0), constant(-17.0 / 315.0))
     series = emit_fma(builder, series, square, constant(2.0 / 15.0))
@@ -247,7 +247,7 @@ def emit_bend(builder: Any, x: Any, cap: Any) -> Any:
 
 @lowered
 def bend(typing: Any, x: Any, cap: Any) -> Any:
-    """cap * tanh(x / cap) of every lane; x itself where the cap, known at compile time, is None."""
+    """cap * tanh(x / cap) of every lane; x itself if the cap is None, which is known at compile time."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return args[0] if isinstance(cap, types.NoneType) else emit_bend(builder, *args)
@@ -280,7 +280,7 @@ def log(typing: Any, x: Any) -> Any:
 
 
 def emit_rotations(builder: Any, vector: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
-    """Join all lanes into one value, present in every lane."""
+    """Reduce all lanes by `join` to one value, present in every lane."""
     for step in (2**i for i in reversed(range(int(math.log2(LANES))))):
         turned = shuffle(builder, vector, vector, [lane ^ step for lane in range(LANES)])
         vector = join(builder, vector, turned)
@@ -317,7 +317,7 @@ def run_totals(typing: Any, address: Any, runs: Any) -> Any:
         parts = [emit_widen(context, builder, types.float32, place) for place in places]
         while len(parts) > LANES:
             parts = [builder.fadd(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-        while len(parts) > 1:  # neighbours are added, so that the runs stay in order
+        while len(parts) > 1:  # adds neighbours, so that the runs stay in order
             pairs = zip(parts[::2], parts[1::2], strict=True)
             evens, odds = range(0, 2 * LANES, 2), range(1, 2 * LANES, 2)
             parts = [builder.fadd(shuffle(builder, a, b, evens), shuffle(builder, a, b, odds)) for a, b in pairs]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_number, check_tokens
-from hf_offload.policies.base import Plan, Policy
+from hf_offload.policies.base import Plan, Policy, Requirements
 from hf_offload.policies.fluxion.counts import SelectorState
 from hf_offload.policies.fluxion.step import attend_local, join, select
 
@@ -47,24 +47,10 @@ class FixedHybrid(Policy):
         check_tokens("local", self.local, least=0)
 
     @property
-    def digest_name(self) -> str:
-        return self.digest
-
-    @property
-    def sink_tokens(self) -> int:
-        return self.sinks
-
-    @property
-    def recent_tokens(self) -> int:
-        return self.local
-
-    @property
-    def leaves_out(self) -> bool:
-        return self.budget < 1
-
-    @property
-    def retrieves(self) -> bool:
-        return True
+    def requirements(self) -> Requirements:
+        return Requirements(
+            sinks=self.sinks, recent=self.local, digest=self.digest, digest_memory="host", leaves_out=self.budget < 1
+        )
 
     def new_state(self, layer: HybridLayer) -> SelectorState:
         return SelectorState(layer)

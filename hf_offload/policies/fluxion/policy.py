@@ -14,7 +14,7 @@ import torch
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import check_choice, check_flag, check_number, shown
-from hf_offload.policies.base import Plan, Policy
+from hf_offload.policies.base import Plan, Policy, Requirements
 from hf_offload.policies.fluxion.counts import SelectorState
 from hf_offload.policies.fluxion.features import PROMPT_FEATURES, PromptStatistics, prompt_statistics
 from hf_offload.policies.fluxion.foresight import Foresight
@@ -174,35 +174,17 @@ class Fluxion(Policy):
         return self.ready
 
     @property
-    def digest_name(self) -> str:
-        return self.known.digest
+    def requirements(self) -> Requirements:
+        known = self.known
+        return Requirements(
+            sinks=known.sinks, recent=known.local, digest=known.digest, digest_memory="host", leaves_out=True,
+            query_window=1, learns_from_prompts=True,
+        )  # fmt: skip
 
-    @property
-    def sink_tokens(self) -> int:
-        return self.known.sinks
-
-    @property
-    def recent_tokens(self) -> int:
-        return self.known.local
-
-    @property
-    def leaves_out(self) -> bool:
-        return True
-
-    @property
-    def retrieves(self) -> bool:
-        return True
-
-    @property
-    def query_window(self) -> int:
-        return 1
-
-    def check_blocks(self, block_size: int) -> None:
-        """Raise ValueError unless blocks have 16 tokens: budgets are predicted for runs of these."""
+    def check(self, *, block_size: int, two: bool) -> None:
+        """Raise ValueError unless blocks have 16 tokens, or if a schedule shares work that one memory does not have."""
         if block_size != BLOCK:
             raise ValueError(f"block_size={block_size}: fluxion chooses runs of blocks of {BLOCK} tokens; leave it out")
-
-    def check_memories(self, *, two: bool) -> None:
         if self.schedule not in (None, "none") and not two:
             raise ValueError(
                 f"schedule={self.schedule!r} shares work with a device, but one memory has none; leave it out "

@@ -10,6 +10,7 @@ import torch
 
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu.merge import HostPartial
+from hf_offload.policies.base import Partial
 from hf_offload.policies.fluxion.device_tasks import DeviceTasks
 from hf_offload.policies.fluxion.kernels.tasks import whole_tasks
 from hf_offload.policies.fluxion.schedule import CPU, DEVICE, Queue
@@ -87,8 +88,8 @@ class ScheduledPart(SelectedPart):
             self._began, self._launch = time.perf_counter(), launch
             return launch
 
-    def assist(self, step: TieredStep, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the device take tasks as long as there are any; the splits with one more, of what it attended."""
+    def assist(self, step: TieredStep) -> tuple[Partial, ...]:
+        """Let the device take tasks as long as there are any."""
         self._taken = []
         try:
             self._deal(step)
@@ -101,7 +102,7 @@ class ScheduledPart(SelectedPart):
             self.queue.close()
             raise
         self._device_ended = time.perf_counter()
-        return torch.cat((out, self.device.out[:, :, None]), 2), torch.cat((lse, self.device.lse[:, :, None]), 2)
+        return (Partial(self.device.out, self.device.lse),)
 
     def partial(self) -> HostPartial:
         found = super().partial()

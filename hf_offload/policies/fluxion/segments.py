@@ -44,7 +44,7 @@ def segments_of(step: Step, query: torch.Tensor) -> Segments:
     assert store is not None
     padding, digests = store.padding, store.digests
     assert digests is not None, "a policy without a digest has no scores"
-    behind = torch.from_numpy(padding.sinks(layer.policy.sink_tokens)[1]).long().clamp(max=end) * size  # [B]
+    behind = torch.from_numpy(padding.sinks(layer.requirements.sinks)[1]).long().clamp(max=end) * size  # [B]
     begin, stop = int(behind.min()), end * size
 
     def piece(first: int, last: int, sinks: bool | None) -> Piece:

@@ -10,6 +10,7 @@ import torch
 from hf_offload.attention.cpu_partial import HostPart, all_pinned
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu.merge import HostPartial
+from hf_offload.policies.base import Partial
 from hf_offload.policies.fluxion.counts import SelectionCounts
 from hf_offload.policies.fluxion.selector import Properties, Selector
 
@@ -55,7 +56,11 @@ class SelectedPart(HostPart):
         self._job = worker.submit(work, label, keep=(step.store.pool, self))
         return self
 
-    def share(self, step: TieredStep) -> float:
+    def assist(self, step: TieredStep) -> tuple[Partial, ...]:
+        """What the device attends of the CPU's part."""
+        return ()
+
+    def share(self, step: Step) -> float:
         return float(self.selector.counts.sum() / (self.selector.counts.size * step.num_blocks))
 
     def _stages(self, step: Step) -> Iterator[Launch]:

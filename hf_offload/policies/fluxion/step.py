@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from hf_offload.cache.device_mirror import sent
-from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.gpu.merge import merge
-from hf_offload.policies.base import EVER, Plan, Selection
+from hf_offload.policies.base import EVER, Partial, Plan, Selection
 from hf_offload.policies.fluxion.kernels.predict import predict_needs
 from hf_offload.policies.fluxion.kernels.retrieve import count_choice
 from hf_offload.policies.fluxion.local_blocks import LocalBlocks
@@ -83,10 +82,10 @@ def select(
 def join(step: Step, local: Local, selected: Any) -> Plan:
     """The plan that attends what is local and what `select` gave, or None."""
     if step.layer.has_slots:
-        outs, lses = zip(local.sinks, local.newest, strict=True)
-        return Plan(attended=(torch.stack(outs, 2), torch.stack(lses, 2)), beside=selected)
-    queue = functools.partial(_buffers_of(cast("HostStep", step)).join, selected=selected is not None)
-    return Plan(queue=queue, until=EVER)
+        parts = (Partial(*local.sinks), Partial(*local.newest))
+        return Plan(parts if selected is None else (*parts, *selected.assist(step), selected))
+    parts = (Partial(*local.newest), Partial(*local.sinks))
+    return Plan(parts if selected is None else (*parts, Partial(selected.out, selected.lse)), until=EVER)
 
 
 def has_host_tokens(step: Step) -> bool:
@@ -103,7 +102,7 @@ def anchor_of(step: Step) -> torch.Tensor:
 
 def _sink_blocks(step: Step) -> tuple[np.ndarray, np.ndarray]:
     """First block and end of each row's sinks, `[B]` each."""
-    return step.store.padding.sinks(step.layer.policy.sink_tokens)
+    return step.store.padding.sinks(step.layer.requirements.sinks)
 
 
 def lengths_of(step: Step) -> torch.Tensor:
@@ -143,7 +142,7 @@ class HostBuffers:
         self.selector = Selector(step.store, self.query, pin=False)
         with torch.inference_mode(False):
             self.sink_out, self.sink_lse = torch.empty(query.shape), torch.empty(query.shape[:2])
-        self._sinks = self.sink_out.numpy(), self.sink_lse.numpy()
+        self._sinks = Partial(self.sink_out.numpy(), self.sink_lse.numpy())
         self._local = LocalBlocks()
 
     def attend_local(self, step: HostStep) -> Local:
@@ -151,7 +150,7 @@ class HostBuffers:
         buffers = step.buffers
         sinks, newest = self._local.parts(step.sinks, step.host_end, step.num_blocks, step.store.num_kv_heads)
         step.attention(sinks, "attention to the sinks", to=self._sinks)
-        step.attention(newest, "CPU attention")
+        step.attention(newest, "CPU attention", to=buffers.partial(0))
         step.serve_this_block()
         return Local(self.query, (self.sink_out, self.sink_lse), (buffers.out_tensor, buffers.lse_tensor))
 
@@ -186,15 +185,7 @@ class HostBuffers:
         step.add(counting, "counts of the choice")
         step.as_long_as(lambda: counts.totals is totals)
         chosen = Selection(selector.blocks, selector.counts)
-        step.attention(chosen, "attention to the host", to=(selector.out, selector.lse))
-
-    def join(self, step: HostStep, *, selected: bool) -> None:
-        """Queue the join of what is local and, if any, what was selected, into the layer's `out` and `lse`."""
-        buffers, selector = step.buffers, self.selector
-        if not selected:
-            selector.nothing()
-        launch = join_parts(buffers.out, buffers.lse, self._sinks, (selector.out, selector.lse))
-        step.add(launch, "the join of a step's parts")
+        step.attention(chosen, "attention to the host", to=Partial(selector.out, selector.lse))
 
 
 def _buffers_of(step: HostStep) -> HostBuffers:

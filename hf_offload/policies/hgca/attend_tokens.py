@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from hf_offload.attention.cpu_partial import HostPart
-from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.policies.base import Selection
+from hf_offload.policies.base import Partial, RunningPartial, Selection
 from hf_offload.policies.hgca.kernels.moving_average import move_averages
 from hf_offload.policies.hgca.kernels.resident_weights import update_weights
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
@@ -20,6 +19,7 @@ from hf_offload.policies.hgca.token_mass import TokenMass
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
     from hf_offload.attention.step_cpu import HostStep
     from hf_offload.attention.step_split import TieredStep
     from hf_offload.cache.layer import HybridLayer
@@ -45,58 +45,39 @@ def _attention(retained: RetainedTokens, query: np.ndarray, out: np.ndarray, lse
 # --- one memory ------------------------------------------------------------------------------------------------------
 
 
-class TokenBuffers:
-    """What a layer's steps with one memory need beside `StepBuffers`.
-
-    Args:
-        shape: (B, Hq, D) of the query.
-    """
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.scores = np.empty((*shape[:2], 0), np.float32)
-        """`[B, Hq, W]`, scores of the window's tokens."""
-        self.out, self.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
-        """Of the retained tokens."""
-        self.nothing = np.empty(shape, np.float32), np.full(shape[:2], -np.inf, np.float32)
-
-
-def queue_attention(step: HostStep, window: Selection) -> None:
-    """Queue attention to the window and the retained tokens, into the layer's `out` and `lse`.
+def queue_attention(step: HostStep, window: Selection) -> tuple[Partial, ...]:
+    """Queue attention to the window and to the retained tokens.
 
     Where the step has a token of its own, the averages of the window's tokens take in its weights.
     """
     mass: TokenMass = step.state
-    query = step.buffers.query
-    key = "hgca", query.shape
-    mine: TokenBuffers | None = step.layer.kernels.get(key)
-    if mine is None:
-        mine = step.layer.kernels[key] = TokenBuffers(query.shape)
-    scores = None
+    query, scores = step.buffers.query, None
     if step.form.fresh:
-        width = window.blocks.shape[2] * step.block_size
-        if mine.scores.shape[2] != width:
-            mine.scores = np.empty((*mine.lse.shape, width), np.float32)
-        scores = mine.scores
-    step.attention(window, "CPU attention", scores)
+        shape = (*query.shape[:2], window.blocks.shape[2] * step.block_size)
+        key = "hgca", query.shape
+        scores = step.layer.kernels.get(key)  # of the window's tokens
+        if scores is None or scores.shape != shape:
+            scores = step.layer.kernels[key] = np.empty(shape, np.float32)
+    found = [step.attention(window, "CPU attention", scores)]
     if scores is not None:
-        _queue_averages(step, mass, scores)
+        _queue_averages(step, mass, scores, found[0].lse)
     retained = mass.retained
     some = bool(retained.counts.any())
     step.as_long_as(lambda: retained.counts.any() == some)
     if some:
-        arrays = retained.arrays
-        step.add(_attention(retained, query, mine.out, mine.lse, step.scores), "attention to retained tokens")
+        arrays, target = retained.arrays, step.room()
+        step.add(_attention(retained, query, *target, step.scores), "attention to retained tokens")
         step.as_long_as(lambda: mass.retained is retained and all(map(operator.is_, retained.arrays, arrays)))
-        out, lse = step.buffers.out, step.buffers.lse
-        step.add(join_parts(out, lse, (mine.out, mine.lse), mine.nothing), "the join of window and retained tokens")
+        found.append(target)
+    return tuple(found)
 
 
-def _queue_averages(step: HostStep, mass: TokenMass, scores: np.ndarray) -> None:
+def _queue_averages(step: HostStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
     """Queue what moves the averages of the window's tokens, behind their scores and the log-sum-exp of these."""
     mass.reserve(step.num_blocks * step.block_size, scores.shape[1])
     average, blocks = mass.average, mass.window_blocks
     first = mass.evicted * step.block_size
-    launch = move_averages(average, scores, step.buffers.lse, first, step.length, **mass.moving)
+    launch = move_averages(average, scores, lse, first, step.length, **mass.moving)
     step.as_long_as(lambda: mass.average is average and mass.window_blocks == blocks)
     if not step.store.padding.ragged:
         step.add(launch, "averages", length=True)
@@ -138,7 +119,7 @@ class RetainedPart(HostPart):
         self.start(step, None, correct=False, label="attention to retained tokens")
         return self
 
-    def share(self, step: TieredStep) -> float | None:
+    def share(self, step: Step) -> float:
         assert self._retained is not None
         return float(self._retained.counts.sum() / (self._retained.lists * step.length))
 
@@ -165,9 +146,7 @@ class RetainedPart(HostPart):
         return _attention(self._retained, self.query.numpy(), self.out.numpy(), self.lse.numpy(), scores)
 
 
-def attend_on_both_sides(
-    step: TieredStep, window: Selection | None
-) -> tuple[RetainedPart | None, tuple[torch.Tensor, torch.Tensor]]:
+def attend_on_both_sides(step: TieredStep, window: Selection | None) -> tuple[Partial | RunningPartial, ...]:
     """Start the CPU's part, and attend the window on the device.
 
     Where the step has a token of its own, the averages of the window's tokens take in its weights.
@@ -177,7 +156,7 @@ def attend_on_both_sides(
         window: resident blocks.
 
     Returns:
-        The CPU's part, if any token is retained; out `[B, Hq, S, D]` and lse `[B, Hq, S]` fp32 of the window.
+        The partial of the window, in splits, and the CPU's part, if any token is retained.
     """
     mass: TokenMass = step.state
     assert window is not None, "with two memories the window is resident"
@@ -187,15 +166,15 @@ def attend_on_both_sides(
         if part is None or not part.fits(step.query, 0):
             part = step.layer.host_part = RetainedPart(step.layer, step.query)
         part.attend(step, mass.retained)
-    out, lse = step.attend_device(window)
+    found = step.attend_device(window)
     if step.fresh:
         assert mass.resident is not None
         average, silent = mass.resident.average, mass.silent(step.length)
         before = None if silent is None else average[silent]
         update_weights(
             average, step.query, step.resident.pool, window.slots, window.blocks, window.counts, step.limits,
-            step.mirror.valid(), lse.logsumexp(-1), **step.scores._asdict(), **mass.moving,
+            step.mirror.valid(), found.lse.logsumexp(-1), **step.scores._asdict(), **mass.moving,
         )  # fmt: skip
         if before is not None:
             average[silent] = before
-    return part, (out, lse)
+    return (found,) if part is None else (found, part)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens
-from hf_offload.policies.base import EVER, Plan, Policy, Selection
+from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
 from hf_offload.policies.hgca.append import averages_for
 from hf_offload.policies.hgca.attend_tokens import attend_on_both_sides, queue_attention
 from hf_offload.policies.hgca.rule import RetentionRule, Rule
@@ -18,6 +17,7 @@ from hf_offload.policies.hgca.token_mass import TokenMass, token_mass_fields
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
+    from hf_offload.attention.step_cpu import HostStep
     from hf_offload.attention.step_split import TieredStep
     from hf_offload.cache.layer import HybridLayer
 
@@ -100,21 +100,13 @@ class HGCA(Policy):
         )  # fmt: skip
 
     @property
-    def leaves_out(self) -> bool:
-        return self.beta > 0
+    def requirements(self) -> Requirements:
+        return Requirements(leaves_out=self.beta > 0, learns_from_prompts=True)
 
     def window_tokens(self, length: int) -> int | None:
         if self.gpu_ratio is not None:
             return max(int(self.gpu_ratio * length), 1)
         return self.window
-
-    @property
-    def reads_prompts(self) -> bool:
-        return True
-
-    @property
-    def capturable(self) -> bool:
-        return False
 
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
         """Averages of resident tokens on the device; on the host averages and marks of all tokens."""
@@ -143,10 +135,9 @@ class HGCA(Policy):
         first = mass.evicted
         window = step.blocks_from(first)
         if step.layer.has_slots:
-            part, attended = attend_on_both_sides(cast("TieredStep", step), step.split(window)[0])
-            return Plan(attended=attended, beside=part)
+            return Plan(attend_on_both_sides(cast("TieredStep", step), step.split(window)[0]))
         step.as_long_as(lambda: mass.evicted == first)
-        return Plan(queue=partial(queue_attention, window=window), until=EVER)
+        return Plan(queue_attention(cast("HostStep", step), window), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:
         return step.blocks_from(step.state.evicted)
