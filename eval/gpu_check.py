@@ -6,29 +6,31 @@
 
 Four parts, each in a process of its own: a case that fails, crashes or hangs is noted and the others go on.
 
-- correctness: the tests marked `gpu`; the tests of exactness with the model on the GPU, once more with every hand-over
-  between CPU and GPU made late; CUDA graphs against eager steps. Of a row, `failed` should be 0.
-- kernels: each operation of `hf_offload.gpu`: p20, p50 and p80 of its time on the device with cold caches; the time
-  that its bytes alone would take (`floor`: at the speed of a large copy, measured in the same run) and their ratio;
-  what a launch costs the host; the time within a CUDA graph. All in microseconds.
-  The aim for `paged_attention` is `of_floor` below 1.3. Blocks come by `fetch_…`; what the CPU attends with goes by
-  `hand_over`, or by three copies and a signal (`hand_over_by_copies`).
-- handoff: a signal, the CPU's work, the wait for it: microseconds a layer, by flags and by events and futures; with
-  blocks to attend, query and blocks go to the host too. The aim is 15 for an item that is nothing.
-- decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: `dynamic` and `offloading` are
-  Transformers' own cache on the device and on the host, `fetch` brings what is missing before it attends, `scout` and
-  what is left out of it; milliseconds a step, tokens a second; which share of the time the device computed (`busy`),
-  waited for the CPU (`waiting`), recalled (`moving`) or had nothing to do (`gaps`). With --replay the chosen blocks
-  follow a script (`eval/gpu/replay.py`), since those of a random model drift in ways of their own; the column says so.
+- handoff: query and blocks to the host, the CPU's work, the wait for it: microseconds a layer. The aim is 15 for a work
+  that is nothing.
+- correctness: the tests of flags and of one graph; the others marked `gpu`; the tests of exactness with the model on
+  the GPU, once more with every hand-over between CPU and GPU made late; CUDA graphs against eager steps. Of a row,
+  `failed` should be 0.
+- decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: `full-resident` has all of the
+  context on the device, `dynamic` and `offloading` are Transformers' own cache on the device and on the host, `scout`
+  and what is left out of it; milliseconds a step, tokens a second; which share of the time the device computed
+  (`busy`), waited for the CPU (`waiting`), recalled (`moving`) or had nothing to do (`gaps`); under a profiler
+  (`profiled`, milliseconds), whose times by kernel are in `step_kernels.csv`. With --replay the chosen blocks follow a
+  script (`eval/gpu/replay.py`), since those of a random model drift in ways of their own; the column says so.
+- kernels: the speeds of copies and of pinning; the larger operations of `hf_offload.gpu`: p20, p50 and p80 of the time
+  on the device with cold caches; the time that its bytes alone would take (`floor`: at the speed of a large copy,
+  measured in the same run) and their ratio; what a launch costs the host; the time within a CUDA graph. All in
+  microseconds. The aim for `paged_attention` is `of_floor` below 1.3. Of `add_one`, `in_graph` is what one more small
+  kernel costs a step.
 
-Results are written as they come: `<part>.csv`, a plot, `cases.csv` (what became of every case, also of those that there
-was no time for) and `failed.txt` (why). At the end `aims.csv` sets what was measured, by this call or by earlier ones
-into the same folder, beside what the check aims at (`eval/gpu/aims.py`). One call of nine minutes seldom gets to all of
-it; three do:
+Results are written as they come: `<part>.csv`, `cases.csv` (what became of every case, also of those that there was no
+time for), `failed.txt` (why), `env.txt` (the machine), and all of it once more as an archive, `<out>.tar.gz`, after
+every part. At the end `aims.csv` sets what was measured, by this call or by earlier ones into the same folder, beside
+what the check aims at (`eval/gpu/aims.py`). A first call gets to what tells most; these get to the rest:
 
     make gpu-check CHECK="--part correctness --out results"
-    make gpu-check CHECK="--part handoff,kernels --out results"
     make gpu-check CHECK="--part decode --out results"
+    compute-sanitizer --tool memcheck python -m pytest -x -q -m gpu tests/gpu
 
 What has passed of the tests is not repeated by a later call at the same commit, on the same device, into the same
 folder. The exit status is 1 if anything failed, and 75 if nothing did but not all tests were run: call again. (`make`
@@ -39,6 +41,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -57,14 +60,18 @@ from gpu.results import Results
 from gpu.supervise import Listener, here, supervise
 
 PARTS: dict[str, tuple[ModuleType, float]] = {  # and each one's share of the time
-    "correctness": (correctness, 3.0),
-    "handoff": (handoff, 0.7),
-    "kernels": (kernels, 1.3),
-    "decode": (decoding, 4.0),
+    "handoff": (handoff, 0.8),
+    "correctness": (correctness, 1.2),
+    "decode": (decoding, 5.5),
+    "kernels": (kernels, 1.5),
 }
 
 
 LASTING = ("correctness",)
+TOLD = (
+    ["nvidia-smi", "-q"], ["lscpu"], ["cat", "/proc/meminfo", "/sys/kernel/mm/transparent_hugepage/enabled"],
+    [sys.executable, "-m", "pip", "list"],
+)  # fmt: skip
 UNFINISHED = 75  # exit status
 
 
@@ -84,8 +91,8 @@ def main(
             help="GiB of host memory that a row may take, for machines that get theirs bit by bit [4/5 of it]."
         ),
     ] = None,
-    contexts: Annotated[str | None, typer.Option(help="Tokens, comma-separated; k is 1,024 [8k,32k,64k,128k].")] = None,
-    batches: Annotated[str | None, typer.Option(help="Rows decoded at once, comma-separated [1,4,16,64].")] = None,
+    contexts: Annotated[str | None, typer.Option(help="Tokens, comma-separated; k is 1,024 [32k,64k].")] = None,
+    batches: Annotated[str | None, typer.Option(help="Rows decoded at once, comma-separated [1,8,16].")] = None,
     rows: Annotated[str, typer.Option(help=f"Of {', '.join(decoding.ROWS)}.")] = ",".join(decoding.DEFAULT_ROWS),
     budget: Annotated[
         int, typer.Option(min=8, help="Tokens that a sparse row attends, and keeps on the device.")
@@ -116,27 +123,46 @@ def main(
         host_gib,
     )  # fmt: skip
     results = Results(out, commit, wanted, LASTING)
+    (out / "env.txt").write_text(machine(), encoding="utf-8")
     deadline, bad = started + 60 * minutes, False
     for place, name in enumerate(wanted):
         left = sum(PARTS[other][1] for other in wanted[place:])
         seconds = (deadline - time.monotonic() - 5) * PARTS[name][1] / left
         bad |= run_part(name, options, results, seconds)
+        results.pack()
     measured = aims(results.table if options.on_gpu else lambda name: [])  # what a CPU takes says nothing of them
     for row in measured:
         results.add("aims", row)
+    results.pack()
     show("aims", measured)
     print(f"results are in {out}; {time.monotonic() - started:.0f} s", flush=True)
     if bad or not all(map(results.complete, set(wanted) & set(LASTING))):
         raise typer.Exit(1 if bad else UNFINISHED)
 
 
+def machine() -> str:
+    """What the results do not say of the machine: what its own tools tell, as far as it has them."""
+    texts = []
+    for call in TOLD:
+        try:
+            done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=30)
+            text = done.stdout + done.stderr
+        except (OSError, subprocess.TimeoutExpired) as reason:
+            text = f"{reason}\n"
+        texts.append(f"=== {' '.join(call[-2:])}\n{text}\n")
+    return "".join(texts)
+
+
 def run_part(part: str, options: Options, results: Results, seconds: float) -> bool:
-    """Run one part, print and plot its results; returns whether anything failed."""
+    """Run one part and print its results; returns whether anything failed."""
     module = PARTS[part][0]
     failures: list[str] = []
 
     def on_row(row: dict[str, Any]) -> None:
+        kernels = row.pop("kernels", ())
         results.add(part, row)
+        for kernel in kernels:
+            results.add("step_kernels", {key: row[key] for key in ("context", "batch", "row")} | kernel)
 
     def on_end(case: str, status: str, note: str, spent: float) -> None:
         last = note.strip().splitlines()[-1] if note.strip() else ""
@@ -150,7 +176,7 @@ def run_part(part: str, options: Options, results: Results, seconds: float) -> b
     todo = [name for name in module.names(options) if (part, name) not in results.done]
     listener = Listener(todo, on_row, on_end)
     run = here if options.quick else supervise
-    run(functools.partial(module.run, options), listener, seconds, options.healthy)
+    run(functools.partial(module.run, options), listener, seconds)
     if listener.broken is not None:
         results.failed(part, "outside of its cases", listener.broken)
         print(f"{part}: {listener.broken}", flush=True)
@@ -161,21 +187,10 @@ def run_part(part: str, options: Options, results: Results, seconds: float) -> b
         print(f"{part}: not done, time was up: {len(listener.names)} cases, {listener.names[0]} the first", flush=True)
     rows = results.rows.get(part, [])
     if rows:
-        present(part, module, rows, results.folder)
+        shown = getattr(module, "SHOWN", list(dict.fromkeys(key for row in rows for key in row)))
+        show(part, [{key: row.get(key) for key in shown} for row in rows])
+        sys.stdout.flush()
     return bool(failures)
-
-
-def present(part: str, module: ModuleType, rows: list[dict[str, Any]], folder: Path) -> None:
-    """Print a part's rows and draw them, if it can be drawn."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    shown = getattr(module, "SHOWN", keys)
-    show(part, [{key: row.get(key) for key in shown} for row in rows])
-    sys.stdout.flush()
-    if hasattr(module, "plot"):
-        try:
-            module.plot(rows, folder / f"{part}.png")
-        except Exception as error:  # no plot is worth the results
-            print(f"{part}: no plot: {error!r}", flush=True)
 
 
 if __name__ == "__main__":

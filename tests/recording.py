@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from hf_offload.cache import resident_set as resident
-from hf_offload.gpu import flags
+from hf_offload.gpu import handover
 
 SYNCHRONISING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
 
@@ -33,10 +33,9 @@ class CpuRecorder(TorchDispatchMode):
     def record(self, step: Callable[[], Any]) -> Any:
         """Record the operations of a call; memory that was there before it is as it was."""
         with pytest.MonkeyPatch.context() as patch:
-            for module, name in ((resident.move, "write_token"), (resident.move, "fetch")):
+            for module, name in ((resident.kv_copy, "write_token"), (resident.kv_copy, "fetch")):
                 patch.setattr(module, name, self._whole(getattr(module, name), writes=1))
-            patch.setattr(flags, "signal", self._whole(flags.signal, writes=1))
-            patch.setattr(flags, "wait", self._whole(flags.wait, writes=0, run=False))
+            patch.setattr(handover, "wait_for_flag", self._whole(handover.wait_for_flag, writes=0, run=False))
             with self:
                 output = step()
         for storage, before in self._before.values():

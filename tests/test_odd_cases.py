@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from hf_offload import HybridCache
-from hf_offload.gpu.ranking import MOST_BLOCKS
+from hf_offload.gpu.block_topk import MOST_BLOCKS
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,10 @@ LONG = {
     "graphs": ([GRAPHS, "-k", "llama"], 16),
     "faults": (["tests/test_faults.py", *UNMARKED, "-k", STEPS], 12),
     "odd cases": (["tests/test_int8.py", "tests/test_odd_cases.py", *UNMARKED, "-k", COPIES], 20),
-    "memory": (["tests/cache", "tests/attention", "tests/gpu/test_flags.py", "-m", "gpu"], 160),
+    "memory": (
+        ["tests/cache", "tests/attention", "tests/gpu/test_flags.py", "tests/gpu/test_handover.py", "-m", "gpu"],
+        160,
+    ),
 }
 
 pytestmark = [

@@ -1,10 +1,10 @@
-"""What `hf_offload.gpu.packing` packs, unpacked."""
+"""What `hf_offload.gpu.seal` packs, unpacked."""
 
 from __future__ import annotations
 
 import torch
 
-from hf_offload.gpu.packing import OFFSET, level_shifts
+from hf_offload.gpu.seal import OFFSET, level_shifts
 
 
 def unpack_codes(packed: torch.Tensor, S: int, D: int) -> torch.Tensor:

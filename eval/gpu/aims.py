@@ -10,16 +10,19 @@ Tables = Callable[[str], Iterable[Row]]
 
 K = 1 << 10
 REPLAY = "miss=0.08,drift=0.15"
+FULL = "full-resident-graph"
 # Context, batch, row and script of what the aims of decoding compare.
 CASES = (
     (32 * K, 1, "scout-graph", None),
+    (32 * K, 1, "full-resident-graph", None),
     (32 * K, 1, "scout", None),
+    (32 * K, 1, "dynamic", None),
+    (32 * K, 8, "scout-graph", None),
+    (32 * K, 8, "offloading", None),  # of one row, what launches and weights take would hide the cache
+    (64 * K, 1, "full-resident-graph", None),
     (64 * K, 1, "dynamic", None),
-    (32 * K, 4, "scout-graph", None),
-    (32 * K, 4, "offloading", None),  # of one row, what launches and weights take would hide the cache
-    (64 * K, 4, "scout-graph", None),
-    (32 * K, 16, "scout-graph", REPLAY),
     (64 * K, 8, "scout-graph", None),
+    (32 * K, 16, "scout-graph", REPLAY),
 )
 
 
@@ -33,7 +36,8 @@ def aims(tables: Tables) -> list[dict[str, Any]]:
         ("paged_attention over 32k tokens, times what its bytes take", _floor(tables("kernels")), "below", 1.3),
         ("microseconds a layer to hand nothing over", _hand_over(tables("handoff")), "below", 15.0),
         (f"share of a graph's time that waits, 32k, batch 16, {REPLAY}", _waiting(tables("decode")), "below", 0.1),
-        ("tokens a second over Transformers' cache, 64k, one cap", _throughput(tables("decode")), "at least", 5.0),
+        ("tokens a second over a full cache in a graph, 64k, one cap", _gain(tables("decode"), FULL), "at least", 5.0),
+        ("tokens a second over Transformers' cache, 64k, one cap", _gain(tables("decode"), "dynamic"), "at least", 5.0),
         ("time a step of Transformers' offloaded cache over ours, 32k", _offloaded(tables("decode")), "at least", 20.0),
         ("time a step in Python over one of a graph, 32k, batch 1", _graph(tables("decode")), "at least", 1.5),
     )
@@ -53,8 +57,7 @@ def _floor(rows: Iterable[Row]) -> float | None:
 
 def _hand_over(rows: Iterable[Row]) -> float | None:
     """With the best number of threads."""
-    flags = (row for row in rows if row.get("way") == "flags" and row.get("work") == "nothing")
-    return min((row["p50"] for row in flags if row.get("p50")), default=None)
+    return min((row["p50"] for row in rows if row.get("work") == "nothing" and row.get("p50")), default=None)
 
 
 def _chosen(rows: Iterable[Row], name: str, context: int, replay: str = "none") -> list[Row]:
@@ -73,12 +76,12 @@ def _waiting(rows: Iterable[Row]) -> float | None:
     return shares[0] if shares else None
 
 
-def _throughput(rows: Iterable[Row]) -> float | None:
+def _gain(rows: Iterable[Row], over: str) -> float | None:
     """Each at the batch that suits it best among those that fit."""
     rows = list(rows)
     ours, theirs = (
         max((row["tokens_per_s"] for row in _chosen(rows, name, 64 * K)), default=None)
-        for name in ("scout-graph", "dynamic")
+        for name in ("scout-graph", over)
     )
     return ours / theirs if ours and theirs else None
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from gpu.options import Options
@@ -23,7 +23,6 @@ from hf_offload.cpu.cores import LOCAL_RANKS
 ROOT = Path(__file__).parents[2]
 DEVICE, DELAY = "HF_OFFLOAD_TEST_DEVICE", "HF_OFFLOAD_DELAY_MS"
 TEST_SECONDS = 90
-WORKERS = 8
 LOG_CHARACTERS = 12_000
 
 GRAPH = "tests/gpu/test_graph_cuda.py"
@@ -32,19 +31,43 @@ ON_GPU = ["-m", "not slow and not gpu"]
 ELSEWHERE = ["--ignore=tests/eval"]
 """Nothing there is marked `gpu`, and one module that lacks a package that only evaluations need stops a whole run."""
 NOT_ON_GPU = "not copy_records and not LaunchSequence-run"  # what they break only models on the CPU call
-SUITES: dict[str, tuple[list[str], dict[str, str], float]] = {
-    "kernels against their references": (["tests", *ELSEWHERE, f"--ignore={GRAPH}", "-m", "gpu"], {}, 240),
-    "exactness": (["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda"}, 240),
-    "graphs against eager steps": ([GRAPH, "-m", "gpu"], {}, 150),
-    "exactness, every hand-over late": (["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda", DELAY: "2"}, 240),
-    "caches and models": ([*MODELS, *ON_GPU, "-k", NOT_ON_GPU], {DEVICE: "cuda"}, 240),
-    "torch forms, compiling": (["tests/gpu", *ON_GPU], {}, 240),
+FLAGS = [f"tests/gpu/test_{name}.py" for name in ("flags", "handover")]
+
+
+WITHOUT = [f"--ignore={path}" for path in (GRAPH, *FLAGS)]
+
+
+class Suite(NamedTuple):
+    """Some tests.
+
+    Args:
+        arguments: for pytest.
+        environment: what is added to the environment.
+        seconds: that they may take.
+        workers: processes at once. Kernels that wait for a flag keep those of other processes from the device.
+    """
+
+    arguments: list[str]
+    environment: dict[str, str] = {}  # noqa: RUF012 - nobody writes into it
+    seconds: float = 240
+    workers: int = 4
+
+
+SUITES = {
+    "flags": Suite([*FLAGS, "-m", "gpu"], seconds=60, workers=1),
+    "a first graph": Suite([GRAPH, "-m", "gpu", "-k", "eager_steps and scout-attend and llama"], seconds=90, workers=1),
+    "kernels against their references": Suite(["tests", *ELSEWHERE, *WITHOUT, "-m", "gpu"]),
+    "exactness": Suite(["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda"}),
+    "graphs against eager steps": Suite([GRAPH, "-m", "gpu"], workers=1),
+    "exactness, every hand-over late": Suite(["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda", DELAY: "2"}),
+    "caches and models": Suite([*MODELS, *ON_GPU, "-k", NOT_ON_GPU], {DEVICE: "cuda"}),
+    "torch forms, compiling": Suite(["tests/gpu", *ON_GPU]),
 }
-QUICK = {"a quick test": (["tests/gpu/test_paged.py", "-k", "splits_fill"], {}, 60.0)}
+QUICK = {"a quick test": Suite(["tests/gpu/test_paged_attention.py", "-k", "splits_fill"], workers=1)}
 
 
-def suites(options: Options) -> dict[str, tuple[list[str], dict[str, str], float]]:
-    """Arguments for pytest, additional environment and seconds of each suite."""
+def suites(options: Options) -> dict[str, Suite]:
+    """Those that tell most first."""
     return QUICK if options.quick else SUITES
 
 
@@ -56,32 +79,31 @@ def names(options: Options) -> list[str]:
 def run(options: Options, todo: Sequence[str], report: Report) -> None:
     """Run suite after suite, each with a process of its own."""
     for name in todo:
-        arguments, environment, limit = suites(options)[name]
+        suite = suites(options)[name]
         if report.seconds_left < 15:
             return
-        seconds = min(limit, report.seconds_left - 5)
+        seconds = min(suite.seconds, report.seconds_left - 5)
         with report.case(name, seconds + 5):
-            row, text = run_tests(arguments, environment, seconds)
+            row, text = run_tests(suite, seconds)
             report.row(suite=name, **row)
-            if row["status"] == "ended" and seconds < limit and not row["failed"]:
+            if row["status"] == "ended" and seconds < suite.seconds and not row["failed"]:
                 raise TimeUp(text)
             if row["status"] != "passed":
                 raise AssertionError(text)
 
 
-def run_tests(arguments: list[str], environment: dict[str, str], seconds: float) -> tuple[dict[str, Any], str]:
+def run_tests(suite: Suite, seconds: float) -> tuple[dict[str, Any], str]:
     """One run of pytest: what it counted, and the end of what it printed."""
     with tempfile.TemporaryDirectory() as folder:
         counts, log = Path(folder) / "junit.xml", Path(folder) / "log.txt"
         # Test by test: a run that is ended in the midst has told of those before.
-        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE", f"--junitxml={counts}", *_plugins()]
-        command.append("--continue-on-collection-errors")
+        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE", f"--junitxml={counts}"]
+        command += ["--continue-on-collection-errors", *_plugins(_workers(suite)), *suite.arguments]
+        environment = {**os.environ, **_cores(_workers(suite)), **suite.environment}
         start = time.monotonic()
         status = "passed"
         with log.open("w", encoding="utf-8") as out:
-            process = subprocess.Popen(
-                [*command, *arguments], cwd=ROOT, env={**os.environ, **_cores(), **environment}, stdout=out, stderr=out
-            )
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
             try:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -113,23 +135,23 @@ def end(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def _workers() -> int:
+def _workers(suite: Suite) -> int:
     """How many processes of pytest run at once."""
-    return min(WORKERS, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
+    return min(suite.workers, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
 
 
-def _cores() -> dict[str, str]:
+def _cores(workers: int) -> dict[str, str]:
     """The environment in which each of them has its part of the cores: threads that spin would keep the others from
     theirs.
     """
-    return {LOCAL_RANKS: str(_workers()), "OMP_NUM_THREADS": str((os.cpu_count() or 1) // _workers())}
+    return {LOCAL_RANKS: str(workers), "OMP_NUM_THREADS": str((os.cpu_count() or 1) // workers)}
 
 
-def _plugins() -> list[str]:
+def _plugins(workers: int) -> list[str]:
     """Several tests at once, and an end for those that hang, where pytest has the plugins for it."""
     found = ["-o", f"faulthandler_timeout={TEST_SECONDS - 10}"]
-    if _workers() > 1:
-        found += ["-n", str(_workers()), "--max-worker-restart=20"]
+    if workers > 1:
+        found += ["-n", str(workers), "--max-worker-restart=20"]
     if importlib.util.find_spec("pytest_timeout") is not None:
         found += [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]
     return found

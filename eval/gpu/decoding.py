@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 
 from common import Row, percentiles
 from gpu import aims, models, timeline
-from gpu.fetching import Fetch, FetchReplay
 from gpu.options import Options
 from gpu.replay import Replay, Script, parse, write_script
 from gpu.supervise import NotApplicable, Report
@@ -23,34 +21,31 @@ from hf_offload import HybridCache, Scout
 BLOCK = 32
 WARM_UP = 5  # a graph is captured in the second step
 PROFILED = 6
-SECONDS = 150  # a row, its filling included
+SECONDS, SECONDS_A_GIB = 60, 1.5  # a row, its filling included: memory is pinned at a GiB a second or so
+COLD_SECONDS = 90  # of a process's first row, which builds the model and compiles
+TIMEOUT = 30  # seconds that a step may wait for the CPU, which may have to compile a kernel first
+FULL_BLOCK = 128  # tokens a block where all of a context is resident: a row has so many slots at most
 STEP_SECONDS = 15  # of it for the steps that count, if there have been a few
 
 SHOWN = (
-    "context", "batch", "row", "p50", "tokens_per_s", "busy", "waiting", "moving", "gaps", "cpu_ratio", "device_kv_gib",
-    "note",
+    "context", "batch", "row", "p50", "tokens_per_s", "busy", "waiting", "moving", "gaps", "launches", "profiled",
+    "cpu_ratio", "device_kv_gib", "note",
 )  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "scout": {},
-    "scout-off": {"lookahead": "off"},
     "scout-no-recall": {"recall": 0},
-    "scout-no-correction": {"correction": False},
-    "scout-int8": {"host_dtype": "int8"},
-    "fetch": {"lookahead": "off", "recall": 0},
+    "scout-off": {"lookahead": "off"},
+    "scout-quest": {"digest": "quest"},
 }
-ROWS = ("dynamic", "offloading", "full", *VARIANTS, *(f"{name}-graph" for name in VARIANTS))
+FULL = "full-resident"
+ROWS = ("dynamic", "offloading", *(f"{name}{graph}" for name in (FULL, *VARIANTS) for graph in ("", "-graph")))
 DEFAULT_ROWS = (
-    "dynamic",
-    "scout-graph",
-    "scout",
-    "offloading",
-    "fetch-graph",
-    *(f"{name}-graph" for name in list(VARIANTS)[1:-1]),
-    "full",
-)
-CONTEXTS, BATCHES = (8 << 10, 32 << 10, 64 << 10, 128 << 10), (1, 4, 16, 64)
+    "scout-graph", f"{FULL}-graph", "scout", "dynamic", "offloading", "scout-no-recall-graph", "scout-off-graph",
+    "scout-quest-graph",
+)  # fmt: skip
+CONTEXTS, BATCHES = (32 << 10, 64 << 10), (1, 8, 16)
 # Those that tell most come first: time may be up before the last.
-FIRST = [(32, 1), (32, 4), (128, 1), (8, 16), (8, 1), (64, 1), (8, 4), (64, 4), (32, 16), (128, 4), (8, 64)]
+FIRST = [(32, 1), (32, 8), (64, 8), (32, 16), (64, 1)]
 
 
 def cases(options: Options) -> dict[str, tuple[int, int, str, str | None]]:
@@ -76,24 +71,25 @@ def run(options: Options, todo: Sequence[str], report: Report) -> None:
     """Measure row after row; the model is built within the first one."""
     model: PreTrainedModel | None = None
     chosen = cases(options)
-    kind = None
+    tokens = 0
     for name in todo:
         context, batch, row, script = chosen[name]
         if report.seconds_left < 20 and not options.quick:
             return
-        if (context * batch, "int8" in row) != kind:  # to pin as many blocks again takes longer than to measure them
-            kind = (context * batch, "int8" in row)
+        if context * batch != tokens:  # to pin as many blocks again takes longer than to measure them
+            tokens = context * batch
             models.free_pinned(options)
-        with torch.no_grad(), report.case(name, SECONDS):
+        gib = models.kv_bytes(models.config_of(options), tokens, options.dtype.itemsize) / 2**30
+        cold = COLD_SECONDS if model is None else 0
+        with torch.no_grad(), report.case(name, cold + SECONDS + SECONDS_A_GIB * gib):
             model = model or models.build(options)
             facts = {"context": context, "batch": batch, "row": row, "replay": script or "none"}
             try:
                 found = measure(replace(options, replay=script), model, context, batch, row)
                 report.row(**facts, **found, layers=options.layers)
             except (NotApplicable, torch.OutOfMemoryError) as reason:
-                note = str(reason).splitlines()[0]
-                report.row(**facts, note=note, layers=options.layers)
-                raise NotApplicable(note) from None
+                report.row(**facts, note=str(reason).splitlines()[0], layers=options.layers)
+                raise
         models.free(options)
 
 
@@ -104,24 +100,20 @@ def filled_tokens(context: int, block: int = BLOCK) -> int:
     return context - 2 * block - 3
 
 
-def make_row(options: Options, name: str, script: Script | None, block: int) -> Row:
+def make_row(options: Options, name: str, script: Script | None, block: int, context: int) -> Row:
     """The cache of a row."""
     if name in ("dynamic", "offloading"):
         return Row(name, "dynamic", {"offloading": True} if name == "offloading" else {})
-    memory = {} if options.on_gpu else {"tier": "split"}
+    memory = {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
     graph = {"cuda_graph": True} if name.endswith("-graph") else {}
     knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, **memory, **graph}
-    if name == "full":
-        return Row(name, "full", knobs)
+    if name.startswith(FULL):
+        return Row(name, "full", {**knobs, "resident": context, "block_size": block if options.quick else FULL_BLOCK})
     variant = VARIANTS[name.removesuffix("-graph")]
-    own = {field.name for field in fields(Scout)}
-    policy = {"budget": options.budget, **_small(options), **{k: v for k, v in variant.items() if k in own}}
-    fetches = name.startswith("fetch")
+    policy: dict[str, Any] = {"budget": options.budget, **_small(options), **variant}
     if script is None:
-        chosen = (Fetch if fetches else Scout)(**policy)
-    else:
-        chosen = (FetchReplay if fetches else Replay)(**{"recall": script.interval, **policy}, script=script)
-    return Row(name, chosen, {**knobs, **{k: v for k, v in variant.items() if k not in own}})
+        return Row(name, Scout(**policy), knobs)
+    return Row(name, Replay(**{"recall": script.interval, **policy}, script=script), knobs)
 
 
 def _small(options: Options) -> dict[str, Any]:
@@ -161,7 +153,7 @@ def measure(options: Options, model: PreTrainedModel, context: int, batch: int, 
     hybrid = name not in ("dynamic", "offloading")
     chooses = name.removesuffix("-graph") in VARIANTS
     script = script_of(options, model.config.num_key_value_heads, context, batch, block) if chooses else None
-    row = make_row(options, name, script, block)
+    row = make_row(options, name, script, block, context)
     models.check_room(options, model, row, batch, context)
     start = time.perf_counter()
     heads, dim = model.config.num_key_value_heads, model.config.head_dim
@@ -187,7 +179,8 @@ def measure(options: Options, model: PreTrainedModel, context: int, batch: int, 
         found |= {"script_miss": script.miss, "script_drift": script.drift}
     if options.on_gpu:
         slow = max(times) * PROFILED > 20_000
-        found |= timeline.shares([] if slow else timeline.profile(step, PROFILED))
+        events = [] if slow else timeline.profile(step, PROFILED)
+        found |= timeline.shares(events, PROFILED) | {"kernels": timeline.by_kernel(events, PROFILED)}
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if isinstance(cache, HybridCache):
         cache.drain()
@@ -228,22 +221,3 @@ def counted(cache: HybridCache) -> dict[str, Any]:
 def _stock_gib(cache: Any) -> float:
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "cpu") / 2**30
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw milliseconds a token over the context, one picture for each batch."""
-    import matplotlib.pyplot as plt
-
-    timed = [row for row in rows if "p50" in row]
-    batches = sorted({row["batch"] for row in timed})
-    if not batches:
-        return
-    figure, grid = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4), layout="constrained", squeeze=False)
-    for axes, batch in zip(grid[0], batches, strict=True):
-        for name in dict.fromkeys(row["row"] for row in timed):
-            mine = sorted((r["context"], r["p50"]) for r in timed if r["row"] == name and r["batch"] == batch)
-            if mine:
-                axes.plot(*zip(*mine, strict=True), marker="o", label=name)
-        axes.set(xscale="log", yscale="log", title=f"batch {batch}", xlabel="context, tokens", ylabel="ms a step")
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)

@@ -19,23 +19,19 @@ from hf_offload.cpu.host_signals import Doorbell
 from hf_offload.cpu.kernels.move_records import touch_records
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.cpu.thread_pool import Worker
-from hf_offload.gpu.flags import signal
 from hf_offload.gpu.handover import Inbox, hand_over
 
 LAYERS = 36
 TARGET = 15.0  # microseconds a layer
+FEW = 5  # blocks of a KV head: 8 % of a budget of 2,048 tokens
 SECONDS = 30
 _NOWHERE = np.zeros(2, np.int64)
 
 
 def names(options: Options) -> list[str]:
-    """The cases: a way, a work, and how many threads there are for it."""
-    counts = [1] if options.quick else sorted({1, 4, max((os.cpu_count() or 2) - 1, 1)})
-    served = [
-        f"{way}, {work}, {count} threads" for way in ("flags", "event and future") for work in WORKS for count in counts
-    ]
-    return ["flags, kernels alone", *served]
+    """The cases: a work, and how many threads there are for it."""
+    counts = [1] if options.quick else sorted({1, 4, 8, max((os.cpu_count() or 2) - 1, 1)})
+    return ["kernels alone", *(f"{work}, {count} threads" for work in WORKS for count in counts)]
 
 
 def run(options: Options, todo: Sequence[str], report: Report) -> None:
@@ -46,14 +42,11 @@ def run(options: Options, todo: Sequence[str], report: Report) -> None:
             if report.seconds_left < 5:
                 return
             with report.case(name, SECONDS):
-                way, work, *threads = name.split(", ")
+                work, *threads = name.split(", ")
                 count = int(threads[0].split()[0]) if threads else 0
-                if way == "event and future":
-                    times = by_future(options, WORKS[work], count, layers)
-                else:
-                    times = by_flags(options, WORKS.get(work), count, layers)
+                times = by_flags(options, WORKS.get(work), count, layers)
                 a_layer = percentiles(1e6 * seconds / layers for seconds in times)
-                report.row(way=way, work=work, host_threads=count, layers=layers, **a_layer, target=TARGET)
+                report.row(work=work, host_threads=count, layers=layers, **a_layer, target=TARGET)
 
 
 def nothing(dtype: torch.dtype) -> Callable[[], Launch]:
@@ -62,8 +55,8 @@ def nothing(dtype: torch.dtype) -> Callable[[], Launch]:
 
 
 def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
-    """Attention of one row to five blocks of 32 tokens of each of eight KV heads: 8 % of a budget of 2,048."""
-    blocks, heads, size, dim, count = 256, 8, 32, 128, 5
+    """Attention of one row to a few blocks of 32 tokens of each of eight KV heads."""
+    blocks, heads, size, dim, count = 256, 8, 32, 128, FEW
     pool = HostPool(heads, size, dim, dtype)
     pool.allocate(blocks)
     for slab in pool.slabs:
@@ -87,24 +80,29 @@ def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
 
 
 class Sent:
-    """What goes to the host for five blocks a head, of 64 that it might be: query, blocks and counts, as in a step."""
+    """What goes to the host in a step: the query, and some blocks a head of 64 that it might be.
 
-    def __init__(self, options: Options) -> None:
+    Args:
+        options: say where it comes from.
+        blocks: how many.
+    """
+
+    def __init__(self, options: Options, blocks: int) -> None:
         shapes = ((1, 32, 128), torch.float32), ((1, 8, 64), torch.int32), ((1, 8), torch.int32)
         self.query, self.blocks, self.counts = (
             torch.zeros(shape, dtype=dtype, device=options.device) for shape, dtype in shapes
         )
-        self.counts.fill_(5)
+        self.counts.fill_(blocks)
         there = (torch.zeros(shape, dtype=dtype, pin_memory=options.on_gpu) for shape, dtype in shapes)
         self.inbox = Inbox(*there, torch.zeros(1, dtype=torch.int32, device=options.device))
 
-    def go(self, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
+    def go(self, flag: torch.Tensor, epoch: torch.Tensor) -> None:
         """Hand it over, and announce it by a flag."""
         hand_over(self.inbox, self.query, self.blocks, self.counts, flag=flag, epoch=epoch)
 
 
 Work = Callable[[torch.dtype], Callable[[], Launch]]
-WORKS: dict[str, Work] = {"nothing": nothing, "five blocks a head": few_blocks}
+WORKS: dict[str, Work] = {"nothing": nothing, f"{FEW} blocks a head": few_blocks}
 
 
 def _rounds(options: Options, step: Callable[[], None]) -> list[float]:
@@ -121,18 +119,17 @@ def _rounds(options: Options, step: Callable[[], None]) -> list[float]:
 
 
 def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> list[float]:
-    """Seconds of steps in which a graph signals and waits, and a doorbell serves; None: nobody is waited for."""
+    """Seconds of steps in which a graph hands over and waits, and a doorbell serves; None: nobody is waited for."""
     capture = Capture(torch.device(options.device), layers, timeout=10.0)
     parts: list[Any] = [object() for _ in range(layers)]
     launch = (work or nothing)(options.dtype)
-    sent = Sent(options) if work is few_blocks else None
+    sent = Sent(options, FEW if work is few_blocks else 0)
 
     def step() -> None:
         capture.parts.clear()
         capture.epoch.add_(1)
         for number, part in enumerate(parts):
-            announce = signal if sent is None else sent.go
-            announce(capture.flag_of(part, launch, f"item {number}"), capture.epoch)
+            sent.go(capture.flag_of(part, launch, f"item {number}"), capture.epoch)
             capture.wait(part)
 
     replay = step
@@ -167,30 +164,3 @@ def answer(capture: Capture, layers: int, epoch: int) -> None:
     """Have all answers there up to an epoch, so that nobody is waited for."""
     capture.flags.zero_()
     capture.flags[1 : 2 * layers : 2] = epoch
-
-
-def by_future(options: Options, work: Work, threads: int, layers: int) -> list[float]:
-    """Seconds of steps in which a job waits for the device's event, and the model's thread for the job."""
-    worker, make = Worker(threads), work(options.dtype)
-    number = torch.zeros(1, device=options.device)
-    sent = Sent(options) if work is few_blocks else None
-
-    def one() -> None:
-        number.add_(1)
-        if sent is not None:
-            sent.go()
-        arrived = torch.cuda.current_stream().record_event() if options.on_gpu else None
-        launch = make()
-
-        def attend() -> None:
-            if arrived is not None:
-                arrived.synchronize()
-            worker.divide(launch)
-
-        worker.submit(attend).result()
-
-    def step() -> None:
-        for _ in range(layers):
-            one()
-
-    return _rounds(options, step)

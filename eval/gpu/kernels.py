@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from gpu.options import Options
 from gpu.supervise import Report
 from gpu.timing import Timer, bandwidths
 
-BATCHES = (1, 16, 64)
+BATCHES = (1, 16)
 LONG = 1024  # blocks: all of a context of 32k resident
 QUICK = Size(2, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16)
 SPEEDS = "bandwidths"
@@ -67,7 +66,7 @@ def run(options: Options, todo: Sequence[str], report: Report) -> None:
             with report.case(name, SECONDS):
                 if name == SPEEDS:
                     for way, speed in measure_speeds().items():
-                        report.row(operation=f"copy: {way}", gb_per_s=speed / 1000)
+                        report.row(operation=f"speed: {way}", gb_per_s=speed / 1000)
                     continue
                 operation, size = sizes[name]
                 made = OPERATIONS[operation](Inputs(options, size))
@@ -89,27 +88,8 @@ def measure(timer: Timer, operation: Operation, speeds: dict[str, float]) -> dic
     floor = max(operation.device_bytes / speeds["device"], operation.link_bytes / link)
     wall = timer.wall_time(call, prepare)
     spread = timer.device_time(call, prepare)
-    row = {
+    return {
         **spread, "floor": floor, "of_floor": spread["p50"] / floor, "wall": wall["p50"],
         "device_bytes": operation.device_bytes, "link_bytes": operation.link_bytes, "launch": timer.launch_time(call),
+        "in_graph": timer.graph_time(call),
     }  # fmt: skip
-    try:
-        row["in_graph"] = timer.graph_time(call)
-    except RuntimeError as error:  # it cannot be captured; the other figures stand
-        row["note"] = str(error).splitlines()[0]
-    return row
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the times beside their floors."""
-    import matplotlib.pyplot as plt
-
-    timed = [row for row in rows if "p50" in row]
-    labels = [f"{row['operation']} ×{row['batch']} {row['tokens']}" for row in timed]
-    figure, axes = plt.subplots(figsize=(9, 1 + len(timed) / 4), layout="constrained")
-    axes.barh(labels, [row["p50"] for row in timed], label="measured")
-    axes.barh(labels, [row["floor"] for row in timed], height=0.4, color="lightgray", label="its bytes alone")
-    axes.set(xlabel="microseconds", xscale="log")
-    axes.invert_yaxis()
-    axes.legend()
-    figure.savefig(path, dpi=120)

@@ -20,8 +20,8 @@ PROMPT = 16  # tokens that really go through the model: they tell shapes and giv
 HOST_SHARE = 0.8  # of the machine's memory
 
 
-def build(options: Options) -> PreTrainedModel:
-    """Qwen3-8B's shape with random weights, made where it will run; with `quick` a tiny one."""
+def config_of(options: Options) -> Qwen3Config:
+    """Qwen3-8B's shape; with `quick` a tiny one."""
     sizes: dict[str, Any] = {
         "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
@@ -31,12 +31,18 @@ def build(options: Options) -> PreTrainedModel:
             "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
             "head_dim": 16, "vocab_size": 160,
         }  # fmt: skip
-    config = Qwen3Config(
+    return Qwen3Config(
         **sizes, num_hidden_layers=options.layers, max_position_embeddings=1 << 18, tie_word_embeddings=False
     )
+
+
+def build(options: Options) -> PreTrainedModel:
+    """A model of this shape with random weights, made where it will run."""
     torch.manual_seed(0)
     with torch.device(options.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=options.dtype, attn_implementation="hybrid_sparse")
+        model = AutoModelForCausalLM.from_config(
+            config_of(options), dtype=options.dtype, attn_implementation="hybrid_sparse"
+        )
     return model.eval()
 
 
@@ -76,11 +82,9 @@ def check_room(options: Options, model: PreTrainedModel, row: Row, batch: int, t
     if row.policy == "dynamic" and row.options.get("offloading"):
         near, far = 2 * everything // config.num_hidden_layers, everything
     elif row.policy != "dynamic":
-        near, far = kv_bytes(config, batch * options.budget, itemsize), everything
-        if row.options.get("host_dtype") == "int8":
-            far = everything // itemsize
-        if row.policy != "full":
-            near += digest_bytes(config, batch * tokens)
+        near, far = kv_bytes(config, batch * row.options["resident"], itemsize), everything
+        if isinstance(row.policy, Scout):
+            near += digest_bytes(config, batch * tokens, digest=row.policy.digest)
     host = HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if options.host_gib is not None:
         host = options.host_gib * 2**30
@@ -89,9 +93,9 @@ def check_room(options: Options, model: PreTrainedModel, row: Row, batch: int, t
             raise NotApplicable(f"does not fit: {need / 2**30:.1f} GiB on the {what}, {room / 2**30:.1f} GiB allowed")
 
 
-def digest_bytes(config: Any, tokens: int, block: int = 32) -> int:
+def digest_bytes(config: Any, tokens: int, block: int = 32, digest: str = Scout().digest) -> int:
     """Bytes of the digests that Scout keeps of so many tokens in all layers."""
-    store = DIGESTS[Scout().digest](config.num_key_value_heads, config.head_dim, block, torch.device("cpu"))
+    store = DIGESTS[digest](config.num_key_value_heads, config.head_dim, block, torch.device("cpu"))
     store.reserve(1)
     return store.nbytes * config.num_hidden_layers * -(-tokens // block)
 
@@ -116,10 +120,7 @@ def fill(
             cache.update(k.to(options.device), v.to(options.device), index)
         else:
             store, room = layer.store, total + 4 * layer.store.block_size  # for the steps, too
-            if store.format.packs:
-                store.reserve_table(-(-room // store.block_size))
-            else:
-                store.reserve(room)  # a pool that is short of a block later grows by a quarter
+            store.reserve(room)  # a pool that is short of a block later grows by a quarter
             store.append(k, v)
             seal(store, 4 * cache.settings.prefill_tile)
     options.synchronize()

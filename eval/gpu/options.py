@@ -51,11 +51,3 @@ class Options:
         """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize()
-
-    def healthy(self) -> bool:
-        """Whether the device still answers: after some errors a process can use it no more."""
-        try:
-            self.synchronize()
-        except RuntimeError:
-            return False
-        return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import platform
 import re
+import shutil
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -91,6 +92,10 @@ class Results:
     def complete(self, part: str) -> bool:
         """Whether all cases of a part are done, by this call or before."""
         return all(row["status"] == "done" for row in self.rows.get("cases", []) if row["part"] == part)
+
+    def pack(self) -> None:
+        """Write all of the folder into an archive beside it: what is copied from elsewhere is one file."""
+        shutil.make_archive(str(self.folder), "gztar", self.folder)
 
     def failed(self, part: str, case: str, text: str) -> None:
         """Add to the log."""

@@ -1,8 +1,9 @@
 """Cases that may fail, crash or hang, run one after the other in a process that can be given up and started again.
 
 A part of the check is a function `work(names, report)` that goes through its cases with `report.case`. What it reports
-reaches the caller at once, so that nothing is lost with the process. A case that fails leaves the others alone. Behind
-one that takes the process down, poisons its device or outstays its time, a new process goes on.
+reaches the caller at once, so that nothing is lost with the process. A case that fails leaves the others alone: a new
+process goes on behind it, since a device or its allocator may be of no use after it (torch 2.11 counts a capture that
+has failed as one under way).
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 START_SECONDS = 90  # for imports, and whatever a part does before its first case
-_UNFIT = 70  # exit status of a child whose device is of no use any more
+_FAILED = 70  # exit status of a child behind a case that failed
 
 Work = Callable[[Sequence[str], "Report"], None]
 
@@ -40,19 +43,11 @@ class Report:
     Args:
         send: takes the messages.
         deadline: on the monotonic clock; no case should begin later.
-        healthy: asked after a failure, whether this process can go on.
-        alone: whether the process is the part's own: it prints where it hangs, and ends if it cannot go on.
+        alone: whether the process is the part's own: it prints where it hangs, and ends behind a failure.
     """
 
-    def __init__(
-        self,
-        send: Callable[[tuple[Any, ...]], None],
-        deadline: float,
-        healthy: Callable[[], bool],
-        *,
-        alone: bool = False,
-    ) -> None:
-        self._send, self.deadline, self._healthy, self._alone = send, deadline, healthy, alone
+    def __init__(self, send: Callable[[tuple[Any, ...]], None], deadline: float, *, alone: bool = False) -> None:
+        self._send, self.deadline, self._alone = send, deadline, alone
 
     @property
     def seconds_left(self) -> float:
@@ -70,21 +65,23 @@ class Report:
         self._send(("begin", name, seconds))
         if self._alone:
             faulthandler.dump_traceback_later(max(min(seconds, self.seconds_left) - 1, 0.5))
-        status, note = "done", ""
+        status, note, fit = "done", "", True
         try:
             yield
         except NotApplicable as reason:
             status, note = "not applicable", str(reason)
         except TimeUp as reason:
             status, note = "cut off", str(reason)
+        except torch.OutOfMemoryError as reason:  # of a capture, perhaps
+            status, note, fit = "not applicable", str(reason).splitlines()[0], False
         except Exception:
-            status, note = "failed", traceback.format_exc()
+            status, note, fit = "failed", traceback.format_exc(), False
         finally:
             if self._alone:
                 faulthandler.cancel_dump_traceback_later()
         self._send(("end", status, note))
-        if status == "failed" and self._alone and not self._healthy():
-            os._exit(_UNFIT)
+        if self._alone and not fit:
+            os._exit(_FAILED)
 
     def row(self, **values: Any) -> None:
         """A row of results."""
@@ -131,32 +128,31 @@ class Listener:
         self.on_end(name, status, note, time.monotonic() - self.started)
 
 
-def supervise(work: Work, listener: Listener, seconds: float, healthy: Callable[[], bool]) -> None:
+def supervise(work: Work, listener: Listener, seconds: float) -> None:
     """Run a part in processes of its own until it is through or time is up; what is left stays in `listener.names`.
 
     Args:
         work: the part, something that can be pickled.
         listener: gets what it tells.
         seconds: for all of it.
-        healthy: runs in the process, see `Report`.
     """
     deadline = time.monotonic() + seconds
     while listener.names and time.monotonic() < deadline:
         before = list(listener.names)
-        _run_child(work, listener, deadline, healthy)
+        _run_child(work, listener, deadline)
         if listener.names == before:  # it did not get to a case: another process would not either
             return
 
 
-def here(work: Work, listener: Listener, seconds: float, healthy: Callable[[], bool]) -> None:
+def here(work: Work, listener: Listener, seconds: float) -> None:
     """Like `supervise`, in this process: crashes and hangs are its own."""
-    work(tuple(listener.names), Report(listener.take, time.monotonic() + seconds, healthy))
+    work(tuple(listener.names), Report(listener.take, time.monotonic() + seconds))
 
 
-def _run_child(work: Work, listener: Listener, deadline: float, healthy: Callable[[], bool]) -> None:
+def _run_child(work: Work, listener: Listener, deadline: float) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(work, tuple(listener.names), theirs, deadline, healthy))
+    child = context.Process(target=_child, args=(work, tuple(listener.names), theirs, deadline))
     child.start()
     theirs.close()
     listener.limit = time.monotonic() + START_SECONDS
@@ -187,13 +183,11 @@ def _kill(child: Any) -> None:
     child.join(10)
 
 
-def _child(
-    work: Work, names: Sequence[str], pipe: Connection, deadline: float, healthy: Callable[[], bool]
-) -> None:  # runs in the new process
+def _child(work: Work, names: Sequence[str], pipe: Connection, deadline: float) -> None:  # runs in the new process
     os.setpgid(0, 0)
     faulthandler.enable()
     try:
-        work(names, Report(pipe.send, deadline, healthy, alone=True))
+        work(names, Report(pipe.send, deadline, alone=True))
     except Exception:
         pipe.send(("broken", traceback.format_exc()))
     sys.stdout.flush()

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -30,6 +31,18 @@ def profile(step: Callable[[], Any], steps: int) -> list[dict[str, Any]]:
     return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
+def by_kernel(events: Iterable[dict[str, Any]], steps: int, most: int = 60) -> list[dict[str, Any]]:
+    """How often each kernel ran and how long, per step; those that took longest first."""
+    found: dict[str, list[float]] = {}
+    for event in events:
+        found.setdefault(str(event["name"])[:80], []).append(event["dur"])
+    rows = [
+        {"kernel": name, "per_step": len(spent) / steps, "us_per_step": sum(spent) / steps, "us_each": mean(spent)}
+        for name, spent in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["us_per_step"])[:most]
+
+
 def union(spans: Iterable[Span]) -> list[Span]:
     """Spans joined where they touch, ascending."""
     joined: list[Span] = []
@@ -46,16 +59,16 @@ def length(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def shares(events: list[dict[str, Any]]) -> dict[str, float | None]:
+def shares(events: list[dict[str, Any]], steps: int) -> dict[str, float | None]:
     """Shares of the time from the first event to the end of the last; they add up to 1.
 
     Returns:
         `busy`: some kernel of the model or of the cache ran; `waiting`: nothing ran but the wait for the CPU's part;
-        `moving`: nothing of these but a recall; `gaps`: nothing at all. `launches`: kernels and copies. None for all
-        where there are no events.
+        `moving`: nothing of these but a recall; `gaps`: nothing at all. `launches`: kernels and copies of a step.
+        `profiled`: milliseconds a step, which the profiler makes longer. None for all where there are no events.
     """
     if not events:
-        return dict.fromkeys(("busy", "waiting", "moving", "gaps", "launches"))
+        return dict.fromkeys(("busy", "waiting", "moving", "gaps", "launches", "profiled"))
     kinds: dict[str, list[Span]] = {"busy": [], "waiting": [], "moving": []}
     for event in events:
         name = str(event["name"])
@@ -70,4 +83,5 @@ def shares(events: list[dict[str, Any]]) -> dict[str, float | None]:
     everything = union(seen)
     total = everything[-1][1] - everything[0][0]
     found: dict[str, float | None] = {kind: part / total for kind, part in told.items()}
-    return {**found, "gaps": 1 - covered / total, "launches": float(len(events))}
+    counted = {"launches": len(events) / steps, "profiled": total / 1000 / steps}
+    return {**found, "gaps": 1 - covered / total, **counted}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from common import percentiles
+from gpu.models import free_pinned
 from gpu.options import Options
 from hf_offload.attention.graph_capture import Recorder, undisturbed
 
@@ -103,7 +104,9 @@ class Timer:
 
 
 def bandwidths(timer: Timer) -> dict[str, float]:
-    """Bytes a microsecond: "device" counts both the read and the write of a copy there, "link" is pinned to device."""
+    """Bytes a microsecond: "device" counts both the read and the write of a copy there, "link" is pinned to device,
+    "back" the other way, "pin" counts what is pinned.
+    """
     options = timer.options
     size = 1 << (16 if options.quick else 30)
     source = torch.empty(size, dtype=torch.uint8, device=options.device).random_()
@@ -114,4 +117,13 @@ def bandwidths(timer: Timer) -> dict[str, float]:
         "device": 2 * size / timer.device_time(lambda: target.copy_(source))["p50"],
         "link": size / 4 / timer.device_time(lambda: there.copy_(pinned, non_blocking=True))["p50"],
         "back": size / 4 / timer.device_time(lambda: back.copy_(there, non_blocking=True))["p50"],
+        "pin": pinning(options, size),
     }
+
+
+def pinning(options: Options, size: int) -> float:
+    """Bytes of memory that are pinned in a microsecond; none of them has been pinned before."""
+    free_pinned(options)
+    start = time.perf_counter()
+    torch.empty(size, dtype=torch.uint8, pin_memory=options.on_gpu)
+    return size / 1e6 / (time.perf_counter() - start)

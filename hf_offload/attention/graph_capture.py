@@ -16,7 +16,7 @@ from hf_offload.cache.memory import host_empty
 from hf_offload.cache.stats import Ledger
 from hf_offload.cpu.host_signals import Item
 from hf_offload.cpu.launch import Launch
-from hf_offload.gpu import flags
+from hf_offload.gpu import handover
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, stream_for
 
 LOOKS = 1_000_000
@@ -88,7 +88,7 @@ class Capture:
         self.reachable = not pin or self.flags.is_pinned()
         """Whether the device's kernels can read and write the flags."""
         if self.reachable:  # a kernel's first launch loads it, which a capture may refuse
-            flags.wait(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
+            handover.wait_for_flag(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
         self.parts: list[tuple[CpuPartial, Callable[[], Launch], str]] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
         self._ledger: Ledger | None = None
@@ -113,7 +113,7 @@ class Capture:
     def wait(self, part: CpuPartial) -> None:
         """Let the device wait for the CPU's result."""
         number = next(i for i, (known, _, _) in enumerate(self.parts) if known is part)
-        flags.wait(self.flags[2 * number + 1, :1], self.epoch, self.late, spins=self._spins)
+        handover.wait_for_flag(self.flags[2 * number + 1, :1], self.epoch, self.late, spins=self._spins)
 
     def count(self, layer: HybridLayer, name: str, value: torch.Tensor) -> None:
         """Remember a tensor for the statistics of a layer."""

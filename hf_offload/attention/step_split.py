@@ -13,10 +13,10 @@ from hf_offload.cache.copying import Moves
 from hf_offload.cache.device_mirror import sent
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import LOWER_TILE, TILE, memory_for
-from hf_offload.gpu.join import join_heads
+from hf_offload.gpu.block_topk import select_blocks, split_blocks
+from hf_offload.gpu.digest_scores import join_heads
 from hf_offload.gpu.merge import merge
-from hf_offload.gpu.paged import paged_attention
-from hf_offload.gpu.select import select_blocks, split_blocks
+from hf_offload.gpu.paged_attention import paged_attention
 from hf_offload.policies.base import Partial, Plan, RunningPartial, Selection
 from hf_offload.scores import Scores
 

@@ -20,8 +20,8 @@ from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels.move_records import copy_records
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Worker
-from hf_offload.gpu.move import store_tokens
-from hf_offload.gpu.ranking import spare_width
+from hf_offload.gpu.block_topk import spare_width
+from hf_offload.gpu.kv_copy import store_tokens
 
 KEEP_TOKENS = 128
 """The newest full blocks, of this many tokens, are never packed, so that a usual `crop` meets unpacked blocks."""

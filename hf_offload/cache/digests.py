@@ -20,7 +20,7 @@ from hf_offload.cache.device_mirror import sent
 from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors, vectors
 from hf_offload.cpu.kernels.submean_scores import submeans
-from hf_offload.gpu.score import score_submeans, score_vectors
+from hf_offload.gpu.digest_scores import score_submeans, score_vectors
 from hf_offload.gpu.seal import pairs_of, seal_submeans, seal_vectors
 from hf_offload.scores import Scores
 

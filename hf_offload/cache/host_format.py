@@ -10,7 +10,7 @@ import torch
 
 from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes, unpack_records
 from hf_offload.cpu.launch import Launch
-from hf_offload.gpu.move import PackedLayout
+from hf_offload.gpu.kv_copy import PackedLayout
 
 
 @dataclass(frozen=True, slots=True)

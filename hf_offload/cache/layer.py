@@ -24,7 +24,7 @@ from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.torch_modes import attended, uncompiled
 from hf_offload.cache.view import DeviceView
-from hf_offload.gpu.ranking import MOST_BLOCKS
+from hf_offload.gpu.block_topk import MOST_BLOCKS
 from hf_offload.policies.base import LayerState
 from hf_offload.scores import Scores
 

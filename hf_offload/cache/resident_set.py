@@ -16,7 +16,7 @@ from hf_offload.cache.memory import memory_for
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.thread_pool import Job
 from hf_offload.gpu import exchange as exchanging
-from hf_offload.gpu import move
+from hf_offload.gpu import kv_copy
 
 FREE = -1
 RESIDENT, LOWER_RESIDENT = "resident blocks", "a smaller resident or device_budget or fewer rows need less"
@@ -185,7 +185,7 @@ class ResidentSet:
         pool = self.pool if into is None else into
         if self.read_by_kernels:
             tables = self.tables.block_ptr(), self.tables.table()
-            move.fetch(pool, *moves, *tables, packed=self.store.format.device_layout)
+            kv_copy.fetch(pool, *moves, *tables, packed=self.store.format.device_layout)
         else:
             copies(self.store, pool, moves)()
 
@@ -201,7 +201,7 @@ class ResidentSet:
         """Start a kernel on the recall stream that reads the blocks in host memory."""
         stream, tables = self.mirror.stream, (self.tables.block_ptr(), self.tables.table())
         with self.mirror.beside():
-            move.fetch(self.pool, *moves, *tables, packed=self.store.format.device_layout)
+            kv_copy.fetch(self.pool, *moves, *tables, packed=self.store.format.device_layout)
         if self.mirror.capture is not None:
             self.mirror.capture.keep(moves)
         elif stream is not None:
@@ -258,7 +258,7 @@ class ResidentSet:
 
     def write_token(self, k: torch.Tensor, v: torch.Tensor, limits: torch.Tensor) -> None:
         """Write the newest token `[B, Hkv, D]`, number limits[0] - 1, into the slot of its (resident) block."""
-        move.write_token(self.pool, self.slot_of, k, v, limits)
+        kv_copy.write_token(self.pool, self.slot_of, k, v, limits)
 
     def keys(self, block: int) -> torch.Tensor:
         """The keys `[B, Hkv, block_size, D]` of a resident block."""
@@ -274,7 +274,7 @@ class ResidentSet:
         self.wait()
         if self.store.pool.pinned:
             self.mirror.pause()
-            move.store_block(self.pool, self.slot_of, block, self.tables.block_ptr(), self.tables.table())
+            kv_copy.store_block(self.pool, self.slot_of, block, self.tables.block_ptr(), self.tables.table())
             self.store.written()
             return
         first = block * self.store.block_size

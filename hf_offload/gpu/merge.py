@@ -1,13 +1,14 @@
-"""Joining attention over disjoint sets of keys: the device's shares, the CPU's part, attention sinks."""
+"""The merge of attention over disjoint sets of keys by log-sum-exp: the device's splits, the CPU's part, sinks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import torch
 
-from .backend import on_triton
-from .require import FLOATS, require
+from .backend import FLOATS, jit, next_power_of_2, on_triton, require, tl
+from .paged_attention import LN2, LOG2E
 
 
 @dataclass(frozen=True)
@@ -72,24 +73,22 @@ def merge(
     if not on_triton(out):
         merged, total = _by_torch(out, lse, host, query, sinks, scale)
         return merged.to(dtype), total
-    from . import merge_kernels
-
     batch, heads, splits, dim = out.shape
     merged = torch.empty(batch, heads, dim, dtype=dtype, device=out.device)
     total = torch.empty(batch, heads, dtype=torch.float32, device=out.device)
     # Triton takes pinned CPU tensors as they are and refuses other CPU tensors beside a GPU.
     parts = (None,) * 4 if host is None else (host.out, host.lse, host.kbar, host.predicted)
-    merge_kernels.join[(batch * heads,)](
-        out, lse, *parts, sinks, query, merged, total, scale, splits, **join_sizes(heads, splits, dim), num_warps=4
+    merge_kernel[(batch * heads,)](
+        out, lse, *parts, sinks, query, merged, total, scale, splits, **merge_sizes(heads, splits, dim), num_warps=4
     )
     return merged, total
 
 
-def join_sizes(heads: int, splits: int, dim: int) -> dict[str, int]:
+def merge_sizes(heads: int, splits: int, dim: int) -> dict[str, int]:
     """The compile-time sizes of the kernel; the number of shares is rounded up, so that few variants are compiled."""
-    padded = 1 << (splits - 1).bit_length()
+    padded = next_power_of_2(splits)
     return {
-        "HEADS": heads, "D": dim, "D_PAD": 1 << (dim - 1).bit_length(), "S_PAD": padded, "CHUNK": min(padded, 16),
+        "HEADS": heads, "D": dim, "D_PAD": next_power_of_2(dim), "S_PAD": padded, "CHUNK": min(padded, 16),
     }  # fmt: skip
 
 
@@ -134,3 +133,67 @@ def _by_torch(
     total = logits.logsumexp(2)
     weights = (lse - total.masked_fill(total == float("-inf"), 0.0).unsqueeze(2)).exp().unsqueeze(3)
     return (out * weights).masked_fill(weights == 0.0, 0.0).sum(2), total
+
+
+@jit(do_not_specialize=["splits"])
+@no_type_check
+def merge_kernel(
+    out,  # [B, Hq, S, D]
+    lse,  # [B, Hq, S]
+    host_out,  # [B, Hq, D] or None, like the four that follow
+    host_lse,  # [B, Hq]
+    kbar,  # [B, Hq, D]
+    predicted,  # [B, Hq, D]
+    sinks,  # [Hq]
+    query,  # [B, Hq, D]
+    merged,  # [B, Hq, D]
+    merged_lse,  # [B, Hq]
+    scale,
+    splits,  # S
+    HEADS: tl.constexpr,  # Hq
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    S_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program = one query head of one row."""
+    head = tl.program_id(0)
+    dim = tl.arange(0, D_PAD)
+    real = dim < D
+    split = tl.arange(0, S_PAD)
+    lse += head * splits
+    peak = tl.max(tl.load(lse + split, mask=split < splits, other=float("-inf")), 0)
+    # The host's tensors may be pinned memory that is written while this graph runs: volatile loads are never cached.
+    if host_out is not None:
+        there = tl.load(host_lse + head, volatile=True)
+        host = tl.load(host_out + head * D + dim, mask=real, other=0.0, volatile=True)  # here: one wait for all reads
+        if kbar is not None:
+            bar = tl.load(kbar + head * D + dim, mask=real, other=0.0, volatile=True)
+            guess = tl.load(predicted + head * D + dim, mask=real, other=0.0, volatile=True)
+            drift = tl.load(query + head * D + dim, mask=real, other=0.0).to(tl.float32) - guess
+            there = tl.where(there == float("-inf"), there, there + scale * tl.sum(drift * bar, 0))
+        peak = tl.maximum(peak, there)
+    if sinks is not None:
+        sink = tl.load(sinks + head % HEADS)
+        peak = tl.maximum(peak, sink)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+
+    total = 0.0
+    acc = tl.zeros([D_PAD], tl.float32)
+    for start in range(0, splits, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        weight = tl.exp2((tl.load(lse + part, mask=part < splits, other=float("-inf")) - base) * LOG2E)
+        where = (head.to(tl.int64) * splits + part)[:, None] * D + dim[None, :]
+        piece = tl.load(out + where, mask=(weight > 0.0)[:, None] & real[None, :], other=0.0)
+        acc += tl.sum(piece * weight[:, None], 0)
+        total += tl.sum(weight, 0)
+    if host_out is not None:
+        weight = tl.exp2((there - base) * LOG2E)
+        acc += tl.where(weight > 0.0, host, 0.0) * weight
+        total += weight
+    if sinks is not None:
+        total += tl.exp2((sink - base) * LOG2E)
+    some = total > 0.0
+    total = tl.where(some, total, 1.0)
+    tl.store(merged + head * D + dim, (acc / total).to(merged.dtype.element_ty), mask=real)
+    tl.store(merged_lse + head, tl.where(some, base + tl.log2(total) * LN2, float("-inf")))

@@ -74,7 +74,7 @@ def test_fused_attention_of_a_gpu(
     if masked:
         seen[1, ..., : keys // 3] = False
         bias = torch.zeros(seen.shape, dtype=dtype, device="cuda").masked_fill(~seen, torch.finfo(dtype).min / 2)
-    out, lse = attend(q, k, v, bias, causal, 0.2, None)
+    out, lse = attend(q, k, v, bias, causal, Scores(0.2))
     assert torch.allclose(out.double(), dense(q, k, v, seen, 0.2, None).transpose(1, 2), atol=tolerance)
     scores = (q.double() @ k.repeat_interleave(3, 1).double().transpose(2, 3) * 0.2).masked_fill(~seen, float("-inf"))
     assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=tolerance)

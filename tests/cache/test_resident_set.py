@@ -20,7 +20,7 @@ from hf_offload.cache.memory import host_empty
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.resident_set import ResidentSet
 from hf_offload.cpu.thread_pool import Worker, WorkerError
-from hf_offload.gpu import backend, move
+from hf_offload.gpu import backend, kv_copy
 
 from ._streams import Device
 
@@ -92,7 +92,7 @@ def test_every_way_brings_the_same_bytes(
         if torch.cuda.is_available():
             pytest.skip("with a CUDA device Triton compiles")
         monkeypatch.setattr(backend, "FORCED", True)
-    move.fetch(pools[2], *moves, store.tables.block_ptr(), store.tables.table(), packed=None)
+    kv_copy.fetch(pools[2], *moves, store.tables.block_ptr(), store.tables.table(), packed=None)
     for pool in pools:
         assert torch.equal(pool.view(torch.uint8), want.view(torch.uint8))
 
@@ -138,8 +138,8 @@ def on_streams(patch: pytest.MonkeyPatch, model: float, side: float, *, pinned: 
     tables = torch.from_numpy(store.pool.block_ptr), torch.from_numpy(store.table)
     held.tables = SimpleNamespace(block_ptr=lambda: tables[0], table=lambda: tables[1])  # type: ignore[assignment]
     patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    fetch = move.fetch
-    patch.setattr(move, "fetch", lambda *args, **packed: device.current.enqueue(lambda: fetch(*args, **packed)))
+    fetch = kv_copy.fetch
+    patch.setattr(kv_copy, "fetch", lambda *args, **packed: device.current.enqueue(lambda: fetch(*args, **packed)))
     return held, device
 
 

@@ -19,7 +19,7 @@ from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.cpu.thread_pool import Worker
-from hf_offload.gpu.move import store_tokens
+from hf_offload.gpu.kv_copy import store_tokens
 
 from ._streams import Device, Event
 

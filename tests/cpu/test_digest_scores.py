@@ -18,7 +18,7 @@ from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.cpu.kernels.digest_scores import Digest, LogMasses, vectors
 from hf_offload.cpu.kernels.submean_scores import submeans
-from hf_offload.gpu.packing import pack_codes, pack_halves, pack_levels
+from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 
 JOINS = ("max", "mean", "raw")
 

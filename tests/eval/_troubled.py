@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Sequence
 
+import torch
+
 from gpu.supervise import NotApplicable, Report
 
 
@@ -13,9 +15,11 @@ def troubled(names: Sequence[str], report: Report) -> None:
     """Cases named for what becomes of them."""
     for name in names:
         with report.case(name, 2 if name == "hangs" else 300):
-            report.row(case=name)
+            report.row(case=name, process=os.getpid())
             if name == "raises":
                 raise ArithmeticError("seven")
+            if name == "has no memory":
+                raise torch.OutOfMemoryError("3 GiB are missing\nand more is told")
             if name == "cannot":
                 raise NotApplicable("no room")
             if name == "dies":
@@ -27,13 +31,3 @@ def troubled(names: Sequence[str], report: Report) -> None:
 def lost(names: Sequence[str], report: Report) -> None:
     """A part that does not get to its cases."""
     raise ArithmeticError("before any case")
-
-
-def yes() -> bool:
-    """A device that answers."""
-    return True
-
-
-def no() -> bool:
-    """A device that is lost."""
-    return False

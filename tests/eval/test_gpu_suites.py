@@ -45,7 +45,7 @@ def test_a_suite_that_had_less_than_its_time_has_not_failed(
     ends: list[tuple[str, str, str, float]] = []
     names = correctness.names(QUICK)
     listener = Listener(names, lambda row: None, lambda *end: ends.append(end))
-    correctness.run(QUICK, tuple(names), Report(listener.take, time.monotonic() + seconds, lambda: True))
+    correctness.run(QUICK, tuple(names), Report(listener.take, time.monotonic() + seconds))
     assert [end[1] for end in ends] == [status]
     assert "so far" in ends[0][2]
 
@@ -68,7 +68,7 @@ def test_suites_that_have_passed_are_not_repeated_at_the_same_commit(tmp_path: P
 
 def test_no_suite_of_marked_tests_needs_what_evaluations_need() -> None:
     """A module that cannot be imported would end the run before its first test."""
-    arguments = correctness.SUITES["kernels against their references"][0]
+    arguments = correctness.SUITES["kernels against their references"].arguments
     assert "--ignore=tests/eval" in arguments
     others = [path for path in Path(__file__).parent.rglob("test_*.py") if path != Path(__file__)]
     assert len(others) > 15
@@ -94,8 +94,8 @@ def test_a_suite_that_is_ended_has_told_of_the_tests_before(tmp_path: Path, monk
     )
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     (tmp_path / "test_broken.py").write_text("import a_module_that_nobody_has\n")
-    monkeypatch.setattr(correctness, "_plugins", list)
-    row, text = correctness.run_tests([str(tmp_path)], {}, 40)
+    monkeypatch.setattr(correctness, "_plugins", lambda workers: [])
+    row, text = correctness.run_tests(correctness.Suite([str(tmp_path)]), 40)
     assert (row["status"], row["passed"], row["failed"]) == ("ended", 1, 1)
     assert "test_wrong FAILED" in text
 

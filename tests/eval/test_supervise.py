@@ -8,11 +8,11 @@ import pytest
 
 from gpu.supervise import Listener, here, supervise
 
-from ._troubled import lost, no, troubled, yes
+from ._troubled import lost, troubled
 
 
 def watch(
-    work: Any, names: list[str], seconds: float, healthy: Any = yes, run: Any = supervise
+    work: Any, names: list[str], seconds: float, run: Any = supervise, rows_are: str = "case"
 ) -> tuple[Listener, dict[str, tuple[str, str]], list[str]]:
     """What a part told: its listener, status and note of each case, and the rows in their order."""
     ended: dict[str, tuple[str, str]] = {}
@@ -22,8 +22,8 @@ def watch(
         assert seconds >= 0
         ended[name] = (status, note)
 
-    listener = Listener(list(names), lambda row: rows.append(row["case"]), on_end)
-    run(work, listener, seconds, healthy)
+    listener = Listener(list(names), lambda row: rows.append(row[rows_are]), on_end)
+    run(work, listener, seconds)
     return listener, ended, rows
 
 
@@ -48,10 +48,16 @@ def test_what_there_is_no_time_for_stays() -> None:
     assert listener.names == ["never"]
 
 
-def test_a_process_without_a_healthy_device_is_given_up() -> None:
-    _, ended, rows = watch(troubled, ["raises", "first"], 300, no)
-    assert rows == ["raises", "first"]
-    assert [status for status, _ in ended.values()] == ["failed", "done"]
+def test_a_new_process_goes_on_behind_a_failure() -> None:
+    """The device, or its allocator, may be of no use any more."""
+    names = ["first", "raises", "last", "cannot", "later", "has no memory", "latest"]
+    _, ended, rows = watch(troubled, names, 300, rows_are="process")
+    assert [status for status, _ in ended.values()] == [
+        "done", "failed", "done", "not applicable", "done", "not applicable", "done",
+    ]  # fmt: skip
+    first, raises, last, cannot, later, full, latest = rows
+    assert first == raises != last == cannot == later == full != latest
+    assert ended["has no memory"][1] == "3 GiB are missing"
 
 
 def test_a_part_that_reaches_no_case_ends() -> None:

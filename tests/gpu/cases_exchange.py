@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_offload.gpu import exchange_kernels
+from hf_offload.gpu import exchange
+from hf_offload.gpu.block_topk import padded_width
 from hf_offload.gpu.exchange import padded_slots
-from hf_offload.gpu.ranking import padded_width
 
 
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
@@ -24,9 +24,9 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
     ):
         constants = {"SLOTS": padded_slots(slots), **padded_width(blocks), **({} if due else {"due_ptr": None})}
         options = {"num_warps": constants.pop("num_warps")}
-        kernel = exchange_kernels.exchange_kernel
+        kernel = exchange.exchange_kernel
         found.append((f"{slots} slots of {blocks} blocks", kernel, signature(kernel), constants, options))
     for slots in (16, 1024):
-        kernel, constants = exchange_kernels.open_kernel, {"SLOTS": padded_slots(slots)}
+        kernel, constants = exchange.open_block_kernel, {"SLOTS": padded_slots(slots)}
         found.append((f"open, {slots} slots", kernel, signature(kernel), constants, {"num_warps": 4}))
     return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_offload.gpu import handover_kernels
+from hf_offload.gpu import handover
 
 
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-    """Groups and head dimensions of real models, with a flag and without."""
+    """Groups and head dimensions of real models, with a flag and without; the wait, which has one size."""
     integers = dict.fromkeys(("blocks", "counts", "to_blocks", "to_counts", "arrived", "flag", "epoch"), "*i32")
     signature = {**integers, "query": "*fp32", "to_query": "*fp32", "capacity": "i32"}
     found: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
@@ -17,5 +17,6 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
             constants = {"NUMBERS": group * dim, "CHUNK": 512}
             constants |= {} if flagged else dict.fromkeys(("arrived", "flag", "epoch"))
             name = f"{group} heads of {dim}{', announced' if flagged else ''}"
-            found.append((name, handover_kernels.hand_over_kernel, signature, constants, {"num_warps": 4}))
-    return found
+            found.append((name, handover.hand_over_kernel, signature, constants, {"num_warps": 4}))
+    waiting = {"flag": "*i32", "epoch": "*i32", "late": "*i32", "spins": "i32"}
+    return [*found, ("wait", handover.wait_kernel, waiting, {}, {"num_warps": 1, "num_stages": 1})]

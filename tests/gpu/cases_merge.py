@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_offload.gpu import merge_kernels
-from hf_offload.gpu.merge import join_sizes
+from hf_offload.gpu import merge
 
 
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
@@ -17,7 +16,7 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
             "merged_lse": "*fp32", "scale": "fp32", "splits": "i32",
         }  # fmt: skip
         missing = {} if full else dict.fromkeys((*host, "sinks"))
-        constants = {**join_sizes(32, splits, dim), **missing}
+        constants = {**merge.merge_sizes(32, splits, dim), **missing}
         name = f"{dtype} D {dim} shares {splits}{' host correction sinks' if full else ''}"
-        found.append((name, merge_kernels.join, signature, constants, {"num_warps": 4}))
+        found.append((name, merge.merge_kernel, signature, constants, {"num_warps": 4}))
     return found

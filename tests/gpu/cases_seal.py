@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_offload.gpu import seal_kernels
+from hf_offload.gpu import seal
 from hf_offload.gpu.seal import submean_sizes, vector_sizes
 
 
@@ -15,9 +15,9 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
     found = []
     for dtype, tokens, dim in (("bf16", 32, 128), ("fp16", 8, 80), ("fp32", 128, 256), ("bf16", 64, 64)):
         for kernel, constants in (
-            (seal_kernels.submeans_kernel, submean_sizes(tokens, dim)),
-            (seal_kernels.vectors_kernel, {"BOUNDS": True, **vector_sizes(tokens, dim)}),
-            (seal_kernels.vectors_kernel, {"BOUNDS": False, **vector_sizes(tokens, dim)}),
+            (seal.seal_submeans_kernel, submean_sizes(tokens, dim)),
+            (seal.seal_vectors_kernel, {"BOUNDS": True, **vector_sizes(tokens, dim)}),
+            (seal.seal_vectors_kernel, {"BOUNDS": False, **vector_sizes(tokens, dim)}),
         ):
             names = [name for name in kernel.arg_names if name not in constants]
             signature = {name: f"*{dtype}" if name == "k_ptr" else types.get(name, "*fp32") for name in names}

@@ -64,6 +64,10 @@ def all_cases() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict
 if __name__ == "__main__":
     target = int(sys.argv[1])
     for case, *what in all_cases():
-        kernel = f"{what[0].fn.__module__.rpartition('.')[2]}.{what[0].fn.__name__}"
-        told = {"case": case, "kernel": kernel, "limit": SHARED_MEMORY[target], **compile_case(target, *what)}
+        told = {
+            "case": case,
+            "kernel": what[0].fn.__name__,
+            "limit": SHARED_MEMORY[target],
+            **compile_case(target, *what),
+        }
         print(json.dumps(told), flush=True)

@@ -1,4 +1,4 @@
-"""Print the PTX for sm_90 of some of the kernels in `cases_*.py`: `python ptx.py "cases_move:name" "cases_flags:name"`.
+"""Print the PTX for sm_90 of some kernels of `cases_*.py`: ptx.py "cases_kv_copy:name" "cases_handover:wait"`.
 
 Interpreted kernels cannot be compiled: what asks for it runs in a process without TRITON_INTERPRET.
 """

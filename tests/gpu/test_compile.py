@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 SUBJECTS = [path.stem.removeprefix("cases_") for path in sorted(FOLDER.glob("cases_*.py"))]
 pytestmark = pytest.mark.slow  # all is compiled, for four GPUs
 TARGETS = ["80", "86", "89", "90"]
-LAUNCH = re.compile(r"(\w+_kernels\.\w+)\[")
+LAUNCH = re.compile(r"\b(\w+_kernel)\[")
 
 
 def run_apart(folder: str, *arguments: str) -> str:
@@ -61,7 +61,7 @@ def test_every_kernel_that_is_launched_has_a_case(target: str, told: list[dict[s
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_attention_reads_ahead_of_its_arithmetic(target: str, told: list[dict[str, Any]]) -> None:
-    attention = [case for case in told if case["case"].startswith("paged:")]
+    attention = [case for case in told if case["case"].startswith("paged_attention:")]
     assert attention
     for case in attention:
         assert case["buffers"] == [case["stages"] - 1] * 2, case  # for K and for V

@@ -11,12 +11,12 @@ import torch
 from hf_offload.cpu.host_signals import Doorbell, Item
 from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
-from hf_offload.gpu.flags import wait
-from hf_offload.gpu.handover import Inbox, hand_over
+from hf_offload.gpu.handover import Inbox, hand_over, wait_for_flag
 
 from ._forms import device_of, every_form
 
 GARBAGE = -(10**8)
+EPOCHS = (1, 70_000, 2**31 - 1, -(2**31))
 SIZES = [(1, 1, 1, 16, 1), (2, 3, 5, 80, 7), (3, 2, 4, 128, 130), (1, 8, 16, 64, 300), (5, 1, 2, 256, 128)]
 
 
@@ -58,17 +58,17 @@ def test_all_of_it_arrives(form: str, by_copies: bool, sizes: Any, request: pyte
     torch.manual_seed(sizes[3])
     to = inbox(device, given(device, *sizes), by_copies=by_copies)
     flag = torch.zeros(3, 16, dtype=torch.int32, pin_memory=device == "cuda")
-    for step in range(3):  # into the same memory, with a flag and without
+    for before, epoch in zip((0, *EPOCHS), EPOCHS, strict=False):  # into the same memory, with a flag and without
         sent = given(device, *sizes)
         hand_over(to, *sent)
         settle(device)
         assert_there(to, sent)
-        assert int(flag[1, 0]) == step
+        assert int(flag[1, 0]) == before
         sent = given(device, *sizes)
-        hand_over(to, *sent, flag=flag[1, :1], epoch=torch.tensor([step + 1], dtype=torch.int32, device=device))
+        hand_over(to, *sent, flag=flag[1, :1], epoch=torch.tensor([epoch], dtype=torch.int32, device=device))
         settle(device)
         assert_there(to, sent)
-        assert flag[:, 0].tolist() == [0, step + 1, 0]
+        assert flag[:, 0].tolist() == [0, epoch, 0]
 
 
 @kernel
@@ -103,13 +103,14 @@ def test_whoever_sees_the_flag_sees_all_of_it(form: str, request: pytest.Fixture
     launch = Launch(sum_kernel, batch, arrays, 0)
     bell.replace([Item(*(int(line.data_ptr()) for line in flags), launch, "work", (flags,))])
     for step in range(1, 60):
+        bell.delay = 1e-3 * (step % 6 == 0)
         epoch = torch.tensor([step], dtype=torch.int32, device=device)
         query = torch.full((batch, sizes[1] * sizes[2], dim), float(step), device=device)
         counts = torch.full((batch, sizes[1]), width, dtype=torch.int32, device=device)
         blocks = torch.full((batch, sizes[1], width), step, dtype=torch.int32, device=device)
         hand_over(to, query, blocks, counts, flag=flags[0, :1], epoch=epoch)
         late = torch.zeros(1, dtype=torch.int32, device=device)
-        wait(flags[1, :1], epoch, late, spins=5_000_000)
+        wait_for_flag(flags[1, :1], epoch, late, spins=5_000_000)
         got = answer.to(device, non_blocking=True)
         settle(device)
         assert not late.item()
@@ -132,3 +133,7 @@ def test_wrong_arguments_are_named() -> None:
         hand_over(inbox("cpu", (query[:, :3], blocks, counts)), query[:, :3].contiguous(), blocks, counts)
     with pytest.raises(ValueError, match="flag and epoch belong together"):
         hand_over(to, query, blocks, counts, flag=one)
+    with pytest.raises(TypeError, match=r"flag has dtype torch\.int64"):
+        hand_over(to, query, blocks, counts, flag=one.long(), epoch=one)
+    with pytest.raises(ValueError, match=r"epoch has shape \(2,\)"):
+        hand_over(to, query, blocks, counts, flag=one, epoch=one.expand(2))

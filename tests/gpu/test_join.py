@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_offload.cpu import reference
-from hf_offload.gpu.join import JOINS, join_heads
+from hf_offload.gpu.digest_scores import JOINS, join_heads
 
 from ._forms import device_of, every_form
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_offload.gpu.merge import HostPartial, merge
-from hf_offload.gpu.paged import paged_attention
+from hf_offload.gpu.paged_attention import paged_attention
 
 from ._listings import FORMS, choose_form, make_listing, true_attention
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_offload.gpu.runs import choose_runs
+from hf_offload.gpu.block_topk import choose_runs
 from hf_offload.policies.fluxion.kernels import reference as reference_retrieve
 
 

@@ -9,7 +9,7 @@ import torch
 from unpacking import unpack_codes, unpack_halves, unpack_levels
 
 from hf_offload.gpu import seal
-from hf_offload.gpu.packing import OFFSET
+from hf_offload.gpu.seal import OFFSET
 
 from ._forms import device_of, every_form
 

@@ -128,7 +128,7 @@ def install() -> None:
 
 def _compute_by_torch() -> None:
     """Let torch do what kernels do, in the stream's order: the interpreter is slow."""
-    from hf_offload.gpu import exchange, join, merge, move, paged, score, seal, select
+    from hf_offload.gpu import block_topk, digest_scores, exchange, kv_copy, merge, paged_attention, seal
     from hf_offload.policies.hgca.kernels import resident_weights
 
     def reaching(form: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,8 +153,8 @@ def _compute_by_torch() -> None:
 
         return later
 
-    for module in (exchange, join, merge, move, paged, score, seal, select, resident_weights):
+    for module in (block_topk, digest_scores, exchange, kv_copy, merge, paged_attention, seal, resident_weights):
         module.on_triton = lambda tensor: False
     merge._by_torch = reaching(merge._by_torch)
     for name in ("_write_token_by_torch", "_fetch_by_torch", "_store_block_by_torch", "_store_tokens_by_torch"):
-        setattr(move, name, whole(getattr(move, name)))
+        setattr(kv_copy, name, whole(getattr(kv_copy, name)))

@@ -1,6 +1,6 @@
 """Scores of sub-mean digests: pairs of keys, stored as their mean in int4 and half their difference in 2 bits.
 
-A block has S pairs for each KV head; codes and levels are packed as in `gpu/packing.py`. The lanes of a register are
+A block has S pairs for each KV head; codes and levels are packed as in `gpu/seal.py`. The lanes of a register are
 the pairs of one or more blocks; two registers are scored at a time.
 
 An array of digests holds one row for each physical block, with the data of all KV heads. Reading one head's data of
@@ -73,9 +73,9 @@ class SubMeans(NamedTuple):
     m_j = center + sigma * scale_j * (codes_j - 8), d_j = sigma * size_j * (levels_j - 1.5).
 
     Args:
-        codes: uint8 [P, Hkv, S * D / 2], from `packing.pack_codes`; S is 4, 8, 16, 32 or 64.
-        levels: int32 [P, Hkv, D / 16, S], from `packing.pack_levels`.
-        sizes: int32 [P, Hkv, S], from `packing.pack_halves`: scale and size as bfloat16.
+        codes: uint8 [P, Hkv, S * D / 2], from `seal.pack_codes`; S is 4, 8, 16, 32 or 64.
+        levels: int32 [P, Hkv, D / 16, S], from `seal.pack_levels`.
+        sizes: int32 [P, Hkv, S], from `seal.pack_halves`: scale and size as bfloat16.
         bias: float32 [P, S], log of the pair's valid tokens; -inf if none, whatever the other arrays hold.
         center: float32 [Hkv, D].
         sigma: float32 [Hkv, D].

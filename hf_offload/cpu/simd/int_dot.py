@@ -1,7 +1,7 @@
 """Integer dot products for sub-mean digests and int8 blocks.
 
 Sub-means (int4 and 2-bit codes times int8 queries): a register of 16 words holds the codes of `pieces` blocks (16 / S
-of them, at least 1), a number given by the length of a tuple tag; the layout is that of `gpu/packing.py`.
+of them, at least 1), a number given by the length of a tuple tag; the layout is that of `gpu/seal.py`.
 
 Int8 blocks: tiles of sums of int8 codes times int16 rows, exact in 32 bits. A lane adds two products at a time, one
 instruction of x86 (`pmaddwd`; with VNNI it includes the sum). A tile of m heads by n columns is a tuple of m * n

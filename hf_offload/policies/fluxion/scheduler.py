@@ -18,10 +18,10 @@ import torch
 
 from hf_offload.cache.copying import bring
 from hf_offload.cpu.launch import Launch
-from hf_offload.gpu import move
+from hf_offload.gpu import kv_copy
+from hf_offload.gpu.block_topk import choose_runs
 from hf_offload.gpu.merge import HostPartial, merge
-from hf_offload.gpu.paged import paged_attention
-from hf_offload.gpu.runs import choose_runs
+from hf_offload.gpu.paged_attention import paged_attention
 from hf_offload.gpu.streams import TASKS, stream_for
 from hf_offload.policies.base import Partial
 from hf_offload.policies.fluxion.kernels.scheduler import assign_tasks, make_task_lists, take_task, whole_tasks
@@ -249,7 +249,7 @@ class DeviceTasks:
             record = torch.where(addresses & 1 == 1, packed.record_bytes, record)
         addresses += head * record
         places = torch.arange(len(addresses), dtype=torch.int32, device=pool.device)[None]
-        move.fetch(pool, slots.contiguous(), blocks, count.view(1, 1), addresses, places, packed=packed)
+        kv_copy.fetch(pool, slots.contiguous(), blocks, count.view(1, 1), addresses, places, packed=packed)
 
 
 # --- the part that both sides share ----------------------------------------------------------------------------------

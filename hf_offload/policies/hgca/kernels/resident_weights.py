@@ -1,13 +1,26 @@
-"""Moving average of the attention weights of resident tokens."""
+"""HGCA's moving average of attention weights (MAW) of resident tokens, on the device (section 3.2.1, algorithm 1)."""
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 
-from hf_offload.gpu.backend import on_triton
-from hf_offload.gpu.groups import MOST_HEADS, regroup_heads, split_heads
-from hf_offload.gpu.listing import check_listing, gather_slots, scores_by_torch, seen_tokens, tile_sizes
-from hf_offload.gpu.require import require
+from hf_offload.gpu.backend import jit, on_triton, require, tl
+from hf_offload.gpu.paged_attention import (
+    LOG2E,
+    MOST_HEADS,
+    apply_softcap,
+    check_listing,
+    dot,
+    find_tokens,
+    gather_slots,
+    regroup_heads,
+    scores_by_torch,
+    seen_tokens,
+    split_heads,
+    tile_sizes,
+)
 
 
 def update_weights(
@@ -70,11 +83,9 @@ def update_weights(
             )
         average.copy_(regroup_heads(parts[0], heads))
         return
-    from . import resident_weights_kernels
-
     sizes = tile_sizes(query, pool)
     width = slots.shape[2]
-    resident_weights_kernels.average_tile[(batch * heads, -(-width * size // sizes["TILE"]))](
+    update_weights_kernel[(batch * heads, -(-width * size // sizes["TILE"]))](
         average, query, pool, slots, blocks, counts, limits, valid, lse, scale, 1.0 if softcap is None else softcap,
         alpha, 0.0 if share is None else share, after, slots_there, width, 0 if valid is None else valid.shape[1],
         CAPPED=softcap is not None, LARGEST=share is not None, **sizes, num_warps=4,
@@ -100,3 +111,77 @@ def _by_torch(
     weight, rate = weights[row, head, :, entry], rate[row, head, :, entry]
     moved = before + rate * (weight - before) if share is None else torch.maximum((1 - alpha) * before, rate * weight)
     cells[row, head, :, slot] = moved.masked_fill(~seen[row, head, entry].unsqueeze(1), 0.0)
+
+
+@jit(do_not_specialize=["after", "slots_there", "width", "tokens"])
+@no_type_check
+def update_weights_kernel(
+    average,  # [B, Hq, R, SIZE]
+    query,  # [B, Hq, D]
+    pool,  # [B, Hkv, R, 2 (K, V), SIZE, D]
+    slots,  # [B, Hkv, C]
+    blocks,  # [B, Hkv, C]
+    counts,  # [B, Hkv]
+    limits,  # [2]
+    valid,  # [B, T] or None
+    lse,  # [B, Hq]
+    scale,
+    softcap,
+    alpha,
+    share,
+    after,
+    slots_there,  # R
+    width,  # C
+    tokens,  # T
+    HEADS: tl.constexpr,  # Hkv
+    GROUP: tl.constexpr,  # G
+    ROWS: tl.constexpr,  # G padded for tl.dot
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """One program = one tile of the listed tokens of one (row, KV head)."""
+    line, tile = tl.program_id(0), tl.program_id(1)
+    count = tl.load(counts + line)
+    if tile * TILE >= count * SIZE:
+        return
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, D_PAD)
+    heads = line * GROUP + row  # counted over the whole batch
+    real = row < GROUP
+    inside = (dim < D)[None, :]
+    if valid is not None:
+        valid += (line // HEADS).to(tl.int64) * tokens
+    token = tile * TILE + tl.arange(0, TILE)
+    length = tl.load(limits)
+    slots += line * width
+    blocks += line * width
+    slot, seen = find_tokens(slots, blocks, valid, token, count, length, length, SIZE)
+    block = tl.load(blocks + token // SIZE, mask=seen, other=0)
+    age = length - (block * SIZE + token % SIZE)  # in steps, this one included
+    if LARGEST:
+        rate = tl.where(age > after, share, 0.0)
+    else:
+        rate = tl.maximum(alpha, 1.0 / tl.maximum(age, 1).to(tl.float32))
+
+    peak = tl.load(lse + heads, mask=real, other=0.0)
+    q = tl.load(query + heads[:, None] * D + dim[None, :], mask=real[:, None] & inside, other=0.0)
+    place = slot.to(tl.int64) * (2 * SIZE * D) + (token % SIZE) * D
+    home = pool + line.to(tl.int64) * slots_there * (2 * SIZE * D)
+    k = tl.load(home + place[:, None] + dim[None, :], mask=seen[:, None] & inside, other=0.0)
+    score = dot(q.to(k.dtype), tl.trans(k), None) * scale
+    if CAPPED:
+        score = apply_softcap(score, softcap)
+    weight = tl.exp2((score - peak[:, None]) * LOG2E)
+
+    cell = heads.to(tl.int64)[:, None] * slots_there * SIZE + (slot * SIZE + token % SIZE)[None, :]
+    mask = real[:, None] & (token < count * SIZE)[None, :]
+    before = tl.load(average + cell, mask=mask, other=0.0)
+    if LARGEST:
+        moved = tl.maximum(before * (1.0 - alpha), rate[None, :] * weight)
+    else:
+        moved = before + rate[None, :] * (weight - before)
+    tl.store(average + cell, tl.where(seen[None, :], moved, 0.0), mask=mask)

@@ -11,7 +11,7 @@ import torch
 
 from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
 from hf_offload.cpu.reference import pack_block
-from hf_offload.gpu.move import PackedLayout, fetch, store_block, store_tokens, write_token
+from hf_offload.gpu.kv_copy import PackedLayout, fetch, store_block, store_tokens, write_token
 
 GARBAGE = 10**8
 KINDS = [

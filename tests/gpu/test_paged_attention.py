@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_offload.gpu.paged import count_splits, paged_attention
+from hf_offload.gpu.paged_attention import count_splits, paged_attention
 
 from ._listings import FORMS, choose_form, make_listing, true_attention
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases_paged import listing_constants, listing_signature
+from cases_paged_attention import listing_constants, listing_signature
 
-from hf_offload.policies.hgca.kernels import resident_weights_kernels
+from hf_offload.policies.hgca.kernels import resident_weights
 
 
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
@@ -28,5 +28,5 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
             **({} if full else {"valid": None}),
         }
         name = f"{dtype} D {dim} block {size}{' softcap padding peak' if full else ''}"
-        found.append((name, resident_weights_kernels.average_tile, signature, constants, {"num_warps": 4}))
+        found.append((name, resident_weights.update_weights_kernel, signature, constants, {"num_warps": 4}))
     return found

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_offload.gpu import paged_kernels
-from hf_offload.gpu.listing import tile_sizes
+from hf_offload.gpu import paged_attention
+from hf_offload.gpu.paged_attention import tile_sizes
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -40,5 +40,7 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         signature = {**listing_signature(dtype), "out": "*fp32", "lse": "*fp32", **scalars, **sizes}
         constants = {**listing_constants(dtype, dim, size, group), "CAPPED": full, **({} if full else {"valid": None})}
         name = f"{dtype} D {dim} block {size}{' softcap padding' if full else ''}"
-        found.append((name, paged_kernels.attend_split, signature, constants, {"num_warps": 4, "num_stages": 3}))
+        found.append(
+            (name, paged_attention.paged_attention_kernel, signature, constants, {"num_warps": 4, "num_stages": 3})
+        )
     return found

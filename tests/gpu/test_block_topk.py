@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_offload.cpu import reference
-from hf_offload.gpu.select import select_blocks, split_blocks
+from hf_offload.gpu.block_topk import select_blocks, split_blocks
 
 from ._forms import device_of, every_form
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_offload.cpu.kernels.int8_blocks import packed_bytes
-from hf_offload.gpu import move, move_kernels
+from hf_offload.gpu import kv_copy
 
 _INTS = {"heads": "i32", "slots": "i32"}
 _FETCH = {
@@ -28,24 +28,24 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
     found: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
     for kind, dim, size in (("bf16", 64, 32), ("bf16", 80, 16), ("fp16", 128, 32), ("bf16", 256, 64), ("fp32", 128, 8)):
         nbytes, top = _KINDS[kind]
-        tokens, width = move.tile(size, dim, nbytes)
+        tokens, width = kv_copy.tile(size, dim, nbytes)
         shape = {"SIZE": size, "D": dim, "WIDTH": width}
         record = {**shape, "TOKENS": tokens, "RECORD": 2 * size * dim * nbytes}
         pool, one, four = {"pool": f"*{kind}"}, {"num_warps": 1, "num_stages": 1}, {"num_warps": 4, "num_stages": 1}
         name = f"{kind} D{dim} block {size}"
         token = {**pool, **_WRITE, "k": f"*{kind}", "v": f"*{kind}"}
-        found.append((f"write_token {name}", move_kernels.write_token_kernel, token, shape, one))
+        found.append((f"write_token {name}", kv_copy.write_token_kernel, token, shape, one))
         store = {**pool, "slot_of": "*i32", "block_ptr": "*i64", "table": "*i32", "block": "i32", **_INTS}
         store |= {"blocks": "i32", "width": "i32"}
-        found.append((f"store_block {name}", move_kernels.store_block_kernel, store, record, four))
+        found.append((f"store_block {name}", kv_copy.store_block_kernel, store, record, four))
         tokens_of = {**_STORE, "k": f"*{kind}", "v": f"*{kind}"}
-        found.append((f"store_tokens {name}", move_kernels.store_tokens_kernel, tokens_of, record, four))
+        found.append((f"store_tokens {name}", kv_copy.store_tokens_kernel, tokens_of, record, four))
         for packed in (0, packed_bytes(dim, size)):
             layout = {"PACKED": packed, "KEY_SCALES": 2 * size * dim, "VALUE_SCALES": 2 * (size + 1) * dim, "TOP": top}
             found.append(
                 (
                     f"fetch {name}{' int8' if packed else ''}",
-                    move_kernels.fetch_kernel,
+                    kv_copy.fetch_kernel,
                     {**pool, **_FETCH},
                     {**record, **layout},
                     four,

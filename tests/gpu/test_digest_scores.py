@@ -10,8 +10,8 @@ from unpacking import unpack_codes, unpack_halves, unpack_levels
 
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cpu import reference
-from hf_offload.gpu.packing import pack_codes, pack_halves, pack_levels
-from hf_offload.gpu.score import score_submeans, score_vectors
+from hf_offload.gpu.digest_scores import score_submeans, score_vectors
+from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 from hf_offload.scores import Scores
 
 from ._forms import device_of, every_form
