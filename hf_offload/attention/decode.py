@@ -1,4 +1,4 @@
-"""The two things that a layer does: take in many tokens exactly, or attend with one by the policy's plan."""
+"""A layer's two operations: exact attention of a prompt or append, and a decode step by the policy's plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_offload.cache.torch_modes import uncast
 from hf_offload.scores import Scores
 
 FEW_QUERIES = 16
-"""Appends of at most so many tokens read the cached blocks where they lie; more are worth bringing them together."""
+"""Appends of at most this many tokens attend the cached blocks in place; longer ones gather them into tiles."""
 
 
 def append(
@@ -31,16 +31,17 @@ def append(
     scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Take in a prompt, a chunk of one, or a new turn: exact attention, then the tokens go to the host.
+    """Attend with a prompt, a chunk of one, or a new turn, exactly, and store its tokens on the host.
 
     Args:
-        layer: the layer; its announced K and V are `key` and `value` `[B, Hkv, Q, D]`.
-        query: `[B, Hq, Q, D]`.
+        layer: the layer; `key` and `value` are its pending K and V, unless another layer has stored them.
+        query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, Q, D]`.
         mask: None, `[B, past + Q]` or dense (see `MaskPieces`).
-        scores, sinks: as the model gives them.
+        scores: parameters of the model's scores.
+        sinks: `[Hq]`, logits of the model's attention sinks, or None.
 
     Returns:
-        `[B, Q, Hq, D]`.
+        `[B, Q, Hq, D]` in the query's dtype.
     """
     store = layer.store
     assert store is not None
@@ -74,20 +75,24 @@ def append(
         layer.state.append(layer, query, scores)
     layer.scores = scores
     window = layer.requirements.query_window
-    # Of layers that share keys and values only the one that brought them counts, in chunks as in one prompt.
+    # Of layers that share keys and values, only the layer that stored them keeps queries, in chunks as in one prompt.
     if fresh and window and (layer.has_slots or layer.requirements.learns_from_prompts):
         layer.last_queries = joined(layer.last_queries, query, past, window)
     return out
 
 
 def _progress(layer: HybridLayer, past: int, tokens: int) -> Callable[[int], None] | None:
-    """What shows how far a prompt has come; none for drafts, which are decode steps."""
+    """Return the callback of the progress bar of a prompt; None for single tokens and drafts."""
     progress, drafts = layer.settings.progress, past and layer.settings.drafts.count
     return None if progress is None or tokens == 1 or drafts else progress.attend(past, tokens)
 
 
 def _attend_past(layer: HybridLayer, query: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend all cached tokens where they lie, with a few queries `[B, Hq, Q, D]` as more heads of each group."""
+    """Attend all cached tokens in place: the queries `[B, Hq, Q, D]` become Hq·Q heads.
+
+    Returns:
+        out `[B, Hq, Q, D]`, lse `[B, Hq, Q]`; fp32.
+    """
     store = layer.store
     assert store is not None
     batch, heads, length, dim = query.shape
@@ -97,13 +102,13 @@ def _attend_past(layer: HybridLayer, query: torch.Tensor, scores: Scores) -> tup
 
 
 def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
-    """Let the policy begin with the token that comes next, whose query `[B, Hq, 1, D]` is predicted."""
+    """Start the policy's layer-ahead work (`before_layer`) with a predicted query `[B, Hq, 1, D]`."""
     store = layer.store
     assert layer.scores is not None
     assert store is not None
     if layer.ahead is not None or layer.host_part is not None:
         layer.drain_ahead()
-    if not layer.has_slots:  # nothing that autocast would change
+    if not layer.has_slots:  # one memory: no operation that autocast would change
         layer.policy.before_layer(lone_step(layer, query, store.length + 1, layer.scores))
         return
     if query.dtype is not layer.dtype:  # under autocast
@@ -128,7 +133,8 @@ def decode(
     Args:
         layer: the layer, with at least one token cached.
         query: `[B, Hq, 1, D]`; key, value: `[B, Hkv, 1, D]`.
-        scores, sinks: as the model gives them.
+        scores: parameters of the model's scores.
+        sinks: `[Hq]`, logits of the model's attention sinks, or None.
 
     Returns:
         `[B, 1, Hq, D]` in the query's dtype.
@@ -157,7 +163,7 @@ def decode(
     layer.ahead = None
     layer.stats.steps += 1
     if store.format.packs:
-        store.pack_old(length - 1)  # before anything reads this layer's blocks again; the new token may be undone
+        store.pack_old(length - 1)  # before the next read; without the new token, which may be undone
     layer.policy.after_layer(step, step.plan)
     if length % store.block_size == 0 and store.sealed < store.num_blocks:
         seal(store, layer.settings.prefill_tile)
@@ -167,7 +173,7 @@ def decode(
 
 
 def lone_step(layer: HybridLayer, query: torch.Tensor, length: int, scores: Scores) -> HostStep:
-    """A step with a query `[B, Hq, D]` or `[B, Hq, 1, D]` that writes no token."""
+    """Return a step with one memory for a query `[B, Hq, D]` or `[B, Hq, 1, D]` that writes no token."""
     assert layer.store is not None
     query = readable(query)
     form = Form((query.shape, query.stride(), query.dtype), (), (), scores)

@@ -1,4 +1,4 @@
-"""Decoding with two memories: what is resident, the two sides of a step, and the block that fills up meanwhile."""
+"""Decode steps with two memories: placement of the resident set, attention on both sides, closing of full blocks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_offload.scores import Scores
 
 
 def place(layer: HybridLayer, query: torch.Tensor) -> None:
-    """Decide and load what is resident, at the first decode after a prompt or append; otherwise nothing.
+    """Decide and load the resident set at the first decode step after a prompt or append; otherwise do nothing.
 
     Args:
         layer: the layer.
-        query: `[B, Hq, 1, D]` of the step that comes, which decides if the prompt's last queries are not known.
+        query: `[B, Hq, 1, D]` of the next step, used if the prompt's last queries were not kept.
     """
     store, resident = layer.store, layer.resident
     if resident is None or not layer.unplaced:
@@ -26,7 +26,7 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     resident.clear()
     if layer.state.slots not in (None, resident.slots):
         resident = layer.resize_resident(layer.state.slots)
-    store.reserve_table(store.num_blocks + 2)  # there is always room for the block that comes next
+    store.reserve_table(store.num_blocks + 2)  # includes the next block
     resident.reserve()
     starts_block = store.length % store.block_size == 0
     slots = resident.slots - starts_block
@@ -34,7 +34,7 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     assert layer.scores is not None
     step = TieredStep(layer, queries, store.length, layer.scores)
     chosen = layer.policy.place(step, slots)
-    # Ascending order ends with the tail, which must have a slot: what does not fit is left out from the front.
+    # The tail must have a slot and comes last in ascending order: surplus blocks are dropped from the front.
     counts = chosen.counts.clamp(max=slots)
     skipped = (chosen.counts - counts)[..., None]
     width = min(slots, chosen.blocks.shape[2])
@@ -45,14 +45,14 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     layer.state.placed(layer, query.shape[1])
     if starts_block:
         _open_block(layer)
-    # A pool without a free block pins a quarter more: now, or a step would wait for it and a graph be captured anew.
+    # A pool without a free block grows by a quarter here, since growth in a step delays it and invalidates a graph.
     store.pool.release(store.pool.allocate(store.batch))
     store.reserve_digests()
     layer.unplaced = False
 
 
 def _open_block(layer: HybridLayer) -> None:
-    """Give the block that the next token starts a slot, in place of the least wanted block."""
+    """Give the block that the next token starts the slot of the block with the lowest worth."""
     store, resident, wants = layer.store, layer.resident, layer.requirements
     assert store is not None
     assert resident is not None
@@ -74,7 +74,7 @@ def decode(
     scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend with one token on both sides; arguments as in `attention.decode.decode`."""
+    """Attend with one token on device and CPU; arguments and result as in `attention.decode.decode`."""
     store, stats = layer.store, layer.stats
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
@@ -83,7 +83,7 @@ def decode(
     resident = layer.resident
     assert resident is not None
     with stats.waiting():
-        resident.wait()  # what the last step recalled is visible from here on
+        resident.wait()  # blocks that the last step recalled are visible from here on
     if fresh:
         store.reserve(store.length + 1)
         store.length += 1
@@ -116,12 +116,12 @@ def decode(
 
 
 def _in_splits(partial: Partial) -> Partial:
-    """A partial as out `[B, Hq, S, D]` and lse `[B, Hq, S]`."""
+    """Return a partial with a dimension of splits: out `[B, Hq, S, D]`, lse `[B, Hq, S]`."""
     return partial if partial.out.ndim == 4 else Partial(partial.out.unsqueeze(2), partial.lse.unsqueeze(2))
 
 
 def close_step(layer: HybridLayer) -> None:
-    """What the host does after a step: old blocks are packed; a block that is full is stored there and sealed."""
+    """Do the host's work after a step: pack old blocks; store a full block on the host and seal it."""
     store, resident = layer.store, layer.resident
     assert store is not None
     assert resident is not None
