@@ -1,4 +1,4 @@
-"""Exact attention of a prompt or append: new tokens against themselves and, tile by tile, against what is cached."""
+"""Exact attention of a prompt or append: new tokens attend themselves and, tile by tile, the cached tokens."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from hf_offload.cache.memory import memory_for
 from hf_offload.scores import Scores
 
 MASKED_QUERIES = 512
-"""Queries whose mask or scores are in memory at a time."""
+"""Queries of one attention call where a mask or scores are materialized."""
 
 
 class MaskPieces:
-    """The mask of an append, cut into the pieces that an attention call needs.
+    """The mask of an append, from which the pieces for attention calls are cut.
 
     Args:
-        mask: None (plain causal), `[B, past + Q]` bool validity of keys beside causality, or a dense mask that says
-            everything, `[B, 1 or Hq, Q, past + Q]` (bool, True = attend; or additive).
-        past: cached tokens before the new ones.
-        dtype: of the additive pieces.
+        mask: None (plain causal); bool `[B, past + Q]`, validity of keys in addition to causality; or a dense mask
+            `[B, 1 or Hq, Q, past + Q]` (bool, True = attend; or additive).
+        past: number of cached tokens before the new ones.
+        dtype: dtype of the additive pieces.
     """
 
     def __init__(self, mask: torch.Tensor | None, past: int, dtype: torch.dtype) -> None:
         if mask is not None and mask.ndim not in (2, 4):
             raise ValueError(f"attention mask of shape {tuple(mask.shape)}; use [B, keys] or [B, heads, queries, keys]")
         self.mask, self.past, self.dtype = mask, past, dtype
-        self.never = torch.finfo(dtype).min / 2  # finite: a row that sees nothing must not become NaN
+        self.never = torch.finfo(dtype).min / 2  # finite, so that the softmax of a fully masked query is not NaN
 
     def piece(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> tuple[torch.Tensor | None, bool]:
-        """Additive mask (None = everything is seen) and is_causal flag for new queries q0…q1-1 and keys k0…k1-1."""
+        """Return additive mask (None: no key is masked) and is_causal for new queries q0…q1-1 and keys k0…k1-1."""
         if self.mask is not None and self.mask.ndim == 4:
             part = self.mask[:, :, q0:q1, k0:k1]
             return (
@@ -62,13 +62,13 @@ def attend(
     causal: bool,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense attention with its log-sum-exp.
+    """Compute dense attention and its log-sum-exp.
 
     Args:
         query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, T, D]`.
         bias: additive mask that broadcasts to `[B, Hq, Q, T]`, or None.
-        causal: whether query i sees keys 0…i only (Q = T).
-        scores: the model's.
+        causal: whether query i attends keys 0…i only (Q = T).
+        scores: parameters of the model's scores.
 
     Returns:
         out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` (natural log), fp32.
@@ -95,13 +95,13 @@ def _attend_on_cpu(
 def _attend_on_cuda(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Torch's own kernels with their lse: FlashAttention for 16 bits and no mask, else the memory-efficient one."""
+    """Attend with torch's kernels that return the lse: FlashAttention for 16 bits without mask, else mem-efficient."""
     batch, heads, length = query.shape[:3]
     if bias is None and query.dtype != torch.float32:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
         return out.float(), lse[:, :, :length].float()
     if bias is not None:
-        keys = key.shape[2]  # the kernel wants rows that begin at multiples of 16 entries
+        keys = key.shape[2]  # the kernel requires rows aligned to 16 entries
         bias = torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys].expand(batch, heads, length, keys)
     out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, 0.0, causal, scale=scale
@@ -152,16 +152,17 @@ def append_attention(
     before: tuple[torch.Tensor, torch.Tensor] | None = None,
     attended: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
-    """Attention of new tokens over the cached ones and themselves, exact.
+    """Attend cached and new tokens with the new tokens' queries, exactly.
 
     Args:
         query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, Q, D]`, the new tokens.
-        past: cached tokens; tiles: their K and V in pieces, (first token, K, V `[B, Hkv, t, D]`).
+        past: number of cached tokens; tiles: their K and V in tiles, (first token, K, V `[B, Hkv, t, D]`).
         mask: see `MaskPieces`.
-        scores, sinks (`[Hq]` extra logits): as the model gives them.
-        tile: keys that a masked piece spans at most.
-        before: out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` over cached tokens that `tiles` leave out.
-        attended: called after each tile and masked piece, with the number of its keys.
+        scores: parameters of the model's scores.
+        sinks: `[Hq]`, logits of the model's attention sinks, or None.
+        tile: the most keys of a masked piece.
+        before: out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` over the cached tokens that are not in `tiles`.
+        attended: called after each tile and masked piece with the number of its keys.
 
     Returns:
         `[B, Q, Hq, D]` in the query's dtype.
@@ -176,7 +177,7 @@ def append_attention(
         for i, q0 in enumerate(range(0, length, step)):
             q1 = min(q0 + step, length)
             if first > past + q1 - 1 and (mask is None or mask.ndim == 2):
-                continue  # all of these keys come later than all of these queries
+                continue  # all of these keys are later than these queries
             bias, causal = pieces.piece(q0, q1, first, stop, query.device)
             with memory_for(f"attention of {q1 - q0} queries to {stop - first} keys", lower):
                 partial = attend(query[:, :, q0:q1], k, v, bias, causal, scores)
