@@ -1,4 +1,4 @@
-"""H2O (Zhang et al. 2023): heavy hitters by accumulated attention and the newest tokens; the rest is evicted."""
+"""H2O (Zhang et al. 2023): attention to heavy hitters by accumulated weight and to the newest tokens, with eviction."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
 EMPTY = -1
-_NUMBERS = ("recent", "taken")  # of `Kept`, which rows have in common
+_NUMBERS = ("recent", "taken")  # integers of `Kept`, the same for all rows
 
 
 @dataclass(slots=True)
 class Kept:
-    """The tokens of one layer that are not evicted, in places of no order.
+    """The tokens of one layer that are not evicted, unordered.
 
     Args:
         keys, values: `[B, Hkv, C, D]` in the model's dtype.
-        score: fp32 `[B, Hkv, C]`, the weights that a token has got so far, of all query heads of the KV head.
-        position: int64 `[B, Hkv, C]`, its number in the row; -1: the place is empty.
-        recent: so many newest tokens are never evicted.
-        taken: the number of the last token that was taken in.
+        score: fp32 `[B, Hkv, C]`, a token's attention weights so far, summed over queries and heads of the group.
+        position: int64 `[B, Hkv, C]`, the token's number in the row; -1: an empty entry.
+        recent: number of newest tokens that are never evicted.
+        taken: number of the token added last.
     """
 
     keys: torch.Tensor
@@ -44,10 +44,12 @@ class Kept:
     taken: int = EMPTY
 
     def take_in(self, key: torch.Tensor, value: torch.Tensor, number: int, valid: torch.Tensor | None) -> None:
-        """Give token `number`, K and V `[B, Hkv, D]`, an empty place or that of the lightest token that is not recent.
+        """Store a token in an empty entry, or in place of the token with the lowest score that is not recent.
 
         Args:
-            valid: bool `[B]`, whether it counts in a row; None: in all.
+            key, value: `[B, Hkv, D]`.
+            number: the token's number in the row.
+            valid: bool `[B]`, the rows in which it is no padding; None: all rows.
         """
         held = self.score.masked_fill(self.position > number - self.recent, math.inf)
         place = held.masked_fill(self.position == EMPTY, -math.inf).argmin(-1, keepdim=True)
@@ -62,14 +64,22 @@ class Kept:
         self.taken = number
 
     def attend(self, query: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend all of them with `[B, Hq, D]` fp32, and let their scores grow: out as the query, lse `[B, Hq]`."""
+        """Attend all kept tokens and add the weights to their scores.
+
+        Args:
+            query: fp32 `[B, Hq, D]`.
+            scores: parameters of the model's scores.
+
+        Returns:
+            out `[B, Hq, D]`, lse `[B, Hq]`; fp32.
+        """
         out, lse, weights = attend(query, self.keys, self.values, self.position != EMPTY, scores)
         self.score += weights.sum(2)
         return out, lse
 
 
 class H2OState(LayerState):
-    """What H2O remembers of one layer: nothing before its first decode step."""
+    """H2O's state of one layer: the kept tokens, None before the first decode step."""
 
     def __init__(self) -> None:
         self.kept: Kept | None = None
@@ -161,19 +171,19 @@ class H2O(Policy):
         }  # fmt: skip
 
     def plan(self, step: Step) -> Plan:
-        """Take this step's token in, attend what is kept."""
+        """Add this step's token and attend the kept tokens."""
         state: H2OState = step.state
         if state.kept is None:
             state.kept = self._choose(step)
         number, padding = step.length - 1, step.store.padding
         valid = torch.from_numpy(padding.valid[:, number] != 0) if padding.ragged else None
-        if number > state.kept.taken:  # layers may share keys and values, and each of them asks
+        if number > state.kept.taken:  # of layers that share keys and values the first adds it
             state.kept.take_in(*step.newest(), number, valid)
         query = torch.as_tensor(step.query).to(state.kept.keys.device)
         return Plan((Partial(*state.kept.attend(query, step.scores)),))
 
     def _choose(self, step: Step) -> Kept:
-        """The heavy and the newest of the tokens before this step's own."""
+        """Return the heavy hitters and the newest of the tokens before this step's."""
         count, store = step.length - 1, step.store
         score = _weighed(step, count)
         recent, heavy = min(self._recent(count), count), min(self._heavy(count), count)
@@ -199,15 +209,15 @@ class H2O(Policy):
 
 
 def _weighed(step: Step, count: int) -> torch.Tensor:
-    """The weights that the prompt's last queries gave each of `count` tokens, summed: fp32 `[B, Hkv, count]`."""
+    """Return the attention weights of `count` tokens, summed over the prompt's last queries: fp32 `[B, Hkv, count]`."""
     known, store = step.layer.last_queries, step.store
     query = torch.as_tensor(step.query)[:, :, None] if known is None else known.values
     query = query.to(store.device).float()
     start, end = (count, count + 1) if known is None else (known.start, known.end)
-    last = torch.arange(start, end, device=store.device)  # what each query may see
+    last = torch.arange(start, end, device=store.device)  # the last token that each query attends
     valid = valid_tokens(step, count)
-    counts = valid[:, last.clamp(max=count - 1)]  # queries of padding say nothing
-    grouped = query.reshape(store.batch, store.num_kv_heads, -1, query.shape[3])  # heads of a group, query by query
+    counts = valid[:, last.clamp(max=count - 1)]  # False for queries of padding
+    grouped = query.reshape(store.batch, store.num_kv_heads, -1, query.shape[3])  # `[B, Hkv, G·n, D]`
 
     def tiles() -> Iterator[tuple[int, int, torch.Tensor]]:
         for first, key, _ in step.earlier():
