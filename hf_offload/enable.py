@@ -48,10 +48,10 @@ class _CacheMaker:
         model = self._model()
         assert model is not None, "only the model itself calls this"
         given = model_kwargs.get("past_key_values")
-        before = self.displaced or getattr(type(model), _PREPARE).__get__(model)
-        before(generation_config, model_kwargs, *args, **kwargs)
-        chosen = given is not None or generation_config.cache_implementation is not None
-        if chosen or generation_config.use_cache is False:
+        original = self.displaced or getattr(type(model), _PREPARE).__get__(model)
+        original(generation_config, model_kwargs, *args, **kwargs)
+        caller_chose = given is not None or generation_config.cache_implementation is not None
+        if caller_chose or generation_config.use_cache is False:
             return
         if generation_config.is_assistant and _layers(model) < self._layers:  # early exit drafts with the first layers
             return
@@ -99,8 +99,8 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any)
                 f"model.generation_config.{name}={value!r} keeps generate() from making a cache of the usual kind; "
                 f"set model.generation_config.{name} = None"
             )
-    old = _maker(inner)
-    implementation = _implementation(inner)
+    old = _cache_maker(inner)
+    implementation = _attention_implementation(inner)
     try:
         _set_implementation(inner, NAME)
         HybridCache(inner, policy, **knobs)  # checks model and knobs now
@@ -111,7 +111,7 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any)
         raise
     if old is not None:
         implementation = old.implementation
-        _take_out(inner, old)
+        _uninstall(inner, old)
     _CacheMaker(policy, knobs, implementation).bind(inner)
 
 
@@ -126,10 +126,10 @@ def disable(model: torch.nn.Module) -> None:
         ValueError: the model is not enabled.
     """
     inner = _generating(model)
-    maker = _maker(inner)
+    maker = _cache_maker(inner)
     if maker is None:
         raise ValueError(f"this {type(inner).__name__} is not enabled; call hf_offload.enable(model) first")
-    _take_out(inner, maker)
+    _uninstall(inner, maker)
     _set_implementation(inner, maker.implementation)
 
 
@@ -144,12 +144,12 @@ def enabled(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any
         TypeError, ValueError: as `enable`.
     """
     inner = _generating(model)
-    outer = _maker(inner)
+    outer = _cache_maker(inner)
     enable(model, policy, **knobs)
     try:
         yield
     finally:
-        if _maker(inner) is not None:
+        if _cache_maker(inner) is not None:
             disable(model)
         if outer is not None:
             enable(model, outer.policy, **outer.knobs)
@@ -167,25 +167,25 @@ def _generating(model: Any) -> PreTrainedModel:
     return inner
 
 
-def _maker(model: PreTrainedModel) -> _CacheMaker | None:
+def _cache_maker(model: PreTrainedModel) -> _CacheMaker | None:
     """Return the `_CacheMaker` of an enabled model, or None."""
     found = model.__dict__.get(_PREPARE)
     return found if isinstance(found, _CacheMaker) else None
 
 
-def _take_out(model: PreTrainedModel, maker: _CacheMaker) -> None:
+def _uninstall(model: PreTrainedModel, maker: _CacheMaker) -> None:
     delattr(model, _PREPARE)
     if maker.displaced is not None:
         setattr(model, _PREPARE, maker.displaced)
 
 
-def _path(config: Any, decoder: Any) -> list[str] | None:
+def _config_path(config: Any, decoder: Any) -> list[str] | None:
     """Return the attribute names that lead from a model's config to its decoder's config, or None without a path."""
     if config is decoder:
         return []
     for name in config.sub_configs:
         below = getattr(config, name, None)
-        path = None if below is None else _path(below, decoder)
+        path = None if below is None else _config_path(below, decoder)
         if path is not None:
             return [name, *path]
     return None
@@ -195,14 +195,14 @@ def _layers(model: PreTrainedModel) -> int:
     return int(getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0))
 
 
-def _implementation(model: PreTrainedModel) -> str:
+def _attention_implementation(model: PreTrainedModel) -> str:
     decoder: Any = model.config.get_text_config(decoder=True)
     return str(decoder._attn_implementation)
 
 
 def _set_implementation(model: PreTrainedModel, implementation: str) -> None:
     """Set the attention implementation of the text decoder; vision and audio towers keep theirs."""
-    path = _path(model.config, model.config.get_text_config(decoder=True))
+    path = _config_path(model.config, model.config.get_text_config(decoder=True))
     wanted: Any = implementation if path else {"": implementation}
     for name in reversed(path or []):
         wanted = {name: wanted}

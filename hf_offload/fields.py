@@ -40,8 +40,10 @@ def check_tensors(where: str, found: Mapping[str, torch.Tensor], fields: Mapping
     Raises:
         ValueError: a tensor is missing, unexpected, or does not fit its field.
     """
-    if odd := sorted(found.keys() ^ fields.keys()):
-        raise ValueError(f"{where}{shown(odd[0])} is {'missing' if odd[0] in fields else 'none that belongs there'}")
+    if wrong := sorted(found.keys() ^ fields.keys()):
+        raise ValueError(
+            f"{where}{shown(wrong[0])} is {'missing' if wrong[0] in fields else 'none that belongs there'}"
+        )
     sizes: dict[str, int] = {}
     for name, field in fields.items():
         tensor, name = found[name], where + name
@@ -55,8 +57,8 @@ def check_tensors(where: str, found: Mapping[str, torch.Tensor], fields: Mapping
                 fits &= have == want if isinstance(want, int) else have in want
         if not fits:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, not {list(field.shape)}")
-        for bound, beyond in ((field.least, torch.lt), (field.most, torch.gt)):
-            if bound is not None and beyond(tensor, torch.tensor(bound, dtype=tensor.dtype)).any():
+        for bound, outside in ((field.least, torch.lt), (field.most, torch.gt)):
+            if bound is not None and outside(tensor, torch.tensor(bound, dtype=tensor.dtype)).any():
                 raise ValueError(f"{name} has values that are not within {field.least} … {field.most}")
 
 
@@ -68,8 +70,10 @@ def prefixed(prefix: str, fields: Mapping[str, Field]) -> dict[str, Field]:
 def check_mapping(name: str, value: Any, checks: Mapping[str, Check]) -> None:
     """Check a JSON object: exactly these keys, each value by its check."""
     is_a(dict, name, value)
-    if odd := sorted(value.keys() ^ checks.keys()):
-        raise ValueError(f"{name}.{shown(odd[0])} is {'missing' if odd[0] in checks else 'none that belongs there'}")
+    if wrong := sorted(value.keys() ^ checks.keys()):
+        raise ValueError(
+            f"{name}.{shown(wrong[0])} is {'missing' if wrong[0] in checks else 'none that belongs there'}"
+        )
     for key, check in checks.items():
         check(f"{name}.{key}", value[key])
 

@@ -71,7 +71,7 @@ def check_number(
     Raises:
         ValueError: not a `float` or an `int` that float64 holds exactly, NaN, infinity, or out of bounds.
     """
-    inside = (
+    valid = (
         isinstance(value, int | float)
         and not isinstance(value, bool)
         and not (isinstance(value, float) and math.isinf(value) and most != math.inf)
@@ -82,7 +82,7 @@ def check_number(
         and (most is None or value <= most)
         and (below is None or value < below)
     )
-    if inside:
+    if valid:
         return
     bounds = (("above", above), ("of at least", least), ("of at most", most), ("below", below))
     allowed = " and ".join(f"{word} {bound:.10g}" for word, bound in bounds if bound not in (None, math.inf))
@@ -105,7 +105,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[str | None]) -> None:
     Raises:
         ValueError: the value is not among `allowed`.
     """
-    if not any(value is None if one is None else isinstance(value, str) and value == one for one in allowed):
-        words = ", ".join(one for one in allowed if one is not None)
+    if not any(value is None if choice is None else isinstance(value, str) and value == choice for choice in allowed):
+        words = ", ".join(choice for choice in allowed if choice is not None)
         none = ", or None" if None in allowed else ""
         raise ValueError(f"{name}={shown(value)} is not known; use one of {words}{none}")

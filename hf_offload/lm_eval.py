@@ -41,10 +41,10 @@ def split_knobs(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     """
     knobs = {name: value for name, value in options.items() if name in _KNOBS}
     others = {name: value for name, value in options.items() if name not in _KNOBS}
-    theirs = set(inspect.signature(HFLM.__init__).parameters)
-    for name in sorted(others.keys() - theirs):
-        if like := difflib.get_close_matches(name, _KNOBS, 1, 0.75):
-            raise ValueError(f"{name}={others[name]!r} is no knob of HybridCache or of a policy; was {like[0]} meant?")
+    parameters = set(inspect.signature(HFLM.__init__).parameters)
+    for name in sorted(others.keys() - parameters):
+        if guess := difflib.get_close_matches(name, _KNOBS, 1, 0.75):
+            raise ValueError(f"{name}={others[name]!r} is no knob of HybridCache or of a policy; was {guess[0]} meant?")
     if others.get("attn_implementation", NAME) != NAME:
         raise ValueError(
             f"attn_implementation={others['attn_implementation']!r} reads no HybridCache; leave it out, or use "
@@ -61,22 +61,22 @@ class Totals:
     PEAKS = ("resident_bytes", "host_bytes", "digest_bytes", "context_bytes", "device_bytes")
 
     def __init__(self) -> None:
-        self._seen: list[dict[str, Any]] = []
+        self._stats: list[dict[str, Any]] = []
 
     def add(self, cache: HybridCache) -> None:
         """Add the statistics of a cache."""
         stats = cache.stats().as_dict()
-        self._seen.append({key: stats[key] for key in (*self.MEANS, *self.SUMS, *self.PEAKS)})
+        self._stats.append({key: stats[key] for key in (*self.MEANS, *self.SUMS, *self.PEAKS)})
 
     def as_dict(self) -> dict[str, Any]:
         """Return sums, means over decode steps (None: no cache has the value), and the maximum of each memory."""
-        found: dict[str, Any] = {"caches": len(self._seen)}
-        found |= {key: sum(stats[key] for stats in self._seen) for key in self.SUMS}
+        found: dict[str, Any] = {"caches": len(self._stats)}
+        found |= {key: sum(stats[key] for stats in self._stats) for key in self.SUMS}
         for key in self.MEANS:
-            known = [stats for stats in self._seen if stats[key] is not None]
+            known = [stats for stats in self._stats if stats[key] is not None]
             steps = sum(stats["steps"] for stats in known)
             found[key] = sum(stats[key] * stats["steps"] for stats in known) / steps if steps else None
-        return found | {key: max((stats[key] for stats in self._seen), default=0) for key in self.PEAKS}
+        return found | {key: max((stats[key] for stats in self._stats), default=0) for key in self.PEAKS}
 
 
 @register_model("hf_offload")
@@ -104,7 +104,7 @@ class HybridLM(HFLM):  # type: ignore[misc]
         else:
             pretrained.set_attn_implementation(NAME)
         super().__init__(pretrained, **others)
-        self._about = describe_policy(self._make_cache().policy)  # checks the knobs before a task begins
+        self._description = describe_policy(self._make_cache().policy)  # checks the knobs before a task begins
 
     def _make_cache(self) -> HybridCache:
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # PEFT's wrappers
@@ -123,7 +123,11 @@ class HybridLM(HFLM):  # type: ignore[misc]
     def get_model_info(self) -> dict[str, Any]:
         """Return lm-eval's information on the model, plus policy, knobs and statistics under `hf_offload`."""
         knobs = {name: value for name, value in self._knobs.items() if name in CACHE_KNOBS}
-        about = {"policy": self._about["name"], "knobs": self._about["knobs"] | knobs, "stats": self.totals.as_dict()}
+        about = {
+            "policy": self._description["name"],
+            "knobs": self._description["knobs"] | knobs,
+            "stats": self.totals.as_dict(),
+        }
         return {**super().get_model_info(), "hf_offload": about}
 
 

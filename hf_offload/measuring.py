@@ -109,10 +109,10 @@ def follow(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> tuple[tor
     return torch.stack(logits).float().log_softmax(-1).cpu(), seconds
 
 
-def divergence(mine: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return KL(full‖mine) of each token and the share of equal top tokens, from log-probabilities `[N, V]`."""
-    kl = (full.exp() * (full - mine)).sum(-1)
-    return kl, float((full.argmax(-1) == mine.argmax(-1)).float().mean())
+def divergence(policy: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return KL(full‖policy) of each token and the share of equal top tokens, from log-probabilities `[N, V]`."""
+    kl = (full.exp() * (full - policy)).sum(-1)
+    return kl, float((full.argmax(-1) == policy.argmax(-1)).float().mean())
 
 
 def cost(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: Reading) -> Cost:
@@ -122,8 +122,8 @@ def cost(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: 
         ValueError: an option that is not allowed.
     """
     cache = hold(model, policy, options, reading)
-    mine, seconds = follow(model, cache, reading.following)
-    kl, top1 = divergence(mine, reading.full)
+    logprobs, seconds = follow(model, cache, reading.following)
+    kl, top1 = divergence(logprobs, reading.full)
     stats = cache.stats().as_dict()
     return Cost(kl, top1, statistics.median(seconds[WARM_UP:] or seconds), host_bytes(cache), stats["device_bytes"])
 

@@ -198,42 +198,42 @@ def memory_of(
     if others := options.keys() & CACHE_KNOBS - set(MEMORY_KNOBS):
         raise ValueError(f"{', '.join(sorted(others))}: not part of a plan; leave it out")
     memory = {name: options[name] for name in MEMORY_KNOBS if name in options}
-    made = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
+    chosen = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
     size, tile = memory.get("block_size"), memory.get("prefill_tile", 4096)
-    size = made.block_size if size is None else size
+    size = chosen.block_size if size is None else size
     check_sizes(size, tile, memory.get("host_dtype"))
-    made.check(block_size=size, two=two)
+    chosen.check(block_size=size, two=two)
     try:
-        wants = made.requirements
+        requirements = chosen.requirements
     except RuntimeError as error:  # the requirements depend on a file that is read for a model
         raise ValueError(
-            f"policy {made.name!r}: {error}, and a plan knows the config alone; fixed_hybrid:digest=submean takes what "
-            "a predictor for that digest takes"
+            f"policy {chosen.name!r}: {error}, and a plan knows the config alone; fixed_hybrid:digest=submean takes "
+            "what a predictor for that digest takes"
         ) from error
     store = BlockStore(
         batch, shape.kv_heads, shape.head_dim, shape.dtype, block_size=size, device=torch.device("cpu"),
-        digest=DIGESTS[wants.digest] if wants.digest else None, padding=Padding(size),
-        host_dtype=memory.get("host_dtype"), scored_on_host=wants.scored_on_host,
+        digest=DIGESTS[requirements.digest] if requirements.digest else None, padding=Padding(size),
+        host_dtype=memory.get("host_dtype"), scored_on_host=requirements.scored_on_host,
     )  # fmt: skip
-    slots = _slots(shape, made, memory, store, context, two) if two else 0
+    slots = _slots(shape, chosen, memory, store, context, two) if two else 0
     blocks, old = -(-context // size), len(store.packed_on_arrival(0, context))
     places = free = 0
     for count in (batch * old, batch * (blocks - old)):
-        more = growth(places, free, count)
-        places, free = places + more, free + more - count
+        added = growth(places, free, count)
+        places, free = places + added, free + added - count
     record, packed = store.pool.record_bytes, store.pool.packed_record_bytes
     lines = batch * shape.kv_heads
     sizes = LayerSizes(
         batch, shape.kv_heads, (shape.query_heads,), shape.head_dim, size, shape.dtype, context, blocks, True,
         range(slots, slots + 1),
     )  # fmt: skip
-    state, state_on_host = made.state_bytes(sizes, slots)
+    state, state_on_host = chosen.state_bytes(sizes, slots)
     return Memory(
         resident=slots * size,
         resident_bytes=shape.layers * (lines * slots * record + state),
         host_bytes=shape.layers * lines * ((blocks - old) * record + old * packed),
         digest_bytes=0 if store.digests is None else shape.layers * places * store.digests.block_bytes,
-        digests_on_host=wants.scored_on_host or not two,
+        digests_on_host=requirements.scored_on_host or not two,
         salience_bytes=shape.layers * state_on_host,
         stock_bytes=shape.stock_bytes(batch, context),
         tile_bytes=2 * batch * min(tile, context) * shape.token_bytes if two else 0,

@@ -106,10 +106,10 @@ class Tuning:
     @property
     def why(self) -> str:
         """The reason for the choice, in a few sentences."""
-        return f"{self._reason}{self._check}"
+        return f"{self._reason}{self._held_out_sentence}"
 
     @property
-    def _check(self) -> str:
+    def _held_out_sentence(self) -> str:
         """The result on the held-out text as a sentence, or nothing without one."""
         if self.held_out is None:
             return ""
@@ -120,17 +120,17 @@ class Tuning:
     @property
     def _reason(self) -> str:
         chosen, good = self.chosen, [trial for trial in self.trials if trial.meets(self.target)]
-        said = (
+        sentence = (
             f"{len(good)} of {len(self.trials)} settings stay below a KL of {self.target:g}; this one takes "
             f"{1000 * chosen.seconds:.1f} ms a token (Transformers' own cache: {1000 * self.full_seconds:.1f}) at a KL "
             f"of {chosen.kl:.4f} ± {chosen.error:.4f}"
         )
         others = sorted((t for t in good if t.policy != chosen.policy), key=lambda trial: trial.seconds)
         if chosen.policy == "full":
-            return f"{said}. Nothing that leaves tokens out was both near and quick enough."
+            return f"{sentence}. Nothing that leaves tokens out was both near and quick enough."
         best = f"; next comes {others[0].policy} with {1000 * others[0].seconds:.1f} ms" if others else ""
         slower = " It is not quicker than Transformers' own." if chosen.seconds >= self.full_seconds else ""
-        return f"{said}{best}.{slower}"
+        return f"{sentence}{best}.{slower}"
 
     def table(self) -> Table:
         """Return a table of the measured settings."""
@@ -243,12 +243,14 @@ def tune(
                 f"target_kl={target:g} is below the {exact.kl + 2 * exact.error:.2g} that rounding alone makes of full "
                 "attention here; use a larger one, or another dtype"
             )
-        near: list[Trial] = []
+        meeting: list[Trial] = []
         for policy, ladder in ladders.items():
             if two or policy not in FETCHES:
-                near += _climb(attempt, policy, [rung for rung in ladder if rung.get("budget", 0) < tokens], target)
-        if near:
-            best = min(near, key=lambda trial: trial.seconds)
+                meeting += _first_meeting(
+                    attempt, policy, [rung for rung in ladder if rung.get("budget", 0) < tokens], target
+                )
+        if meeting:
+            best = min(meeting, key=lambda trial: trial.seconds)
             for options in _variants(best, two):
                 attempt(best.policy, {name: value for name, value in options.items() if name != "tier"})
         bar.set_description("times, in turns")
@@ -290,7 +292,7 @@ def _by_deviation(predictor: str | os.PathLike[str]) -> tuple[dict[str, Any], ..
     return tuple({"predictor": os.fspath(predictor), "tau": tau} for tau in taus)
 
 
-def _climb(
+def _first_meeting(
     attempt: Callable[[str, dict[str, Any]], Trial], policy: str, ladder: list[dict[str, Any]], target: float
 ) -> Iterator[Trial]:
     """Yield the trial of the first setting of a ladder that meets the target, by binary search; nothing if none does.
@@ -339,9 +341,9 @@ def _trial(model: PreTrainedModel, policy: str, options: dict[str, Any], reading
 
 def _time(model: PreTrainedModel, found: Tuning, reading: Reading) -> None:
     """Time the settings that meet the target and Transformers' own cache in turns, so that other load affects all."""
-    near = [number for number, trial in enumerate(found.trials) if trial.meets(found.target)]
+    meeting = [number for number, trial in enumerate(found.trials) if trial.meets(found.target)]
     caches: dict[int, Cache] = {-1: reading.cache}
-    for number in near:
+    for number in meeting:
         caches[number] = hold(model, found.trials[number].policy, found.trials[number].options, reading)
     seconds: dict[int, list[float]] = {number: [] for number in caches}
     for tokens in reading.following.split(TURN, 1):  # type: ignore[no-untyped-call]
@@ -351,7 +353,7 @@ def _time(model: PreTrainedModel, found: Tuning, reading: Reading) -> None:
     if not seconds[-1]:  # too few steps to time
         return
     found.full_seconds = statistics.median(seconds[-1])
-    for number in near:
+    for number in meeting:
         found.trials[number] = replace(found.trials[number], seconds=statistics.median(seconds[number]))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from hf_offload.attention.hooks import find_cache
 from hf_offload.policies.base import Policy
 
-_ALONG = {"input_ids": 1, "position_ids": -1, "token_type_ids": 1, "mm_token_type_ids": 1, "inputs_embeds": 1}
+_TOKEN_AXES = {"input_ids": 1, "position_ids": -1, "token_type_ids": 1, "mm_token_type_ids": 1, "inputs_embeds": 1}
 """Arguments of a forward with one entry for each token, and their token axis."""
 
 
@@ -53,20 +53,20 @@ def check_drafts(found: Watch, policy: Policy, past: int) -> None:
     Raises:
         ValueError: the model's forward lacks `logits_to_keep` or `position_ids`.
     """
-    names = found.arguments
-    if policy.requirements.leaves_out and "logits_to_keep" not in names:
+    arguments = found.arguments
+    if policy.requirements.leaves_out and "logits_to_keep" not in arguments:
         raise ValueError(
             "this model's forward takes no logits_to_keep, which tells how many tokens are drafts; for assisted "
             "decoding use policy='full' or DynamicCache"
         )
-    if past and "position_ids" not in names:
+    if past and "position_ids" not in arguments:
         raise ValueError(
             "this model's forward takes no position_ids, which tell whether a first forward repeats cached tokens; "
             "start assisted decoding with an empty cache"
         )
 
 
-def _nobody() -> None:
+def _no_watch() -> None:
     """Return None: the watch of a hook that was copied or unpickled with its model."""
 
 
@@ -75,7 +75,7 @@ class _BeforeModel:
         self.watch = watch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (_nobody,)  # caches of the copied model make a watch of their own
+        return type(self), (_no_watch,)  # caches of the copied model make a watch of their own
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -87,13 +87,13 @@ class _BeforeModel:
         keep, past = kwargs.get("logits_to_keep"), cache.get_seq_length()
         drafts.coming = keep - 1 if isinstance(keep, int) and keep > 1 else 0
         known = past - int((cache.settings.padding.valid[0, :past] == 0).sum()) if past and drafts.fresh else 0
-        if known and _begins_anew(kwargs, known):
-            return args, _unseen(kwargs, past)
+        if known and _repeats_cached(kwargs, known):
+            return args, _without_cached(kwargs, past)
         _check_mask(kwargs, past)
         return None
 
 
-def _begins_anew(kwargs: dict[str, Any], known: int) -> bool:
+def _repeats_cached(kwargs: dict[str, Any], known: int) -> bool:
     """Whether a forward repeats the whole conversation, of which `known` tokens are cached."""
     positions = kwargs.get("position_ids")
     # The first token, or padding before it, has position 0 or 1.
@@ -113,7 +113,7 @@ def _check_mask(kwargs: dict[str, Any], past: int) -> None:
         )
 
 
-def _unseen(kwargs: dict[str, Any], past: int) -> dict[str, Any]:
+def _without_cached(kwargs: dict[str, Any], past: int) -> dict[str, Any]:
     """Return the arguments of a forward without the first `past` tokens, which are cached.
 
     The first forward of assisted decoding feeds all ids, even those that are cached; a stock cache stores them twice.
@@ -122,16 +122,16 @@ def _unseen(kwargs: dict[str, Any], past: int) -> dict[str, Any]:
         ValueError: the ids are not those of the whole conversation, or other inputs than text are given.
     """
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
-    unknown = sorted(set(tensors) - set(_ALONG) - {"attention_mask"})
-    short = [name for name in _ALONG if name in tensors and tensors[name].shape[_ALONG[name]] <= past]
+    unknown = sorted(set(tensors) - set(_TOKEN_AXES) - {"attention_mask"})
+    short = [name for name in _TOKEN_AXES if name in tensors and tensors[name].shape[_TOKEN_AXES[name]] <= past]
     if unknown or short:
         raise ValueError(
             f"assisted decoding goes on with a cache of {past} tokens, but {', '.join(unknown + short)} cannot be "
             "continued: pass the ids of the whole conversation and nothing else, or start with an empty cache"
         )
     parts = {
-        name: value.narrow(_ALONG[name], past, value.shape[_ALONG[name]] - past)
+        name: value.narrow(_TOKEN_AXES[name], past, value.shape[_TOKEN_AXES[name]] - past)
         for name, value in tensors.items()
-        if name in _ALONG
+        if name in _TOKEN_AXES
     }
     return kwargs | parts

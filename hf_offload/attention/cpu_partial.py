@@ -135,8 +135,8 @@ class HostPart(RunningPartial):
     def rehearse(self, capture: Any) -> None:
         """Hand over an empty part: the first launch loads the kernel, which a capture may refuse."""
         buffers = self.query, self.blocks, self.counts
-        nothing = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
-        hand_over(self._inbox, *nothing, flag=capture.flags[0, :1], epoch=capture.epoch)
+        zeros = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
+        hand_over(self._inbox, *zeros, flag=capture.flags[0, :1], epoch=capture.epoch)
 
     def launch(self, scores: Scores) -> Launch:
         """Return the launch of an eager step; it is reused as long as the store's view stays the same."""

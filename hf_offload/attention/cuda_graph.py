@@ -46,10 +46,10 @@ class StepGraph:
         """The capture of the next graph, made when host memory has proved to be pinned."""
         self._recorded: Any = None
         self._state: object = None
-        """Signature of the graph's steps; `_coming`: of the next step. Both keep the tensors that the graph reads
-        alive: a fork in another thread may replace them by larger ones.
+        """Signature of the graph's steps; `_next_signature`: of the next step. Both keep the tensors that the graph
+        reads alive: a fork in another thread may replace them by larger ones.
         """
-        self._coming: object = None
+        self._next_signature: object = None
         self._arrays: object = None
         self._doorbell: Doorbell | None = None
         self._epoch = 0
@@ -86,8 +86,8 @@ class StepGraph:
             layer.resident.wait()
             layer.store.reserve(layer.store.length + 1)
         self._refresh()
-        before, self._coming = self._coming, self._signature(inputs, fixed)
-        return self._coming == self._state or (self._coming == before and self._reachable())
+        previous, self._next_signature = self._next_signature, self._signature(inputs, fixed)
+        return self._next_signature == self._state or (self._next_signature == previous and self._reachable())
 
     def _reachable(self) -> bool:
         """Whether all host memory that a graph reads is pinned; if not, warn once."""
@@ -122,13 +122,15 @@ class StepGraph:
             RuntimeError: the model's step cannot be captured.
         """
         with self.layers[0].mirror.current():
-            if self._coming == self._state:
-                self._repeat(inputs)
+            if self._next_signature == self._state:
+                self._replay_step(inputs)
             else:
-                self._begin(forward, inputs, fixed)
+                self._capture_step(forward, inputs, fixed)
         return self._output
 
-    def _begin(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
+    def _capture_step(
+        self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]
+    ) -> None:
         past = self._cache.get_seq_length()
         try:
             self._record(forward, inputs, fixed)  # this runs the forward, whose hooks count the token
@@ -139,8 +141,8 @@ class StepGraph:
             self._cache.fail(past)
             raise
 
-    def _repeat(self, inputs: dict[str, torch.Tensor]) -> None:
-        self._serve()
+    def _replay_step(self, inputs: dict[str, torch.Tensor]) -> None:
+        self._update_doorbell()
         for name, value in inputs.items():
             self._inputs[name].copy_(value)
         self._cache.begin()
@@ -231,9 +233,9 @@ class StepGraph:
         self._doorbell, self._epoch, self._arrays = Doorbell(worker.threads, timeout=worker.timeout), 0, None
         self._doorbell.delay = worker.delay
         self._finalize(self._doorbell)
-        self._serve()
+        self._update_doorbell()
 
-    def _serve(self) -> None:
+    def _update_doorbell(self) -> None:
         """Give the doorbell new launches if the arrays that they read were replaced."""
         assert self._capture is not None
         assert self._doorbell is not None
@@ -252,10 +254,10 @@ class StepGraph:
 
     def _finalize(self, doorbell: Doorbell) -> None:
         """Register the end of a doorbell after its replay. The newest finalizer runs first at exit."""
-        before = self._finalizer
+        previous = self._finalizer
         self._finalizer = weakref.finalize(self, _let_go, self._recorded, doorbell)
-        if before is not None:
-            before.detach()
+        if previous is not None:
+            previous.detach()
 
     def check(self, *, settle: bool = False) -> None:
         """Raise the errors of CPU parts since the last check.
@@ -275,12 +277,12 @@ class StepGraph:
                 self._doorbell.check()
         except ItemError as error:
             self.close()
-            raise WorkerError(f"{error}; {self._wrong_since(*epochs, error.epoch)}") from error
+            raise WorkerError(f"{error}; {self._describe_wrong_steps(*epochs, error.epoch)}") from error
         if late:
             self.close()
-            raise WorkerError(f"a CPU part was not done in time; {self._wrong_since(late)}")
+            raise WorkerError(f"a CPU part was not done in time; {self._describe_wrong_steps(late)}")
 
-    def _wrong_since(self, *epochs: int) -> str:
+    def _describe_wrong_steps(self, *epochs: int) -> str:
         """Return the part of an error message on the steps since the earliest of these epochs, all of them wrong."""
         steps = 1 + max((self._epoch - epoch) % 2**32 for epoch in epochs)
         what = "result of the last step is" if steps == 1 else f"results of the last {steps} steps are"
@@ -288,7 +290,7 @@ class StepGraph:
 
     def close(self) -> None:
         """Free the graph and stop its doorbell."""
-        self._coming = None
+        self._next_signature = None
         if self._doorbell is None:
             return
         self._settle()  # an interruption here leaves the graph intact
@@ -311,8 +313,8 @@ def _let_go(recorded: Any, doorbell: Doorbell) -> None:
         doorbell.stop()
 
 
-_TENSORS = ("input_ids", "position_ids")
-_HOST = ("attention_mask", "cache_position")
+_GRAPH_INPUTS = ("input_ids", "position_ids")
+_HOST_ARGUMENTS = ("attention_mask", "cache_position")
 """Arguments that the host reads and the graph does not."""
 
 
@@ -333,19 +335,19 @@ class GraphedForward:
         """`graphs`: the graphs that this thread has replayed in its current `generate`."""
         for name in ("forward", "generate"):
             if hasattr(model, name):
-                _Stand(model, name, weakref.ref(self)).take_place(self)
+                _MethodOverride(model, name, weakref.ref(self)).install(self)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `generate`, then check the CPU parts of its last step."""
         outer = getattr(self._local, "graphs", None)
         self._local.graphs = graphs = set[Any]()
         try:
-            made = self._generate(*args, **kwargs)
+            output = self._generate(*args, **kwargs)
         finally:
             self._local.graphs = outer
         for graph in graphs:
             graph.check(settle=True)
-        return made
+        return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, as a replay where possible."""
@@ -354,7 +356,7 @@ class GraphedForward:
         graph = getattr(cache, "graph", None)
         step = None
         if cache is not None and graph is not None and graph.ready():
-            step = None if cache.transaction.open else _step_of(cache, named)  # `begin` reports the interruption
+            step = None if cache.transaction.open else _split_arguments(cache, named)  # `begin` reports it
         if graph is None or step is None:
             if graph is not None:
                 graph.check(settle=True)
@@ -371,7 +373,7 @@ class GraphedForward:
         return output
 
 
-class _Stand:
+class _MethodOverride:
     """A model's replaced method: it delegates to the `GraphedForward`, or to the original method when that is gone.
 
     Args:
@@ -380,38 +382,38 @@ class _Stand:
     """
 
     def __init__(self, model: nn.Module, name: str, graphed: Callable[[], GraphedForward | None]) -> None:
-        self._before = getattr(model, name)
-        functools.update_wrapper(self, self._before)
-        self._model, self._name, self._mine = weakref.ref(model), name, model.__dict__.get(name)
+        self._original = getattr(model, name)
+        functools.update_wrapper(self, self._original)
+        self._model, self._name, self._instance_method = weakref.ref(model), name, model.__dict__.get(name)
         self._graphed = graphed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphed = self._graphed()
-        return self._before(*args, **kwargs) if graphed is None else getattr(graphed, self._name)(*args, **kwargs)
+        return self._original(*args, **kwargs) if graphed is None else getattr(graphed, self._name)(*args, **kwargs)
 
-    def take_place(self, owner: GraphedForward) -> None:
+    def install(self, owner: GraphedForward) -> None:
         """Replace the model's method until `owner` is freed."""
         setattr(self._model(), self._name, self)
-        weakref.finalize(owner, _restore, self._model, self, self._name, self._mine)
+        weakref.finalize(owner, _restore, self._model, self, self._name, self._instance_method)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the original method, bound to the copied model."""
-        if self._mine is not None:
-            return copy.deepcopy(self._mine, memo)
+        if self._instance_method is not None:
+            return copy.deepcopy(self._instance_method, memo)
         model = self._model()
         return self._of_class(memo.get(id(model), model))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the original method, bound to the unpickled model."""
-        if self._mine is not None:
-            return _itself, (self._mine,)
+        if self._instance_method is not None:
+            return _identity, (self._instance_method,)
         return getattr, (self._model(), self._name)  # the class's method, as the unpickled model has no attributes yet
 
     def _of_class(self, model: Any) -> Any:
         return types.MethodType(getattr(type(model), self._name), model)
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -421,10 +423,10 @@ def graphed(model: nn.Module) -> GraphedForward:
     return found or GraphedForward(model)
 
 
-def _step_of(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+def _split_arguments(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
     """Split a forward's arguments into the tensors and the others of a decode step; None if it is not a plain one."""
     ids = kwargs.get("input_ids")
-    known = _TENSORS + _HOST
+    known = _GRAPH_INPUTS + _HOST_ARGUMENTS
     others = any(isinstance(value, torch.Tensor) and name not in known for name, value in kwargs.items())
     if others or ids is None or ids.shape[1] != 1 or kwargs.get("return_dict") is False:
         return None
@@ -446,11 +448,11 @@ def _step_of(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     return {"input_ids": ids, "position_ids": positions}, fixed
 
 
-def _restore(model: weakref.ref[nn.Module], stand: _Stand, name: str, mine: Any) -> None:
+def _restore(model: weakref.ref[nn.Module], override: _MethodOverride, name: str, instance_method: Any) -> None:
     owner = model()
-    if owner is None or owner.__dict__.get(name) is not stand:
+    if owner is None or owner.__dict__.get(name) is not override:
         return
-    if mine is None:
+    if instance_method is None:
         delattr(owner, name)
     else:
-        setattr(owner, name, mine)
+        setattr(owner, name, instance_method)

@@ -53,8 +53,8 @@ def append(
         layer.state.before_append(layer)
     tile = layer.settings.prefill_tile
     few = fresh and 0 < query.shape[2] <= FEW_QUERIES and past > 0 and (mask is None or mask.ndim == 2)
-    before = _attend_past(layer, query, scores) if few and store.device.type == "cpu" else None
-    tiles = read_tiles(store, past, tile) if before is None else ()
+    attended_past = _attend_past(layer, query, scores) if few and store.device.type == "cpu" else None
+    tiles = read_tiles(store, past, tile) if attended_past is None else ()
     out = append_attention(
         query,
         key,
@@ -65,7 +65,7 @@ def append(
         scores=scores,
         sinks=sinks,
         tile=tile,
-        before=before,
+        before=attended_past,
         attended=_progress(layer, past, query.shape[2]) if fresh else None,
     )
     layer.pending = None
@@ -150,15 +150,15 @@ def decode(
     length = store.length + fresh
     view = store.view(length)
     store.length = length
-    kind = query.shape, query.stride(), query.dtype
-    form = Form(kind, key.stride(), value.stride(), scores, fresh, sinks is not None)
+    query_form = query.shape, query.stride(), query.dtype
+    form = Form(query_form, key.stride(), value.stride(), scores, fresh, sinks is not None)
     if not form.readable:
         query, key, value = readable(query), readable(key), readable(value)
     step: HostStep | None = layer.steps.get(fresh)
     if step is None or step.view is not view or step.form != form:
-        written = (key, value) if fresh else ()
-        step = layer.steps[fresh] = HostStep(layer, view, form, query, length, *written)
-    given = step.run(query, key, value, sinks, length)
+        new_kv = (key, value) if fresh else ()
+        step = layer.steps[fresh] = HostStep(layer, view, form, query, length, *new_kv)
+    out = step.run(query, key, value, sinks, length)
     assert step.plan is not None
     layer.ahead = None
     layer.stats.steps += 1
@@ -169,7 +169,7 @@ def decode(
         seal(store, layer.settings.prefill_tile)
     if fresh:
         layer.state.token(layer)
-    return given
+    return out
 
 
 def lone_step(layer: HybridLayer, query: torch.Tensor, length: int, scores: Scores) -> HostStep:

@@ -53,15 +53,15 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
 
 def _open_block(layer: HybridLayer) -> None:
     """Give the block that the next token starts the slot of the block with the lowest worth."""
-    store, resident, wants = layer.store, layer.resident, layer.requirements
+    store, resident, requirements = layer.store, layer.resident, layer.requirements
     assert store is not None
     assert resident is not None
     store.reserve(store.length + 1)
     store.reserve_table(store.num_blocks + 2)
     resident.reserve()
     limits = layer.mirror.limits("opened", store.length, store.sealed)
-    recent = -(-wants.recent // store.block_size)
-    resident.open_block(limits, layer.mirror.sinks(wants.sinks), recent)
+    recent = -(-requirements.recent // store.block_size)
+    resident.open_block(limits, layer.mirror.sinks(requirements.sinks), recent)
     layer.state.block_opened(layer, store.length // store.block_size)
 
 
@@ -91,7 +91,7 @@ def decode(
     if fresh:
         resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
     plan = layer.policy.plan(step)
-    splits = [_in_splits(partial) for partial in plan.partials if isinstance(partial, Partial)]
+    splits = [_with_splits(partial) for partial in plan.partials if isinstance(partial, Partial)]
     if not splits:
         raise ValueError(f"policy {layer.policy.name!r} attends nothing on the device, where the newest token lies")
     out, lse = splits[0] if len(splits) == 1 else (torch.cat(parts, 2) for parts in zip(*splits, strict=True))
@@ -115,7 +115,7 @@ def decode(
     return merged.unsqueeze(1)
 
 
-def _in_splits(partial: Partial) -> Partial:
+def _with_splits(partial: Partial) -> Partial:
     """Return a partial with a dimension of splits: out `[B, Hq, S, D]`, lse `[B, Hq, S]`."""
     return partial if partial.out.ndim == 4 else Partial(partial.out.unsqueeze(2), partial.lse.unsqueeze(2))
 

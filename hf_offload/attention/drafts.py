@@ -64,11 +64,11 @@ def predict_drafts(cache: Any, index: int, hidden: torch.Tensor, args: tuple[Any
         args, kwargs: the other arguments of its forward.
     """
     drafts = cache.settings.drafts
-    before, drafts.hidden = drafts.hidden, hidden
+    previous, drafts.hidden = drafts.hidden, hidden
     layer = cache.layers[index] if index < len(cache.layers) else None
-    if before is None or index not in cache.donors or not isinstance(layer, HybridLayer):
+    if previous is None or index not in cache.donors or not isinstance(layer, HybridLayer):
         return
     # `looks_ahead` may depend on the device, which a layer knows only after its first tokens.
     if layer.looks_ahead or (not layer.is_initialized and hidden.device.type != "cpu"):
         singles = drafts.singles(hidden.shape[-2], layer.past)
-        drafts.queries[index] = cache.predict_query(index, before, args, kwargs)[:, :, -singles:]
+        drafts.queries[index] = cache.predict_query(index, previous, args, kwargs)[:, :, -singles:]

@@ -19,7 +19,7 @@ from hf_offload.cache.arrivals import unsuitable
 from hf_offload.cache.layer import HybridLayer
 
 CHANGED = "the model changes keys or values after the cache"
-_announced = threading.local()
+_last_updated = threading.local()
 
 
 class Fallback:
@@ -37,8 +37,8 @@ class Fallback:
         self.model, self.layers, self.elsewhere, self.compact, self.graphs = model, layers, elsewhere, compact, graphs
         self.reasons: dict[int, str] = {}
         """The reason for each replaced layer, by its number."""
-        self._told = 0
-        self._ours = [index for index, layer in enumerate(layers) if isinstance(layer, HybridLayer)]
+        self._warned = 0
+        self._hybrid_indices = [index for index, layer in enumerate(layers) if isinstance(layer, HybridLayer)]
         self._choose_masks()
 
     def taken_over(self) -> None:
@@ -47,10 +47,10 @@ class Fallback:
         Raises:
             ValueError: there is a stock layer, but steps are captured as CUDA graphs.
         """
-        for index in self._ours:
+        for index in self._hybrid_indices:
             if not isinstance(self.layers[index], HybridLayer) and index not in self.reasons:
                 self._note(index, "they were so in the cache before this one")
-        self._told = len(self.reasons)
+        self._warned = len(self.reasons)
         self._choose_masks()
 
     def admit(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ class Fallback:
             return
         reason = None if layer.is_initialized else unsuitable(key, value)
         if reason is None:
-            _announced.layer = weakref.ref(layer)
+            _last_updated.layer = weakref.ref(layer)
         else:
             self._replace(index, reason)
 
@@ -75,8 +75,8 @@ class Fallback:
                 key, value = layer.pending
                 layer.pending = None
                 self._replace(layer.index, CHANGED).update(key, value)
-        if len(self.reasons) > self._told:
-            self._told = len(self.reasons)
+        if len(self.reasons) > self._warned:
+            self._warned = len(self.reasons)
             warnings.warn(self._message(), stacklevel=2)
 
     def undo(self, length: int) -> None:
@@ -119,17 +119,17 @@ class Fallback:
 
     def _choose_masks(self) -> None:
         """Allow compact masks only if no stock layer with full attention, which needs a dense mask, shares them."""
-        ours = [layer for layer in self.layers if isinstance(layer, HybridLayer)]
-        others: list[Any] = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x not in ours]
-        compact = self.compact and all(layer.is_sliding for layer in others)
-        for layer in ours:
+        hybrid = [layer for layer in self.layers if isinstance(layer, HybridLayer)]
+        stock: list[Any] = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x not in hybrid]
+        compact = self.compact and all(layer.is_sliding for layer in stock)
+        for layer in hybrid:
             layer.compact_masks = compact
 
     def _message(self) -> str:
-        left = sum(isinstance(layer, HybridLayer) for layer in self.layers)
-        which = ", ".join(map(str, sorted(self.reasons))) if left else "all"
+        hybrid_left = sum(isinstance(layer, HybridLayer) for layer in self.layers)
+        which = ", ".join(map(str, sorted(self.reasons))) if hybrid_left else "all"
         reasons = "; ".join(dict.fromkeys(self.reasons.values()))
-        rest = "" if left else ", and DynamicCache does the same with less work"
+        rest = "" if hybrid_left else ", and DynamicCache does the same with less work"
         return (
             f"HybridCache keeps Transformers' own cache in layers of {self.model} ({which}), because {reasons}: "
             f"they are exact, but none of their keys and values is offloaded{rest}"
@@ -138,7 +138,7 @@ class Fallback:
 
 def note_changed(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
     """Mark the layer updated last as changed if these untagged K and V may be a changed form of its pending ones."""
-    layer = getattr(_announced, "layer", lambda: None)()
+    layer = getattr(_last_updated, "layer", lambda: None)()
     if layer is None or layer.pending is None or layer.past or not layer.modules(module):
         return
     layer.changed = query.shape[2] == key.shape[2] == layer.pending[0].shape[2]

@@ -22,7 +22,7 @@ from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, stream_for
 LOOKS = 1_000_000
 """Polls of a flag by the device in a second, roughly."""
 LINE = 16  # int32 entries of a cache line: each flag has its own, since different threads write them
-_ONE = threading.Lock()
+_CAPTURE_LOCK = threading.Lock()
 
 
 class Recorder:
@@ -34,13 +34,13 @@ class Recorder:
 
     def record(self, step: Callable[[], Any]) -> Any:
         """Capture the kernels that a callable launches, without running them; return its result."""
-        here = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device())
         # torch leaves the capture's stream current after a failure: this context restores it. "thread_local" lets
         # threads of other caches use CUDA meanwhile.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             # torch's own capture stream is on the first capture's device; cuBLAS keeps a workspace for each stream.
-            torch.cuda.graph(self._graph, stream=stream_for(CAPTURE, here), capture_error_mode="thread_local"),
+            torch.cuda.graph(self._graph, stream=stream_for(CAPTURE, device), capture_error_mode="thread_local"),
         ):
             return step()
 
@@ -59,7 +59,7 @@ class Recorder:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """A context for one capture at a time without garbage collection: freeing a graph or slab would break a capture."""
-    with _ONE:
+    with _CAPTURE_LOCK:
         collecting = gc.isenabled()
         gc.disable()
         try:

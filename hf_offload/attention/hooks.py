@@ -35,22 +35,22 @@ class Attachment:
     def __init__(self, model: PreTrainedModel) -> None:
         self.stack, self.layers = find_layers(model)
         self.predictors = [QueryPredictor(layer, short_cut=not exchanges(model)) for layer in self.layers]
-        self._lock, self._watches = threading.Lock(), False
-        me = weakref.ref(self)
+        self._lock, self._layers_hooked = threading.Lock(), False
+        ref = weakref.ref(self)
         self._handles = [
-            self.stack.register_forward_pre_hook(_BeforeStack(me), with_kwargs=True),
-            self.stack.register_forward_hook(_AfterStack(me), with_kwargs=True, always_call=True),
+            self.stack.register_forward_pre_hook(_BeforeStack(ref), with_kwargs=True),
+            self.stack.register_forward_hook(_AfterStack(ref), with_kwargs=True, always_call=True),
         ]
         self._finalizer = weakref.finalize(self, _remove, self._handles)
 
-    def _watch_layers(self) -> None:
+    def _hook_layers(self) -> None:
         """Hook each decoder layer, once a cache needs it: these hooks cost time in every layer of every step."""
         with self._lock:
-            if not self._watches:
-                me = weakref.ref(self)
+            if not self._layers_hooked:
+                ref = weakref.ref(self)
                 for index, layer in enumerate(self.layers):
-                    self._handles.append(layer.register_forward_pre_hook(_BeforeLayer(me, index), with_kwargs=True))
-                self._watches = True
+                    self._handles.append(layer.register_forward_pre_hook(_BeforeLayer(ref, index), with_kwargs=True))
+                self._layers_hooked = True
 
     def before_stack(self, cache: Any, kwargs: dict[str, Any]) -> None:
         """Begin the transaction of a forward.
@@ -67,8 +67,8 @@ class Attachment:
             raise ValueError(
                 "gradient checkpointing keeps the cache from a model in train mode; call model.eval() before generating"
             )
-        if cache.looks_ahead and not self._watches:
-            self._watch_layers()
+        if cache.looks_ahead and not self._layers_hooked:
+            self._hook_layers()
         cache.begin()
 
     def after_stack(self, cache: Any, finished: bool) -> None:
@@ -83,10 +83,10 @@ class Attachment:
         """
         if finished:
             cache.fallback.settle()
-        lost = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
-        cache.end(finished and not lost)
-        if lost and finished:
-            raise RuntimeError(unconsumed(lost[0].index))
+        unattended = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
+        cache.end(finished and not unattended)
+        if unattended and finished:
+            raise RuntimeError(unconsumed(unattended[0].index))
 
     def before_layer(self, index: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before decoder layer `index` runs, predict the next layer's query and start its layer-ahead work."""
@@ -191,16 +191,16 @@ def hybrid_layers(cache: Any) -> list[HybridLayer]:
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the `HybridCache` among a forward's arguments, whatever its name, or None."""
-    usual = kwargs.get("past_key_values")
-    if getattr(usual, "is_hybrid_offload", False):
-        return usual
+    cache = kwargs.get("past_key_values")
+    if getattr(cache, "is_hybrid_offload", False):
+        return cache
     for value in (*kwargs.values(), *args):
         if getattr(value, "is_hybrid_offload", False):
             return value
     return None
 
 
-def _nobody() -> None:
+def _no_attachment() -> None:
     """Return None: the attachment of a hook that was copied or unpickled with its module."""
 
 
@@ -209,7 +209,7 @@ class _Hook:
         self.attachment, self.index = attachment, index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (_nobody,)  # caches of the copied model make hooks of their own
+        return type(self), (_no_attachment,)  # caches of the copied model make hooks of their own
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
         cache = find_cache(args, kwargs)

@@ -21,7 +21,7 @@ from hf_offload.cache.torch_modes import uncast, uncompiled
 from hf_offload.scores import Scores
 
 _UNSUPPORTED = ("position_bias", "indices", "cache")  # additive biases, indexed sparse attention, paged caches
-_TELLING = frozenset((*_UNSUPPORTED, "sliding_window", "is_causal"))
+_SPECIAL_ARGUMENTS = frozenset((*_UNSUPPORTED, "sliding_window", "is_causal"))
 """Keyword arguments that may ask for something unsupported; most calls have none of them."""
 
 
@@ -56,7 +56,7 @@ def _mask(
 ) -> torch.Tensor | None:
     plain = mask_function is causal_mask_function and local_size is None and allow_is_causal_skip and not use_vmap
     if isinstance(kv_length, HybridLength) and plain:
-        return None if attention_mask is None else _fit(attention_mask, kv_length)
+        return None if attention_mask is None else _padding_mask(attention_mask, kv_length)
     return sdpa_mask(
         kv_length=int(kv_length),
         mask_function=mask_function,
@@ -94,7 +94,7 @@ def hybrid_sparse_attention(
         ValueError: the model asks for something that a `HybridCache` does not support.
     """
     if torch.compiler.is_compiling() and not _tagged(key, value, attention_mask):
-        return _without(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return _attend_stock(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return _attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
@@ -104,7 +104,7 @@ def _tagged(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -
     return compact or hasattr(key, "_hybrid_layer") or hasattr(value, "_hybrid_layer")
 
 
-def _without(
+def _attend_stock(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -142,20 +142,20 @@ def _attend(
     if lookahead.CAPTURING:
         lookahead.intercept(query)
     tag = getattr(key, "_hybrid_layer", None)
-    told = tag is not None and getattr(value, "_hybrid_layer", None) is tag
-    layer: HybridLayer | None = tag() if told else None  # type: ignore[misc]
+    tagged = tag is not None and getattr(value, "_hybrid_layer", None) is tag
+    layer: HybridLayer | None = tag() if tagged else None  # type: ignore[misc]
     if layer is None:
         layer = _layer_of(key, value)
     if layer is None:
         note_changed(module, query, key)
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = first_mask(module, query, key, attention_mask)
-        return _without(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return _attend_stock(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
     dense = attention_mask is not None and attention_mask.ndim == 4
     batch, _, length, _ = query.shape
-    asks = dropout or length > 1 or query.requires_grad or not _TELLING.isdisjoint(kwargs)
-    if asks or layer.known() is not module:
+    special = dropout or length > 1 or query.requires_grad or not _SPECIAL_ARGUMENTS.isdisjoint(kwargs)
+    if special or layer.known() is not module:
         # `is_causal` matters only for several queries without a mask.
         _check(layer, module, kwargs, dropout, query.requires_grad, causal=length > 1 and attention_mask is None)
     if torch.is_autocast_enabled(layer.device_type):  # `update` has cast K and V; nothing else may be cast
@@ -232,7 +232,7 @@ def _layer_of(key: torch.Tensor, value: torch.Tensor) -> HybridLayer | None:
     return None  # in a first forward the changed K and V are all keys and values
 
 
-def _fit(mask: torch.Tensor, keys: int) -> torch.Tensor:
+def _padding_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
     """Return a padding mask as bool `[B, keys]`; missing columns are masked, as in Transformers' own masks."""
     missing = keys - mask.shape[1]
     return (torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask[:, :keys]).to(torch.bool)
@@ -248,14 +248,14 @@ def _key_mask(mask: torch.Tensor | None, decoding: bool) -> torch.Tensor | None:
         return mask
     last = mask[:, 0, -1]
     if last.dtype == torch.bool:
-        seen = last
+        visible = last
     else:
-        seen = last > torch.finfo(last.dtype).min / 2
-        if decoding and bool((last.masked_fill(~seen, 0) != 0).any()):
+        visible = last > torch.finfo(last.dtype).min / 2
+        if decoding and bool((last.masked_fill(~visible, 0) != 0).any()):
             raise ValueError("HybridCache cannot add a mask's values to scores of single tokens; use a bool mask")
     if decoding and mask.shape[1] > 1:
         raise ValueError(f"attention mask of shape {tuple(mask.shape)}: a mask for each head; use one for all heads")
-    return seen
+    return visible
 
 
 def _stock_attention(
@@ -287,25 +287,25 @@ def _check(
     *,
     causal: bool,
 ) -> None:
-    ours, acausal = layer.serves(module), causal and getattr(module, "is_causal", True) is False
-    if ours and not (acausal or dropout or gradients) and _TELLING.isdisjoint(kwargs):
+    served, non_causal = layer.serves(module), causal and getattr(module, "is_causal", True) is False
+    if served and not (non_causal or dropout or gradients) and _SPECIAL_ARGUMENTS.isdisjoint(kwargs):
         return
     window = kwargs.get("sliding_window")
-    beyond = window is not None and layer.get_seq_length() > window
-    acausal = acausal or (causal and kwargs.get("is_causal") is False)
+    beyond_window = window is not None and layer.get_seq_length() > window
+    non_causal = non_causal or (causal and kwargs.get("is_causal") is False)
     unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if ours and not (beyond or acausal or dropout or unknown or gradients):
+    if served and not (beyond_window or non_causal or dropout or unknown or gradients):
         return
     reasons = [*unknown]
-    if beyond:
+    if beyond_window:
         reasons.append(f"sliding_window={window} in a layer that is full attention by the model's config")
-    if acausal:
+    if non_causal:
         reasons.append("attention that is not causal")
     if dropout:
         reasons.append(f"dropout={dropout} (put the model in eval mode)")
     if gradients:
         reasons.append("gradients of queries (run the model under torch.no_grad())")
-    if not ours:
+    if not served:
         reasons.append("a model other than the one that the cache was made for (make a cache for this one)")
     layer.pending = None
     raise ValueError(f"HybridCache cannot serve {type(module).__name__}: {', '.join(reasons)}; or use DynamicCache")

@@ -135,11 +135,11 @@ def make_adapter(layer: nn.Module) -> Adapter | None:
 def _parts(layer: nn.Module) -> tuple[Any, Any, Any]:
     """Return norm, query projection and query norm of a layer of the Llama kind; None for a missing one."""
     attention = layer._modules.get("self_attn")  # a module's own attribute access takes several times as long
-    inside = {} if attention is None else attention._modules
-    return layer._modules.get("input_layernorm"), inside.get("q_proj"), inside.get("q_norm")
+    submodules = {} if attention is None else attention._modules
+    return layer._modules.get("input_layernorm"), submodules.get("q_proj"), submodules.get("q_norm")
 
 
-def _ways(module: nn.Module | None) -> tuple[Any, ...] | None:
+def _computation_key(module: nn.Module | None) -> tuple[Any, ...] | None:
     """Return what determines a module's computation besides arguments and parameters."""
     if module is None:
         return None
@@ -165,12 +165,12 @@ class QueryPredictor:
         self.adapter: Adapter | None = None
         self._known: tuple[Any, ...] | None = None
 
-    def _now(self) -> tuple[Any, ...]:
+    def _layer_key(self) -> tuple[Any, ...]:
         """Return the layer's parts and all that determines their computation besides parameters."""
         layer = self.layer
         parts = _parts(layer)
         own = hook_of(layer), layer.__dict__.get("forward")  # `forward` is called directly, without torch's hooks
-        return (*parts, *own, *map(_ways, (layer._modules.get("self_attn"), *parts)))
+        return (*parts, *own, *map(_computation_key, (layer._modules.get("self_attn"), *parts)))
 
     def __call__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Return the query `[B, Hq, Q, D]` that the layer computes from an input.
@@ -183,8 +183,8 @@ class QueryPredictor:
             ValueError: the layer's weights are not available for its forward.
             RuntimeError: the layer did not reach the `hybrid_sparse` attention function.
         """
-        known = self._now()
-        if known == self._known:
+        key = self._layer_key()
+        if key == self._known:
             if self.adapter is not None:
                 return self.adapter(hidden, kwargs)
             return capture_query(self.layer, hidden, args, kwargs)
@@ -192,16 +192,16 @@ class QueryPredictor:
         # The first call, or parts or hooks of the layer have changed (LoRA, accelerate): check the adapter again.
         query = capture_query(self.layer, hidden, args, kwargs)
         adapter = None
-        if self.short_cut and all(brings_weights(part) for part in known[:3] if part is not None):
+        if self.short_cut and all(brings_weights(part) for part in key[:3] if part is not None):
             adapter = make_adapter(self.layer)
-            if adapter is not None and not _agrees(adapter, hidden, kwargs, query):
+            if adapter is not None and not _equals_query(adapter, hidden, kwargs, query):
                 adapter = None
         self.adapter = adapter
-        self._known = known  # last, so that other threads do not use an unchecked adapter
+        self._known = key  # last, so that other threads do not use an unchecked adapter
         return query
 
 
-def _agrees(adapter: Adapter, hidden: torch.Tensor, kwargs: dict[str, Any], query: torch.Tensor) -> bool:
+def _equals_query(adapter: Adapter, hidden: torch.Tensor, kwargs: dict[str, Any], query: torch.Tensor) -> bool:
     try:
         with torch.no_grad():
             return torch.equal(adapter(hidden, kwargs), query)

@@ -215,8 +215,8 @@ def brings_weights(module: nn.Module) -> bool:
     hooks = _hooks(module)
     if any(getattr(hook, "place_submodules", False) for hook in hooks):
         return True
-    away = any(parameter.is_meta for parameter in module.parameters(recurse=False))
-    return bool(hooks or not away) and all(map(brings_weights, module.children()))
+    offloaded = any(parameter.is_meta for parameter in module.parameters(recurse=False))
+    return bool(hooks or not offloaded) and all(map(brings_weights, module.children()))
 
 
 def check_whole(layer: nn.Module) -> None:

@@ -37,21 +37,21 @@ class MaskPieces:
             return (
                 self._additive(part) if part.dtype == torch.bool else part.to(self.dtype).clamp(min=self.never)
             ), False
-        before = k1 <= self.past + q0 + 1
+        all_visible = k1 <= self.past + q0 + 1
         if self.mask is None:
-            if before:
+            if all_visible:
                 return None, False
             if k0 == self.past + q0 and k1 - k0 == q1 - q0:
                 return None, True
-        seen = (
+        visible = (
             torch.arange(k0, k1, device=device) <= torch.arange(self.past + q0, self.past + q1, device=device)[:, None]
         )
         if self.mask is not None:
-            seen = seen & self.mask[:, None, None, k0:k1].to(device=device, dtype=torch.bool)
-        return self._additive(seen if seen.ndim == 4 else seen[None, None]), False
+            visible = visible & self.mask[:, None, None, k0:k1].to(device=device, dtype=torch.bool)
+        return self._additive(visible if visible.ndim == 4 else visible[None, None]), False
 
-    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, self.never)
+    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, self.never)
 
 
 def attend(
@@ -123,15 +123,15 @@ def _attend_by_matmul(
     for start in range(0, length, MASKED_QUERIES):
         stop = min(start + MASKED_QUERIES, length)
         grouped = query[:, :, start:stop].float().reshape(batch, kv_heads, -1, dim)
-        found = scores.of((grouped @ key.float().transpose(2, 3)).view(batch, heads, stop - start, keys))
+        logits = scores.of((grouped @ key.float().transpose(2, 3)).view(batch, heads, stop - start, keys))
         if causal:
             later = torch.arange(keys, device=key.device) > torch.arange(start, stop, device=key.device)[:, None]
-            found = found.masked_fill(later, float("-inf"))
+            logits = logits.masked_fill(later, float("-inf"))
         if bias is not None:
-            found = found + (bias[:, :, start:stop].float() if bias.shape[2] > 1 else bias.float())
-        lse = found.logsumexp(-1)
+            logits = logits + (bias[:, :, start:stop].float() if bias.shape[2] > 1 else bias.float())
+        lse = logits.logsumexp(-1)
         weights = (
-            (found - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp().view(batch, kv_heads, -1, keys)
+            (logits - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp().view(batch, kv_heads, -1, keys)
         )
         outs.append((weights @ value.float()).view(batch, heads, stop - start, dim))
         lses.append(lse)
@@ -170,7 +170,7 @@ def append_attention(
     length, pieces = query.shape[2], MaskPieces(mask, past, query.dtype)
     step = length if mask is None else min(MASKED_QUERIES, length)
     total: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * -(-length // step)
-    lower = "a smaller prefill_tile, or the prompt in chunks (generate(prefill_chunk_size=...)), needs less"
+    remedy = "a smaller prefill_tile, or the prompt in chunks (generate(prefill_chunk_size=...)), needs less"
 
     def add(first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         stop = first + k.shape[2]
@@ -179,7 +179,7 @@ def append_attention(
             if first > past + q1 - 1 and (mask is None or mask.ndim == 2):
                 continue  # all of these keys are later than these queries
             bias, causal = pieces.piece(q0, q1, first, stop, query.device)
-            with memory_for(f"attention of {q1 - q0} queries to {stop - first} keys", lower):
+            with memory_for(f"attention of {q1 - q0} queries to {stop - first} keys", remedy):
                 partial = attend(query[:, :, q0:q1], k, v, bias, causal, scores)
             done = total[i]
             total[i] = partial if done is None else merge_partials([done, partial])

@@ -15,8 +15,7 @@ from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.view import View
-from hf_offload.cpu.kernels import block_topk as choosing
-from hf_offload.cpu.kernels import block_topk as selecting
+from hf_offload.cpu.kernels import block_topk
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, Digest
@@ -133,20 +132,20 @@ class HostStep(Step):
         self.model_sinks: torch.Tensor | None = None
         """`[Hq]`, logits of the model's attention sinks, or None."""
         self._blocks = self.store.sealed, self.num_blocks
-        taking = self._launch(widen(query, self.buffers.query), "the query")
-        self._arrival, self._places = [taking], [taking.word("source")]
+        query_launch = self._launch(widen(query, self.buffers.query), "the query")
+        self._input_launches, self._input_words = [query_launch], [query_launch.word("source")]
         if key is not None and value is not None:
             last = view.covered - 1  # set at each step
-            writing = movers.write_tokens(key, value, view.block_ptr, view.table, last, self.block_size)
-            self._arrival.insert(0, self._launch(writing, "an append"))
-            self._places += [writing.word(name) for name in ("keys", "values", "start")]
-        for launch in self._arrival:
+            token_launch = movers.write_tokens(key, value, view.block_ptr, view.table, last, self.block_size)
+            self._input_launches.insert(0, self._launch(token_launch, "an append"))
+            self._input_words += [token_launch.word(name) for name in ("keys", "values", "start")]
+        for launch in self._input_launches:
             launch.keep = ()  # it gets other tensors at each step
-        self._departure: Launch | None = None
-        self._target: Word | None = None
-        self._answer = query.new_empty(0)
+        self._output_launch: Launch | None = None
+        self._output_word: Word | None = None
+        self._output = query.new_empty(0)
         self._begin_plan()
-        self._arrive(query, key, value, length)
+        self._write_addresses(query, key, value, length)
 
     @property
     def layer(self) -> HybridLayer:
@@ -162,13 +161,13 @@ class HostStep(Step):
 
     def _begin_plan(self) -> None:
         self.plan: Plan | None = None
-        self._queue: list[Launch | Action] = [*self._arrival]
+        self._queue: list[Launch | Action] = [*self._input_launches]
         self._actions: list[LaunchSequence | Action] = []
         self._lengths: list[Word] = []
         self._block_numbers: list[tuple[Word, Word]] = []
         self._all_counts: np.ndarray | None = None
         self._partials = 0
-        self._served = range(EVER)
+        self._valid_blocks = range(EVER)
         """The numbers of blocks for which the launches are good."""
         self._conditions: list[Callable[[], bool]] = []
 
@@ -190,16 +189,16 @@ class HostStep(Step):
             MemoryError: a launch did not complete all its tasks.
         """
         (batch, heads, _, dim), _, dtype = self.form.query
-        self._answer = answer = query.new_empty((batch, 1, heads, dim), dtype=dtype)
+        self._output = output = query.new_empty((batch, 1, heads, dim), dtype=dtype)
         self.model_sinks, self.length, self.num_blocks = model_sinks, length, -(-length // self.block_size)
-        self._arrive(query, key, value, length)
+        self._write_addresses(query, key, value, length)
         if not self._serves():
             self._make_plan()
-            return answer
+            return output
         self._set_numbers()
         for action in self._actions:
             action.run() if isinstance(action, LaunchSequence) else action(self)
-        return answer
+        return output
 
     def _make_plan(self) -> None:
         self._begin_plan()
@@ -207,7 +206,7 @@ class HostStep(Step):
         self._merge(plan.partials)
         if self.form.sinks:
             self._queue.append(_merge_sinks)
-        self._give()
+        self._queue_output()
         self.serve(range(plan.until))
         self._flush()
         self.plan = plan
@@ -216,20 +215,22 @@ class HostStep(Step):
         """Whether the last plan's launches are valid for this step."""
         return (
             self.plan is not None
-            and self.num_blocks in self._served
+            and self.num_blocks in self._valid_blocks
             and self.store.sealed == self.num_blocks - 1
             and (not self._conditions or all(holds() for holds in self._conditions))
         )
 
-    def _arrive(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, length: int) -> None:
+    def _write_addresses(
+        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, length: int
+    ) -> None:
         """Write the addresses of a token's tensors into the launches that read them."""
         if not 0 < length <= self.view.covered:
             raise ValueError(f"length {length} is not within 1..{self.view.covered}, which the arrays cover")
-        self._alive = query, key, value
-        words, i = self._places[0]
+        self._inputs = query, key, value
+        words, i = self._input_words[0]
         words[i] = query.data_ptr()
-        if key is not None and value is not None and len(self._places) > 1:
-            (keys, i), (values, j), (starts, k) = self._places[1:]
+        if key is not None and value is not None and len(self._input_words) > 1:
+            (keys, i), (values, j), (starts, k) = self._input_words[1:]
             keys[i], values[j], starts[k] = key.data_ptr(), value.data_ptr(), length - 1
 
     def _set_numbers(self) -> None:
@@ -237,9 +238,9 @@ class HostStep(Step):
         length, blocks = self.length, (self.store.sealed, self.num_blocks)
         for words, i in self._lengths:
             words[i] = length
-        if self._target is not None:
-            words, i = self._target
-            words[i] = self._answer.data_ptr()
+        if self._output_word is not None:
+            words, i = self._output_word
+            words[i] = self._output.data_ptr()
         if blocks != self._blocks:  # a block was sealed or begun, perhaps by a layer that shares it
             self._blocks = blocks
             for (words, i), (others, j) in self._block_numbers:
@@ -291,7 +292,9 @@ class HostStep(Step):
 
     def serve(self, blocks: range) -> None:
         """Restrict this plan to steps whose number of blocks is in a range."""
-        self._served = range(max(self._served.start, blocks.start), min(self._served.stop, blocks.stop))
+        self._valid_blocks = range(
+            max(self._valid_blocks.start, blocks.start), min(self._valid_blocks.stop, blocks.stop)
+        )
 
     def serve_this_block(self) -> None:
         """Restrict this plan to steps before the next block begins."""
@@ -337,11 +340,11 @@ class HostStep(Step):
         if join != "raw" and sealed * size < store.length:  # without the token of a predicted query
             unsealed = (self.view.block_ptr, self.view.holes, self.view.valid, store.length, size)
         if blocks is not None:
-            selection, bounds = self._room(blocks, self.recent_blocks, last + 1)
+            selection, bounds = self._new_selection(blocks, self.recent_blocks, last + 1)
             chosen = (selection.blocks, selection.counts)
             select = (*bounds, self.recent_blocks, last + 1, blocks, *chosen)
         tail = np.full(buffers.query.shape[:2], -np.inf, np.float32)
-        launch = choosing.choose_blocks(
+        launch = block_topk.choose_blocks(
             buffers.query, self._digest(), store.table, last, buffers.masses, tail, buffers.score, join=join,
             **self.scores._asdict(), kv_dtype=store.dtype, unsealed=unsealed, select=select,
         )  # fmt: skip
@@ -370,7 +373,7 @@ class HostStep(Step):
         self.buffers.make_room(self.store.num_kv_heads, self.store.sealed)
         return self._select(self.buffers.score, 0, max(blocks - unsealed - sinks, 0))
 
-    def _room(self, blocks: int, recent: int, most: int) -> tuple[Selection, tuple[np.ndarray, np.ndarray]]:
+    def _new_selection(self, blocks: int, recent: int, most: int) -> tuple[Selection, tuple[np.ndarray, np.ndarray]]:
         """Return an uninitialized selection and the bounds of the sinks.
 
         Args:
@@ -386,8 +389,8 @@ class HostStep(Step):
 
     def _select(self, score: np.ndarray, blocks: int, recent: int) -> Selection:
         """Select blocks now, by computed scores."""
-        selection, bounds = self._room(blocks, recent, self.num_blocks)
-        launch = selecting.select_blocks(
+        selection, bounds = self._new_selection(blocks, recent, self.num_blocks)
+        launch = block_topk.select_blocks(
             score, self.store.sealed, self.num_blocks, *bounds, recent, blocks, selection.blocks, selection.counts
         )
         launch.run(self.label("selection"))
@@ -464,29 +467,29 @@ class HostStep(Step):
 
     def _merge(self, partials: Sequence[Partial | RunningPartial]) -> None:
         """Queue the merge of a plan's partials into the layer's `out` and `lse`."""
-        own = self.buffers.partial(0)
+        result = self.buffers.partial(0)
         others = [_arrays(partial) for partial in partials]
-        others = [other for other in others if other.out.ctypes.data != own.out.ctypes.data]
+        others = [other for other in others if other.out.ctypes.data != result.out.ctypes.data]
         if len(others) == len(partials):
             self.then(_attend_nothing)
         for first in range(0, len(others), 2):
             one, two = (*others[first : first + 2], self.buffers.nothing)[:2]
-            self.add(join_parts(*own, one, two), "the merge of partials")
+            self.add(join_parts(*result, one, two), "the merge of partials")
 
-    def _give(self) -> None:
+    def _queue_output(self) -> None:
         """Queue the conversion of the result to this step's output tensor."""
-        if self._answer.dtype not in SHORT:
-            self.then(_copy_answer)
+        if self._output.dtype not in SHORT:
+            self.then(_copy_output)
             return
-        if self._departure is None:
+        if self._output_launch is None:
             out = self.buffers.out
-            self._departure = self._launch(narrow(out.reshape(len(out), -1), self._answer), "the output")
-            self._departure.keep = ()
-            self._target = self._departure.word("target")
-        assert self._target is not None
-        words, i = self._target
-        words[i] = self._answer.data_ptr()
-        self._queue.append(self._departure)
+            self._output_launch = self._launch(narrow(out.reshape(len(out), -1), self._output), "the output")
+            self._output_launch.keep = ()
+            self._output_word = self._output_launch.word("target")
+        assert self._output_word is not None
+        words, i = self._output_word
+        words[i] = self._output.data_ptr()
+        self._queue.append(self._output_launch)
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 
@@ -521,8 +524,8 @@ def _merge_sinks(step: HostStep) -> None:
     out.copy_(merge_partials([(out, lse)], step.model_sinks.float().view(1, -1))[0])
 
 
-def _copy_answer(step: HostStep) -> None:
-    step._answer.copy_(step.buffers.out_tensor.unsqueeze(1))
+def _copy_output(step: HostStep) -> None:
+    step._output.copy_(step.buffers.out_tensor.unsqueeze(1))
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,19 +76,19 @@ class TieredStep(Step):
         shape = (store.batch, store.num_kv_heads, 1)
         block = self.limits[1:].expand(shape).contiguous()
         slot = self.resident.slot_of.index_select(2, self.limits[1:])
-        there = self.limits  # the token of a predicted query is not stored yet
+        limits = self.limits  # the token of a predicted query is not stored yet
         if store.length != self.length:
-            there = self.mirror.limits("ahead", store.length, store.sealed)
+            limits = self.mirror.limits("ahead", store.length, store.sealed)
         _, lse = paged_attention(
-            query, self.resident.pool, slot, block, torch.ones_like(block[:, :, 0]), there, self.mirror.valid(),
+            query, self.resident.pool, slot, block, torch.ones_like(block[:, :, 0]), limits, self.mirror.valid(),
             **self.scores._asdict(),
         )  # fmt: skip
         return lse.logsumexp(-1)
 
     def _selected(self, score: torch.Tensor, blocks: int, recent: int) -> Selection:
         low, high = self.sinks
-        straddling = -(-self.layer.requirements.sinks // self.block_size) + 1
-        always = straddling + recent + self.num_blocks - self.store.sealed
+        sink_blocks = -(-self.layer.requirements.sinks // self.block_size) + 1
+        always = sink_blocks + recent + self.num_blocks - self.store.sealed
         capacity = min(max(blocks, always), self.store.table.shape[1])
         return Selection(
             *select_blocks(
@@ -133,9 +133,9 @@ class TieredStep(Step):
         return key, value
 
     def resident_blocks(self) -> Selection:
-        nowhere = torch.iinfo(torch.int32).max
+        no_block = torch.iinfo(torch.int32).max
         held = self.resident.block_of
-        blocks, slots = torch.where(held < 0, nowhere, held).sort(-1)
+        blocks, slots = torch.where(held < 0, no_block, held).sort(-1)
         return Selection(blocks, (held >= 0).sum(-1, dtype=torch.int32), slots.int())
 
     def split(self, selection: Selection) -> tuple[Selection, Selection]:
@@ -241,16 +241,16 @@ class TieredStep(Step):
     def compare(self, predicted: Selection, wanted: Selection) -> None:
         if self.layer.stats.steps % COMPARE_EVERY or self.mirror.capture is not None:
             return
-        meant = torch.arange(wanted.blocks.shape[2], device=self.query.device) < wanted.counts[..., None]
-        found = self._marks(predicted).gather(2, torch.where(meant, wanted.blocks, 0).long()) & meant
-        self.layer.count("overlap", found.sum() / meant.sum().clamp(min=1))
+        valid = torch.arange(wanted.blocks.shape[2], device=self.query.device) < wanted.counts[..., None]
+        found = self._marks(predicted).gather(2, torch.where(valid, wanted.blocks, 0).long()) & valid
+        self.layer.count("overlap", found.sum() / valid.sum().clamp(min=1))
 
     def _marks(self, selection: Selection) -> torch.Tensor:
         """Return a selection as a mask over blocks, bool `[B, Hkv, N]`."""
         width, device = self.store.table.shape[1], self.query.device
-        meant = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
+        valid = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
         marks = torch.zeros(*selection.blocks.shape[:2], width + 1, dtype=torch.bool, device=device)
-        return marks.scatter_(2, torch.where(meant, selection.blocks, width).long(), True)[:, :, :width]
+        return marks.scatter_(2, torch.where(valid, selection.blocks, width).long(), True)[:, :, :width]
 
 
 def running(plan: Plan) -> RunningPartial | None:

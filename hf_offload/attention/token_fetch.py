@@ -28,21 +28,21 @@ class TokenFetch:
         store = layer.store
         assert store is not None
         self.layer = layer
-        wanted, many = numbers.cpu().numpy(), counts.cpu().numpy()
-        most = max(int(many.max(initial=0)), 1)
-        meant = np.arange(most) < many[..., None]
-        self.there = torch.from_numpy(meant).to(store.device)
+        wanted, number = numbers.cpu().numpy(), counts.cpu().numpy()
+        most = max(int(number.max(initial=0)), 1)
+        valid = np.arange(most) < number[..., None]
+        self.there = torch.from_numpy(valid).to(store.device)
         """Bool `[B, Hkv, m]`, the valid entries of the result of `arrive`."""
         pin = store.pool.pinned and not store.format.packs
-        shape = (*many.shape, most, 2, store.head_dim)
+        shape = (*number.shape, most, 2, store.head_dim)
         self._host = host_empty(shape, store.format.gather_dtype, pin=pin, brief=True, what="chosen tokens")
         store.settle()
         blocks = (wanted[:, :, :most] // store.block_size).astype(np.int32)
-        rows, heads, places = np.nonzero(meant)
-        source = store.pool.addresses(store.table[rows, blocks[meant]], heads)
-        first = (wanted[:, :, :most][meant] % store.block_size).astype(np.int32)
+        rows, heads, columns = np.nonzero(valid)
+        source = store.pool.addresses(store.table[rows, blocks[valid]], heads)
+        first = (wanted[:, :, :most][valid] % store.block_size).astype(np.int32)
         line = self._host[0, 0, 0, 0].nbytes
-        target = self._host.data_ptr() + 2 * line * ((rows * many.shape[1] + heads) * most + places).astype(np.int64)
+        target = self._host.data_ptr() + 2 * line * ((rows * number.shape[1] + heads) * most + columns).astype(np.int64)
         if store.format.packs:
             launch = store.format.unpack(source, first, np.ones_like(first), target, target + line)
         else:

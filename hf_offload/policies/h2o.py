@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
 EMPTY = -1
-_NUMBERS = ("recent", "taken")  # integers of `Kept`, the same for all rows
+_INTEGERS = ("recent", "taken")  # integers of `Kept`, the same for all rows
 
 
 @dataclass(slots=True)
@@ -51,16 +51,16 @@ class Kept:
             number: the token's number in the row.
             valid: bool `[B]`, the rows in which it is no padding; None: all rows.
         """
-        held = self.score.masked_fill(self.position > number - self.recent, math.inf)
-        place = held.masked_fill(self.position == EMPTY, -math.inf).argmin(-1, keepdim=True)
-        where = place[..., None].expand(*place.shape, key.shape[-1])
-        self.keys.scatter_(2, where, key[:, :, None])
-        self.values.scatter_(2, where, value[:, :, None])
-        self.score.scatter_(2, place, 0.0)
-        numbers = torch.full_like(place, number)
+        rank = self.score.masked_fill(self.position > number - self.recent, math.inf)
+        entry = rank.masked_fill(self.position == EMPTY, -math.inf).argmin(-1, keepdim=True)
+        index = entry[..., None].expand(*entry.shape, key.shape[-1])
+        self.keys.scatter_(2, index, key[:, :, None])
+        self.values.scatter_(2, index, value[:, :, None])
+        self.score.scatter_(2, entry, 0.0)
+        numbers = torch.full_like(entry, number)
         if valid is not None:
-            numbers.masked_fill_(~valid.to(place.device)[:, None, None], EMPTY)
-        self.position.scatter_(2, place, numbers)
+            numbers.masked_fill_(~valid.to(entry.device)[:, None, None], EMPTY)
+        self.position.scatter_(2, entry, numbers)
         self.taken = number
 
     def attend(self, query: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +86,7 @@ class H2OState(LayerState):
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for name, tensor in self.tensors().items() if name not in _NUMBERS)
+        return sum(tensor.nbytes for name, tensor in self.tensors().items() if name not in _INTEGERS)
 
     def unplaced(self, layer: HybridLayer) -> None:
         self.kept = None
@@ -98,12 +98,12 @@ class H2OState(LayerState):
         if self.kept is None:
             return {}
         found = {part.name: getattr(self.kept, part.name) for part in dataclasses.fields(Kept)}
-        return found | {name: torch.tensor(found[name]) for name in _NUMBERS}
+        return found | {name: torch.tensor(found[name]) for name in _INTEGERS}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
         with torch.inference_mode(False):
             parts: dict[str, Any] = {
-                name: int(x) if name in _NUMBERS else x.to(layer.device, copy=True) for name, x in tensors.items()
+                name: int(x) if name in _INTEGERS else x.to(layer.device, copy=True) for name, x in tensors.items()
             }
         self.kept = Kept(**parts) if parts else None
 
@@ -147,9 +147,10 @@ class H2O(Policy):
 
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
         lines = sizes.rows * sizes.kv_heads
-        return lines * self._places(sizes.tokens) * (2 * sizes.head_dim * sizes.dtype.itemsize + 12), 0  # score, number
+        token = 2 * sizes.head_dim * sizes.dtype.itemsize + 4 + 8  # K and V, score, position
+        return lines * self._capacity(sizes.tokens) * token, 0
 
-    def _places(self, length: int) -> int:
+    def _capacity(self, length: int) -> int:
         return self._heavy(length) + self._recent(length) + 1  # this step's own
 
     def _heavy(self, length: int) -> int:
@@ -185,13 +186,13 @@ class H2O(Policy):
     def _choose(self, step: Step) -> Kept:
         """Return the heavy hitters and the newest of the tokens before this step's."""
         count, store = step.length - 1, step.store
-        score = _weighed(step, count)
+        score = _summed_weights(step, count)
         recent, heavy = min(self._recent(count), count), min(self._heavy(count), count)
         valid = valid_tokens(step, count)
         rank = score.clone()
         rank[:, :, count - recent :] = math.inf
         best = rank.masked_fill(~valid[:, None], -math.inf).topk(min(heavy + recent, count), -1)
-        shape, places = score.shape[:2], self._places(count)
+        shape, places = score.shape[:2], self._capacity(count)
         with torch.inference_mode(False):
             size = (*shape, places, store.head_dim)
             keys, values = (torch.zeros(size, dtype=store.dtype, device=store.device) for _ in range(2))
@@ -208,15 +209,15 @@ class H2O(Policy):
         return Kept(keys, values, kept_score, position, self._recent(count), count - 1)
 
 
-def _weighed(step: Step, count: int) -> torch.Tensor:
+def _summed_weights(step: Step, count: int) -> torch.Tensor:
     """Return the attention weights of `count` tokens, summed over the prompt's last queries: fp32 `[B, Hkv, count]`."""
-    known, store = step.layer.last_queries, step.store
-    query = torch.as_tensor(step.query)[:, :, None] if known is None else known.values
+    last_queries, store = step.layer.last_queries, step.store
+    query = torch.as_tensor(step.query)[:, :, None] if last_queries is None else last_queries.values
     query = query.to(store.device).float()
-    start, end = (count, count + 1) if known is None else (known.start, known.end)
-    last = torch.arange(start, end, device=store.device)  # the last token that each query attends
+    start, end = (count, count + 1) if last_queries is None else (last_queries.start, last_queries.end)
+    last_key = torch.arange(start, end, device=store.device)  # the last token that each query attends
     valid = valid_tokens(step, count)
-    counts = valid[:, last.clamp(max=count - 1)]  # False for queries of padding
+    query_valid = valid[:, last_key.clamp(max=count - 1)]  # False for queries of padding
     grouped = query.reshape(store.batch, store.num_kv_heads, -1, query.shape[3])  # `[B, Hkv, G·n, D]`
 
     def tiles() -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -224,8 +225,8 @@ def _weighed(step: Step, count: int) -> torch.Tensor:
             stop = first + key.shape[2]
             logits = step.scores.of(grouped @ key.float().transpose(2, 3))
             logits = logits.view(*logits.shape[:2], -1, query.shape[2], stop - first)
-            seen = torch.arange(first, stop, device=store.device) <= last[:, None]
-            seen = seen & valid[:, None, first:stop] & counts[..., None]
+            seen = torch.arange(first, stop, device=store.device) <= last_key[:, None]
+            seen = seen & valid[:, None, first:stop] & query_valid[..., None]
             yield first, stop, logits.masked_fill(~seen[:, None, None], -math.inf)
 
     lse = torch.full((*grouped.shape[:2], 1, 1), -math.inf, device=store.device)

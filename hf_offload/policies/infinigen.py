@@ -110,7 +110,7 @@ class InfiniGen(Policy):
 
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
         lines = sizes.rows * sizes.kv_heads
-        return 4 * lines * self._channels(sizes.head_dim) * (_room(sizes.tokens + 1) + sizes.head_dim), 0
+        return 4 * lines * self._channels(sizes.head_dim) * (_capacity(sizes.tokens + 1) + sizes.head_dim), 0
 
     def _channels(self, head_dim: int) -> int:
         return max(math.ceil(self.partial * head_dim), 1)
@@ -137,7 +137,7 @@ class InfiniGen(Policy):
         fetch = coming[1] if coming is not None and coming[0] == step.length else self._speculate(step)
         new_key, new_value = step.newest()
         if state.count < step.length:  # of layers that share keys and values the first adds it
-            self._remember(state, new_key[:, :, None])
+            self._add_partial_keys(state, new_key[:, :, None])
         key, value = fetch.arrive()
         own = valid_tokens(step, step.length)[:, -1, None, None].expand(*key.shape[:2], 1)
         query = torch.as_tensor(step.query).to(key.device)
@@ -160,30 +160,30 @@ class InfiniGen(Policy):
         score = step.scores.of(query @ state.partial[:, :, :count].transpose(2, 3))
         score = score.masked_fill(~valid_tokens(step, count)[:, None, None], -math.inf)
         best = score.amax(-1, keepdim=True)
-        below = (score - best.masked_fill(best == -math.inf, 0.0)).amax(2)  # the group's highest score decides
-        chosen = below.topk(max(math.ceil(self.share * count), 1), -1)
+        distance = (score - best.masked_fill(best == -math.inf, 0.0)).amax(2)  # the group's highest score decides
+        chosen = distance.topk(max(math.ceil(self.share * count), 1), -1)
         return step.bring_tokens(
             chosen.indices, ((chosen.values > -float(self.alpha)) & chosen.values.isfinite()).sum(-1)
         )
 
-    def _remember(self, state: InfiniGenState, key: torch.Tensor) -> None:
+    def _add_partial_keys(self, state: InfiniGenState, key: torch.Tensor) -> None:
         """Add the partial keys of new tokens, from keys `[B, Hkv, n, D]`."""
         assert state.basis is not None
         assert state.partial is not None
         stop = state.count + key.shape[2]
         if stop > state.partial.shape[2]:
             with torch.inference_mode(False):
-                wide = state.partial.new_zeros(*state.partial.shape[:2], _room(stop), state.partial.shape[3])
-            wide[:, :, : state.count] = state.partial[:, :, : state.count]
-            state.partial = wide
+                grown = state.partial.new_zeros(*state.partial.shape[:2], _capacity(stop), state.partial.shape[3])
+            grown[:, :, : state.count] = state.partial[:, :, : state.count]
+            state.partial = grown
         state.partial[:, :, state.count : stop] = key.float() @ state.basis
         state.count = stop
 
     def _skew(self, step: Step, state: InfiniGenState) -> None:
         """Compute the directions in which a row's queries and keys are largest (section 4.3), and the partial keys."""
-        known, store, count = step.layer.last_queries, step.store, step.length - 1
-        query = torch.as_tensor(step.query)[:, :, None] if known is None else known.values
-        seen = valid_tokens(step, count)[:, known.start : known.end] if known is not None else None
+        last_queries, store, count = step.layer.last_queries, step.store, step.length - 1
+        query = torch.as_tensor(step.query)[:, :, None] if last_queries is None else last_queries.values
+        seen = valid_tokens(step, count)[:, last_queries.start : last_queries.end] if last_queries is not None else None
         query = query.to(store.device).float()
         if not query.isfinite().all():
             raise ValueError(
@@ -194,23 +194,23 @@ class InfiniGen(Policy):
         if seen is not None:
             query = query.masked_fill(~seen[:, None, :, None], 0.0)
         query = query.reshape(store.batch, store.num_kv_heads, -1, store.head_dim)
-        turned = torch.linalg.eigh(query.transpose(2, 3) @ query).eigenvectors  # the right singular vectors
-        weight = (query @ turned).abs().sum(2)
+        directions = torch.linalg.eigh(query.transpose(2, 3) @ query).eigenvectors  # the right singular vectors
+        weight = (query @ directions).abs().sum(2)
         valid = valid_tokens(step, count)
         for first, key, _ in step.earlier():
-            there = valid[:, None, first : first + key.shape[2], None]
-            weight += (key.float().masked_fill(~there, 0.0) @ turned).abs().sum(2)
+            valid_keys = valid[:, None, first : first + key.shape[2], None]
+            weight += (key.float().masked_fill(~valid_keys, 0.0) @ directions).abs().sum(2)
         best = weight.topk(self._channels(store.head_dim), -1).indices
         with torch.inference_mode(False):
             basis = torch.zeros(*weight.shape, best.shape[-1], device=store.device)
-            partial = torch.zeros(*weight.shape[:2], _room(step.length), best.shape[-1], device=store.device)
-        basis.copy_(turned.gather(3, best[:, :, None].expand(-1, -1, store.head_dim, -1)))
+            partial = torch.zeros(*weight.shape[:2], _capacity(step.length), best.shape[-1], device=store.device)
+        basis.copy_(directions.gather(3, best[:, :, None].expand(-1, -1, store.head_dim, -1)))
         state.basis, state.partial, state.count = basis, partial, 0
         for first, key, _ in step.earlier():
-            there = valid[:, None, first : first + key.shape[2], None]
-            self._remember(state, key.masked_fill(~there, 0.0))
+            valid_keys = valid[:, None, first : first + key.shape[2], None]
+            self._add_partial_keys(state, key.masked_fill(~valid_keys, 0.0))
 
 
-def _room(tokens: int) -> int:
+def _capacity(tokens: int) -> int:
     """Return the capacity of partial keys for a number of tokens."""
     return -(-tokens // GROW) * GROW

@@ -56,8 +56,8 @@ def register_policy(cls: type[Policy]) -> type[Policy]:
     if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
         raise ValueError(f"{cls.__name__}.name={name!r} is no lower-case identifier like 'newest_blocks'")
     taken = POLICIES.get(ALIASES.get(name, name))
-    again = taken is not None and (taken.__module__, taken.__qualname__) == (cls.__module__, cls.__qualname__)
-    if taken is not None and not again:  # a notebook cell run again redefines its class
+    redefinition = taken is not None and (taken.__module__, taken.__qualname__) == (cls.__module__, cls.__qualname__)
+    if taken is not None and not redefinition:  # a notebook cell run again redefines its class
         raise ValueError(f"name={name!r} belongs to {taken.__module__}.{taken.__qualname__}; choose another name")
     POLICIES[name] = cls
     return cls
