@@ -1,4 +1,4 @@
-"""What every rank of a torchrun runs for `test_ranks.py`: models and the tokens of one rank come from a folder."""
+"""Script of each rank in `test_ranks.py`: loads models from a folder and writes its tokens there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hf_offload.gpu.packing` packs, unpacked."""
+"""Unpacking of what `hf_offload.gpu.packing` packs, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are captured once and replayed compute what steps in Python compute."""
+"""Captured and replayed steps against eager steps: logits, interruptions, late CPU parts."""
 
 from __future__ import annotations
 

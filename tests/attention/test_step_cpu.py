@@ -1,4 +1,4 @@
-"""Steps with one memory: planned once, run again with other numbers, planned anew where anything else has changed."""
+"""Steps with one memory: reuse of a plan with new arguments, and a new plan after any other change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fluxion's report: batches of mixed lengths, budgets by attention's weight, needs told again, the script itself."""
+"""Fluxion's report: batches of mixed lengths, budgets by attention weight, recorded needs, the script."""
 
 from __future__ import annotations
 

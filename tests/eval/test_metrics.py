@@ -1,4 +1,4 @@
-"""The metrics of `evaluate` in eval/metrics: they load without the hub and score as counted by hand."""
+"""The metrics in eval/metrics, loaded without the hub, against scores counted by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script that measures what is added outside kernels runs, and computes nothing in steps that are off."""
+"""The script for time outside kernels: it runs, and disabled parts of a step compute nothing."""
 
 import contextlib
 import csv

@@ -1,4 +1,4 @@
-"""Policies against costs: what is measured, which rows are on a front, and a run that was stopped."""
+"""The script of quality against cost: measurements, Pareto fronts, resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script that measures what Fluxion's prediction costs runs, and times every layer's."""
+"""The script for the cost of Fluxion's prediction: it runs and times every layer."""
 
 import contextlib
 import csv

@@ -1,4 +1,4 @@
-"""Long runs go on from the newest whole state, and only from one with the same settings."""
+"""Resumption of long runs from the newest complete state with the same settings."""
 
 from __future__ import annotations
 

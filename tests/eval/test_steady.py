@@ -1,4 +1,4 @@
-"""Times between tokens: what counts, how runs are joined, and bytes as sizes have them."""
+"""Times between tokens: counted steps, medians over runs, bytes computed from sizes."""
 
 from __future__ import annotations
 

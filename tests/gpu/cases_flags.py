@@ -1,4 +1,4 @@
-"""What the kernels for flags are compiled for: (name, kernel, signature, constants, options)."""
+"""Compiled variants of the kernels for flags."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Print the PTX for sm_90 of some of the kernels in `cases_*.py`: `python ptx.py "cases_move:name" "cases_flags:name"`.
+"""PTX for sm_90 of kernels in `cases_*.py`: `python ptx.py "cases_move:name" "cases_flags:name"` prints it.
 
-Interpreted kernels cannot be compiled: what asks for it runs in a process without TRITON_INTERPRET.
+It runs in a process without TRITON_INTERPRET, since interpreted kernels cannot be compiled.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Flags between a stream and the host, and threads that are woken by them."""
+"""Flags between a stream and the host, and the threads that they wake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen is fetched and attended on the device: `quest`, and `full` with `host="fetch"`."""
+"""Policies that fetch chosen blocks to the device: `quest`, and `full` with `host="fetch"`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows by their text."""
+"""Parsing of rows (policies with options) from text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fluxion and its baseline: full attention, sinks and newest tokens alone, and what the features are made of."""
+"""Fluxion and FixedHybrid: full attention, local tokens alone, and the statistics of the features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Needs of the heads in one launch, against the features and the network in torch; and parts that are joined."""
+"""Predicted needs of heads in one launch against features and network in torch, and the merge of two parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`retrieve.retrieve_blocks` against loops and sorts; V(blk) and the budgets against numbers worked out by hand."""
+"""`retrieve.retrieve_blocks` against loops and sorting; V(blk) and budgets against hand-computed numbers."""
 
 from __future__ import annotations
 

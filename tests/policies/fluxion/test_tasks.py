@@ -1,4 +1,4 @@
-"""Tasks of choice and attention: as the two launches one after the other, in any hands; and their order."""
+"""Tasks of choice and attention against two consecutive launches, with any division; and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`average.move_averages` against float64."""
+"""`moving_average.move_averages` against float64."""
 
 from __future__ import annotations
 

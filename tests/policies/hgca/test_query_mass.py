@@ -1,4 +1,4 @@
-"""`query_lse.query_lse` and `weigh.weigh_tokens` against float64."""
+"""`query_lse.query_lse` and `query_mass.weigh_tokens` against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`keep.count_kept` and `keep.copy_kept` against plain torch."""
+"""`retain.count_kept` and `retain.copy_kept` against plain torch."""
 
 from __future__ import annotations
 

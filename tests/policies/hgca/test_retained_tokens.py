@@ -1,4 +1,4 @@
-"""Lists of kept tokens against plain lists: whatever is added, cut, reordered, repeated, forked and let go."""
+"""Lists of retained tokens against plain lists: appends, cuts, reorders, repeats, forks and release."""
 
 from __future__ import annotations
 
