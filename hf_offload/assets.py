@@ -220,7 +220,7 @@ def hide_number(
     if not 0.0 <= depth <= 1.0:
         raise ValueError(f"depth={depth} is outside [0, 1]: 0 is the beginning of the text, 1 its end")
     if not 1_000_000 <= number <= 9_999_999:
-        raise ValueError(f"number={number} has other than seven digits")
+        raise ValueError(f"number={number} has other than seven digits; use one from 1000000 to 9999999")
     room = tokens - _FRAME_TOKENS
     # No ordinary text has more than seven characters a token: the rest of a long text need not be tokenized.
     ids = tokenizer(text[: 7 * max(room, 0)], add_special_tokens=False)["input_ids"]

@@ -59,7 +59,7 @@ class _CacheMaker:
         if type(made) is not DynamicCache:
             raise ValueError(
                 f"{type(model).__name__} generates with a {type(made).__name__} in place of a DynamicCache, which a "
-                "HybridCache cannot stand for; call hf_offload.disable(model)"
+                "HybridCache cannot replace; call hf_offload.disable(model)"
             )
         cache = HybridCache(model, self.policy, **self.knobs)
         if generation_config.is_assistant:

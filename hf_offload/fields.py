@@ -41,9 +41,7 @@ def check_tensors(where: str, found: Mapping[str, torch.Tensor], fields: Mapping
         ValueError: a tensor is missing, unexpected, or does not fit its field.
     """
     if wrong := sorted(found.keys() ^ fields.keys()):
-        raise ValueError(
-            f"{where}{shown(wrong[0])} is {'missing' if wrong[0] in fields else 'none that belongs there'}"
-        )
+        raise ValueError(f"{where}{shown(wrong[0])} is {'missing' if wrong[0] in fields else 'unexpected'}")
     sizes: dict[str, int] = {}
     for name, field in fields.items():
         tensor, name = found[name], where + name
@@ -71,9 +69,7 @@ def check_mapping(name: str, value: Any, checks: Mapping[str, Check]) -> None:
     """Check a JSON object: exactly these keys, each value by its check."""
     is_a(dict, name, value)
     if wrong := sorted(value.keys() ^ checks.keys()):
-        raise ValueError(
-            f"{name}.{shown(wrong[0])} is {'missing' if wrong[0] in checks else 'none that belongs there'}"
-        )
+        raise ValueError(f"{name}.{shown(wrong[0])} is {'missing' if wrong[0] in checks else 'unexpected'}")
     for key, check in checks.items():
         check(f"{name}.{key}", value[key])
 
@@ -81,7 +77,7 @@ def check_mapping(name: str, value: Any, checks: Mapping[str, Check]) -> None:
 def is_a(kind: type, name: str, value: Any) -> None:
     """Check the type of a value."""
     if not isinstance(value, kind):
-        raise ValueError(f"{name}={shown(value)} is no {kind.__name__}")
+        raise ValueError(f"{name}={shown(value)} is not a {kind.__name__}")
 
 
 def list_of(check: Check, name: str, value: Any, *, length: int | None = None) -> None:

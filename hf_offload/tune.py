@@ -114,7 +114,7 @@ class Tuning:
         if self.held_out is None:
             return ""
         kept, kl = self.held_out.meets(self.target), f"{self.held_out.kl:.4f} ± {self.held_out.error:.4f}"
-        end = "." if kept else ": too much. Tune on texts nearer to those that you will serve, or for less."
+        end = "." if kept else ": too much. Tune on texts more like those that you will serve, or for a smaller KL."
         return f" On the text that was held out its KL is {kl}{end}"
 
     @property
@@ -127,7 +127,7 @@ class Tuning:
         )
         others = sorted((t for t in good if t.policy != chosen.policy), key=lambda trial: trial.seconds)
         if chosen.policy == "full":
-            return f"{sentence}. Nothing that leaves tokens out was both near and quick enough."
+            return f"{sentence}. No setting that leaves tokens out meets the target and is fast enough."
         best = f"; next comes {others[0].policy} with {1000 * others[0].seconds:.1f} ms" if others else ""
         slower = " It is not quicker than Transformers' own." if chosen.seconds >= self.full_seconds else ""
         return f"{sentence}{best}.{slower}"
@@ -146,7 +146,7 @@ class Tuning:
             "ms",
             "host MiB a step",
             "device MiB",
-            "near enough",
+            "meets the target",
         ):
             table.add_column(title, justify="left" if title == "setting" else "right")
         for trial in sorted(self.trials, key=lambda trial: trial.seconds):

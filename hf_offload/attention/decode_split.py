@@ -93,7 +93,10 @@ def decode(
     plan = layer.policy.plan(step)
     splits = [_with_splits(partial) for partial in plan.partials if isinstance(partial, Partial)]
     if not splits:
-        raise ValueError(f"policy {layer.policy.name!r} attends nothing on the device, where the newest token lies")
+        raise ValueError(
+            f"policy {layer.policy.name!r} attends nothing on the device, where the newest token lies; its plan must "
+            "attend the newest block"
+        )
     out, lse = splits[0] if len(splits) == 1 else (torch.cat(parts, 2) for parts in zip(*splits, strict=True))
     part, host = running(plan), None
     if part is not None:

@@ -168,8 +168,8 @@ def _attend(
     if length != key.shape[2]:
         layer.pending = None
         raise ValueError(
-            f"{type(module).__name__} asks with {length} queries for {key.shape[2]} new tokens, which HybridCache "
-            "cannot place; use DynamicCache for this model"
+            f"{type(module).__name__} passes {length} queries for {key.shape[2]} new tokens, but HybridCache needs one "
+            "for each; use DynamicCache for this model"
         )
     if dense and attention_mask.shape[-1] < total:  # type: ignore[union-attr]
         layer.pending = None

@@ -151,7 +151,7 @@ class Step(ABC):
 
     def attend_fetched(self, host: Selection) -> Partial:
         """Copy host blocks to the device, tile by tile, and attend them there; with two memories only."""
-        raise RuntimeError("with one memory nothing is fetched; ask step.layer.has_slots")
+        raise RuntimeError("attend_fetched needs two memories; check step.layer.has_slots first")
 
     def attend_early(self, host: Selection, *, correct: bool) -> Any:
         """Start the CPU part with this step's (predicted) query; with two memories only.
@@ -160,18 +160,18 @@ class Step(ABC):
             host: host blocks to attend.
             correct: whether the merge corrects the result to the real query, to first order.
         """
-        raise RuntimeError("with one memory nothing is attended early; ask step.layer.has_slots")
+        raise RuntimeError("attend_early needs two memories; check step.layer.has_slots first")
 
     def share_of(self, host: Selection) -> torch.Tensor:
         """Return a selection's blocks as a share of the budget (without one: of all blocks), fp32 `[]`.
 
         With two memories only.
         """
-        raise RuntimeError("with one memory nothing is shared; ask step.layer.has_slots")
+        raise RuntimeError("share_of needs two memories; check step.layer.has_slots first")
 
     def read_ahead(self, host: Selection) -> None:
         """Start to read host blocks into the CPU's caches, off the critical path; with two memories only."""
-        raise RuntimeError("with one memory nothing is read ahead; ask step.layer.has_slots")
+        raise RuntimeError("read_ahead needs two memories; check step.layer.has_slots first")
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V `[B, Hkv, D]` of this step's token."""
@@ -200,7 +200,7 @@ class Step(ABC):
 
     def compare(self, predicted: Selection, wanted: Selection) -> None:
         """Count the share of the wanted blocks that was predicted (`selection_overlap`); with two memories only."""
-        raise RuntimeError("with one memory nothing is predicted; ask step.layer.has_slots")
+        raise RuntimeError("compare needs two memories; check step.layer.has_slots first")
 
     @abstractmethod
     def learn(self, score: Any, smoothing: float) -> None:

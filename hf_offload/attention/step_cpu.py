@@ -507,7 +507,7 @@ def _arrays(partial: Partial | RunningPartial) -> Partial:
         ValueError: a running partial, for which a step with one memory cannot wait.
     """
     if isinstance(partial, RunningPartial):
-        raise ValueError("with one memory no part of a plan runs beside the model; ask step.layer.has_slots")
+        raise ValueError("a running partial needs two memories; check step.layer.has_slots first")
     out, lse = (torch.as_tensor(x).float().contiguous().numpy() for x in (partial.out, partial.lse))
     return Partial(out, lse)
 

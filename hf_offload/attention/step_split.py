@@ -261,5 +261,8 @@ def running(plan: Plan) -> RunningPartial | None:
     """
     found = [partial for partial in plan.partials if isinstance(partial, RunningPartial)]
     if len(found) > 1:
-        raise ValueError(f"a plan has {len(found)} parts of the CPU; join their blocks, or attend one on the device")
+        raise ValueError(
+            f"a plan has {len(found)} running partials, of which one is allowed; join their blocks, or attend "
+            "one on the device"
+        )
     return found[0] if found else None

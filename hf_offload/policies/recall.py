@@ -43,7 +43,7 @@ def load_intervals(path: Path) -> list[int]:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise ValueError(f"it is no file of at most {_MOST_BYTES} bytes")
+            raise ValueError(f"it is not a file of at most {_MOST_BYTES} bytes")
         intervals = json.loads(path.read_bytes())["intervals"]
         list_of(partial(check_count, what="a number of steps"), "intervals", intervals)
     except FileNotFoundError:

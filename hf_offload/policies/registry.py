@@ -98,7 +98,7 @@ def describe_policy(policy: Policy) -> dict[str, Any]:
     """
     if POLICIES.get(policy.name) is not type(policy):
         raise ValueError(
-            f"{type(policy).__name__} is not registered, so it could not be made again; call "
+            f"{type(policy).__name__} is not registered, so that it cannot be saved by name; call "
             f"hf_offload.register_policy({type(policy).__name__})"
         )
     knobs = {part.name: getattr(policy, part.name) for part in dataclasses.fields(policy) if part.init}
@@ -107,7 +107,7 @@ def describe_policy(policy: Policy) -> dict[str, Any]:
             knobs[name] = knob = dataclasses.asdict(knob)
         if not isinstance(knob, str | float | int | tuple | dict | Path | None):
             raise ValueError(
-                f"{name}={type(knob).__name__}(...) cannot be written; make the policy with its file's path"
+                f"{name}={type(knob).__name__}(...) cannot be saved as text; make the policy with its file's path"
             )
     return {"name": policy.name, "knobs": {k: str(v) if isinstance(v, Path) else v for k, v in knobs.items()}}
 
