@@ -135,12 +135,12 @@ class HostStep(Step):
         query_launch = self._launch(widen(query, self.buffers.query), "the query")
         self._input_launches, self._input_words = [query_launch], [query_launch.word("source")]
         if key is not None and value is not None:
-            last = view.covered - 1  # set at each step
+            last = view.covered - 1  # each step writes its own number
             token_launch = movers.write_tokens(key, value, view.block_ptr, view.table, last, self.block_size)
             self._input_launches.insert(0, self._launch(token_launch, "an append"))
             self._input_words += [token_launch.word(name) for name in ("keys", "values", "start")]
         for launch in self._input_launches:
-            launch.keep = ()  # it gets other tensors at each step
+            launch.keep = ()  # each step passes other tensors
         self._output_launch: Launch | None = None
         self._output_word: Word | None = None
         self._output = query.new_empty(0)
@@ -168,7 +168,7 @@ class HostStep(Step):
         self._all_counts: np.ndarray | None = None
         self._partials = 0
         self._valid_blocks = range(EVER)
-        """The numbers of blocks for which the launches are good."""
+        """Numbers of blocks for which the launches are valid."""
         self._conditions: list[Callable[[], bool]] = []
 
     def run(
