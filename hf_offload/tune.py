@@ -127,7 +127,7 @@ class Tuning:
         )
         others = sorted((t for t in good if t.policy != chosen.policy), key=lambda trial: trial.seconds)
         if chosen.policy == "full":
-            return f"{sentence}. No setting that leaves tokens out meets the target and is fast enough."
+            return f"{sentence}. Nothing that leaves tokens out meets the target and is fast enough."
         best = f"; next comes {others[0].policy} with {1000 * others[0].seconds:.1f} ms" if others else ""
         slower = " It is not quicker than Transformers' own." if chosen.seconds >= self.full_seconds else ""
         return f"{sentence}{best}.{slower}"
