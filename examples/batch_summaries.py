@@ -1,4 +1,4 @@
-"""Summarise several texts in one batch, padded on the left.
+"""Summaries of several texts in one batch, padded on the left.
 
     python examples/batch_summaries.py
     python examples/batch_summaries.py --model Qwen/Qwen3-0.6B first.txt second.txt third.txt

@@ -1,4 +1,4 @@
-"""Chat with a long document in the terminal; the answers are streamed.
+"""Chat about a long document in the terminal, with streamed answers.
 
     python examples/chat.py
     python examples/chat.py --model Qwen/Qwen3-0.6B --file novel.txt

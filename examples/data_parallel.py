@@ -1,4 +1,4 @@
-"""Answer questions in several processes, each with the whole model, its own cache and its share of the questions.
+"""Data parallelism: several processes, each with the whole model, its own cache and its share of the questions.
 
     torchrun --nproc-per-node 2 examples/data_parallel.py
     accelerate launch --num_processes 4 examples/data_parallel.py --model Qwen/Qwen3-8B --dtype bfloat16

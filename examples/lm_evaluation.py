@@ -1,4 +1,4 @@
-"""Evaluate a model with lm-eval: its model `hf_offload` generates with a HybridCache.
+"""Evaluation with lm-eval: its model `hf_offload` generates with a HybridCache.
 
     pip install '.[eval]'
     python examples/lm_evaluation.py

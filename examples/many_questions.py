@@ -1,4 +1,4 @@
-"""Ask many questions about one document that is read once: each question continues from a fork of its cache.
+"""Many questions about one document that is read once: each question continues from a fork of its cache.
 
     python examples/many_questions.py
     python examples/many_questions.py --model Qwen/Qwen3-0.6B --file novel.txt --question "Who marries whom?"

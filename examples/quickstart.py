@@ -1,4 +1,4 @@
-"""Find a number hidden in a long text with `DynamicCache` and with a cache that reads a few blocks in each step.
+"""Search for a number hidden in a long text, with `DynamicCache` and with a cache that reads a few blocks in each step.
 
     python examples/quickstart.py
     python examples/quickstart.py --model Qwen/Qwen3-0.6B --file novel.txt --question "Who marries whom?"

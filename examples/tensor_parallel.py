@@ -1,4 +1,4 @@
-"""Run one model on several ranks: each computes some heads and caches their keys and values.
+"""Tensor parallelism: one model on several ranks, each of which computes some heads and caches their keys and values.
 
     torchrun --nproc-per-node 3 examples/tensor_parallel.py
     torchrun --nproc-per-node 2 examples/tensor_parallel.py --model Qwen/Qwen3-8B --dtype bfloat16 --file novel.txt

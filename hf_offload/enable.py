@@ -1,4 +1,4 @@
-"""`enable`, `disable`, `enabled`: `generate()` of a model makes a `HybridCache` by itself."""
+"""`enable`, `disable`, `enabled`: models whose `generate()` makes a `HybridCache` by default."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies.base import Policy
 
 _PREPARE = "_prepare_cache_for_generation"
-"""Where `generate()` makes its cache, in every mode and after it has joined all arguments.
+"""The method in which `generate()` makes its cache, in every mode, after all arguments are known.
 
-A model's own attribute of this name stands before its class's method. It is private, but the smallest thing to replace:
-`generate` itself would have to find out again whether a cache is wanted, and a patched class would change other models.
+An instance attribute of this name overrides the class's method. The method is private, but the smallest to replace: a
+wrapper of `generate` would have to repeat its decision on the cache, and a patched class would change other models.
 """
 
 
 class _CacheMaker:
-    """Stands in a model as its `_prepare_cache_for_generation`; what it makes belongs to one `generate()`."""
+    """Replacement of a model's `_prepare_cache_for_generation`, which makes a `HybridCache` for each `generate()`."""
 
     def __init__(self, policy: str | Policy, knobs: dict[str, Any], implementation: str) -> None:
         self.policy, self.knobs = policy, knobs
         self.implementation = implementation
-        """The attention implementation from before."""
+        """The attention implementation to restore."""
         self.displaced: Any = None
-        """Another's attribute of this name that stood there before."""
+        """The instance attribute of this name that another package had set, to restore."""
         self._graphed: GraphedForward | None = None
-        """Held while the model is enabled: a cache that `generate()` makes is gone before its end."""
+        """Held while the model is enabled, since each cache that `generate()` makes is freed before the next."""
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Take the place in a model."""
+        """Install this object in a model."""
         self._model = weakref.ref(model)
         self._layers = _layers(model)
         self.displaced = model.__dict__.get(_PREPARE)
@@ -48,10 +48,10 @@ class _CacheMaker:
         model = self._model()
         assert model is not None, "only the model itself calls this"
         given = model_kwargs.get("past_key_values")
-        before = self.displaced or getattr(type(model), _PREPARE).__get__(model)
-        before(generation_config, model_kwargs, *args, **kwargs)
-        chosen = given is not None or generation_config.cache_implementation is not None
-        if chosen or generation_config.use_cache is False:
+        original = self.displaced or getattr(type(model), _PREPARE).__get__(model)
+        original(generation_config, model_kwargs, *args, **kwargs)
+        caller_chose = given is not None or generation_config.cache_implementation is not None
+        if caller_chose or generation_config.use_cache is False:
             return
         if generation_config.is_assistant and _layers(model) < self._layers:  # early exit drafts with the first layers
             return
@@ -59,7 +59,7 @@ class _CacheMaker:
         if type(made) is not DynamicCache:
             raise ValueError(
                 f"{type(model).__name__} generates with a {type(made).__name__} in place of a DynamicCache, which a "
-                "HybridCache cannot stand for; call hf_offload.disable(model)"
+                "HybridCache cannot replace; call hf_offload.disable(model)"
             )
         cache = HybridCache(model, self.policy, **self.knobs)
         if generation_config.is_assistant:
@@ -67,7 +67,7 @@ class _CacheMaker:
         model_kwargs["past_key_values"] = cache
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model, or the model unpickled, is enabled as well; its copy of this belongs to it.
+        # A copied or unpickled model is enabled too: its copy of this object refers to the copied model.
         return self.__dict__ | {"_model": self._model(), "_graphed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -94,16 +94,16 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any)
     check_attention(inner)
     for name, default in (("cache_implementation", (None, "hybrid")), ("use_cache", (None, True))):
         value = getattr(inner.generation_config, name, None)
-        if value not in default:  # "hybrid" is what generate() itself takes for None
+        if value not in default:  # generate() treats None as "hybrid"
             raise ValueError(
                 f"model.generation_config.{name}={value!r} keeps generate() from making a cache of the usual kind; "
                 f"set model.generation_config.{name} = None"
             )
-    old = _maker(inner)
-    implementation = _implementation(inner)
+    old = _cache_maker(inner)
+    implementation = _attention_implementation(inner)
     try:
         _set_implementation(inner, NAME)
-        HybridCache(inner, policy, **knobs)  # to have everything checked now
+        HybridCache(inner, policy, **knobs)  # checks model and knobs now
         if inner is not model:
             check_model(model)  # type: ignore[arg-type]
     except BaseException:
@@ -111,7 +111,7 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any)
         raise
     if old is not None:
         implementation = old.implementation
-        _take_out(inner, old)
+        _uninstall(inner, old)
     _CacheMaker(policy, knobs, implementation).bind(inner)
 
 
@@ -126,10 +126,10 @@ def disable(model: torch.nn.Module) -> None:
         ValueError: the model is not enabled.
     """
     inner = _generating(model)
-    maker = _maker(inner)
+    maker = _cache_maker(inner)
     if maker is None:
         raise ValueError(f"this {type(inner).__name__} is not enabled; call hf_offload.enable(model) first")
-    _take_out(inner, maker)
+    _uninstall(inner, maker)
     _set_implementation(inner, maker.implementation)
 
 
@@ -144,22 +144,22 @@ def enabled(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any
         TypeError, ValueError: as `enable`.
     """
     inner = _generating(model)
-    outer = _maker(inner)
+    outer = _cache_maker(inner)
     enable(model, policy, **knobs)
     try:
         yield
     finally:
-        if _maker(inner) is not None:
+        if _cache_maker(inner) is not None:
             disable(model)
         if outer is not None:
             enable(model, outer.policy, **outer.knobs)
 
 
 def _generating(model: Any) -> PreTrainedModel:
-    """The model whose `generate()` does the work.
+    """Return the model whose `generate()` is called: itself, or the base model of a PEFT wrapper.
 
     Raises:
-        TypeError: there is none.
+        TypeError: not a Transformers model with a `generate()`.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrappers
     if not isinstance(inner, PreTrainedModel) or not hasattr(type(inner), _PREPARE):
@@ -167,25 +167,25 @@ def _generating(model: Any) -> PreTrainedModel:
     return inner
 
 
-def _maker(model: PreTrainedModel) -> _CacheMaker | None:
-    """What `enable` has put into a model, if anything."""
+def _cache_maker(model: PreTrainedModel) -> _CacheMaker | None:
+    """Return the `_CacheMaker` of an enabled model, or None."""
     found = model.__dict__.get(_PREPARE)
     return found if isinstance(found, _CacheMaker) else None
 
 
-def _take_out(model: PreTrainedModel, maker: _CacheMaker) -> None:
+def _uninstall(model: PreTrainedModel, maker: _CacheMaker) -> None:
     delattr(model, _PREPARE)
     if maker.displaced is not None:
         setattr(model, _PREPARE, maker.displaced)
 
 
-def _path(config: Any, decoder: Any) -> list[str] | None:
-    """The names that lead from a model's config to the config of its text decoder; None if there is no way."""
+def _config_path(config: Any, decoder: Any) -> list[str] | None:
+    """Return the attribute names that lead from a model's config to its decoder's config, or None without a path."""
     if config is decoder:
         return []
     for name in config.sub_configs:
         below = getattr(config, name, None)
-        path = None if below is None else _path(below, decoder)
+        path = None if below is None else _config_path(below, decoder)
         if path is not None:
             return [name, *path]
     return None
@@ -195,14 +195,14 @@ def _layers(model: PreTrainedModel) -> int:
     return int(getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0))
 
 
-def _implementation(model: PreTrainedModel) -> str:
+def _attention_implementation(model: PreTrainedModel) -> str:
     decoder: Any = model.config.get_text_config(decoder=True)
     return str(decoder._attn_implementation)
 
 
 def _set_implementation(model: PreTrainedModel, implementation: str) -> None:
-    """Set the attention implementation of the text decoder; towers beside it keep theirs."""
-    path = _path(model.config, model.config.get_text_config(decoder=True))
+    """Set the attention implementation of the text decoder; vision and audio towers keep theirs."""
+    path = _config_path(model.config, model.config.get_text_config(decoder=True))
     wanted: Any = implementation if path else {"": implementation}
     for name in reversed(path or []):
         wanted = {name: wanted}

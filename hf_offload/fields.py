@@ -1,4 +1,4 @@
-"""The checks of what files hold: each raises a ValueError that names the field and what belongs there."""
+"""Checks of a file's contents; each raises a ValueError that names the field and the expected value."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 from hf_offload.knobs import MOST, check_count, shown
 
 Check: TypeAlias = Callable[[str, Any], None]
-"""Checks the value of a name."""
+"""A function (name, value) that raises ValueError for a wrong value."""
 
 
 class Field(NamedTuple):
-    """What a tensor must be.
+    """The dtype, shape and values that a tensor of a file must have.
 
     Args:
-        dtype: its dtype.
-        shape: for each axis its size, the sizes that it may have, or a name: axes of one name are equally long, and not
-            empty.
-        least, most: bounds of the values, or one for each along the last axis; None: any value is allowed, NaN too.
+        dtype: the dtype.
+        shape: for each axis its size, the allowed sizes, or a name; axes of one name have one size of at least 1.
+        least, most: inclusive bounds of the values, or one for each entry of the last axis; None: any value, also NaN.
     """
 
     dtype: torch.dtype
@@ -31,15 +30,18 @@ class Field(NamedTuple):
 
 
 def check_tensors(where: str, found: Mapping[str, torch.Tensor], fields: Mapping[str, Field]) -> None:
-    """Check that tensors are those of a table, none missing and none more.
+    """Check that a file has exactly the tensors of a table, each as its field says.
 
     Args:
-        where: what their names are of, with its separator.
-        found: by name.
-        fields: what they must be.
+        where: prefix of the names in messages, with its separator.
+        found: the file's tensors by name.
+        fields: the expected tensors by name.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected, or does not fit its field.
     """
-    if odd := sorted(found.keys() ^ fields.keys()):
-        raise ValueError(f"{where}{shown(odd[0])} is {'missing' if odd[0] in fields else 'none that belongs there'}")
+    if wrong := sorted(found.keys() ^ fields.keys()):
+        raise ValueError(f"{where}{shown(wrong[0])} is {'missing' if wrong[0] in fields else 'unexpected'}")
     sizes: dict[str, int] = {}
     for name, field in fields.items():
         tensor, name = found[name], where + name
@@ -53,33 +55,33 @@ def check_tensors(where: str, found: Mapping[str, torch.Tensor], fields: Mapping
                 fits &= have == want if isinstance(want, int) else have in want
         if not fits:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, not {list(field.shape)}")
-        for bound, beyond in ((field.least, torch.lt), (field.most, torch.gt)):
-            if bound is not None and beyond(tensor, torch.tensor(bound, dtype=tensor.dtype)).any():
+        for bound, outside in ((field.least, torch.lt), (field.most, torch.gt)):
+            if bound is not None and outside(tensor, torch.tensor(bound, dtype=tensor.dtype)).any():
                 raise ValueError(f"{name} has values that are not within {field.least} … {field.most}")
 
 
 def prefixed(prefix: str, fields: Mapping[str, Field]) -> dict[str, Field]:
-    """The same table of names with a prefix."""
+    """Return a table of fields with a prefix on each name."""
     return {prefix + name: field for name, field in fields.items()}
 
 
 def check_mapping(name: str, value: Any, checks: Mapping[str, Check]) -> None:
-    """Check a JSON object that has these keys and no others."""
+    """Check a JSON object: exactly these keys, each value by its check."""
     is_a(dict, name, value)
-    if odd := sorted(value.keys() ^ checks.keys()):
-        raise ValueError(f"{name}.{shown(odd[0])} is {'missing' if odd[0] in checks else 'none that belongs there'}")
+    if wrong := sorted(value.keys() ^ checks.keys()):
+        raise ValueError(f"{name}.{shown(wrong[0])} is {'missing' if wrong[0] in checks else 'unexpected'}")
     for key, check in checks.items():
         check(f"{name}.{key}", value[key])
 
 
 def is_a(kind: type, name: str, value: Any) -> None:
-    """Check that a value is of a type."""
+    """Check the type of a value."""
     if not isinstance(value, kind):
-        raise ValueError(f"{name}={shown(value)} is no {kind.__name__}")
+        raise ValueError(f"{name}={shown(value)} is not a {kind.__name__}")
 
 
 def list_of(check: Check, name: str, value: Any, *, length: int | None = None) -> None:
-    """Check a JSON array, of some length, by what its items must be."""
+    """Check a JSON array: the type, the length unless that is None, and each item."""
     is_a(list, name, value)
     if length not in (None, len(value)):
         raise ValueError(f"{name} has {len(value)} items, not {length}")
@@ -88,24 +90,24 @@ def list_of(check: Check, name: str, value: Any, *, length: int | None = None) -
 
 
 def count(least: int, most: int = MOST) -> Check:
-    """The check of a whole number."""
+    """Return a check for integers of at least `least` and at most `most`."""
     return partial(check_count, what="a count", least=least, most=most)
 
 
 def optional(check: Check) -> Check:
-    """The same check, which lets None pass."""
+    """Return a check that allows None besides what `check` allows."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 class LayerSizes(NamedTuple):
-    """A layer of a saved cache: what the shapes of its tensors follow from.
+    """Sizes of a layer of a saved cache, which determine the shapes of its tensors.
 
     Args:
-        rows, kv_heads, head_dim, block_size, dtype: of its blocks.
-        query_heads: how many there may be.
-        tokens: of each row; width: blocks that the table has room for.
-        placed: whether it was decided what is resident.
-        slots: how many blocks of a row and KV head may be resident.
+        rows, kv_heads, head_dim, block_size, dtype: sizes and dtype of the layer's blocks.
+        query_heads: the possible numbers of query heads.
+        tokens: tokens of each row; width: capacity of the block table in blocks.
+        placed: whether the resident set has been decided.
+        slots: the possible numbers of resident blocks of a row and KV head.
     """
 
     rows: int
@@ -121,10 +123,10 @@ class LayerSizes(NamedTuple):
 
     @property
     def lines(self) -> tuple[int, int]:
-        """Rows and KV heads."""
+        """The shape (rows, KV heads)."""
         return self.rows, self.kv_heads
 
     @property
     def full_blocks(self) -> int:
-        """Blocks of a row that are full."""
+        """Full blocks of a row."""
         return self.tokens // self.block_size

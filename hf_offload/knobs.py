@@ -1,4 +1,4 @@
-"""The checks of the values that users give: each raises a ValueError that names the knob, its value and the remedy."""
+"""Checks of user-supplied knobs; each raises a ValueError that names the knob, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST = 2**31 - 1
-"""The largest count: longer than any context, and an index of compiled code holds it."""
-_EXACT = 2**53  # integers up to here are floats, too
-_SHOWN = 80  # characters of a value in a message
+"""The largest count: longer than any context, and within the int32 indices of compiled code."""
+_EXACT = 2**53  # float64 holds all integers up to this
+_SHOWN = 80  # most characters of a value in a message
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: its `repr`, cut short where it is long."""
+    """Return a value's `repr` for a message, cut to 80 characters."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}…{text[-19:]}"
 
@@ -24,13 +24,13 @@ def shown(value: Any) -> str:
 def check_count(
     name: str, value: Any, *, what: str = "a number of tokens", least: int = 1, most: int = MOST, hint: str = ""
 ) -> None:
-    """Check a whole number.
+    """Check an integer.
 
     Args:
-        name, value: of the knob.
-        what: what the value should be.
-        least, most: its bounds, allowed themselves.
-        hint: what else the message says, with its separator.
+        name, value: name and value of the knob.
+        what: description of an allowed value, for the message.
+        least, most: inclusive bounds.
+        hint: end of the message, with its separator.
 
     Raises:
         ValueError: not an `int`, or out of bounds.
@@ -42,7 +42,7 @@ def check_count(
 
 
 def check_tokens(name: str, value: Any, *, least: int = 1) -> None:
-    """Check a number of tokens; one that no context reaches, up to 2³¹ - 1, is allowed and means all of them.
+    """Check a number of tokens; a number larger than the context, up to 2³¹ - 1, is allowed and means all tokens.
 
     Raises:
         ValueError: not an `int`, or out of bounds.
@@ -63,15 +63,15 @@ def check_number(
     """Check a real number.
 
     Args:
-        name, value: of the knob.
-        what: what the value should be.
-        above, least: the lower bound, not allowed or allowed itself.
-        most, below: the upper bound, allowed or not allowed itself; infinity is allowed only where `most` is infinity.
+        name, value: name and value of the knob.
+        what: description of an allowed value, for the message.
+        above, least: exclusive and inclusive lower bound.
+        most, below: inclusive and exclusive upper bound; infinity is allowed only if `most` is infinity.
 
     Raises:
-        ValueError: neither a `float` nor an `int` that one holds exactly, NaN, infinity, or out of bounds.
+        ValueError: not a `float` or an `int` that float64 holds exactly, NaN, infinity, or out of bounds.
     """
-    inside = (
+    valid = (
         isinstance(value, int | float)
         and not isinstance(value, bool)
         and not (isinstance(value, float) and math.isinf(value) and most != math.inf)
@@ -82,7 +82,7 @@ def check_number(
         and (most is None or value <= most)
         and (below is None or value < below)
     )
-    if inside:
+    if valid:
         return
     bounds = (("above", above), ("of at least", least), ("of at most", most), ("below", below))
     allowed = " and ".join(f"{word} {bound:.10g}" for word, bound in bounds if bound not in (None, math.inf))
@@ -90,7 +90,7 @@ def check_number(
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Check a switch.
+    """Check a bool.
 
     Raises:
         ValueError: neither True nor False.
@@ -100,12 +100,12 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str | None]) -> None:
-    """Check one of a few words.
+    """Check a choice from a few words (or None).
 
     Raises:
-        ValueError: none of them.
+        ValueError: the value is not among `allowed`.
     """
-    if not any(value is None if one is None else isinstance(value, str) and value == one for one in allowed):
-        words = ", ".join(one for one in allowed if one is not None)
+    if not any(value is None if choice is None else isinstance(value, str) and value == choice for choice in allowed):
+        words = ", ".join(choice for choice in allowed if choice is not None)
         none = ", or None" if None in allowed else ""
         raise ValueError(f"{name}={shown(value)} is not known; use one of {words}{none}")

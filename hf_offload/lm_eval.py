@@ -1,9 +1,9 @@
-"""The model `hf_offload` of lm-eval: its Hugging Face model, generating with a `HybridCache`.
+"""The lm-eval model `hf_offload`: lm-eval's Hugging Face model with generation on a `HybridCache`.
 
     python -m hf_offload.lm_eval run --model hf_offload --tasks ruler --model_args pretrained=…,policy=scout,budget=2048
 
-lm-eval finds models in its own table only, which has no way in for other packages; so this module puts one more name
-there and is lm-eval's command line otherwise.
+lm-eval's command line finds models in its own registry only, and has no plugins. This module registers one more model
+and then runs lm-eval's command line.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _KNOBS = CACHE_KNOBS | {part.name for policy in POLICIES.values() for part in da
 
 
 def split_knobs(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part the knobs of `HybridCache` and of the policies from what lm-eval's Hugging Face model is to be given.
+    """Separate the knobs of `HybridCache` and of the policies from the options of lm-eval's Hugging Face model.
 
     Args:
-        options: of `--model_args`, without `policy`.
+        options: the options of `--model_args` without `policy`.
 
     Returns:
-        knobs, and all others.
+        The knobs, and all other options.
 
     Raises:
-        ValueError: a name that is nobody's but much like a knob, or an attention implementation.
+        ValueError: an unknown name that resembles a knob, or another attention implementation.
     """
     knobs = {name: value for name, value in options.items() if name in _KNOBS}
     others = {name: value for name, value in options.items() if name not in _KNOBS}
-    theirs = set(inspect.signature(HFLM.__init__).parameters)
-    for name in sorted(others.keys() - theirs):
-        if like := difflib.get_close_matches(name, _KNOBS, 1, 0.75):
-            raise ValueError(f"{name}={others[name]!r} is no knob of HybridCache or of a policy; was {like[0]} meant?")
+    parameters = set(inspect.signature(HFLM.__init__).parameters)
+    for name in sorted(others.keys() - parameters):
+        if guess := difflib.get_close_matches(name, _KNOBS, 1, 0.75):
+            raise ValueError(f"{name}={others[name]!r} is no knob of HybridCache or of a policy; was {guess[0]} meant?")
     if others.get("attn_implementation", NAME) != NAME:
         raise ValueError(
             f"attn_implementation={others['attn_implementation']!r} reads no HybridCache; leave it out, or use "
@@ -54,43 +54,43 @@ def split_knobs(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 class Totals:
-    """Statistics of many caches, one after the other."""
+    """Statistics over many caches."""
 
     MEANS = ("cpu_ratio", "query_cosine", "selection_overlap", "kept_share")
     SUMS = ("steps", "recalls", "recall_bytes", "placements", "placement_bytes", "wait_seconds")
     PEAKS = ("resident_bytes", "host_bytes", "digest_bytes", "context_bytes", "device_bytes")
 
     def __init__(self) -> None:
-        self._seen: list[dict[str, Any]] = []
+        self._stats: list[dict[str, Any]] = []
 
     def add(self, cache: HybridCache) -> None:
-        """Take in what a cache has done."""
+        """Add the statistics of a cache."""
         stats = cache.stats().as_dict()
-        self._seen.append({key: stats[key] for key in (*self.MEANS, *self.SUMS, *self.PEAKS)})
+        self._stats.append({key: stats[key] for key in (*self.MEANS, *self.SUMS, *self.PEAKS)})
 
     def as_dict(self) -> dict[str, Any]:
-        """Sums; means over decode steps, of the caches that know them (None: none does); the most of each memory."""
-        found: dict[str, Any] = {"caches": len(self._seen)}
-        found |= {key: sum(stats[key] for stats in self._seen) for key in self.SUMS}
+        """Return sums, means over decode steps (None: no cache has the value), and the maximum of each memory."""
+        found: dict[str, Any] = {"caches": len(self._stats)}
+        found |= {key: sum(stats[key] for stats in self._stats) for key in self.SUMS}
         for key in self.MEANS:
-            known = [stats for stats in self._seen if stats[key] is not None]
+            known = [stats for stats in self._stats if stats[key] is not None]
             steps = sum(stats["steps"] for stats in known)
             found[key] = sum(stats[key] * stats["steps"] for stats in known) / steps if steps else None
-        return found | {key: max((stats[key] for stats in self._seen), default=0) for key in self.PEAKS}
+        return found | {key: max((stats[key] for stats in self._stats), default=0) for key in self.PEAKS}
 
 
 @register_model("hf_offload")
 class HybridLM(HFLM):  # type: ignore[misc]
-    """lm-eval's Hugging Face model, whose every generation runs on a fresh `HybridCache`.
+    """lm-eval's Hugging Face model with a fresh `HybridCache` for each generation.
 
-    Likelihoods are forwards without a cache, exact like any prompt: tasks of that kind say nothing about a policy.
-    Results carry policy, knobs and `cache.stats()` under `config`, of the first process where there are several.
+    Likelihoods are forwards without a cache, hence exact: likelihood tasks do not measure a policy. Results hold
+    policy, knobs and `cache.stats()` under `config`; with several processes, those of the first.
 
     Args:
-        pretrained: hub name, folder, or a model.
+        pretrained: a hub name, a folder, or a model.
         policy: as for `HybridCache`.
-        options: knobs of `HybridCache` and of the policy; all others go to lm-eval's model (`tokenizer`, `batch_size`,
-            `dtype`, `peft`, …).
+        options: knobs of `HybridCache` and of the policy; all others are passed to lm-eval's model (`tokenizer`,
+            `batch_size`, `dtype`, `peft`, …).
 
     Raises:
         ValueError: a knob that is not allowed, or a model that cannot work with a `HybridCache`.
@@ -104,7 +104,7 @@ class HybridLM(HFLM):  # type: ignore[misc]
         else:
             pretrained.set_attn_implementation(NAME)
         super().__init__(pretrained, **others)
-        self._about = describe_policy(self._make_cache().policy)  # and everything is checked before a task begins
+        self._description = describe_policy(self._make_cache().policy)  # checks the knobs before a task begins
 
     def _make_cache(self) -> HybridCache:
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # PEFT's wrappers
@@ -121,9 +121,13 @@ class HybridLM(HFLM):  # type: ignore[misc]
         return out
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval tells of a model in its results, with `hf_offload`: policy, knobs and statistics."""
+        """Return lm-eval's information on the model, plus policy, knobs and statistics under `hf_offload`."""
         knobs = {name: value for name, value in self._knobs.items() if name in CACHE_KNOBS}
-        about = {"policy": self._about["name"], "knobs": self._about["knobs"] | knobs, "stats": self.totals.as_dict()}
+        about = {
+            "policy": self._description["name"],
+            "knobs": self._description["knobs"] | knobs,
+            "stats": self.totals.as_dict(),
+        }
         return {**super().get_model_info(), "hf_offload": about}
 
 

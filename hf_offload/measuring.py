@@ -1,4 +1,4 @@
-"""How far decoding with a cache is from full attention on a text, and what it costs: for `tune` and the evaluation."""
+"""Measurement of a policy on a text: KL divergence from full attention, time, memory. For `tune` and `eval/`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hf_offload.hybrid_cache import HybridCache
 
 CHUNK = 2048
 WARM_UP = 4
-"""Steps whose time does not count."""
+"""Decode steps at the start that are not timed."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A text that full attention has read.
+    """A text with the results of full attention.
 
     Args:
-        ids: `[1, context + steps]`.
-        cache: holds the context.
-        full: log-probabilities `[steps, V]` of full attention after each token behind the context.
+        ids: int64 `[1, context + steps]`.
+        cache: a cache of the context's tokens.
+        full: fp32 `[steps, V]`, log-probabilities of full attention after each token that follows the context.
     """
 
     ids: torch.Tensor
@@ -34,26 +34,26 @@ class Reading:
 
     @property
     def context(self) -> torch.Tensor:
-        """The tokens that the cache holds, `[1, context]`."""
+        """The cached tokens, `[1, context]`."""
         return self.ids[:, : self.ids.shape[1] - len(self.full)]
 
     @property
     def following(self) -> torch.Tensor:
-        """The tokens that are fed one by one, `[1, steps]`."""
+        """The tokens to decode, `[1, steps]`."""
         return self.ids[:, self.ids.shape[1] - len(self.full) :]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What decoding with a cache is worth, and what it takes.
+    """Quality and cost of decoding with a cache.
 
     Args:
-        kl: KL(full‖mine) after each token, fp32 `[steps]`.
-        top1: how often the most likely token is the same.
-        seconds: median of a step.
-        host_bytes: that a step reads in host memory, on average: what the CPU attends, what is brought to the device,
-            digests that lie there; None with one memory.
-        device_bytes: of KV and digests in the model's memory.
+        kl: fp32 `[steps]`, KL(full‖policy) after each token, in nats.
+        top1: share of the steps whose most likely token is that of full attention.
+        seconds: median time of a step.
+        host_bytes: mean bytes that a step reads in host memory: blocks that the CPU attends, recalled blocks, digests;
+            None with one memory.
+        device_bytes: bytes of KV and digests in the model's memory.
     """
 
     kl: torch.Tensor
@@ -65,7 +65,7 @@ class Cost:
 
 @torch.inference_mode()
 def read(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> Reading:
-    """Let full attention read a text `[1, N]`, of which the last `steps` tokens will be fed one by one."""
+    """Run full attention over a text, int64 `[1, N]`, of which the last `steps` tokens will be decoded."""
     cache, context = DynamicCache(config=model.config), ids.shape[1] - steps
     take_in(model, cache, ids[:, :context])
     logits = model(ids[:, context:], past_key_values=cache).logits[0]
@@ -74,17 +74,17 @@ def read(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> Reading:
 
 
 def take_in(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> None:
-    """Run a prompt `[1, N]` through a model into a cache, in chunks."""
+    """Run a prompt, int64 `[1, N]`, through a model with a cache, in chunks."""
     for part in ids.split(CHUNK, 1):  # type: ignore[no-untyped-call]
         model(part, past_key_values=cache, logits_to_keep=1)
 
 
 @torch.no_grad()
 def hold(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: Reading) -> HybridCache:
-    """A cache with the context of a reading.
+    """Return a `HybridCache` that holds the context of a reading.
 
     Args:
-        options: of the cache and of the policy.
+        options: knobs of the cache and of the policy.
 
     Raises:
         ValueError: an option that is not allowed.
@@ -98,7 +98,7 @@ def hold(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: 
 
 @torch.inference_mode()
 def follow(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """Feed tokens `[1, N]` one by one: log-probabilities `[N, V]`, and the seconds of each step."""
+    """Decode tokens, int64 `[1, N]`; return fp32 log-probabilities `[N, V]` and the seconds of each step."""
     seconds, logits = [], []
     for token in ids.split(1, 1):  # type: ignore[no-untyped-call]
         start = time.perf_counter()
@@ -109,27 +109,27 @@ def follow(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> tuple[tor
     return torch.stack(logits).float().log_softmax(-1).cpu(), seconds
 
 
-def divergence(mine: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """KL(full‖mine) of each token, and how often the top token is the same, of log-probabilities `[N, V]`."""
-    kl = (full.exp() * (full - mine)).sum(-1)
-    return kl, float((full.argmax(-1) == mine.argmax(-1)).float().mean())
+def divergence(policy: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return KL(full‖policy) of each token and the share of equal top tokens, from log-probabilities `[N, V]`."""
+    kl = (full.exp() * (full - policy)).sum(-1)
+    return kl, float((full.argmax(-1) == policy.argmax(-1)).float().mean())
 
 
 def cost(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: Reading) -> Cost:
-    """Decode what follows a reading with a cache, and compare it with full attention.
+    """Decode the tokens that follow a reading's context with a `HybridCache` and compare with full attention.
 
     Raises:
         ValueError: an option that is not allowed.
     """
     cache = hold(model, policy, options, reading)
-    mine, seconds = follow(model, cache, reading.following)
-    kl, top1 = divergence(mine, reading.full)
+    logprobs, seconds = follow(model, cache, reading.following)
+    kl, top1 = divergence(logprobs, reading.full)
     stats = cache.stats().as_dict()
     return Cost(kl, top1, statistics.median(seconds[WARM_UP:] or seconds), host_bytes(cache), stats["device_bytes"])
 
 
 def host_bytes(cache: HybridCache) -> float | None:
-    """Bytes that a decode step has read in host memory, the mean over the steps of a cache; None with one memory."""
+    """Return the mean bytes that a decode step of a cache has read in host memory; None with one memory."""
     total = 0.0
     for layer in hybrid_layers(cache):
         store = layer.store

@@ -1,4 +1,4 @@
-"""What a cache will take of device and host memory, from a model's config alone: `hf-offload plan`."""
+"""Device and host memory of a cache, computed from a model's config: `hf-offload plan`."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from hf_offload.knobs import MOST, check_count, shown
 from hf_offload.policies.registry import Policy, make_policy
 
 DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "quest", "h2o", "infinigen")
-"""Policies that need nothing but a model."""
+"""Policies that need no file beside the model."""
 MOST_ROWS = 65536
-"""More rows than this are neither planned nor looked for."""
+"""The largest batch that is planned."""
 CACHE_KNOBS = {
     name
     for name, parameter in inspect.signature(HybridCache.__init__).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
-"""Knobs of `HybridCache`, whatever the policy."""
+"""Knobs of `HybridCache`, which all policies have."""
 MEMORY_KNOBS = ("block_size", "resident", "device_budget", "host_dtype", "prefill_tile")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the config of a model says of its keys and values.
+    """Sizes of a model's KV cache.
 
     Args:
-        layers: layers that a HybridCache holds.
-        windows: of each other layer, the tokens that it keeps on the device; None: all of them.
-        kv_heads, query_heads, head_dim: of a layer.
-        dtype: of keys and values.
+        layers: number of layers that a `HybridCache` holds.
+        windows: for each other layer, the tokens that it keeps on the device; None: all tokens.
+        kv_heads, query_heads, head_dim: heads and head dimension of a layer.
+        dtype: dtype of keys and values.
         weights: bytes of the parameters.
     """
 
@@ -71,17 +71,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a cache takes after a prompt that came at once; with one memory `device` is 0 and the host has all.
+    """Memory of a cache after a prompt in one forward; with one memory `device` is 0.
 
     Args:
-        resident: tokens that a row and KV head keeps on the device.
-        resident_bytes: of them, and of what is known of them there.
-        host_bytes: of all tokens.
-        digest_bytes: of all blocks, on the host where `digests_on_host`.
-        salience_bytes: on the host, of what is known of all tokens where single tokens are kept. Copies of those that
-            are kept, at most `host_bytes`, come on top.
-        stock_bytes: on the device, of layers that keep Transformers' own cache.
-        tile_bytes: on the device while a prompt's chunk reads what is cached, once for all layers.
+        resident: resident tokens of a row and KV head.
+        resident_bytes: bytes of resident blocks and of the policy's state on the device.
+        host_bytes: bytes of all tokens on the host.
+        digest_bytes: bytes of the digests of all blocks, on the host if `digests_on_host`.
+        salience_bytes: bytes of the policy's state on the host. HGCA's retained copies of tokens, at most `host_bytes`,
+            are not included.
+        stock_bytes: bytes on the device of layers that keep Transformers' own cache.
+        tile_bytes: bytes of the prefill tiles on the device, shared by all layers.
     """
 
     resident: int
@@ -95,7 +95,7 @@ class Memory:
 
     @property
     def device(self) -> int:
-        """Bytes of the device that stay taken."""
+        """Bytes of device memory, without the prefill tiles."""
         return self.resident_bytes + self.stock_bytes + (0 if self.digests_on_host else self.digest_bytes)
 
     @property
@@ -105,10 +105,14 @@ class Memory:
 
 
 def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> Shape:
-    """The shape of a model's cache, from its config.
+    """Return the sizes of a model's KV cache.
+
+    Args:
+        config: the model's config.
+        dtype: dtype of weights, keys and values.
 
     Raises:
-        ValueError: the config does not tell, or the model's keys and values do not fit into blocks.
+        ValueError: the config lacks a size, or the model's keys and values do not fit into blocks.
     """
     text: Any = config.get_text_config(decoder=True)
     for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"):
@@ -131,17 +135,17 @@ def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> Shape:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # of whatever its code does with a number that makes no sense
+    except Exception as error:  # the model's code may raise anything for a senseless number
         raise ValueError(f"{config.model_type}: the config describes no model that can be built ({error})") from error
     weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     return Shape(sum(held), windows, kv_heads, query_heads, dim, dtype, weights)
 
 
 def parse_tokens(text: str) -> int:
-    """A number of tokens, written `4096`, `32k` or `32K`, of which k is 1,024.
+    """Parse a number of tokens, such as `4096`, `32k` or `32K` (k: 1,024).
 
     Raises:
-        ValueError: it is written otherwise, or is not positive.
+        ValueError: not such a number, or not within 1 to 2³¹ - 1.
     """
     number, thousands = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
     tokens = int(number) * thousands if number.isdecimal() and len(number) <= len(str(MOST)) else 0
@@ -153,10 +157,10 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
-    """A policy with options, written `scout` or `scout:budget=1024,recall=8`: its name, and the options.
+    """Parse a policy with options, such as `scout` or `scout:budget=1024,recall=8`, into name and options.
 
     Raises:
-        ValueError: it is written otherwise.
+        ValueError: not of this form, or an option is set twice.
     """
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
@@ -176,17 +180,17 @@ def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
 def memory_of(
     shape: Shape, policy: str | Policy, options: dict[str, Any], *, context: int, batch: int, two: bool = True
 ) -> Memory:
-    """What a cache takes of memory when a prompt has been read at once.
+    """Return the memory of a cache after a prompt in one forward.
 
-    It is the arithmetic of the cache itself: `stats()` tells the same when the prompt has been read. What grows later,
-    by decoding or in chunks, takes up to a quarter more of digests.
+    The cache's own functions compute it, so `stats()` reports the same numbers after the prompt. A context that grows
+    by decode steps or chunks takes up to a quarter more memory for digests.
 
     Args:
-        shape: of the model's cache.
-        policy: by name, or made.
-        options: of the cache, `MEMORY_KNOBS`, and of the policy.
+        shape: sizes of the model's KV cache.
+        policy: name of the policy, or an instance.
+        options: knobs of the cache (`MEMORY_KNOBS`) and of the policy.
         context: tokens of a row; batch: rows.
-        two: whether there is a device beside the host.
+        two: whether there are two memories.
 
     Raises:
         ValueError: an option that is not allowed.
@@ -194,42 +198,42 @@ def memory_of(
     if others := options.keys() & CACHE_KNOBS - set(MEMORY_KNOBS):
         raise ValueError(f"{', '.join(sorted(others))}: not part of a plan; leave it out")
     memory = {name: options[name] for name in MEMORY_KNOBS if name in options}
-    made = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
+    chosen = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
     size, tile = memory.get("block_size"), memory.get("prefill_tile", 4096)
-    size = made.block_size if size is None else size
+    size = chosen.block_size if size is None else size
     check_sizes(size, tile, memory.get("host_dtype"))
-    made.check(block_size=size, two=two)
+    chosen.check(block_size=size, two=two)
     try:
-        wants = made.requirements
-    except RuntimeError as error:  # a file that is read for a model
+        requirements = chosen.requirements
+    except RuntimeError as error:  # the requirements depend on a file that is read for a model
         raise ValueError(
-            f"policy {made.name!r}: {error}, and a plan knows the config alone; fixed_hybrid:digest=submean takes what "
-            "a predictor for that digest takes"
+            f"policy {chosen.name!r}: {error}, and a plan knows the config alone; fixed_hybrid:digest=submean takes "
+            "what a predictor for that digest takes"
         ) from error
     store = BlockStore(
         batch, shape.kv_heads, shape.head_dim, shape.dtype, block_size=size, device=torch.device("cpu"),
-        digest=DIGESTS[wants.digest] if wants.digest else None, padding=Padding(size),
-        host_dtype=memory.get("host_dtype"), scored_on_host=wants.scored_on_host,
+        digest=DIGESTS[requirements.digest] if requirements.digest else None, padding=Padding(size),
+        host_dtype=memory.get("host_dtype"), scored_on_host=requirements.scored_on_host,
     )  # fmt: skip
-    slots = _slots(shape, made, memory, store, context, two) if two else 0
+    slots = _slots(shape, chosen, memory, store, context, two) if two else 0
     blocks, old = -(-context // size), len(store.packed_on_arrival(0, context))
     places = free = 0
     for count in (batch * old, batch * (blocks - old)):
-        more = growth(places, free, count)
-        places, free = places + more, free + more - count
+        added = growth(places, free, count)
+        places, free = places + added, free + added - count
     record, packed = store.pool.record_bytes, store.pool.packed_record_bytes
     lines = batch * shape.kv_heads
     sizes = LayerSizes(
         batch, shape.kv_heads, (shape.query_heads,), shape.head_dim, size, shape.dtype, context, blocks, True,
         range(slots, slots + 1),
     )  # fmt: skip
-    state, state_on_host = made.state_bytes(sizes, slots)
+    state, state_on_host = chosen.state_bytes(sizes, slots)
     return Memory(
         resident=slots * size,
         resident_bytes=shape.layers * (lines * slots * record + state),
         host_bytes=shape.layers * lines * ((blocks - old) * record + old * packed),
         digest_bytes=0 if store.digests is None else shape.layers * places * store.digests.block_bytes,
-        digests_on_host=wants.scored_on_host or not two,
+        digests_on_host=requirements.scored_on_host or not two,
         salience_bytes=shape.layers * state_on_host,
         stock_bytes=shape.stock_bytes(batch, context),
         tile_bytes=2 * batch * min(tile, context) * shape.token_bytes if two else 0,
@@ -237,10 +241,10 @@ def memory_of(
 
 
 def _slots(shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockStore, context: int, two: bool) -> int:
-    """Blocks that a row and KV head keeps on the device."""
+    """Return the resident blocks of a row and KV head."""
     size, resident = store.block_size, memory.get("resident")
     window = policy.window_tokens(context)
-    if window is not None and policy.window_tokens(0) != window:  # a share of the tokens
+    if window is not None and policy.window_tokens(0) != window:  # the window is a share of the context
         slots = -(-window // size) + 1
         check_slots(slots, size, f"the window of {window} tokens")
         return slots
@@ -253,12 +257,12 @@ def _slots(shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockSto
 
 
 def most_rows(shape: Shape, setting: tuple[str, dict[str, Any]], context: int, device: int) -> int:
-    """Rows of a context that fit into so many bytes of the device beside the weights; 0: none, or weights do not."""
+    """Return the largest batch of a context that fits with the weights into `device` bytes; 0: none fits."""
 
     def fits(batch: int) -> bool:
         try:
             found = memory_of(shape, *setting, context=context, batch=batch)
-        except ValueError:  # so many rows leave too little of a device_budget to each
+        except ValueError:  # the share of a device_budget for each row is too small
             return False
         return shape.weights + found.device + found.tile_bytes <= device
 
@@ -272,7 +276,7 @@ def most_rows(shape: Shape, setting: tuple[str, dict[str, Any]], context: int, d
 
 
 def written(setting: tuple[str, dict[str, Any]]) -> str:
-    """A setting as `parse_setting` reads it."""
+    """Return a setting in the form that `parse_setting` parses."""
     name, options = setting
     return name + (":" if options else "") + ",".join(f"{knob}={value}" for knob, value in options.items())
 
@@ -280,11 +284,13 @@ def written(setting: tuple[str, dict[str, Any]]) -> str:
 def plan_table(
     shape: Shape, settings: list[tuple[str, dict[str, Any]]], *, context: int, batch: int, device: int | None
 ) -> Table:
-    """The table that `hf-offload plan` prints: a row for Transformers' own cache and one for each setting.
+    """Return the table that `hf-offload plan` prints: Transformers' own cache, then each setting.
 
     Args:
+        shape: sizes of the model's KV cache.
         settings: policies with options, as `parse_setting` returns them.
-        device: bytes of device memory, or None.
+        context: tokens of a row; batch: rows.
+        device: bytes of device memory; None leaves out what depends on it.
 
     Raises:
         ValueError: an option or a number of rows that is not allowed.

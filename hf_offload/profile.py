@@ -1,4 +1,4 @@
-"""Offline profiling: how many decode steps each layer can go between two recalls (ScoutAttention §3.4)."""
+"""Offline profiling of recall intervals: decode steps between two recalls of each layer (ScoutAttention §3.4)."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from hf_offload.knobs import check_count
 from hf_offload.policies.registry import Scout, make_policy
 
 VERSION = 1
-Curves: TypeAlias = dict[int, list[float]]  # by layer number, the CPU ratio of each step
-UNMEASURED = 1  # the interval of a layer that the cache does not offload: it never recalls
+Curves: TypeAlias = dict[int, list[float]]  # the CPU ratio of each step, by layer number
+UNMEASURED = 1  # the interval of a layer that is not offloaded; such a layer never recalls
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a profile file holds.
+    """Contents of a profile file.
 
     Args:
-        model: what was profiled: name, model_type and sizes.
-        budget, resident: tokens a row and KV head attends, and keeps on the device.
-        block_size: tokens a block.
-        digest: the digest that blocks were chosen by.
-        threshold: the CPU ratio that was tolerated.
-        steps: decode steps a window; an interval of as many means that the threshold was not passed.
-        windows: stretches of the text; tokens: of prompt in each.
-        layers: numbers of the layers that were measured. The others (sliding windows, linear attention) are not
-            offloaded and stand in `intervals` with 1, which is never used, and in `ratio_by_step` with an empty list.
-        intervals: steps between two recalls, a number for each layer of the model.
-        ratio_by_step: for each layer, the CPU ratio at each step since placement, the mean over the windows.
+        model: name, model_type and sizes of the profiled model.
+        budget, resident: attended and resident tokens of a row and KV head.
+        block_size: tokens of a block.
+        digest: the digest by which blocks were chosen.
+        threshold: the largest allowed CPU ratio.
+        steps: decode steps of a window; an interval of as many steps means that the ratio stayed below the threshold.
+        windows: number of windows of the text; tokens: prompt tokens of each.
+        layers: numbers of the measured layers. The others (sliding windows, linear attention) are not offloaded; they
+            have the unused interval 1 and an empty list of ratios.
+        intervals: steps between two recalls, for each layer of the model.
+        ratio_by_step: for each layer, the CPU ratio at each step after placement, the mean over the windows.
     """
 
     model: dict[str, Any]
@@ -58,10 +58,10 @@ class Profile:
     ratio_by_step: list[list[float]]
 
     def write(self, path: str | Path) -> None:
-        """Write the profile as JSON, whole or not at all.
+        """Write the profile as JSON, atomically.
 
         Raises:
-            OSError: the file cannot be written; one that was there before stays as it was.
+            OSError: the file cannot be written; an older file is unchanged.
         """
         path = Path(path)
         new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -83,7 +83,7 @@ def check_profiling(
     block_size: int = 32,
     **knobs: Any,
 ) -> tuple[Scout, int]:
-    """Check the settings of a profiling run, before a model is loaded for it.
+    """Check the settings of a profiling run before a model is loaded.
 
     Args: as for `profile_intervals`.
 
@@ -91,7 +91,7 @@ def check_profiling(
         The policy to run, and the resident set in tokens.
 
     Raises:
-        ValueError: a value that is not allowed, or a prompt that leaves nothing for the CPU; with the remedy.
+        ValueError: a value that is not allowed, or a prompt that fits into the resident set or the budget.
     """
     for name, value in {"tokens": tokens, "steps": steps, "windows": windows}.items():
         check_count(name, value, what="a count")
@@ -123,21 +123,21 @@ def profile_intervals(
 ) -> Profile:
     """Measure for each layer the most steps between recalls that keep the CPU's share of the budget within a threshold.
 
-    A prompt is read, which decides what is resident (as a recall would), and the tokens that follow in the text are fed
-    one by one without recall. The CPU ratio rises with the steps since; its mean over windows of the text tells when to
-    recall.
+    For each window of the text, the prompt is read, the resident set is placed as a recall would choose it, and the
+    following tokens are decoded without recall. The CPU ratio rises from step to step. The interval of a layer is the
+    number of steps until its ratio, averaged over the windows, passes the threshold.
 
     Args:
-        model: a model that runs with `attn_implementation="hybrid_sparse"`; on the CPU two tiers are simulated.
-        ids: token ids of a real text, `[1, N]` (or `[N]`); windows are spread evenly over it.
-        tokens: tokens of prompt a window.
-        steps: decode steps a window, the longest interval that can be found.
-        windows: windows to average over; their decoded tokens do not overlap.
-        resident: tokens that a row and KV head keeps on the device; by default the budget.
-        block_size: tokens a block.
+        model: a model with `attn_implementation="hybrid_sparse"`; on the CPU two memories are simulated.
+        ids: token ids of a real text, int64 `[1, N]` or `[N]`; windows are spread evenly over it.
+        tokens: prompt tokens of a window.
+        steps: decode steps of a window, the longest interval that can be measured.
+        windows: number of windows to average over; their decoded tokens do not overlap.
+        resident: resident tokens of a row and KV head; by default the budget.
+        block_size: tokens of a block.
         progress: whether to show a progress bar.
-        knobs: of `Scout`: `budget`, `threshold` (CPU ratio, §3.4: 0.12), `digest`, …; by default those of `Scout`, with
-            the lookahead that a GPU uses.
+        knobs: knobs of `Scout`: `budget`, `threshold` (CPU ratio, §3.4: 0.12), `digest`, …; `lookahead` defaults to
+            `"attend"`, which a GPU uses.
 
     Raises:
         ValueError: a value that is not allowed, a text that is too short, or a model that cannot work with the cache.
@@ -173,24 +173,23 @@ def profile_intervals(
 
 
 def longest_interval(ratios: Sequence[float] | np.ndarray, threshold: float) -> int:
-    """The most steps for which a CPU ratio stays at or below a threshold, at least 1 (§3.4).
+    """Return the most steps for which a CPU ratio stays at or below a threshold, at least 1 (§3.4).
 
-    What must stay below is the ratio at each step, not its mean since the last recall; where it rises steadily, that
-    mean lies well below the threshold then (the paper: 8.2 % for 12 %). A single token may want unusual blocks, and the
-    first such token would end the interval early: it is the trend that is compared, the rising curve nearest to the
-    measured one.
+    The ratio at each step is compared, not its mean since the last recall; for a steadily rising ratio that mean stays
+    well below the threshold (the paper: 8.2 % for 12 %). A single token that needs unusual blocks must not end the
+    interval, so the comparison uses the rising trend of the measured curve.
 
     Args:
         ratios: CPU ratio at the first, second, … step after a recall.
-        threshold: the ratio that is tolerated.
+        threshold: the largest allowed ratio.
     """
     below = int(np.count_nonzero(rising_trend(ratios) <= threshold + 1e-9))
     return max(below, 1)
 
 
 def rising_trend(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """The curve that never falls and is nearest to the values in least squares (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []  # mean of a stretch of the curve, and its length
+    """Return the nondecreasing curve with the least squared distance to the values (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # mean and length of each constant part
     for value in values:
         mean, count = float(value), 1
         while pools and pools[-1][0] >= mean:
@@ -201,7 +200,7 @@ def rising_trend(values: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def _run(decoder: torch.nn.Module, cache: HybridCache, ids: torch.Tensor, tokens: int, bar: tqdm) -> Curves:
-    """The CPU ratio by step of each layer that is offloaded, for one window `[1, tokens + steps]`."""
+    """Return the CPU ratio at each step of each offloaded layer, for one window `[1, tokens + steps]`."""
     cache.reset()
     decoder(ids[:, :tokens], past_key_values=cache, use_cache=True)
     for token in ids[0, tokens:]:
@@ -212,7 +211,7 @@ def _run(decoder: torch.nn.Module, cache: HybridCache, ids: torch.Tensor, tokens
 
 
 def _windows(ids: torch.Tensor, tokens: int, steps: int, windows: int) -> list[torch.Tensor]:
-    """Windows `[1, tokens + steps]` spread evenly over the text, so that no token is decoded twice."""
+    """Return windows `[1, tokens + steps]` spread evenly over the text; no token is decoded in two of them."""
     ids = ids.reshape(1, -1) if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise ValueError(f"ids of shape {list(ids.shape)} are not one text; use token ids of shape [1, N]")
@@ -227,7 +226,7 @@ def _windows(ids: torch.Tensor, tokens: int, steps: int, windows: int) -> list[t
 
 
 def _check_positions(model: PreTrainedModel, length: int) -> None:
-    """Warn if a window is longer than the model's positions (with scaled positions that may be meant)."""
+    """Warn if a window is longer than the model's positions, which scaled positions may allow."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(limit, int) and length > limit:
         warnings.warn(
@@ -238,7 +237,7 @@ def _check_positions(model: PreTrainedModel, length: int) -> None:
 
 
 def _fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells a model from others; of an absolute path only the last part is named."""
+    """Return name, type, sizes and dtype of a model; of an absolute path only the last part."""
     config, name = model.config.get_text_config(decoder=True), str(model.config.name_or_path)
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {

@@ -1,4 +1,4 @@
-"""How a model makes scores of queries and keys."""
+"""Attention scores of a model: scale and softcap."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 
 class Scores(NamedTuple):
-    """`scale · q·k`, in some models (Gemma 2) bent to `softcap · tanh(scale · q·k / softcap)`.
+    """Parameters of a model's attention scores: `scale · q·k`, or `softcap · tanh(scale · q·k / softcap)` (Gemma 2).
 
     Args:
-        scale: usually D ** -0.5.
-        softcap: bound of the scores, or None.
+        scale: factor of q·k, usually D ** -0.5.
+        softcap: bound of the scores; None: no bound.
     """
 
     scale: float
     softcap: float | None = None
 
     def of(self, products: torch.Tensor) -> torch.Tensor:
-        """The scores of products q·k."""
+        """Return the scores for products q·k of any shape."""
         found = products * self.scale
         return found if self.softcap is None else torch.tanh(found / self.softcap) * self.softcap

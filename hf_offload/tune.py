@@ -1,4 +1,4 @@
-"""Which policy, budget, block size and recall serve a model on a text and a machine: `hf-offload tune`."""
+"""Search for the fastest policy and knobs within a KL target on a model, text and machine: `hf-offload tune`."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
     "fixed_hybrid": tuple({"budget": share} for share in (0.02, 0.05, 0.1, 0.2, 0.4)),
     "quest": tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096)),
 }
-"""What is tried of each policy, from little to much."""
+"""Settings to try for each policy, from the least attended tokens to the most."""
 FETCHES = ("quest",)
-"""Policies that with one memory are nothing but a choice that others make better."""
+"""Policies that are tried with two memories only: with one they fetch nothing, and Scout chooses blocks better."""
 BLOCK_SIZES = (16, 32, 64)
 ONE_SIZE = ("fluxion",)
-"""Policies that know blocks of one size only."""
+"""Policies with a fixed block size."""
 RECALLS = ("adaptive", 1, 8)
 TURN = 8
-"""Steps of a row before the next one takes its turn, where times are compared."""
+"""Consecutive steps of one setting when times are compared in turns."""
 AFTER_SWITCH = 2
-"""Steps of a turn that find another row's data in the CPU's caches, and do not count."""
+"""Untimed steps at the start of a turn, when the CPU's caches hold another setting's data."""
 ALIKE = 0.03
-"""Times that differ by less are taken to be the same, and device memory decides."""
+"""Relative difference of times below which device memory decides."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A setting that was tried.
+    """A measured setting.
 
     Args:
-        policy: by name; options: of the cache and of the policy.
-        kl: mean KL to full attention; error: its standard error; worst: the mean of the worst window.
-        top1: how often the most likely token is the same.
-        seconds: median of a step.
-        host_bytes: that a step reads of the host, None with one memory; device_bytes: of KV and digests.
+        policy: name of the policy; options: knobs of the cache and of the policy.
+        kl: mean KL to full attention, in nats; error: its standard error; worst: the mean of the worst window.
+        top1: share of the steps whose most likely token is that of full attention.
+        seconds: median time of a step.
+        host_bytes: bytes that a step reads in host memory, None with one memory; device_bytes: bytes of KV and digests.
     """
 
     policy: str
@@ -68,25 +68,26 @@ class Trial:
     device_bytes: int
 
     def meets(self, target: float) -> bool:
-        """Whether it is below a KL with two standard errors to spare, and each window is below it."""
+        """Whether the mean KL plus two standard errors and the worst window's KL are at most `target`."""
         return self.kl + 2 * self.error <= target and self.worst <= target
 
     @property
     def line(self) -> str:
-        """The line of Python that makes such a cache."""
+        """The line of Python that makes a cache with this setting."""
         knobs = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f'HybridCache(model, "{self.policy}"{knobs})'
 
 
 @dataclass
 class Tuning:
-    """What `tune` has found.
+    """Results of `tune`.
 
     Args:
-        target: the KL that was asked for.
-        full_seconds: a step of Transformers' own cache, median; it and the settings that are near enough took turns.
-        trials: all that was tried, in order; the first is full attention through a HybridCache.
-        held_out: the chosen setting on a text that nothing was chosen by, if one was given.
+        target: the largest allowed KL.
+        full_seconds: median time of a step of Transformers' own cache, measured in turns with the settings that meet
+            the target.
+        trials: the measured settings in order; the first is full attention with a `HybridCache`.
+        held_out: the chosen setting on the held-out text, if one was given.
     """
 
     target: float
@@ -96,7 +97,7 @@ class Tuning:
 
     @property
     def chosen(self) -> Trial:
-        """The quickest that meets the target; of those about as quick the one that takes least of the device."""
+        """The fastest setting that meets the target; among equally fast ones, that with the least device memory."""
         good = [trial for trial in self.trials if trial.meets(self.target)]
         quickest = min(trial.seconds for trial in good)
         alike = [trial for trial in good if trial.seconds <= (1 + ALIKE) * quickest]
@@ -104,35 +105,35 @@ class Tuning:
 
     @property
     def why(self) -> str:
-        """Why that one, in a few sentences."""
-        return f"{self._reason}{self._check}"
+        """The reason for the choice, in a few sentences."""
+        return f"{self._reason}{self._held_out_sentence}"
 
     @property
-    def _check(self) -> str:
-        """What the held-out text says of it."""
+    def _held_out_sentence(self) -> str:
+        """The result on the held-out text as a sentence, or nothing without one."""
         if self.held_out is None:
             return ""
         kept, kl = self.held_out.meets(self.target), f"{self.held_out.kl:.4f} ± {self.held_out.error:.4f}"
-        end = "." if kept else ": too much. Tune on texts nearer to those that you will serve, or for less."
+        end = "." if kept else ": too much. Tune on texts more like those that you will serve, or for a smaller KL."
         return f" On the text that was held out its KL is {kl}{end}"
 
     @property
     def _reason(self) -> str:
         chosen, good = self.chosen, [trial for trial in self.trials if trial.meets(self.target)]
-        said = (
+        sentence = (
             f"{len(good)} of {len(self.trials)} settings stay below a KL of {self.target:g}; this one takes "
             f"{1000 * chosen.seconds:.1f} ms a token (Transformers' own cache: {1000 * self.full_seconds:.1f}) at a KL "
             f"of {chosen.kl:.4f} ± {chosen.error:.4f}"
         )
         others = sorted((t for t in good if t.policy != chosen.policy), key=lambda trial: trial.seconds)
         if chosen.policy == "full":
-            return f"{said}. Nothing that leaves tokens out was both near and quick enough."
+            return f"{sentence}. Nothing that leaves tokens out meets the target and is fast enough."
         best = f"; next comes {others[0].policy} with {1000 * others[0].seconds:.1f} ms" if others else ""
         slower = " It is not quicker than Transformers' own." if chosen.seconds >= self.full_seconds else ""
-        return f"{said}{best}.{slower}"
+        return f"{sentence}{best}.{slower}"
 
     def table(self) -> Table:
-        """All that was tried, as a table."""
+        """Return a table of the measured settings."""
         table = Table(
             title=f"KL to full attention of at most {self.target:g}; a token of its own cache takes "
             f"{1000 * self.full_seconds:.1f} ms"
@@ -145,7 +146,7 @@ class Tuning:
             "ms",
             "host MiB a step",
             "device MiB",
-            "near enough",
+            "meets the target",
         ):
             table.add_column(title, justify="left" if title == "setting" else "right")
         for trial in sorted(self.trials, key=lambda trial: trial.seconds):
@@ -164,7 +165,7 @@ class Tuning:
 
 
 def check_tuning(target: float, *, tokens: int, steps: int, windows: int, tier: str | None = None) -> None:
-    """Check the settings of a run, before a model is loaded for it.
+    """Check the settings of a run before a model is loaded.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -188,26 +189,27 @@ def tune(
     held_out: torch.Tensor | None = None,
     progress: bool = False,
 ) -> Tuning:
-    """Find the quickest setting whose KL to full attention stays below a target on a text.
+    """Find the fastest setting whose KL to full attention stays below a target on a text.
 
-    Of each policy the first rung of its ladder that is near enough is looked for, on the assumption that each rung is
-    nearer than the one before. Around the best of these, block sizes and (with two memories) recalls are tried.
-    `window`, which forgets the middle, is not: what it loses shows in questions, hardly in a text's KL.
+    For each policy, a binary search finds the first setting of its ladder that meets the target, assuming that the KL
+    falls along the ladder. For the best policy, other block sizes and (with two memories) recalls are tried. `window`
+    is not tried: it drops the middle of the context, which a text's KL hardly shows and questions do.
 
     Args:
-        model: runs with `attn_implementation="hybrid_sparse"`.
-        ids: of the text, int64 `[1, N]`.
-        target: KL(full‖policy) a token, in nats.
-        tokens: of context in each window; steps: tokens that are decoded behind it.
-        windows: stretches of the text, evenly spread.
+        model: a model with `attn_implementation="hybrid_sparse"`.
+        ids: token ids of the text, int64 `[1, N]`.
+        target: largest KL(full‖policy) of a token, in nats.
+        tokens: context tokens of each window; steps: tokens decoded after them.
+        windows: number of windows, evenly spread over the text.
         tier: as for `HybridCache`.
-        predictor: a file of `hf-offload train-fluxion` for this model: `fluxion` is tried, too, with its deviations τ.
-        held_out: of another text, int64 `[1, M]`: the chosen setting is measured on it, with as many windows.
-        progress: whether a bar shows how far it is.
+        predictor: a file of `hf-offload train-fluxion` for this model; `fluxion` is tried with each of its τ.
+        held_out: token ids of another text, int64 `[1, M]`, on which the chosen setting is measured with as many
+            windows.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: a value that is not allowed, a text that is too short, a target that is below rounding, or a
-            predictor for another model.
+        ValueError: a value that is not allowed, a text that is too short, a target below the rounding error of full
+            attention, or a predictor for another model.
         FileNotFoundError: there is no such predictor.
     """
     check_tuning(target, tokens=tokens, steps=steps, windows=windows, tier=tier)
@@ -241,12 +243,14 @@ def tune(
                 f"target_kl={target:g} is below the {exact.kl + 2 * exact.error:.2g} that rounding alone makes of full "
                 "attention here; use a larger one, or another dtype"
             )
-        near: list[Trial] = []
+        meeting: list[Trial] = []
         for policy, ladder in ladders.items():
             if two or policy not in FETCHES:
-                near += _climb(attempt, policy, [rung for rung in ladder if rung.get("budget", 0) < tokens], target)
-        if near:
-            best = min(near, key=lambda trial: trial.seconds)
+                meeting += _first_meeting(
+                    attempt, policy, [rung for rung in ladder if rung.get("budget", 0) < tokens], target
+                )
+        if meeting:
+            best = min(meeting, key=lambda trial: trial.seconds)
             for options in _variants(best, two):
                 attempt(best.policy, {name: value for name, value in options.items() if name != "tier"})
         bar.set_description("times, in turns")
@@ -256,19 +260,19 @@ def tune(
             readings = read_all(others, "held-out text")
             found.held_out = _trial(model, found.chosen.policy, found.chosen.options, readings)
             bar.update()
-        bar.total = bar.n  # fewer settings than the most
+        bar.total = bar.n  # the search took fewer settings than the most
     return found
 
 
 def _most_work(ladders: dict[str, tuple[dict[str, Any], ...]], windows: int, held_out: int) -> int:
-    """Steps of the progress bar at most: windows that are read, settings, and the comparison of times."""
+    """Return the most steps of the progress bar: windows read, settings, and the comparison of times."""
     settings = 1 + sum(len(ladder).bit_length() for ladder in ladders.values())
     variants = len(BLOCK_SIZES) - 1 + len(RECALLS) - 1
     return windows + settings + variants + 1 + (held_out + 1 if held_out else 0)
 
 
 def cut(ids: torch.Tensor, length: int, windows: int) -> list[torch.Tensor]:
-    """Windows of a length out of a text's ids `[1, N]`, evenly spread.
+    """Return evenly spread windows `[1, length]` of a text's ids `[1, N]`.
 
     Raises:
         ValueError: the text is too short for them.
@@ -283,15 +287,19 @@ def cut(ids: torch.Tensor, length: int, windows: int) -> list[torch.Tensor]:
 
 
 def _by_deviation(predictor: str | os.PathLike[str]) -> tuple[dict[str, Any], ...]:
-    """What is tried of `fluxion` with a file: the largest deviation, which reads least, first."""
+    """Return the ladder of `fluxion` for a predictor file: the largest τ, which reads least, first."""
     taus = sorted(map(float, read_about(predictor)["predictors"]), reverse=True)
     return tuple({"predictor": os.fspath(predictor), "tau": tau} for tau in taus)
 
 
-def _climb(
+def _first_meeting(
     attempt: Callable[[str, dict[str, Any]], Trial], policy: str, ladder: list[dict[str, Any]], target: float
 ) -> Iterator[Trial]:
-    """The trial of the first rung that meets a target, found by halving; nothing if none does."""
+    """Yield the trial of the first setting of a ladder that meets the target, by binary search; nothing if none does.
+
+    Args:
+        attempt: measures a policy with options.
+    """
     low, high, good = 0, len(ladder), None
     while low < high:
         middle = (low + high) // 2
@@ -305,7 +313,7 @@ def _climb(
 
 
 def _variants(best: Trial, two: bool) -> Iterator[dict[str, Any]]:
-    """Settings that differ from the best one in their block size, or in when they recall."""
+    """Yield the best setting's options with other block sizes, and for Scout with other recalls."""
     for size in () if best.policy in ONE_SIZE else BLOCK_SIZES:
         if size != POLICIES[best.policy].block_size:
             yield best.options | {"block_size": size}
@@ -332,25 +340,25 @@ def _trial(model: PreTrainedModel, policy: str, options: dict[str, Any], reading
 
 
 def _time(model: PreTrainedModel, found: Tuning, reading: Reading) -> None:
-    """Time all that is near enough, and Transformers' own cache, in turns: other work meets all of them alike."""
-    near = [number for number, trial in enumerate(found.trials) if trial.meets(found.target)]
+    """Time the settings that meet the target and Transformers' own cache in turns, so that other load affects all."""
+    meeting = [number for number, trial in enumerate(found.trials) if trial.meets(found.target)]
     caches: dict[int, Cache] = {-1: reading.cache}
-    for number in near:
+    for number in meeting:
         caches[number] = hold(model, found.trials[number].policy, found.trials[number].options, reading)
     seconds: dict[int, list[float]] = {number: [] for number in caches}
     for tokens in reading.following.split(TURN, 1):  # type: ignore[no-untyped-call]
         for number, cache in caches.items():
             seconds[number] += follow(model, cache, tokens)[1][AFTER_SWITCH:]
     reading.cache.crop(-len(reading.full))
-    if not seconds[-1]:  # so few steps that nothing was counted
+    if not seconds[-1]:  # too few steps to time
         return
     found.full_seconds = statistics.median(seconds[-1])
-    for number in near:
+    for number in meeting:
         found.trials[number] = replace(found.trials[number], seconds=statistics.median(seconds[number]))
 
 
 def _stock_seconds(model: PreTrainedModel, reading: Reading) -> float:
-    """A step of Transformers' own cache, the median."""
+    """Return the median time of a step of Transformers' own cache."""
     seconds = follow(model, reading.cache, reading.following)[1]
     reading.cache.crop(-len(reading.full))
     return statistics.median(seconds)

@@ -1,4 +1,4 @@
-"""What every rank of a torchrun runs for `test_ranks.py`: models and the tokens of one rank come from a folder."""
+"""Script of each rank in `test_ranks.py`: loads models from a folder and writes its tokens there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_offload import HybridCache
-from hf_offload.attention.step_cpu import HostStep
+from hf_offload.attention.step_cpu import CpuStep
 
 STEPS = 10
 SMALL: dict[str, Any] = {"sinks": 8, "recent": 16, "block_size": 8, "synchronous_layers": (0,)}
@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
         def fail(*_: Any) -> None:
             raise MemoryError("no memory on this rank")
 
-        HostStep.run = fail  # type: ignore[method-assign]
+        CpuStep.run = fail  # type: ignore[method-assign]
     generate(model, "off-64")
 
 

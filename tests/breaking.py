@@ -1,4 +1,4 @@
-"""Launches that cannot do their tasks."""
+"""Launches that fail to complete their tasks, for tests of errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Set up the test run: no network, one thread, and SmolLM2 loaded once."""
+"""Fixtures and settings of all tests: no network, one thread, one SmolLM2 for all."""
 
 import os
 from collections import Counter

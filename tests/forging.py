@@ -1,10 +1,10 @@
-"""Goes through the forgeries of saved caches, a predictor or a profile: each is refused by a ValueError, or runs.
+"""Forgeries of saved caches, predictors and profiles: each is refused by a ValueError, or runs.
 
     python tests/forging.py FOLDER EVERY CASE…
 
-A case is a policy's and a tier, such as scout-split, or predictor, or profile. A forgery has its sums made anew; every
-so manieth is tried. A line says what comes before it is tried: the last line of a process that died tells what it died
-of.
+A case is a policy and a tier, such as scout-split, or `predictor`, or `profile`. Each forgery has valid checksums;
+every EVERY-th is tried. The script prints each forgery before it tries it, so that the last line of a process that died
+names the cause.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Histories of one or two caches in step, and what they must hold: the property test's model of the truth."""
+"""Random histories of one or two caches and their invariants, with a reference model, for the property tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts on several ranks of this machine, as a user starts them."""
+"""Scripts started on several local ranks, as a user starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer for the tiny models: one token a character, no file and no hub."""
+"""A tokenizer for the tiny models: one token for each character, no file and no hub."""
 
 from __future__ import annotations
 

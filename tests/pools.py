@@ -1,4 +1,4 @@
-"""Pools and requests for the kernel tests: several slabs, shuffled blocks, poisoned unused memory."""
+"""Block pools and requests for kernel tests: several slabs, shuffled blocks, poisoned unused memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a CUDA graph does, on CPU tensors: operations are recorded, not run, and replayed on the same memory.
+"""CUDA graphs on CPU tensors: operations are recorded, not run, and replayed on the same memory.
 
-Whatever a step does in Python happens once, at the recording. A step that asks a tensor for its value, or whose shapes
-depend on values, fails here as it would under capture.
+A step's Python code runs once, when it is recorded. A step that reads a tensor's value, or whose shapes depend on
+values, fails as in a capture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules of `docs/architecture.md` about who may import whom, read from the imports themselves."""
+"""The import rules of `docs/architecture.md`, and the names of files in docs and docstrings."""
 
 from __future__ import annotations
 

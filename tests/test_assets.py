@@ -1,4 +1,4 @@
-"""The texts, the model's file and the hidden numbers."""
+"""Texts, model file and hidden numbers of `hf_offload.assets`."""
 
 import pytest
 import torch

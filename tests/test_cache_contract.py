@@ -1,4 +1,4 @@
-"""Transformers' contract of a cache, whatever its version: what it says of itself, and what is done to its rows."""
+"""Transformers' contract of a cache in any version: its properties and changes of the rows."""
 
 from __future__ import annotations
 

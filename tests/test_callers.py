@@ -1,4 +1,4 @@
-"""What calls `generate()` for its user works with an enabled model as it does without: pipelines and lm-eval."""
+"""Callers of `generate()` with an enabled model: pipelines and lm-eval, unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: help without waiting, a profile that is written and used, mistakes in one line."""
+"""The command line: quick help, a profile that is written and used, mistakes reported in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every hand-over late: what reads too early would read what a step before has left."""
+"""Exactness with every hand-over delayed, which reveals reads of an earlier step's data."""
 
 from __future__ import annotations
 

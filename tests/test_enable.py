@@ -1,4 +1,4 @@
-"""`enable`, `disable`, `enabled`: every generate() of a model uses a HybridCache, and nothing stays behind."""
+"""`enable`, `disable`, `enabled`: a HybridCache in every `generate()`, and complete restoration."""
 
 from __future__ import annotations
 

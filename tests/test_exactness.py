@@ -1,4 +1,4 @@
-"""With a budget that covers the context every policy is full attention, also when hardly anything is resident."""
+"""Every policy against full attention with a covering budget, also with few resident blocks."""
 
 from __future__ import annotations
 

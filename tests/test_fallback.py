@@ -1,4 +1,4 @@
-"""Layers whose K and V do not fit into blocks keep Transformers' own layer: exact, and the user is told."""
+"""Layers whose K and V do not fit into blocks: exact in Transformers' own layers, with a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families with more than plain attention: softcaps, attention sinks, linear layers, beside sliding windows."""
+"""Model families with softcaps, attention sinks, linear layers or sliding windows, against eager attention."""
 
 from __future__ import annotations
 

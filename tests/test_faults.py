@@ -1,4 +1,4 @@
-"""What goes wrong surfaces, hangs nothing, loses nothing, and never becomes a wrong token."""
+"""Faults in kernels, threads and memory: errors surface, nothing hangs, no token is lost or wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files from strangers: whatever is in them, a ValueError says what is wrong, or they serve; no process dies by it."""
+"""Forged files: any contents are refused by a ValueError or load; no process dies."""
 
 from __future__ import annotations
 

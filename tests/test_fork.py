@@ -1,4 +1,4 @@
-"""`cache.fork()`: the same blocks, counted by reference, and the same tokens."""
+"""`cache.fork()`: shared blocks with reference counts, and equal tokens."""
 
 from __future__ import annotations
 

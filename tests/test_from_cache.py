@@ -1,4 +1,4 @@
-"""A `DynamicCache` prefilled elsewhere is taken over, and given back."""
+"""Conversion from a prefilled `DynamicCache` and back."""
 
 from __future__ import annotations
 

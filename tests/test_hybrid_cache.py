@@ -1,4 +1,4 @@
-"""The drop-in: registration, refusals, hooks, generate(), the cache's own methods."""
+"""`HybridCache` as a drop-in: registration, refusals, hooks, `generate()`, its own methods."""
 
 from __future__ import annotations
 

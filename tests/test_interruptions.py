@@ -1,4 +1,4 @@
-"""Ctrl-C at any point: the cache is right afterwards or says what to do; nothing hangs."""
+"""Ctrl-C at any point: the cache is right afterwards or its error says what to do; nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that ends, by a limit of the system: every act succeeds or raises in time; none hangs or ends the process."""
+"""A system limit on memory: every operation succeeds or raises in time; none hangs or ends the process."""
 
 from __future__ import annotations
 

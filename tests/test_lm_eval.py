@@ -1,4 +1,4 @@
-"""The model `hf_offload` of lm-eval: which options go where, and what its results tell."""
+"""The lm-eval model `hf_offload`: its options and results."""
 
 from __future__ import annotations
 

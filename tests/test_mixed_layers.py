@@ -1,4 +1,4 @@
-"""Layers of one cache on unlike devices: some with two memories and some with one, or with a mirror of their own."""
+"""Layers of one cache on different devices: one and two memories, and separate device mirrors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The n-th allocation, kernel, hand-over or torch operation fails, for every n: an error, no token lost, none wrong."""
+"""A fault in the n-th allocation, kernel, hand-over or torch operation, for every n: an error, no token lost."""
 
 from __future__ import annotations
 

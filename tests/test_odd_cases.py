@@ -1,4 +1,4 @@
-"""Cases that drop-ins get wrong: odd masks, one KV head, copies, threads, towers beside the decoder."""
+"""Difficult cases of a drop-in: masks, one KV head, copies, threads, towers beside the decoder."""
 
 from __future__ import annotations
 

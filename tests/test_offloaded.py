@@ -1,4 +1,4 @@
-"""Models whose weights accelerate's hooks bring for each module's forward: what is predicted must let them."""
+"""Models whose weights accelerate loads for each module's forward, with query prediction."""
 
 from __future__ import annotations
 

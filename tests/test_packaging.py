@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what they hold, and what stays out."""
+"""Contents of the wheel and the sdist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hf-offload plan`: what is planned is what a cache takes."""
+"""`hf-offload plan`: planned memory against a cache's."""
 
 from __future__ import annotations
 

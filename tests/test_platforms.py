@@ -1,4 +1,4 @@
-"""Systems without what only Linux has: importing works, and the CPU path gives the same tokens."""
+"""Systems without Linux's features: import, and equal tokens on the CPU."""
 
 from __future__ import annotations
 

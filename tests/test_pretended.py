@@ -1,4 +1,4 @@
-"""What needs a GPU, on one that is not there (`pretended.py`): in processes of their own, since it changes torch."""
+"""GPU tests on the simulated device of `tests/pretended`, in separate processes since it patches torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fork of the process with a live cache, and an interpreter that ends with work in flight."""
+"""Forks of the process with a live cache, and interpreter exit with work in flight."""
 
 from __future__ import annotations
 

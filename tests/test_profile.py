@@ -1,4 +1,4 @@
-"""Profiling: intervals from measured curves, the file, what it is worth to a cache, and refusals."""
+"""Profiling: intervals from measured curves, the file, its use by a cache, refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Any sequence of what a cache can be asked for leaves it right: hypothesis draws settings and sequences.
+"""Property tests: any sequence of a cache's operations leaves it right; hypothesis draws settings and sequences.
 
-What is drawn here is fixed, so that the same commit gives the same result. Another 5,000 histories, new ones at every
-run (a failing one is printed, shrunk, with the lines that repeat it):
+The draws of the quick tests are fixed, so that a commit always gives the same result. The slow tests draw another 5,000
+histories, new ones in each run; a failing one is printed, shrunk, with the lines that repeat it:
 
     python -m pytest -m slow tests/test_properties.py
 """

@@ -1,4 +1,4 @@
-"""Tensor parallelism: two processes with half of the heads each give the tokens of one."""
+"""Tensor parallelism: two processes with half of the heads each, against one process."""
 
 from __future__ import annotations
 

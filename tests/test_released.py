@@ -1,4 +1,4 @@
-"""Without the garbage collector's help a cache goes when its last name goes: memory, threads and hooks with it."""
+"""Release of memory, threads and hooks with a cache's last reference, without garbage collection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that cannot be had: the error names what it was for and what needs less, and the cache goes on as before."""
+"""Allocation failures: errors name purpose and remedy, and the cache is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All of it or none: crops that fail, forwards that fail, changes in the middle of a forward, two heirs of a thread."""
+"""Atomicity: failed crops and forwards, changes during a forward, two threads after one that died."""
 
 from __future__ import annotations
 

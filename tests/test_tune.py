@@ -1,4 +1,4 @@
-"""`hf-offload tune`: what is tried, which is chosen, and that its line works and keeps the target on another text."""
+"""`hf-offload tune`: measured settings, the choice, and its line of Python on another text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vision-language models with an image: the text side runs on a `HybridCache`, the vision tower as it always does."""
+"""Vision-language models with an image: the decoder with a `HybridCache`, the vision tower unchanged."""
 
 from __future__ import annotations
 

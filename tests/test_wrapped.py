@@ -1,4 +1,4 @@
-"""Models that somebody has wrapped or changed: adapters, packed weights, autocast, train mode, wrong ways to call."""
+"""Wrapped or changed models: adapters, packed weights, autocast, train mode, wrong calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that the exactness tests run, with attention that is not uniform."""
+"""Tiny random models of the tested families, with attention that is not uniform."""
 
 from __future__ import annotations
 

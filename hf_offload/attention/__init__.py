@@ -1,1 +1,1 @@
-"""The attention function, and what runs around it."""
+"""The registered attention function: prompts, decode steps, query prediction, drafts and CUDA graphs."""

@@ -1,4 +1,4 @@
-"""The CPU's partial of a step with two memories: what goes to the host, the job there, and what comes back."""
+"""The CPU's partial of a step with two memories: pinned buffers, the hand-over of a query, and the CPU's job."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 
 class CpuPartial(RunningPartial):
-    """Buffers of one layer that both sides reach, and the job that works on them; one job at a time.
+    """Host buffers of one layer that CPU and device access, and the job that uses them; one job at a time.
 
-    The query, the blocks and their counts come to (pinned) host memory in the order of the device's stream; the job
-    waits for that, not the model's thread. The device reads the result where it lies. The next job fills it only after
-    its own query has arrived, which the device computes after it has read this result.
+    The device writes the query, the blocks and their counts to (pinned) host memory in stream order; the job waits for
+    them, the model's thread does not. The device reads the result from host memory. The next job cannot overwrite it
+    too early: it waits for its own query, which the device computes after it has read this result.
 
     Args:
         layer: the layer.
-        query: `[B, Hq, D]` fp32, tells the sizes.
-        capacity: blocks that a row and KV head may attend here.
+        query: `[B, Hq, D]` fp32, a tensor with the sizes of the queries.
+        capacity: the most blocks that a row and KV head attends on the CPU.
     """
 
     def __init__(self, layer: HybridLayer, query: torch.Tensor, capacity: int) -> None:
         store = layer.store
         assert store is not None
-        self._layer = weakref.ref(layer)  # which holds this part
+        self._layer = weakref.ref(layer)  # the layer holds this part
         self.shape, self.capacity = query.shape, capacity
         heads = (store.batch, store.num_kv_heads)
         pin = store.device.type == "cuda"
@@ -53,45 +53,45 @@ class CpuPartial(RunningPartial):
         self.query = buffer(*query.shape)
         self.blocks, self.counts = buffer(*heads, capacity, dtype=torch.int32), buffer(*heads, dtype=torch.int32)
         self.out, self.lse, self.kbar = buffer(*query.shape), buffer(*query.shape[:2]), buffer(*query.shape)
-        # Asked once: a capture allows few questions.
+        # Checked here, since few calls are allowed in a capture.
         buffers = (self.query, self.blocks, self.counts, self.out, self.lse, self.kbar)
         self.reachable = not pin or all_pinned(buffers)
-        """Whether the device's kernels can read and write them."""
+        """Whether GPU kernels can read and write the buffers."""
         arrived = None
         if self.reachable:
             with torch.inference_mode(False):
                 arrived = torch.zeros(1, dtype=torch.int32, device=store.device)
         self._inbox = Inbox(self.query, self.blocks, self.counts, arrived)
         self._streams: list[torch.cuda.Stream] = []
-        """The one in which the device uses the buffers; a graph that does so holds this part until it has ended."""
+        """The stream that uses the buffers. A CUDA graph that uses them keeps this part alive until its replay ends."""
         if pin:
             weakref.finalize(self, _settle, self._streams).atexit = False
         self.host: Selection | None = None
         self.predicted: torch.Tensor | None = None
-        """The query on the device that the running job attends with."""
+        """The query of the running job, on the device."""
         self._correct = False
         self._job: Job | None = None
         self._planned: tuple[View, tuple[Scores, bool], Launch] | None = None
 
     @property
     def layer(self) -> HybridLayer:
-        """The layer whose part this is."""
+        """The layer of this part."""
         layer = self._layer()
         assert layer is not None, "a part outlives its layer only while a job ends"
         return layer
 
     def fits(self, query: torch.Tensor, capacity: int) -> bool:
-        """Whether the buffers have the sizes for such a step."""
+        """Whether the buffers have the sizes of this query and capacity."""
         return self.shape == query.shape and self.capacity == capacity
 
     def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> CpuPartial:
-        """Start to attend host blocks with the step's query.
+        """Start a job that attends host blocks with the step's query.
 
         Args:
-            step: its query is the one to attend with.
-            host: sealed blocks; None: they are known here.
-            correct: whether to return k̄ for the first-order correction.
-            label: what an error message calls it.
+            step: the step with the query.
+            host: sealed blocks to attend; None in a subclass that attends no blocks.
+            correct: whether to compute k̄ for the first-order correction.
+            label: the job's name in error messages.
         """
         self.host, self.predicted, self._correct = host, step.query, correct
         capture = self.layer.mirror.capture
@@ -124,7 +124,7 @@ class CpuPartial(RunningPartial):
         hand_over(self._inbox, query, host.blocks, host.counts, flag=flag, epoch=epoch)
 
     def _arrived(self) -> torch.cuda.Event | None:
-        """After what was sent, on a CUDA device."""
+        """Return an event after the hand-over on a CUDA device, or None."""
         if self.layer.device.type != "cuda":
             return None
         stream = torch.cuda.current_stream(self.layer.device)
@@ -133,13 +133,13 @@ class CpuPartial(RunningPartial):
         return event
 
     def rehearse(self, capture: Any) -> None:
-        """Announce a part that is none: a kernel's first launch loads it, which a capture may refuse."""
+        """Hand over an empty part: the first launch loads the kernel, which a capture may refuse."""
         buffers = self.query, self.blocks, self.counts
-        nothing = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
-        hand_over(self._inbox, *nothing, flag=capture.flags[0, :1], epoch=capture.epoch)
+        zeros = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
+        hand_over(self._inbox, *zeros, flag=capture.flags[0, :1], epoch=capture.epoch)
 
     def launch(self, scores: Scores) -> Launch:
-        """The launch of a step in Python: the same one as long as the store's view is."""
+        """Return the launch of an eager step; it is reused as long as the store's view stays the same."""
         store = self.layer.store
         assert store is not None
         view, form = store.view(store.length), (scores, self._correct)
@@ -148,11 +148,11 @@ class CpuPartial(RunningPartial):
         return self._planned[2]
 
     def make_launch(self, scores: Scores) -> Launch:
-        """A launch that attends what the buffers hold when it runs, with counters and scratch of its own."""
+        """Return a new launch that attends the buffers' blocks, with its own counters and scratch memory."""
         store = self.layer.store
         assert store is not None
         view = store.view(store.length)
-        # Blocks on the host are full, so that the rows' length says nothing more.
+        # Host blocks are full: the length need not be exact.
         return cpu_decode.sparse_decode(
             self.query.numpy(), view.block_ptr, view.table, self.blocks.numpy(), self.counts.numpy(), view.holes,
             view.valid, view.covered, self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None,
@@ -160,7 +160,7 @@ class CpuPartial(RunningPartial):
         )  # fmt: skip
 
     def read(self, step: Step, host: Selection) -> None:
-        """Bring host blocks into the CPU's caches, off the critical path."""
+        """Start a job that reads host blocks into the CPU's caches, off the critical path."""
         self._send(step.query, host)
         arrived, store = self._arrived(), step.store
         blocks, counts = self.blocks.numpy(), self.counts.numpy()
@@ -176,12 +176,12 @@ class CpuPartial(RunningPartial):
         self._job = self.layer.settings.worker.submit(read, step.label("read-ahead"), keep=(store.pool, self))
 
     def share(self, step: Step) -> torch.Tensor | float:
-        """Tokens that this part has attended, as a share of the budget; on the device, where that alone knows."""
+        """Return the attended tokens as a share of the budget: fp32 `[]` on the device."""
         assert self.host is not None, "blocks are known"
         return step.share_of(self.host)
 
     def partial(self) -> HostPartial:
-        """Wait for the job; what the merge needs.
+        """Wait for the job and return its result for the merge.
 
         Raises:
             WorkerError: the job failed.
@@ -193,34 +193,34 @@ class CpuPartial(RunningPartial):
             self._job.result()
             self._job = None
         out, lse, kbar = self.out, self.lse, self.kbar
-        if not self.reachable:  # kernels cannot read memory that is not pinned
+        if not self.reachable:  # GPU kernels read pinned memory only
             out, lse, kbar = (tensor.to(self.layer.device) for tensor in (out, lse, kbar))
         return HostPartial(out, lse, kbar, self.predicted) if self._correct else HostPartial(out, lse)
 
     def cancel(self) -> None:
-        """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change.
+        """Wait for the job and drop its result, so that nothing reads blocks that are about to change.
 
         Raises:
-            WorkerError: it is still at work in these buffers when time is up.
+            WorkerError: the job still uses these buffers after the timeout.
         """
         if self._job is not None:
             try:
                 self._job.result()
-            except WorkerError:  # nobody asks for this result any more
+            except WorkerError:  # the result is dropped, its error too
                 if not self._job.done():
                     raise
             self._job = None
 
 
 def all_pinned(buffers: tuple[torch.Tensor, ...]) -> bool:
-    """Whether kernels reach what buffers hold; an empty one (of a part without a list of blocks) has no address."""
+    """Whether all buffers are pinned; empty ones (of a part without a block list) count as pinned."""
     return all(tensor.is_pinned() for tensor in buffers if tensor.numel())
 
 
 def _settle(streams: list[torch.cuda.Stream]) -> None:
-    """Let the device end what it does with buffers that are let go: it reads them by their addresses alone.
+    """Wait until the device no longer uses buffers that are freed, which it knows by address alone.
 
-    Nobody waits for all of the device: another thread may be capturing there.
+    This waits for one stream, not for the device, on which another thread may be capturing.
     """
     if streams and not torch.cuda.is_current_stream_capturing():
         streams[0].synchronize()

@@ -1,9 +1,9 @@
-"""One decode step of a whole model as a CUDA graph: captured once, replayed for every token.
+"""CUDA graph of a whole model's decode step: captured once, replayed for every token.
 
-A captured step runs no Python. What changes from step to step lies in tensors that kernels read: the token, its
-position, sizes, block tables, the epoch of the step. The CPU's parts are announced by flags in pinned memory and served
-by a `Doorbell`; the device waits for them by itself. Between two replays the host keeps its own books: it counts the
-token, and closes blocks that became full.
+A replay runs no Python. Kernels read all that changes from step to step in tensors: the token, its position, lengths,
+block tables, the step's epoch. Flags in pinned memory announce the CPU's parts to a `Doorbell`, whose threads compute
+them; the device waits for their answers by flags, too. Between two replays the host counts the token and closes blocks
+that became full.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hf_offload.cpu.thread_pool import WorkerError
 
 
 class StepGraph:
-    """Decodes with one token by replaying a graph; captures it when there is none that fits.
+    """The CUDA graph of a cache's decode steps, captured anew when its signature changes.
 
     Args:
         cache: the `HybridCache`.
-        recorder: makes what captures and replays (`Recorder`).
+        recorder: returns an object that captures and replays a graph (`Recorder`).
     """
 
     def __init__(self, cache: Any, recorder: Callable[[], Any] = Recorder) -> None:
@@ -43,54 +43,54 @@ class StepGraph:
         self._cache = weakref.proxy(cache)
         self._capture: Capture | None = None
         self._next: Capture | None = None
-        """What the next graph hands over with, once it is known that it can."""
+        """The capture of the next graph, made when host memory has proved to be pinned."""
         self._recorded: Any = None
         self._state: object = None
-        """The signature of the steps that the graph serves; `_coming`: of the step that comes. They hold what the graph
-        reads, for which a fork in another thread may have found a larger place.
+        """Signature of the graph's steps; `_next_signature`: of the next step. Both keep the tensors that the graph
+        reads alive: a fork in another thread may replace them by larger ones.
         """
-        self._coming: object = None
+        self._next_signature: object = None
         self._arrays: object = None
         self._doorbell: Doorbell | None = None
         self._epoch = 0
-        """Replays of this graph; an int32 that wraps around, as the device counts."""
+        """Number of replays, an int32 that wraps around like the device's counter."""
         self._inputs: dict[str, torch.Tensor] = {}
         self._limits: tuple[torch.Tensor, ...] = ()
-        """Sizes in the step that comes, which kernels read; made anew where an interruption has cost the old ones."""
+        """Lengths in the next step, which kernels read."""
         self._output: Any = None
         self._finalizer: Any = None
         self._warned = False
 
     def ready(self) -> bool:
-        """Whether a step may be captured or replayed now: what is resident has been decided and loaded."""
+        """Whether a step can be captured or replayed: the resident set of every layer is placed."""
         return all(layer.past and not layer.unplaced for layer in self.layers)
 
     def prepare(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> bool:
-        """Get ready for a step; whether it can be `run`, or must be taken in Python first.
+        """Prepare a step; return whether `run` can take it, or it must run eagerly.
 
-        What a step launches may have to be compiled and loaded, and buffers made, which a capture refuses. So the first
-        of a new kind (see `_signature`) runs in Python, and the second is captured.
+        The first step with a new signature (`_signature`) runs eagerly, since a capture allows no compilation of
+        kernels and no allocation of buffers. The second one is captured.
 
         Args:
             inputs: the step's tensors: `input_ids` and `position_ids`, `[B, 1]`.
             fixed: the other arguments of the model's forward.
 
         Raises:
-            WorkerError: a CPU part of the step before failed or was late.
+            WorkerError: a CPU part of the previous step failed or was late.
         """
         self.check()
         for layer in self.layers:
             assert layer.store is not None
             assert layer.resident is not None
-            layer.drain_ahead()  # of a step that ran in Python
+            layer.drain_ahead()  # of an eager step
             layer.resident.wait()
             layer.store.reserve(layer.store.length + 1)
         self._refresh()
-        before, self._coming = self._coming, self._signature(inputs, fixed)
-        return self._coming == self._state or (self._coming == before and self._reachable())
+        previous, self._next_signature = self._next_signature, self._signature(inputs, fixed)
+        return self._next_signature == self._state or (self._next_signature == previous and self._reachable())
 
     def _reachable(self) -> bool:
-        """Whether a graph could read what lies in host memory; a warning, once, where that is not pinned."""
+        """Whether all host memory that a graph reads is pinned; if not, warn once."""
         pools = [layer.store.pool.pinned for layer in self.layers if layer.store is not None]
         parts = [layer.cpu_partial.reachable for layer in self.layers if layer.cpu_partial is not None]
         device, worker = self.layers[0].device, self.layers[0].settings.worker
@@ -109,29 +109,31 @@ class StepGraph:
         return False
 
     def run(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> Any:
-        """One decode step, after `prepare`, which has agreed.
+        """Run one decode step for which `prepare` returned True, by capture or replay.
 
         Args:
             forward: the model's forward.
             inputs, fixed: as in `prepare`.
 
         Returns:
-            What the model returns; its tensors are good until the next step.
+            The model's output; its tensors are valid until the next step.
 
         Raises:
-            RuntimeError: the model does what cannot be captured.
+            RuntimeError: the model's step cannot be captured.
         """
         with self.layers[0].mirror.current():
-            if self._coming == self._state:
-                self._repeat(inputs)
+            if self._next_signature == self._state:
+                self._replay_step(inputs)
             else:
-                self._begin(forward, inputs, fixed)
+                self._capture_step(forward, inputs, fixed)
         return self._output
 
-    def _begin(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
+    def _capture_step(
+        self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]
+    ) -> None:
         past = self._cache.get_seq_length()
         try:
-            self._record(forward, inputs, fixed)  # a forward of its own: it counts the token
+            self._record(forward, inputs, fixed)  # this runs the forward, whose hooks count the token
             self._state = self._signature(inputs, fixed)
             self._replay()
         except BaseException:
@@ -139,8 +141,8 @@ class StepGraph:
             self._cache.fail(past)
             raise
 
-    def _repeat(self, inputs: dict[str, torch.Tensor]) -> None:
-        self._serve()
+    def _replay_step(self, inputs: dict[str, torch.Tensor]) -> None:
+        self._update_doorbell()
         for name, value in inputs.items():
             self._inputs[name].copy_(value)
         self._cache.begin()
@@ -150,7 +152,7 @@ class StepGraph:
                 layer.store.length += 1
                 layer.stats.steps += 1
             self._replay()
-        except Exception:  # what an interruption leaves is for the next `begin`
+        except Exception:  # after an interruption the next `begin` rolls back
             self._cache.end(False)
             raise
         self._cache.end(True)
@@ -164,12 +166,12 @@ class StepGraph:
             close_step(layer)
 
     def _refresh(self) -> None:
-        """Bring what kernels read up to date for the step that comes."""
+        """Update the tensors that kernels read for the next step."""
         for layer in self.layers:
             assert layer.store is not None
             layer.store.tables.table()
             layer.store.tables.block_ptr()
-        first = self.layers[0]  # a graph has one device, on which all layers read the same sizes and padding
+        first = self.layers[0]  # all layers of a graph share one device mirror: lengths and padding
         assert first.store is not None
         length, sealed, limits = first.store.length, first.store.sealed, first.mirror.limits
         self._limits = limits("step", length + 1, sealed), limits("ahead", length, sealed)
@@ -177,7 +179,7 @@ class StepGraph:
         first.mirror.valid()
 
     def _signature(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> object:
-        """What a captured step depends on beside the values in its tensors; a few microseconds a layer, every step."""
+        """Return all that a captured step depends on besides tensor values. It takes a few µs a layer and step."""
         views = [layer.device_view() for layer in self.layers]
         first = self.layers[0]
         valid = first.mirror.valid()
@@ -215,7 +217,7 @@ class StepGraph:
         try:
             with undisturbed():
                 self._output = self._recorded.record(step)
-            if "past_key_values" in self._output:  # which would keep the cache alive
+            if "past_key_values" in self._output:  # a reference that would keep the cache alive
                 self._output["past_key_values"] = None
         except BaseException as error:
             self._capture = self._recorded = self._state = None
@@ -231,10 +233,10 @@ class StepGraph:
         self._doorbell, self._epoch, self._arrays = Doorbell(worker.threads, timeout=worker.timeout), 0, None
         self._doorbell.delay = worker.delay
         self._finalize(self._doorbell)
-        self._serve()
+        self._update_doorbell()
 
-    def _serve(self) -> None:
-        """Let the doorbell work on the arrays that there are now."""
+    def _update_doorbell(self) -> None:
+        """Give the doorbell new launches if the arrays that they read were replaced."""
         assert self._capture is not None
         assert self._doorbell is not None
         store = self.layers[0].store
@@ -251,17 +253,17 @@ class StepGraph:
             self._finalize(self._doorbell)
 
     def _finalize(self, doorbell: Doorbell) -> None:
-        """Let a replay in flight end before its doorbell: the newest finalizer, at exit the first, is this one."""
-        before = self._finalizer
+        """Register the end of a doorbell after its replay. The newest finalizer runs first at exit."""
+        previous = self._finalizer
         self._finalizer = weakref.finalize(self, _let_go, self._recorded, doorbell)
-        if before is not None:
-            before.detach()
+        if previous is not None:
+            previous.detach()
 
     def check(self, *, settle: bool = False) -> None:
-        """Raise what went wrong on the CPU's side since the last look.
+        """Raise the errors of CPU parts since the last check.
 
         Args:
-            settle: wait for a replay that is in flight first: what follows is none.
+            settle: whether to wait for a replay in flight first, before anything but a replay.
 
         Raises:
             WorkerError: a part failed or was not done in time.
@@ -275,51 +277,51 @@ class StepGraph:
                 self._doorbell.check()
         except ItemError as error:
             self.close()
-            raise WorkerError(f"{error}; {self._wrong_since(*epochs, error.epoch)}") from error
+            raise WorkerError(f"{error}; {self._describe_wrong_steps(*epochs, error.epoch)}") from error
         if late:
             self.close()
-            raise WorkerError(f"a CPU part was not done in time; {self._wrong_since(late)}")
+            raise WorkerError(f"a CPU part was not done in time; {self._describe_wrong_steps(late)}")
 
-    def _wrong_since(self, *epochs: int) -> str:
-        """What to tell of the steps from the first of these epochs on: who looks at no result may have gone on."""
+    def _describe_wrong_steps(self, *epochs: int) -> str:
+        """Return the part of an error message on the steps since the earliest of these epochs, all of them wrong."""
         steps = 1 + max((self._epoch - epoch) % 2**32 for epoch in epochs)
         what = "result of the last step is" if steps == 1 else f"results of the last {steps} steps are"
         return f"the {what} not right: crop(-{steps}) and repeat {'it' if steps == 1 else 'them'}"
 
     def close(self) -> None:
-        """Forget the graph; the thread that served it ends."""
-        self._coming = None
+        """Free the graph and stop its doorbell."""
+        self._next_signature = None
         if self._doorbell is None:
             return
-        self._settle()  # an interruption finds all of it as it was
+        self._settle()  # an interruption here leaves the graph intact
         doorbell, self._doorbell = self._doorbell, None
         self._finalizer.detach()
         self._capture = self._recorded = self._state = self._output = self._next = None
-        with suppress(WorkerError):  # nobody asks for these parts any more
+        with suppress(WorkerError):  # the parts' results are dropped
             doorbell.stop()
 
     def _settle(self) -> None:
-        """Let a replay that is in flight end: it waits for the CPU."""
+        """Wait for a replay in flight, which waits for the CPU's parts."""
         if self._recorded is not None:
             self._recorded.settle()
 
 
 def _let_go(recorded: Any, doorbell: Doorbell) -> None:
-    """End a doorbell whose graph is gone; a replay in flight still waits for it."""
+    """Stop the doorbell of a freed graph, after a replay in flight."""
     recorded.settle()
     with suppress(WorkerError):
         doorbell.stop()
 
 
-_TENSORS = ("input_ids", "position_ids")
-_HOST = ("attention_mask", "cache_position")
-"""What the host looks at, and the graph does not take."""
+_GRAPH_INPUTS = ("input_ids", "position_ids")
+_HOST_ARGUMENTS = ("attention_mask", "cache_position")
+"""Arguments that the host reads and the graph does not."""
 
 
 class GraphedForward:
-    """Takes the place of a model's `forward` and `generate` for as long as somebody holds it.
+    """Replacement of a model's `forward` and `generate`; it is undone when the last reference goes.
 
-    Steps with one token and a cache that has a graph are replayed; everything else runs as before.
+    Decode steps of a cache with a graph are replayed; all other calls run the original methods.
 
     Args:
         model: the model.
@@ -330,31 +332,31 @@ class GraphedForward:
         self._generate: Any = getattr(model, "generate", None)
         self._names = tuple(inspect.signature(model.forward).parameters)
         self._local = threading.local()
-        """`graphs`: those that this thread has replayed within the `generate` that it is in."""
+        """`graphs`: the graphs that this thread has replayed in its current `generate`."""
         for name in ("forward", "generate"):
             if hasattr(model, name):
-                _Stand(model, name, weakref.ref(self)).take_place(self)
+                _MethodOverride(model, name, weakref.ref(self)).install(self)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's `generate`, at whose end the last step is known to be right."""
+        """Run the model's `generate`, then check the CPU parts of its last step."""
         outer = getattr(self._local, "graphs", None)
         self._local.graphs = graphs = set[Any]()
         try:
-            made = self._generate(*args, **kwargs)
+            output = self._generate(*args, **kwargs)
         finally:
             self._local.graphs = outer
         for graph in graphs:
             graph.check(settle=True)
-        return made
+        return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; a replay where one will do."""
+        """Run the model's forward, as a replay where possible."""
         named = dict(zip(self._names, args, strict=False)) | kwargs
         cache = named.get("past_key_values")
         graph = getattr(cache, "graph", None)
         step = None
         if cache is not None and graph is not None and graph.ready():
-            step = None if cache.transaction.open else _step_of(cache, named)  # what was interrupted `begin` tells
+            step = None if cache.transaction.open else _split_arguments(cache, named)  # `begin` reports it
         if graph is None or step is None:
             if graph is not None:
                 graph.check(settle=True)
@@ -365,71 +367,71 @@ class GraphedForward:
         output = graph.run(self._forward, *step)
         if getattr(self._local, "graphs", None) is not None:
             self._local.graphs.add(graph)
-        output = tree_map_only(torch.Tensor, torch.Tensor.clone, output)  # the graph writes into the same ones again
+        output = tree_map_only(torch.Tensor, torch.Tensor.clone, output)  # the next replay overwrites them
         if "past_key_values" in output:
             output["past_key_values"] = cache
         return output
 
 
-class _Stand:
-    """What stands in a model as a method of it: hands calls on for as long as there is a `GraphedForward`.
+class _MethodOverride:
+    """A model's replaced method: it delegates to the `GraphedForward`, or to the original method when that is gone.
 
     Args:
-        model: the model; name: of the method.
-        graphed: the one that answers.
+        model: the model; name: name of the method.
+        graphed: returns the `GraphedForward`, or None.
     """
 
     def __init__(self, model: nn.Module, name: str, graphed: Callable[[], GraphedForward | None]) -> None:
-        self._before = getattr(model, name)
-        functools.update_wrapper(self, self._before)
-        self._model, self._name, self._mine = weakref.ref(model), name, model.__dict__.get(name)
+        self._original = getattr(model, name)
+        functools.update_wrapper(self, self._original)
+        self._model, self._name, self._instance_method = weakref.ref(model), name, model.__dict__.get(name)
         self._graphed = graphed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphed = self._graphed()
-        return self._before(*args, **kwargs) if graphed is None else getattr(graphed, self._name)(*args, **kwargs)
+        return self._original(*args, **kwargs) if graphed is None else getattr(graphed, self._name)(*args, **kwargs)
 
-    def take_place(self, owner: GraphedForward) -> None:
-        """Stand in the model until the owner is gone."""
+    def install(self, owner: GraphedForward) -> None:
+        """Replace the model's method until `owner` is freed."""
         setattr(self._model(), self._name, self)
-        weakref.finalize(owner, _restore, self._model, self, self._name, self._mine)
+        weakref.finalize(owner, _restore, self._model, self, self._name, self._instance_method)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model has a method of its own."""
-        if self._mine is not None:
-            return copy.deepcopy(self._mine, memo)
+        """Return the original method, bound to the copied model."""
+        if self._instance_method is not None:
+            return copy.deepcopy(self._instance_method, memo)
         model = self._model()
         return self._of_class(memo.get(id(model), model))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """So has the model that is unpickled."""
-        if self._mine is not None:
-            return _itself, (self._mine,)
-        return getattr, (self._model(), self._name)  # which is its class's while the model is being made
+        """Pickle as the original method, bound to the unpickled model."""
+        if self._instance_method is not None:
+            return _identity, (self._instance_method,)
+        return getattr, (self._model(), self._name)  # the class's method, as the unpickled model has no attributes yet
 
     def _of_class(self, model: Any) -> Any:
         return types.MethodType(getattr(type(model), self._name), model)
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
 def graphed(model: nn.Module) -> GraphedForward:
-    """The model's `GraphedForward`: the one that is there, or a new one."""
+    """Return the model's `GraphedForward`, an existing or a new one."""
     found = getattr(model.__dict__.get("forward"), "_graphed", lambda: None)()
     return found or GraphedForward(model)
 
 
-def _step_of(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-    """The tensors and the other arguments of a decode step, or None if these are not the arguments of a plain one."""
+def _split_arguments(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Split a forward's arguments into the tensors and the others of a decode step; None if it is not a plain one."""
     ids = kwargs.get("input_ids")
-    known = _TENSORS + _HOST
+    known = _GRAPH_INPUTS + _HOST_ARGUMENTS
     others = any(isinstance(value, torch.Tensor) and name not in known for name, value in kwargs.items())
     if others or ids is None or ids.shape[1] != 1 or kwargs.get("return_dict") is False:
         return None
     if torch.is_autocast_enabled(ids.device.type):
-        return None  # a graph would go on in the dtypes that it was captured with
+        return None  # a replay would use the dtypes of the capture
     mask, padding = kwargs.get("attention_mask"), cache.settings.padding
     if mask is not None and mask.ndim != 2:
         return None
@@ -439,18 +441,18 @@ def _step_of(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         return None
     positions = kwargs.get("position_ids")
     if positions is None and padding.ragged:
-        return None  # how rows with padding count their positions is the model's business
+        return None  # models differ in the positions of padded rows
     if positions is None:
         positions = torch.full_like(ids, past)
     fixed = {name: value for name, value in kwargs.items() if name not in known}
     return {"input_ids": ids, "position_ids": positions}, fixed
 
 
-def _restore(model: weakref.ref[nn.Module], stand: _Stand, name: str, mine: Any) -> None:
+def _restore(model: weakref.ref[nn.Module], override: _MethodOverride, name: str, instance_method: Any) -> None:
     owner = model()
-    if owner is None or owner.__dict__.get(name) is not stand:
+    if owner is None or owner.__dict__.get(name) is not override:
         return
-    if mine is None:
+    if instance_method is None:
         delattr(owner, name)
     else:
-        setattr(owner, name, mine)
+        setattr(owner, name, instance_method)

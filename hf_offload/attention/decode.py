@@ -1,4 +1,4 @@
-"""The two things that a layer does: take in many tokens exactly, or attend with one by the policy's plan."""
+"""A layer's two operations: exact attention of a prompt or append, and a decode step by the policy's plan."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from hf_offload.attention import decode_split as tiered
 from hf_offload.attention.prefill import append_attention
-from hf_offload.attention.step_cpu import Form, HostStep, readable
-from hf_offload.attention.step_split import TieredStep
+from hf_offload.attention.step_cpu import CpuStep, Form, readable
+from hf_offload.attention.step_split import SplitStep
 from hf_offload.cache.last_queries import joined
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.prefill_tiles import read_tiles
@@ -18,7 +17,7 @@ from hf_offload.cache.torch_modes import uncast
 from hf_offload.scores import Scores
 
 FEW_QUERIES = 16
-"""Appends of at most so many tokens read the cached blocks where they lie; more are worth bringing them together."""
+"""Appends of at most this many tokens attend the cached blocks in place; longer ones gather them into tiles."""
 
 
 def append(
@@ -31,16 +30,17 @@ def append(
     scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Take in a prompt, a chunk of one, or a new turn: exact attention, then the tokens go to the host.
+    """Attend with a prompt, a chunk of one, or a new turn, exactly, and store its tokens on the host.
 
     Args:
-        layer: the layer; its announced K and V are `key` and `value` `[B, Hkv, Q, D]`.
-        query: `[B, Hq, Q, D]`.
+        layer: the layer; `key` and `value` are its pending K and V, unless another layer has stored them.
+        query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, Q, D]`.
         mask: None, `[B, past + Q]` or dense (see `MaskPieces`).
-        scores, sinks: as the model gives them.
+        scores: parameters of the model's scores.
+        sinks: `[Hq]`, logits of the model's attention sinks, or None.
 
     Returns:
-        `[B, Q, Hq, D]`.
+        `[B, Q, Hq, D]` in the query's dtype.
     """
     store = layer.store
     assert store is not None
@@ -52,8 +52,8 @@ def append(
         layer.state.before_append(layer)
     tile = layer.settings.prefill_tile
     few = fresh and 0 < query.shape[2] <= FEW_QUERIES and past > 0 and (mask is None or mask.ndim == 2)
-    before = _attend_past(layer, query, scores) if few and store.device.type == "cpu" else None
-    tiles = read_tiles(store, past, tile) if before is None else ()
+    attended_past = _attend_past(layer, query, scores) if few and store.device.type == "cpu" else None
+    tiles = read_tiles(store, past, tile) if attended_past is None else ()
     out = append_attention(
         query,
         key,
@@ -64,7 +64,7 @@ def append(
         scores=scores,
         sinks=sinks,
         tile=tile,
-        before=before,
+        before=attended_past,
         attended=_progress(layer, past, query.shape[2]) if fresh else None,
     )
     layer.pending = None
@@ -74,20 +74,24 @@ def append(
         layer.state.append(layer, query, scores)
     layer.scores = scores
     window = layer.requirements.query_window
-    # Of layers that share keys and values only the one that brought them counts, in chunks as in one prompt.
+    # Of layers that share keys and values, only the layer that stored them keeps queries, in chunks as in one prompt.
     if fresh and window and (layer.has_slots or layer.requirements.learns_from_prompts):
         layer.last_queries = joined(layer.last_queries, query, past, window)
     return out
 
 
 def _progress(layer: HybridLayer, past: int, tokens: int) -> Callable[[int], None] | None:
-    """What shows how far a prompt has come; none for drafts, which are decode steps."""
+    """Return the callback of the progress bar of a prompt; None for single tokens and drafts."""
     progress, drafts = layer.settings.progress, past and layer.settings.drafts.count
     return None if progress is None or tokens == 1 or drafts else progress.attend(past, tokens)
 
 
 def _attend_past(layer: HybridLayer, query: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend all cached tokens where they lie, with a few queries `[B, Hq, Q, D]` as more heads of each group."""
+    """Attend all cached tokens in place: the queries `[B, Hq, Q, D]` become Hq·Q heads.
+
+    Returns:
+        out `[B, Hq, Q, D]`, lse `[B, Hq, Q]`; fp32.
+    """
     store = layer.store
     assert store is not None
     batch, heads, length, dim = query.shape
@@ -97,20 +101,20 @@ def _attend_past(layer: HybridLayer, query: torch.Tensor, scores: Scores) -> tup
 
 
 def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
-    """Let the policy begin with the token that comes next, whose query `[B, Hq, 1, D]` is predicted."""
+    """Start the policy's layer-ahead work (`before_layer`) with a predicted query `[B, Hq, 1, D]`."""
     store = layer.store
     assert layer.scores is not None
     assert store is not None
     if layer.ahead is not None or layer.cpu_partial is not None:
         layer.drain_ahead()
-    if not layer.has_slots:  # nothing that autocast would change
+    if not layer.has_slots:  # one memory: no operation that autocast would change
         layer.policy.before_layer(lone_step(layer, query, store.length + 1, layer.scores))
         return
     if query.dtype is not layer.dtype:  # under autocast
         query = query.to(layer.dtype)
     with uncast(layer.device_type), layer.mirror.current():
-        tiered.place(layer, query)
-        step = TieredStep(layer, query[:, :, 0], layer.past + 1, layer.scores)
+        decode_split.place(layer, query)
+        step = SplitStep(layer, query[:, :, 0], layer.past + 1, layer.scores)
         layer.policy.before_layer(step)
 
 
@@ -128,7 +132,8 @@ def decode(
     Args:
         layer: the layer, with at least one token cached.
         query: `[B, Hq, 1, D]`; key, value: `[B, Hkv, 1, D]`.
-        scores, sinks: as the model gives them.
+        scores: parameters of the model's scores.
+        sinks: `[Hq]`, logits of the model's attention sinks, or None.
 
     Returns:
         `[B, 1, Hq, D]` in the query's dtype.
@@ -136,7 +141,7 @@ def decode(
     layer.scores = scores
     if layer.has_slots:
         with layer.mirror.current():
-            return tiered.decode(layer, query, key, value, scores=scores, sinks=sinks)
+            return decode_split.decode(layer, query, key, value, scores=scores, sinks=sinks)
     store = layer.store
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
@@ -144,31 +149,31 @@ def decode(
     length = store.length + fresh
     view = store.view(length)
     store.length = length
-    kind = query.shape, query.stride(), query.dtype
-    form = Form(kind, key.stride(), value.stride(), scores, fresh, sinks is not None)
+    query_form = query.shape, query.stride(), query.dtype
+    form = Form(query_form, key.stride(), value.stride(), scores, fresh, sinks is not None)
     if not form.readable:
         query, key, value = readable(query), readable(key), readable(value)
-    step: HostStep | None = layer.steps.get(fresh)
+    step: CpuStep | None = layer.steps.get(fresh)
     if step is None or step.view is not view or step.form != form:
-        written = (key, value) if fresh else ()
-        step = layer.steps[fresh] = HostStep(layer, view, form, query, length, *written)
-    given = step.run(query, key, value, sinks, length)
+        new_kv = (key, value) if fresh else ()
+        step = layer.steps[fresh] = CpuStep(layer, view, form, query, length, *new_kv)
+    out = step.run(query, key, value, sinks, length)
     assert step.plan is not None
     layer.ahead = None
     layer.stats.steps += 1
     if store.format.packs:
-        store.pack_old(length - 1)  # before anything reads this layer's blocks again; the new token may be undone
+        store.pack_old(length - 1)  # before the next read; without the new token, which may be undone
     layer.policy.after_layer(step, step.plan)
     if length % store.block_size == 0 and store.sealed < store.num_blocks:
         seal(store, layer.settings.prefill_tile)
     if fresh:
         layer.state.token(layer)
-    return given
+    return out
 
 
-def lone_step(layer: HybridLayer, query: torch.Tensor, length: int, scores: Scores) -> HostStep:
-    """A step with a query `[B, Hq, D]` or `[B, Hq, 1, D]` that writes no token."""
+def lone_step(layer: HybridLayer, query: torch.Tensor, length: int, scores: Scores) -> CpuStep:
+    """Return a step with one memory for a query `[B, Hq, D]` or `[B, Hq, 1, D]` that writes no token."""
     assert layer.store is not None
     query = readable(query)
     form = Form((query.shape, query.stride(), query.dtype), (), (), scores)
-    return HostStep(layer, layer.store.view(layer.store.length), form, query, length)
+    return CpuStep(layer, layer.store.view(layer.store.length), form, query, length)

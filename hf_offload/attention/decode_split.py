@@ -1,10 +1,10 @@
-"""Decoding with two memories: what is resident, the two sides of a step, and the block that fills up meanwhile."""
+"""Decode steps with two memories: placement of the resident set, attention on both sides, closing of full blocks."""
 
 from __future__ import annotations
 
 import torch
 
-from hf_offload.attention.step_split import TieredStep, running
+from hf_offload.attention.step_split import SplitStep, running
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.gpu.merge import merge
@@ -13,11 +13,11 @@ from hf_offload.scores import Scores
 
 
 def place(layer: HybridLayer, query: torch.Tensor) -> None:
-    """Decide and load what is resident, at the first decode after a prompt or append; otherwise nothing.
+    """Decide and load the resident set at the first decode step after a prompt or append; otherwise do nothing.
 
     Args:
         layer: the layer.
-        query: `[B, Hq, 1, D]` of the step that comes, which decides if the prompt's last queries are not known.
+        query: `[B, Hq, 1, D]` of the next step, used if the prompt's last queries were not kept.
     """
     store, resident = layer.store, layer.resident
     if resident is None or not layer.unplaced:
@@ -26,15 +26,15 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     resident.clear()
     if layer.state.slots not in (None, resident.slots):
         resident = layer.resize_resident(layer.state.slots)
-    store.reserve_table(store.num_blocks + 2)  # there is always room for the block that comes next
+    store.reserve_table(store.num_blocks + 2)  # includes the next block
     resident.reserve()
     starts_block = store.length % store.block_size == 0
     slots = resident.slots - starts_block
     queries = query if layer.last_queries is None else layer.last_queries.values
     assert layer.scores is not None
-    step = TieredStep(layer, queries, store.length, layer.scores)
+    step = SplitStep(layer, queries, store.length, layer.scores)
     chosen = layer.policy.place(step, slots)
-    # Ascending order ends with the tail, which must have a slot: what does not fit is left out from the front.
+    # The tail must have a slot and comes last in ascending order: surplus blocks are dropped from the front.
     counts = chosen.counts.clamp(max=slots)
     skipped = (chosen.counts - counts)[..., None]
     width = min(slots, chosen.blocks.shape[2])
@@ -45,23 +45,23 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     layer.state.placed(layer, query.shape[1])
     if starts_block:
         _open_block(layer)
-    # A pool without a free block pins a quarter more: now, or a step would wait for it and a graph be captured anew.
+    # A pool without a free block grows by a quarter here, since growth in a step delays it and invalidates a graph.
     store.pool.release(store.pool.allocate(store.batch))
     store.reserve_digests()
     layer.unplaced = False
 
 
 def _open_block(layer: HybridLayer) -> None:
-    """Give the block that the next token starts a slot, in place of the least wanted block."""
-    store, resident, wants = layer.store, layer.resident, layer.requirements
+    """Give the block that the next token starts the slot of the block with the lowest worth."""
+    store, resident, requirements = layer.store, layer.resident, layer.requirements
     assert store is not None
     assert resident is not None
     store.reserve(store.length + 1)
     store.reserve_table(store.num_blocks + 2)
     resident.reserve()
     limits = layer.mirror.limits("opened", store.length, store.sealed)
-    recent = -(-wants.recent // store.block_size)
-    resident.open_block(limits, layer.mirror.sinks(wants.sinks), recent)
+    recent = -(-requirements.recent // store.block_size)
+    resident.open_block(limits, layer.mirror.sinks(requirements.sinks), recent)
     layer.state.block_opened(layer, store.length // store.block_size)
 
 
@@ -74,7 +74,7 @@ def decode(
     scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend with one token on both sides; arguments as in `attention.decode.decode`."""
+    """Attend with one token on device and CPU; arguments and result as in `attention.decode.decode`."""
     store, stats = layer.store, layer.stats
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
@@ -83,17 +83,20 @@ def decode(
     resident = layer.resident
     assert resident is not None
     with stats.waiting():
-        resident.wait()  # what the last step recalled is visible from here on
+        resident.wait()  # blocks that the last step recalled are visible from here on
     if fresh:
         store.reserve(store.length + 1)
         store.length += 1
-    step = TieredStep(layer, query[:, :, 0], store.length, scores, fresh=fresh)
+    step = SplitStep(layer, query[:, :, 0], store.length, scores, fresh=fresh)
     if fresh:
         resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
     plan = layer.policy.plan(step)
-    splits = [_in_splits(partial) for partial in plan.partials if isinstance(partial, Partial)]
+    splits = [_with_splits(partial) for partial in plan.partials if isinstance(partial, Partial)]
     if not splits:
-        raise ValueError(f"policy {layer.policy.name!r} attends nothing on the device, where the newest token lies")
+        raise ValueError(
+            f"policy {layer.policy.name!r} attends nothing on the device, where the newest token lies; its plan must "
+            "attend the newest block"
+        )
     out, lse = splits[0] if len(splits) == 1 else (torch.cat(parts, 2) for parts in zip(*splits, strict=True))
     part, host = running(plan), None
     if part is not None:
@@ -115,13 +118,13 @@ def decode(
     return merged.unsqueeze(1)
 
 
-def _in_splits(partial: Partial) -> Partial:
-    """A partial as out `[B, Hq, S, D]` and lse `[B, Hq, S]`."""
+def _with_splits(partial: Partial) -> Partial:
+    """Return a partial with a dimension of splits: out `[B, Hq, S, D]`, lse `[B, Hq, S]`."""
     return partial if partial.out.ndim == 4 else Partial(partial.out.unsqueeze(2), partial.lse.unsqueeze(2))
 
 
 def close_step(layer: HybridLayer) -> None:
-    """What the host does after a step: old blocks are packed; a block that is full is stored there and sealed."""
+    """Do the host's work after a step: pack old blocks; store a full block on the host and seal it."""
     store, resident = layer.store, layer.resident
     assert store is not None
     assert resident is not None

@@ -1,4 +1,4 @@
-"""Drafts being verified: tokens that arrive together and are attended one by one, as if they were decoded."""
+"""Verification of drafts: tokens of one forward that are attended one by one, as in decode steps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def verify(
 ) -> torch.Tensor:
     """Attend with the tokens of a forward that ends with drafts.
 
-    What comes before them is taken in as without them. Each of the others gets the policy's plan for it and sees the
-    tokens before it, so that it is attended as in a decode step of its own. `crop` can go back to before any of them.
+    The tokens before the drafts are appended exactly. Each other token is a decode step with a plan of its own, and
+    `crop` can go back to before any of them.
 
     Args:
-        layer: the layer; its announced K and V are `key` and `value` `[B, Hkv, Q, D]`.
+        layer: the layer; `key` and `value` are its pending K and V, `[B, Hkv, Q, D]`.
         query: `[B, Hq, Q, D]`.
         mask: None, or `[B, past + Q - singles]`.
-        singles: how many of the last tokens are attended one by one.
+        singles: number of last tokens to attend one by one.
         given: scores and sinks, as in `decode`.
 
     Returns:
@@ -45,30 +45,30 @@ def verify(
     outs = [append(layer, *part(0, first), mask, **given)] if first else []
     for token in range(first, length):
         layer.take_snapshot()
-        if predicted is not None and layer.scores is not None:  # one that was taken over has not attended yet
+        if predicted is not None and layer.scores is not None:  # scores are unknown after `from_cache`
             look_ahead(layer, predicted[:, :, token - first : token - first + 1])
         outs.append(decode(layer, *part(token, token + 1), **given))
     return torch.cat(outs, 1)
 
 
 def predict_drafts(cache: Any, index: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Decoder layer `index` is about to run with drafts: predict their queries from the input of the layer before.
+    """Predict a layer's queries of drafts from the input of the layer before it.
 
-    In a decode step that happens one layer earlier, with another layer's arguments; here the result is not wanted
-    before the layer attends, and its own arguments are at hand.
+    In a decode step the prediction runs one layer earlier, with another layer's arguments. With drafts it is needed
+    only when the layer attends, so that it runs here, with the layer's own arguments.
 
     Args:
         cache: the `HybridCache`.
-        index: number of the decoder layer.
-        hidden: `[B, Q, hidden]`, its input.
+        index: number of the decoder layer, which is about to run.
+        hidden: `[B, Q, hidden]`, the layer's input.
         args, kwargs: the other arguments of its forward.
     """
     drafts = cache.settings.drafts
-    before, drafts.hidden = drafts.hidden, hidden
+    previous, drafts.hidden = drafts.hidden, hidden
     layer = cache.layers[index] if index < len(cache.layers) else None
-    if before is None or index not in cache.donors or not isinstance(layer, HybridLayer):
+    if previous is None or index not in cache.donors or not isinstance(layer, HybridLayer):
         return
-    # Until its first tokens arrive, a layer does not know that there is a device, which some policies ask for.
+    # `looks_ahead` may depend on the device, which a layer knows only after its first tokens.
     if layer.looks_ahead or (not layer.is_initialized and hidden.device.type != "cpu"):
         singles = drafts.singles(hidden.shape[-2], layer.past)
-        drafts.queries[index] = cache.predict_query(index, before, args, kwargs)[:, :, -singles:]
+        drafts.queries[index] = cache.predict_query(index, previous, args, kwargs)[:, :, -singles:]

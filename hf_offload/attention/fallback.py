@@ -1,7 +1,7 @@
-"""Layers whose keys and values a `HybridLayer` cannot hold get `DynamicCache`'s own layer, in the same cache.
+"""Fallback to `DynamicCache`'s layers for keys and values that a `HybridLayer` cannot hold, within one cache.
 
-Only the tensors tell: either their shapes when they first arrive, or that the model changes them after the cache, which
-shows in the attention function. A first forward is right all the same, since its new keys and values are all there are.
+The need shows in the first forward: by the shapes of K and V, or in the attention function, if the model changes them
+after the cache. The first forward is exact even then, since all keys and values are its own.
 """
 
 from __future__ import annotations
@@ -19,71 +19,71 @@ from hf_offload.cache.arrivals import unsuitable
 from hf_offload.cache.layer import HybridLayer
 
 CHANGED = "the model changes keys or values after the cache"
-_announced = threading.local()
+_last_updated = threading.local()
 
 
 class Fallback:
-    """The layers of one cache that had to become stock layers.
+    """The layers of one cache that were replaced by stock layers.
 
     Args:
         model: the model's name, for messages.
-        layers: the cache's own list of layers.
-        elsewhere: numbers of the layers that hold other tokens than the text's.
-        compact: whether the model itself leaves masks alone (one whose layers share K and V may slice them).
+        layers: the cache's list of layers, changed in place.
+        elsewhere: numbers of the layers that cache other tokens than the text's.
+        compact: whether masks may be compact: the model does not slice them (models whose layers share K and V may).
         graphs: whether steps are captured as CUDA graphs, which stock layers do not allow.
     """
 
     def __init__(self, model: str, layers: list[Any], elsewhere: set[int], *, compact: bool, graphs: bool) -> None:
         self.model, self.layers, self.elsewhere, self.compact, self.graphs = model, layers, elsewhere, compact, graphs
         self.reasons: dict[int, str] = {}
-        """By layer, why it is a stock layer now."""
-        self._told = 0
-        self._ours = [index for index, layer in enumerate(layers) if isinstance(layer, HybridLayer)]
+        """The reason for each replaced layer, by its number."""
+        self._warned = 0
+        self._hybrid_indices = [index for index, layer in enumerate(layers) if isinstance(layer, HybridLayer)]
         self._choose_masks()
 
     def taken_over(self) -> None:
-        """The layers hold now what another cache held, which may have had stock layers where this one had none.
+        """Record stock layers that came from another cache (`from_cache`, `fork`, `load`).
 
         Raises:
-            ValueError: they need a stock layer, but steps are to be captured.
+            ValueError: there is a stock layer, but steps are captured as CUDA graphs.
         """
-        for index in self._ours:
+        for index in self._hybrid_indices:
             if not isinstance(self.layers[index], HybridLayer) and index not in self.reasons:
                 self._note(index, "they were so in the cache before this one")
-        self._told = len(self.reasons)
+        self._warned = len(self.reasons)
         self._choose_masks()
 
     def admit(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Look at the first K and V of a layer, before it gets them.
+        """Replace a layer if its first K and V do not fit into blocks; called before `update`.
 
         Raises:
-            ValueError: they need a stock layer, but steps are to be captured.
+            ValueError: the layer needs a stock layer, but steps are captured as CUDA graphs.
         """
         layer = self.layers[index]
         if not isinstance(layer, HybridLayer) or layer.past:
             return
         reason = None if layer.is_initialized else unsuitable(key, value)
         if reason is None:
-            _announced.layer = weakref.ref(layer)
+            _last_updated.layer = weakref.ref(layer)
         else:
             self._replace(index, reason)
 
     def settle(self) -> None:
-        """After a forward: replace layers whose K and V came to the attention function changed, and tell the user."""
+        """After a forward, replace layers whose K and V the model changed, and warn of all replaced layers once."""
         for layer in list(self.layers):
             if isinstance(layer, HybridLayer) and layer.pending is not None and layer.changed:
                 key, value = layer.pending
                 layer.pending = None
                 self._replace(layer.index, CHANGED).update(key, value)
-        if len(self.reasons) > self._told:
-            self._told = len(self.reasons)
+        if len(self.reasons) > self._warned:
+            self._warned = len(self.reasons)
             warnings.warn(self._message(), stacklevel=2)
 
     def undo(self, length: int) -> None:
-        """Drop what stock layers hold beyond `length` tokens, after a forward that failed.
+        """Crop stock layers to `length` tokens after a failed forward.
 
         Raises:
-            RuntimeError: sliding windows or linear attention have taken tokens in and cannot forget.
+            RuntimeError: layers with sliding windows or linear attention hold tokens of it and cannot crop.
         """
         stuck = False
         for index, layer in enumerate(self.layers):
@@ -118,18 +118,18 @@ class Fallback:
         self.reasons[index] = reason
 
     def _choose_masks(self) -> None:
-        """Compact masks are for our layers alone; others with full attention share the mask and need a dense one."""
-        ours = [layer for layer in self.layers if isinstance(layer, HybridLayer)]
-        others: list[Any] = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x not in ours]
-        compact = self.compact and all(layer.is_sliding for layer in others)
-        for layer in ours:
+        """Allow compact masks only if no stock layer with full attention, which needs a dense mask, shares them."""
+        hybrid = [layer for layer in self.layers if isinstance(layer, HybridLayer)]
+        stock: list[Any] = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x not in hybrid]
+        compact = self.compact and all(layer.is_sliding for layer in stock)
+        for layer in hybrid:
             layer.compact_masks = compact
 
     def _message(self) -> str:
-        left = sum(isinstance(layer, HybridLayer) for layer in self.layers)
-        which = ", ".join(map(str, sorted(self.reasons))) if left else "all"
+        hybrid_left = sum(isinstance(layer, HybridLayer) for layer in self.layers)
+        which = ", ".join(map(str, sorted(self.reasons))) if hybrid_left else "all"
         reasons = "; ".join(dict.fromkeys(self.reasons.values()))
-        rest = "" if left else ", and DynamicCache does the same with less work"
+        rest = "" if hybrid_left else ", and DynamicCache does the same with less work"
         return (
             f"HybridCache keeps Transformers' own cache in layers of {self.model} ({which}), because {reasons}: "
             f"they are exact, but none of their keys and values is offloaded{rest}"
@@ -137,18 +137,18 @@ class Fallback:
 
 
 def note_changed(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
-    """The attention function got K and V without our tag: they may stand for those announced last, changed."""
-    layer = getattr(_announced, "layer", lambda: None)()
+    """Mark the layer updated last as changed if these untagged K and V may be a changed form of its pending ones."""
+    layer = getattr(_last_updated, "layer", lambda: None)()
     if layer is None or layer.pending is None or layer.past or not layer.modules(module):
         return
     layer.changed = query.shape[2] == key.shape[2] == layer.pending[0].shape[2]
 
 
 def first_mask(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> Any:
-    """The mask of a first forward for stock attention, from the compact one `[B, keys]`.
+    """Expand the compact mask `[B, keys]` of a first forward to sdpa's mask.
 
     Raises:
-        ValueError: it is not the first forward, so that keys are missing.
+        ValueError: not the first forward: cached keys are missing.
     """
     if not query.shape[2] == key.shape[2] == mask.shape[1]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What records a decode step as a CUDA graph, and what the layers hand over meanwhile."""
+"""Capture of a decode step: the CUDA graph, the flags of CPU parts, and counters read after each replay."""
 
 from __future__ import annotations
 
@@ -20,45 +20,46 @@ from hf_offload.gpu import handover
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, stream_for
 
 LOOKS = 1_000_000
-"""How often the device looks at a flag in a second, roughly."""
-LINE = 16  # int32 of a cache line: flags that different threads write lie in lines of their own
-_ONE = threading.Lock()
+"""Polls of a flag by the device in a second, roughly."""
+LINE = 16  # int32 entries of a cache line: each flag has its own, since different threads write them
+_CAPTURE_LOCK = threading.Lock()
 
 
 class Recorder:
-    """A CUDA graph: what `record` runs is captured, and `replay` repeats it."""
+    """A CUDA graph with its capture and replay."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._ended = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
 
     def record(self, step: Callable[[], Any]) -> Any:
-        """Capture what a call launches; the call itself computes nothing. Returns what it returned."""
-        here = torch.device("cuda", torch.cuda.current_device())
-        # Where a capture fails, torch leaves its stream current. Threads of other caches may use CUDA meanwhile.
+        """Capture the kernels that a callable launches, without running them; return its result."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        # torch leaves the capture's stream current after a failure: this context restores it. "thread_local" lets
+        # threads of other caches use CUDA meanwhile.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
-            # A stream of our own: torch's lies where the first capture was, and cuBLAS keeps memory for each.
-            torch.cuda.graph(self._graph, stream=stream_for(CAPTURE, here), capture_error_mode="thread_local"),
+            # torch's own capture stream is on the first capture's device; cuBLAS keeps a workspace for each stream.
+            torch.cuda.graph(self._graph, stream=stream_for(CAPTURE, device), capture_error_mode="thread_local"),
         ):
             return step()
 
     def replay(self) -> None:
-        """Run what was captured."""
+        """Launch the captured graph."""
         try:
             self._graph.replay()
-        finally:  # an interruption comes between any two calls
+        finally:  # also after an interruption between the two calls
             self._ended.record()
 
     def settle(self) -> None:
-        """Wait for the last replay; not for the device, on which another thread may be capturing."""
+        """Wait for the last replay, not for the device, on which another thread may be capturing."""
         self._ended.synchronize()
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """One capture at a time, and no garbage collected: letting go of a graph or slab asks what a capture refuses."""
-    with _ONE:
+    """A context for one capture at a time without garbage collection: freeing a graph or slab would break a capture."""
+    with _CAPTURE_LOCK:
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -69,12 +70,12 @@ def undisturbed() -> Iterator[None]:
 
 
 class Capture:
-    """What the layers hand over while a step is captured: CPU parts, counters, tensors that must live on.
+    """State of one capture: CPU parts with their flags, counters, tensors to keep alive.
 
     Args:
-        device: where the step runs.
-        parts: how many CPU parts there may be.
-        timeout: seconds that the device waits for one.
+        device: the device of the step.
+        parts: the most CPU parts of a step.
+        timeout: seconds that the device waits for a part.
     """
 
     def __init__(self, device: torch.device, parts: int, timeout: float) -> None:
@@ -83,11 +84,11 @@ class Capture:
             self.flags = host_empty((2 * parts + 2, LINE), torch.int32, pin=pin, brief=True, what="flags").zero_()
             self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self.late = self.flags[-1, :1]
-        """Not 0: the epoch in which a part was not done in time; what the device computed since then is wrong."""
+        """int32 `[1]`, the epoch in which a part was not done in time, from which on results are wrong; 0: none."""
         self._spins = min(int(timeout * LOOKS), 2**31 - 1)
         self.reachable = not pin or self.flags.is_pinned()
-        """Whether the device's kernels can read and write the flags."""
-        if self.reachable:  # a kernel's first launch loads it, which a capture may refuse
+        """Whether GPU kernels can read and write the flags."""
+        if self.reachable:  # the first launch loads the kernel, which a capture may refuse
             handover.wait_for_flag(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
         self.parts: list[tuple[CpuPartial, Callable[[], Launch], str]] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
@@ -97,37 +98,37 @@ class Capture:
         self._kept: list[Any] = []
 
     def beside(self) -> torch.cuda.Stream | None:
-        """The stream for recalls, which is a part of the capture from here on."""
+        """Return the stream for recalls and make it part of the capture; None on the CPU."""
         self._forked = True
         return self._side
 
     def keep(self, value: Any) -> None:
-        """Let tensors live until the capture has ended: the stream beside it reads them."""
+        """Keep tensors that the recall stream reads alive until the capture has ended."""
         self._kept.append(value)
 
     def flag_of(self, part: CpuPartial, launch: Callable[[], Launch], label: str) -> torch.Tensor:
-        """The flag of one more part: once it holds the epoch, the CPU works on what is in the part's buffers."""
+        """Register one more part; return its flag, int32 `[1]`, which starts the CPU's work when set to the epoch."""
         self.parts.append((part, launch, label))
         return self.flags[2 * len(self.parts) - 2, :1]
 
     def wait(self, part: CpuPartial) -> None:
-        """Let the device wait for the CPU's result."""
+        """Make the device wait for the CPU's result of a part."""
         number = next(i for i, (known, _, _) in enumerate(self.parts) if known is part)
         handover.wait_for_flag(self.flags[2 * number + 1, :1], self.epoch, self.late, spins=self._spins)
 
     def count(self, layer: HybridLayer, name: str, value: torch.Tensor) -> None:
-        """Remember a tensor for the statistics of a layer."""
+        """Register a tensor whose sum each replay adds to a layer's statistics."""
         self._counts.append((layer, name, value.sum().float()))
 
     def finish(self) -> None:
-        """The step has been captured: join what runs beside it, gather what is counted."""
+        """End the step's capture: join the recall stream and gather the counters."""
         self._join()
         self.counted = torch.stack([value for _, _, value in self._counts]) if self._counts else None
         self._kept.clear()
 
     def abandon(self) -> None:
-        """The step has failed: a capture that other streams have not left cannot be ended."""
-        with suppress(RuntimeError):  # the step has an error of its own to tell
+        """End a failed capture: join the recall stream, without which the capture cannot be ended."""
+        with suppress(RuntimeError):  # the step's own error is raised instead
             self._join()
         self._kept.clear()
 
@@ -137,7 +138,7 @@ class Capture:
         self._forked = False
 
     def tally(self) -> None:
-        """Add what the last replay counted to the layers' statistics, without waiting for it."""
+        """Add the last replay's counters to the layers' statistics, without waiting for the device."""
         if self.counted is None:
             return
         if self._ledger is None:
@@ -145,7 +146,7 @@ class Capture:
         self._ledger.add(self.counted.clone())
 
     def items(self) -> list[Item]:
-        """What a doorbell serves: the parts in the order in which they are announced."""
+        """Return the parts as a doorbell's items, in the order in which the device announces them."""
         address = [int(flag.data_ptr()) for flag in self.flags]
         return [
             Item(address[2 * i], address[2 * i + 1], address[-2], launch(), label, keep=(self.flags, part))

@@ -1,4 +1,4 @@
-"""Hooks on a model's decoder layers: one set a model, found again, gone with the last cache that uses it."""
+"""Hooks on a model's decoder layers: one set for each model, shared by its caches and removed with the last of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hf_offload.cache.torch_modes import uncompiled
 class Attachment:
     """The hooks of one model.
 
-    Before each decoder layer: layer-ahead work for the next one, as soon as a cache looks ahead. After the stack of
-    layers: a check that all K and V went through our attention function.
+    Before the decoder: the forward's transaction begins. Before each decoder layer, if a cache looks ahead: layer-ahead
+    work for the next layer. After the decoder: a check that the `hybrid_sparse` attention function got all K and V.
 
     Args:
         model: the model whose decoder layers are hooked.
@@ -35,28 +35,28 @@ class Attachment:
     def __init__(self, model: PreTrainedModel) -> None:
         self.stack, self.layers = find_layers(model)
         self.predictors = [QueryPredictor(layer, short_cut=not exchanges(model)) for layer in self.layers]
-        self._lock, self._watches = threading.Lock(), False
-        me = weakref.ref(self)
+        self._lock, self._layers_hooked = threading.Lock(), False
+        ref = weakref.ref(self)
         self._handles = [
-            self.stack.register_forward_pre_hook(_BeforeStack(me), with_kwargs=True),
-            self.stack.register_forward_hook(_AfterStack(me), with_kwargs=True, always_call=True),
+            self.stack.register_forward_pre_hook(_BeforeStack(ref), with_kwargs=True),
+            self.stack.register_forward_hook(_AfterStack(ref), with_kwargs=True, always_call=True),
         ]
         self._finalizer = weakref.finalize(self, _remove, self._handles)
 
-    def _watch_layers(self) -> None:
-        """Hook the layers: a hook costs every layer of every step something, so only caches that need it bring it."""
+    def _hook_layers(self) -> None:
+        """Hook each decoder layer, once a cache needs it: these hooks cost time in every layer of every step."""
         with self._lock:
-            if not self._watches:
-                me = weakref.ref(self)
+            if not self._layers_hooked:
+                ref = weakref.ref(self)
                 for index, layer in enumerate(self.layers):
-                    self._handles.append(layer.register_forward_pre_hook(_BeforeLayer(me, index), with_kwargs=True))
-                self._watches = True
+                    self._handles.append(layer.register_forward_pre_hook(_BeforeLayer(ref, index), with_kwargs=True))
+                self._layers_hooked = True
 
     def before_stack(self, cache: Any, kwargs: dict[str, Any]) -> None:
-        """A forward starts.
+        """Begin the transaction of a forward.
 
         Raises:
-            ValueError: the forward wants attention weights, or would pass the cache by.
+            ValueError: the forward wants attention weights, or gradient checkpointing would skip the cache.
         """
         if kwargs.get("output_attentions"):
             raise ValueError(
@@ -67,21 +67,29 @@ class Attachment:
             raise ValueError(
                 "gradient checkpointing keeps the cache from a model in train mode; call model.eval() before generating"
             )
-        if cache.looks_ahead and not self._watches:
-            self._watch_layers()
+        if cache.looks_ahead and not self._layers_hooked:
+            self._hook_layers()
         cache.begin()
 
     def after_stack(self, cache: Any, finished: bool) -> None:
-        """A forward ends: raise if K and V of a layer were never attended by our function."""
+        """End the transaction of a forward.
+
+        Args:
+            cache: the `HybridCache`.
+            finished: whether the forward returned.
+
+        Raises:
+            RuntimeError: the attention function never got the K and V of a layer.
+        """
         if finished:
             cache.fallback.settle()
-        lost = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
-        cache.end(finished and not lost)
-        if lost and finished:
-            raise RuntimeError(unconsumed(lost[0].index))
+        unattended = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
+        cache.end(finished and not unattended)
+        if unattended and finished:
+            raise RuntimeError(unconsumed(unattended[0].index))
 
     def before_layer(self, index: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decoder layer `index` is about to run: predict the next layer's query and let its policy begin."""
+        """Before decoder layer `index` runs, predict the next layer's query and start its layer-ahead work."""
         _learn_donor(cache, index, kwargs)
         hidden = args[0] if args else kwargs.get("hidden_states")
         if cache.settings.drafts.count and hidden is not None:
@@ -95,18 +103,21 @@ class Attachment:
             return
         call = cache.transaction.calls.get(cache.donors.get(target))
         if call is None:
-            return  # not called yet, or the first layer of its kind in this forward: it uses its real query
+            return  # without arguments from an earlier layer of its kind, the next layer uses its real query
         if not (layer.device_type == "cpu" and hidden.is_cpu):
             hidden = hidden.to(layer.device)
         look_ahead(layer, cache.predict_query(target, hidden, args[1:], call))
 
 
 def _learn_donor(cache: Any, index: int, kwargs: dict[str, Any]) -> None:
-    """Layers with the very same position tensors may lend each other their arguments (Gemma 3 has two kinds)."""
+    """Record the earlier layer of this forward whose arguments a prediction for layer `index` can use.
+
+    Such layers have identical position arguments; Gemma 3 has two kinds.
+    """
     calls = cache.transaction.calls
     last = calls.get(index - 1)
     if last is not None and len(last) == len(kwargs) and all(map(operator.is_, last.values(), kwargs.values())):
-        cache.donors[index] = index - 1  # all is the same, as in most models
+        cache.donors[index] = index - 1  # all arguments are identical, as in most models
     else:
         positions = _positions(kwargs)
         for other in reversed(calls):
@@ -137,7 +148,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def attach(model: PreTrainedModel) -> Attachment:
-    """The model's hooks: those that are there, or new ones; they stay as long as somebody holds the result."""
+    """Return the model's hooks, existing or new ones; they are removed when the last reference goes."""
     stack, layers = find_layers(model)
     for module in (stack, *layers):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -145,20 +156,20 @@ def attach(model: PreTrainedModel) -> Attachment:
                 attachment = hook.attachment() if isinstance(hook, _Hook) else None
                 if attachment is not None and attachment.stack is stack:
                     return attachment
-                if isinstance(hook, _Hook):  # left by a copy of the model: copies take hooks along
+                if isinstance(hook, _Hook):  # of the model that this one is a copy of
                     del hooks[key]
     return Attachment(model)
 
 
 def find_layers(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
-    """The module that runs the decoder layers, and the layers.
+    """Return the module that runs the decoder layers, and the layers.
 
     Raises:
         ValueError: the model has no list of as many layers as its config says.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    for root in (decoder, model):  # a vision tower may have as many layers: the decoder's own are looked for first
+    for root in (decoder, model):  # the decoder first, since a vision tower may have as many layers
         for module in root.modules() if isinstance(root, nn.Module) else ():
             for child in module.children():
                 if isinstance(child, nn.ModuleList) and len(child) == count and _numbered(child):
@@ -167,30 +178,30 @@ def find_layers(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
 
 
 def _numbered(layers: nn.ModuleList) -> bool:
-    """Whether modules in these layers carry the layers' numbers, as those that use a cache do (encoders' do not)."""
+    """Whether modules in these layers have a `layer_idx`, as layers with a cache do and encoders' do not."""
     return any(
         getattr(module, "layer_idx", None) == index for index, layer in enumerate(layers) for module in layer.modules()
     )
 
 
 def hybrid_layers(cache: Any) -> list[HybridLayer]:
-    """The layers of a cache that are ours; none for other caches."""
+    """Return the `HybridLayer`s of a cache; an empty list for other caches."""
     return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, HybridLayer)]
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The HybridCache among a forward's arguments, under whatever name the family gives it, or None."""
-    usual = kwargs.get("past_key_values")
-    if getattr(usual, "is_hybrid_offload", False):
-        return usual
+    """Return the `HybridCache` among a forward's arguments, whatever its name, or None."""
+    cache = kwargs.get("past_key_values")
+    if getattr(cache, "is_hybrid_offload", False):
+        return cache
     for value in (*kwargs.values(), *args):
         if getattr(value, "is_hybrid_offload", False):
             return value
     return None
 
 
-def _nobody() -> None:
-    """The attachment of a hook that was copied or unpickled with its module."""
+def _no_attachment() -> None:
+    """Return None: the attachment of a hook that was copied or unpickled with its module."""
 
 
 class _Hook:
@@ -198,19 +209,19 @@ class _Hook:
         self.attachment, self.index = attachment, index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (_nobody,)  # a copy of the model is another model: its caches hook it themselves
+        return type(self), (_no_attachment,)  # caches of the copied model make hooks of their own
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
         cache = find_cache(args, kwargs)
-        if cache is not None:  # a compiled model with another cache is traced as a whole
+        if cache is not None:  # torch.compile can trace this hook if the cache is another one
             self.run(cache, args, kwargs, *output)
 
     def context(self) -> Attachment | None:
-        """The attachment; None where there is nothing to do."""
+        """Return the attachment; None if it is gone or this thread predicts a query."""
         return None if CAPTURING and capturing() else self.attachment()
 
     def run(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
-        """The module is called with a cache of ours."""
+        """Handle a call of the module with a `HybridCache`."""
         raise NotImplementedError
 
 

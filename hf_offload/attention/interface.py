@@ -1,4 +1,4 @@
-"""The registered names: the attention function and the mask function `"hybrid_sparse"`."""
+"""The attention function and the mask function that Transformers knows as `"hybrid_sparse"`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from hf_offload.cache.torch_modes import uncast, uncompiled
 from hf_offload.scores import Scores
 
 _UNSUPPORTED = ("position_bias", "indices", "cache")  # additive biases, indexed sparse attention, paged caches
-_TELLING = frozenset((*_UNSUPPORTED, "sliding_window", "is_causal"))
-"""Arguments that may ask for what cannot be served; in most calls none of them is there."""
+_SPECIAL_ARGUMENTS = frozenset((*_UNSUPPORTED, "sliding_window", "is_causal"))
+"""Keyword arguments that may ask for something unsupported; most calls have none of them."""
 
 
 def register() -> None:
-    """Make `attn_implementation="hybrid_sparse"` known to Transformers: attention and mask."""
+    """Register `attn_implementation="hybrid_sparse"` with Transformers: attention function and mask function."""
     AttentionInterface.register(NAME, hybrid_sparse_attention)
     AttentionMaskInterface.register(NAME, hybrid_sparse_mask)
 
 
 def hybrid_sparse_mask(*, kv_length: int, **kwargs: Any) -> torch.Tensor | None:
-    """What sdpa gets, except for the plain causal mask of a `HybridLayer`, which stays compact.
+    """Return the mask of an attention call: sdpa's, or a compact one for plain causal attention of a `HybridLayer`.
 
     Returns:
-        For a `HybridLayer` with plain causality: None, or `[B, kv_length]` bool, which keys are no padding. A dense
-        mask of 4,096 queries and 32k keys is 128 MiB; this one is 32 kB. Everything else: `sdpa_mask`'s result.
+        For a `HybridLayer` with plain causality: None, or bool `[B, kv_length]`, False for padding; 32 kB for 32k keys,
+        where a dense mask of 4,096 queries takes 128 MiB. In all other cases: `sdpa_mask`'s result.
     """
     if torch.compiler.is_compiling() and not isinstance(kv_length, HybridLength):
         return sdpa_mask(kv_length=kv_length, **kwargs)
@@ -56,7 +56,7 @@ def _mask(
 ) -> torch.Tensor | None:
     plain = mask_function is causal_mask_function and local_size is None and allow_is_causal_skip and not use_vmap
     if isinstance(kv_length, HybridLength) and plain:
-        return None if attention_mask is None else _fit(attention_mask, kv_length)
+        return None if attention_mask is None else _padding_mask(attention_mask, kv_length)
     return sdpa_mask(
         kv_length=int(kv_length),
         mask_function=mask_function,
@@ -84,26 +84,27 @@ def hybrid_sparse_attention(
         module: the attention module.
         query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, Q, D]`, the new tokens, tagged by `HybridLayer.update`.
         attention_mask: from `hybrid_sparse_mask`, or the user's own dense mask.
-        dropout, scaling: as usual; kwargs may hold softcap, s_aux (attention sinks), sliding_window, is_causal.
+        dropout, scaling: as for sdpa; scaling is D ** -0.5 by default.
+        kwargs: may hold softcap, s_aux (logits of attention sinks), sliding_window, is_causal.
 
     Returns:
         `[B, Q, Hq, D]`, and None in place of attention weights.
 
     Raises:
-        ValueError: the model wants something of attention that a `HybridCache` cannot give.
+        ValueError: the model asks for something that a `HybridCache` does not support.
     """
     if torch.compiler.is_compiling() and not _tagged(key, value, attention_mask):
-        return _without(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return _attend_stock(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return _attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 def _tagged(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether a compiled model attends with a cache of ours, as far as its tensors tell."""
+    """Whether the tensors of a compiled model's attention come from a `HybridCache`."""
     compact = mask is not None and mask.ndim == 2
     return compact or hasattr(key, "_hybrid_layer") or hasattr(value, "_hybrid_layer")
 
 
-def _without(
+def _attend_stock(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -113,7 +114,7 @@ def _without(
     scaling: float | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over the K and V of another cache: Transformers' sdpa."""
+    """Attend the K and V of another cache with Transformers' sdpa, or with softcap and sinks in torch operations."""
     scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
     if scores.softcap is None and sinks is None:
         return sdpa_attention_forward(
@@ -123,7 +124,7 @@ def _without(
 
 
 def _scores(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scores:
-    """What a model says of its scores."""
+    """Return the parameters of the model's scores from the arguments of an attention call."""
     return Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), kwargs.get("softcap"))
 
 
@@ -141,23 +142,23 @@ def _attend(
     if lookahead.CAPTURING:
         lookahead.intercept(query)
     tag = getattr(key, "_hybrid_layer", None)
-    told = tag is not None and getattr(value, "_hybrid_layer", None) is tag
-    layer: HybridLayer | None = tag() if told else None  # type: ignore[misc]
+    tagged = tag is not None and getattr(value, "_hybrid_layer", None) is tag
+    layer: HybridLayer | None = tag() if tagged else None  # type: ignore[misc]
     if layer is None:
         layer = _layer_of(key, value)
     if layer is None:
         note_changed(module, query, key)
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = first_mask(module, query, key, attention_mask)
-        return _without(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return _attend_stock(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
     dense = attention_mask is not None and attention_mask.ndim == 4
     batch, _, length, _ = query.shape
-    asks = dropout or length > 1 or query.requires_grad or not _TELLING.isdisjoint(kwargs)
-    if asks or layer.known() is not module:
-        # A dense mask says everything and a compact one stands for causality; with one query there is nothing to say.
+    special = dropout or length > 1 or query.requires_grad or not _SPECIAL_ARGUMENTS.isdisjoint(kwargs)
+    if special or layer.known() is not module:
+        # `is_causal` matters only for several queries without a mask.
         _check(layer, module, kwargs, dropout, query.requires_grad, causal=length > 1 and attention_mask is None)
-    if torch.is_autocast_enabled(layer.device_type):  # K and V are cast already; nothing else is to be
+    if torch.is_autocast_enabled(layer.device_type):  # `update` has cast K and V; nothing else may be cast
         with uncast(layer.device_type):
             query = query.to(key.dtype)
             out: torch.Tensor = _attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs)[0]
@@ -167,8 +168,8 @@ def _attend(
     if length != key.shape[2]:
         layer.pending = None
         raise ValueError(
-            f"{type(module).__name__} asks with {length} queries for {key.shape[2]} new tokens, which HybridCache "
-            "cannot place; use DynamicCache for this model"
+            f"{type(module).__name__} passes {length} queries for {key.shape[2]} new tokens, but HybridCache needs one "
+            "for each; use DynamicCache for this model"
         )
     if dense and attention_mask.shape[-1] < total:  # type: ignore[union-attr]
         layer.pending = None
@@ -176,7 +177,7 @@ def _attend(
             f"{type(module).__name__} has a mask for {attention_mask.shape[-1]} of {total} keys: it asks the cache for "  # type: ignore[union-attr]
             "more than attention, or the mask given is too short; use DynamicCache, or a mask for all keys"
         )
-    if not (layer.has_slots and layer.capturing):  # otherwise what a mask says was looked at before
+    if not (layer.has_slots and layer.capturing):  # a capture reads no mask: it was observed before
         if attention_mask is not None or total != padding.seen or batch != len(padding.first):
             padding.observe(_key_mask(attention_mask, decoding), batch, total, dense=dense)
         if layer.revision != padding.revision:
@@ -184,7 +185,7 @@ def _attend(
     if decoding:
         return decode(layer, query, key, value, scores=scores, sinks=sinks), None
     singles = _singles(layer, module, length, dense)
-    if not dense:  # padding that an earlier mask told of is still padding
+    if not dense:  # the mask is made from all masks so far: padding stays padding
         seen = padding.valid[:, : total - singles]
         attention_mask = torch.from_numpy(seen != 0).to(query.device) if padding.ragged else None
     if singles:
@@ -195,10 +196,10 @@ def _attend(
 
 
 def _singles(layer: HybridLayer, module: torch.nn.Module, length: int, dense: bool) -> int:
-    """How many of the last tokens of a forward are attended one by one; none where a policy leaves nothing out.
+    """Return how many of a forward's last tokens are attended one by one; 0 if the policy leaves out no token.
 
     Raises:
-        ValueError: drafts that cannot be attended like that.
+        ValueError: drafts that cannot be attended one by one.
     """
     if not layer.requirements.leaves_out:
         return 0
@@ -215,7 +216,11 @@ def _singles(layer: HybridLayer, module: torch.nn.Module, length: int, dense: bo
 
 
 def _layer_of(key: torch.Tensor, value: torch.Tensor) -> HybridLayer | None:
-    """The layer that keys and values were announced to, where they do not both say so at once."""
+    """Find the layer of keys and values whose tags are missing, different or of a freed layer; None: no layer.
+
+    Raises:
+        ValueError: the layer is gone, or only one of the two is tagged in a later forward.
+    """
     tags = [getattr(tensor, "_hybrid_layer", None) for tensor in (key, value)]
     layers: list[HybridLayer | None] = [None if tag is None else tag() for tag in tags]
     if any(tag is not None and layer is None for tag, layer in zip(tags, layers, strict=True)):
@@ -224,33 +229,33 @@ def _layer_of(key: torch.Tensor, value: torch.Tensor) -> HybridLayer | None:
         return layers[0]
     if any(layer is not None and layer.past for layer in layers):
         raise ValueError("the model changes keys or values after the cache; use DynamicCache for this model family")
-    return None  # a first forward: what the model has made of K and V is all that is to be attended
+    return None  # in a first forward the changed K and V are all keys and values
 
 
-def _fit(mask: torch.Tensor, keys: int) -> torch.Tensor:
-    """A padding mask as `[B, keys]` bool; what it says nothing of is masked, as in Transformers' own masks."""
+def _padding_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
+    """Return a padding mask as bool `[B, keys]`; missing columns are masked, as in Transformers' own masks."""
     missing = keys - mask.shape[1]
     return (torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask[:, :keys]).to(torch.bool)
 
 
 def _key_mask(mask: torch.Tensor | None, decoding: bool) -> torch.Tensor | None:
-    """Which keys the newest query may attend, `[B, keys]` bool, from a compact or a dense mask.
+    """Return bool `[B, keys]`, the keys that the newest query may attend, from a compact or a dense mask.
 
     Raises:
-        ValueError: a dense mask of one token that says more than which keys are attended.
+        ValueError: a dense mask of a decode step that has other values, or differs between heads.
     """
     if mask is None or mask.ndim == 2:
         return mask
     last = mask[:, 0, -1]
     if last.dtype == torch.bool:
-        seen = last
+        visible = last
     else:
-        seen = last > torch.finfo(last.dtype).min / 2
-        if decoding and bool((last.masked_fill(~seen, 0) != 0).any()):
+        visible = last > torch.finfo(last.dtype).min / 2
+        if decoding and bool((last.masked_fill(~visible, 0) != 0).any()):
             raise ValueError("HybridCache cannot add a mask's values to scores of single tokens; use a bool mask")
     if decoding and mask.shape[1] > 1:
         raise ValueError(f"attention mask of shape {tuple(mask.shape)}: a mask for each head; use one for all heads")
-    return seen
+    return visible
 
 
 def _stock_attention(
@@ -262,10 +267,10 @@ def _stock_attention(
     scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention over another cache's K and V, for softcaps and sinks, which sdpa does not know (Gemma 2, GPT-OSS)."""
+    """Attend another cache's K and V with softcap or sinks, which sdpa does not support (Gemma 2, GPT-OSS)."""
     if dropout:
         raise ValueError(f"dropout={dropout} with a softcap or attention sinks; put the model in eval mode")
-    if mask is None and query.shape[2] > 1:  # plain causal: the keys are those of the queries, whatever follows
+    if mask is None and query.shape[2] > 1:  # plain causal: keys after the queries' own are unused
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     past = key.shape[2] - query.shape[2]
     tiles = [(0, key[:, :, :past], value[:, :, :past])] if past else []
@@ -282,25 +287,25 @@ def _check(
     *,
     causal: bool,
 ) -> None:
-    ours, acausal = layer.serves(module), causal and getattr(module, "is_causal", True) is False
-    if ours and not (acausal or dropout or gradients) and _TELLING.isdisjoint(kwargs):
+    served, non_causal = layer.serves(module), causal and getattr(module, "is_causal", True) is False
+    if served and not (non_causal or dropout or gradients) and _SPECIAL_ARGUMENTS.isdisjoint(kwargs):
         return
     window = kwargs.get("sliding_window")
-    beyond = window is not None and layer.get_seq_length() > window
-    acausal = acausal or (causal and kwargs.get("is_causal") is False)
+    beyond_window = window is not None and layer.get_seq_length() > window
+    non_causal = non_causal or (causal and kwargs.get("is_causal") is False)
     unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if ours and not (beyond or acausal or dropout or unknown or gradients):
+    if served and not (beyond_window or non_causal or dropout or unknown or gradients):
         return
     reasons = [*unknown]
-    if beyond:
+    if beyond_window:
         reasons.append(f"sliding_window={window} in a layer that is full attention by the model's config")
-    if acausal:
+    if non_causal:
         reasons.append("attention that is not causal")
     if dropout:
         reasons.append(f"dropout={dropout} (put the model in eval mode)")
     if gradients:
         reasons.append("gradients of queries (run the model under torch.no_grad())")
-    if not ours:
+    if not served:
         reasons.append("a model other than the one that the cache was made for (make a cache for this one)")
     layer.pending = None
     raise ValueError(f"HybridCache cannot serve {type(module).__name__}: {', '.join(reasons)}; or use DynamicCache")

@@ -1,8 +1,8 @@
-"""The next layer's query, predicted from this layer's input (ScoutAttention §3.3).
+"""Prediction of the next layer's query from this layer's input (ScoutAttention §3.3).
 
-Generic for every model family: the next decoder layer's own forward is run up to its attention function, which hands
-the query out and stops it there. For the common pre-norm layer an adapter does the same with three calls; it is used
-for a layer only if it gave the very same bits as the generic way.
+The generic way works for every model family: the next decoder layer's forward runs up to its attention function, which
+raises an exception with the query. An adapter for the common pre-norm layer does the same with three calls; it is used
+for a layer only if its query equals the generic one bit for bit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from hf_offload.attention.model_support import brings_weights, check_whole, hook
 from hf_offload.cache.torch_modes import uncompiled
 
 CAPTURING: set[int] = set()
-"""The threads that run a forward that is to be cut short."""
+"""Identifiers of the threads that run a layer's forward for its query alone."""
 
 
 Adapter = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
+"""Computes a layer's query from its input and the keyword arguments of its forward."""
 
 
 class _Captured(BaseException):
-    """Carries the query out of a forward; no `except Exception` on the way may swallow it."""
+    """Carries the query out of a forward; a `BaseException`, so that no `except Exception` catches it."""
 
     def __init__(self, query: torch.Tensor) -> None:
         super().__init__("the query was captured")
@@ -35,11 +36,11 @@ class _Captured(BaseException):
 
 
 def _no_layer() -> None:
-    """The tag of K and V that no layer holds."""
+    """Return None: the tag of K and V that belong to no layer."""
 
 
 class _Sentinel(Cache):
-    """A cache that stores nothing: the forward that is cut short must leave no trace."""
+    """A cache for a forward that stops at its query: it stores nothing, and delegates all else to the real cache."""
 
     def __init__(self, real: Cache) -> None:
         self.__dict__["_real"] = real
@@ -61,12 +62,12 @@ class _Sentinel(Cache):
 
 
 def capturing() -> bool:
-    """Whether this thread runs a forward that is to be cut short."""
+    """Whether this thread runs a layer's forward for its query alone."""
     return bool(CAPTURING) and threading.get_ident() in CAPTURING
 
 
 def intercept(query: torch.Tensor) -> None:
-    """Called first in the attention function: hands the query out if that is all that is wanted."""
+    """End a forward that runs for its query alone; the attention function calls this first."""
     if capturing():
         raise _Captured(query)
 
@@ -78,7 +79,7 @@ def _replace_cache(value: Any) -> Any:
 def capture_query(
     layer: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """The query that a decoder layer would compute from an input, by its own code.
+    """Return the query that a decoder layer computes from an input, by running its forward up to the attention.
 
     Args:
         layer: the decoder layer.
@@ -86,7 +87,7 @@ def capture_query(
         args, kwargs: the other arguments of its forward.
 
     Returns:
-        `[B, Hq, Q, D]`, as the attention function gets it.
+        `[B, Hq, Q, D]`, as passed to the attention function.
 
     Raises:
         RuntimeError: the layer never reached the `hybrid_sparse` attention function.
@@ -109,9 +110,9 @@ def capture_query(
 
 
 def make_adapter(layer: nn.Module) -> Adapter | None:
-    """The quick way to a query for layers of the Llama kind (norm, q_proj, maybe q_norm, rotary), or None.
+    """Return an adapter for layers of the Llama kind (norm, q_proj, optionally q_norm, rotary), None for others.
 
-    Whether it is right for a layer is for the caller to find out by comparing it with `capture_query`.
+    The adapter may be wrong for a layer: the caller compares it with `capture_query`.
     """
     rotate = getattr(sys.modules[type(layer).__module__], "apply_rotary_pos_emb", None)
     attention: Any = getattr(layer, "self_attn", None)
@@ -124,7 +125,7 @@ def make_adapter(layer: nn.Module) -> Adapter | None:
         query = project(norm(hidden))
         query = query.view(*query.shape[:-1], -1, dim)
         query = (query if query_norm is None else query_norm(query)).transpose(1, 2)
-        cos, sin = (table.to(query.device) for table in kwargs["position_embeddings"])  # as given to another layer
+        cos, sin = (table.to(query.device) for table in kwargs["position_embeddings"])  # may be on another device
         rotated: torch.Tensor = rotate(query, query[:, :1], cos, sin)[0]
         return rotated
 
@@ -132,14 +133,14 @@ def make_adapter(layer: nn.Module) -> Adapter | None:
 
 
 def _parts(layer: nn.Module) -> tuple[Any, Any, Any]:
-    """Norm, query projection and query norm of a layer of the Llama kind; None for what it has not."""
+    """Return norm, query projection and query norm of a layer of the Llama kind; None for a missing one."""
     attention = layer._modules.get("self_attn")  # a module's own attribute access takes several times as long
-    inside = {} if attention is None else attention._modules
-    return layer._modules.get("input_layernorm"), inside.get("q_proj"), inside.get("q_norm")
+    submodules = {} if attention is None else attention._modules
+    return layer._modules.get("input_layernorm"), submodules.get("q_proj"), submodules.get("q_norm")
 
 
-def _ways(module: nn.Module | None) -> tuple[Any, ...] | None:
-    """What a module computes by, beside its arguments and parameters."""
+def _computation_key(module: nn.Module | None) -> tuple[Any, ...] | None:
+    """Return what determines a module's computation besides arguments and parameters."""
     if module is None:
         return None
     own = module.__dict__
@@ -154,8 +155,9 @@ class QueryPredictor:
     """Predicts the query of one decoder layer from another layer's input.
 
     Args:
-        layer: the decoder layer whose query is wanted.
-        short_cut: whether there may be one; not where its proof might end differently on ranks that must do the same.
+        layer: the decoder layer whose query is predicted.
+        short_cut: whether an adapter may be used. It may not if ranks exchange data in the query's computation: they
+            might decide differently.
     """
 
     def __init__(self, layer: nn.Module, *, short_cut: bool = True) -> None:
@@ -163,41 +165,45 @@ class QueryPredictor:
         self.adapter: Adapter | None = None
         self._known: tuple[Any, ...] | None = None
 
-    def _now(self) -> tuple[Any, ...]:
-        """The parts of the layer and all that makes them compute what they do, but for their parameters."""
+    def _layer_key(self) -> tuple[Any, ...]:
+        """Return the layer's parts and all that determines their computation besides parameters."""
         layer = self.layer
         parts = _parts(layer)
-        own = hook_of(layer), layer.__dict__.get("forward")  # its other hooks are not called
-        return (*parts, *own, *map(_ways, (layer._modules.get("self_attn"), *parts)))
+        own = hook_of(layer), layer.__dict__.get("forward")  # `forward` is called directly, without torch's hooks
+        return (*parts, *own, *map(_computation_key, (layer._modules.get("self_attn"), *parts)))
 
     def __call__(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """The query `[B, Hq, Q, D]` that the layer would compute from `hidden` `[B, Q, hidden]`.
+        """Return the query `[B, Hq, Q, D]` that the layer computes from an input.
 
         Args:
-            hidden: the input.
+            hidden: `[B, Q, hidden]`, the input.
             args, kwargs: the other arguments of the layer's forward.
+
+        Raises:
+            ValueError: the layer's weights are not available for its forward.
+            RuntimeError: the layer did not reach the `hybrid_sparse` attention function.
         """
-        known = self._now()
-        if known == self._known:
+        key = self._layer_key()
+        if key == self._known:
             if self.adapter is not None:
                 return self.adapter(hidden, kwargs)
             return capture_query(self.layer, hidden, args, kwargs)
         check_whole(self.layer)
-        # The first time, or the layer has other parts now (an adapter of another kind, LoRA's; hooks): prove it again.
+        # The first call, or parts or hooks of the layer have changed (LoRA, accelerate): check the adapter again.
         query = capture_query(self.layer, hidden, args, kwargs)
         adapter = None
-        if self.short_cut and all(brings_weights(part) for part in known[:3] if part is not None):
+        if self.short_cut and all(brings_weights(part) for part in key[:3] if part is not None):
             adapter = make_adapter(self.layer)
-            if adapter is not None and not _agrees(adapter, hidden, kwargs, query):
+            if adapter is not None and not _equals_query(adapter, hidden, kwargs, query):
                 adapter = None
         self.adapter = adapter
-        self._known = known  # last: until then another thread proves it for itself
+        self._known = key  # last, so that other threads do not use an unchecked adapter
         return query
 
 
-def _agrees(adapter: Adapter, hidden: torch.Tensor, kwargs: dict[str, Any], query: torch.Tensor) -> bool:
+def _equals_query(adapter: Adapter, hidden: torch.Tensor, kwargs: dict[str, Any], query: torch.Tensor) -> bool:
     try:
         with torch.no_grad():
             return torch.equal(adapter(hidden, kwargs), query)
-    except (KeyError, TypeError, ValueError, RuntimeError):  # not a layer of this kind after all
+    except (KeyError, TypeError, ValueError, RuntimeError):  # not a layer of the Llama kind
         return False

@@ -1,4 +1,4 @@
-"""Partial attention results and their exact merge by log-sum-exp."""
+"""Exact merge of partial attention results by log-sum-exp, in torch operations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 def merge_partials(
     partials: Sequence[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join attention over disjoint sets of keys into attention over all of them.
+    """Merge attention over disjoint sets of keys into attention over their union.
 
     Args:
         partials: (out `[..., D]` fp32, lse `[...]` fp32, natural log); an lse of −inf has weight 0.
-        sinks: `[...]` fp32 extra logits per head that take weight and give nothing (attention sinks), or None.
+        sinks: `[...]` fp32, logits of attention sinks, which take weight and add no value; or None.
 
     Returns:
         (out, lse) of the union; out is 0 where nothing was attended.

@@ -1,4 +1,4 @@
-"""What a model must be like to run with a `HybridCache`, and where its parts lie."""
+"""Checks of models for `HybridCache`, and their devices, ranks and offloaded weights."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from hf_offload.policies.base import Policy
 
 NAME = "hybrid_sparse"
-"""Of the attention implementation: function and mask."""
+"""Name of the attention implementation: attention function and mask function."""
 
 
 def stock_layers(config: Any) -> list[Any]:
-    """The layers that `DynamicCache` would have for a decoder config."""
+    """Return the layers that `DynamicCache` makes for a decoder config."""
     return DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
 
 
 def inside(model: Any) -> str:
-    """The end of an error message about something that is no model, if it wraps one."""
+    """Return the end of an error message on an object that is no model but wraps one, else an empty string."""
     found = [name for name in ("_orig_mod", "module") if hasattr(model, name)]
     return f"; use the model inside (model.{found[0]})" if found else ""
 
 
 def image_layers(config: Any) -> set[int]:
-    """Numbers of the layers that attend an image's tokens, not the text's (Mllama's cross-attention)."""
+    """Return the numbers of the layers that attend image tokens (Mllama's cross-attention)."""
     return set(getattr(config, "cross_attention_layers", None) or ())
 
 
 def held_layers(config: Any, stock: list[Any]) -> list[bool]:
-    """Which of `DynamicCache`'s layers become ours: plain full attention over the text itself."""
+    """Return which of `DynamicCache`'s layers a `HybridCache` holds: those with full attention over the text."""
     images = image_layers(config)
     return [type(layer) is DynamicLayer and index not in images for index, layer in enumerate(stock)]
 
 
 def check_model(model: PreTrainedModel) -> Any:
-    """The config of the model's decoder.
+    """Check that a model can run with a `HybridCache`; return the config of its decoder.
 
     Raises:
         TypeError: not a Transformers model.
-        ValueError: the model cannot use, or does not use, the `hybrid_sparse` attention function.
+        ValueError: the model does not support, or does not use, the `hybrid_sparse` attention function.
     """
     config = getattr(model, "config", None)
     if not isinstance(model, torch.nn.Module) or config is None:
@@ -75,8 +75,8 @@ def check_model(model: PreTrainedModel) -> Any:
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """Raise ValueError if the model computes attention whatever `attn_implementation` says (GPT-J, BLOOM)."""
-    text: Any = model.get_decoder() if hasattr(model, "get_decoder") else model  # a vision tower may do as it likes
+    """Raise ValueError if the model's attention ignores `attn_implementation` (GPT-J, BLOOM)."""
+    text: Any = model.get_decoder() if hasattr(model, "get_decoder") else model  # a vision tower does not matter
     settable = getattr(text, "_can_set_attn_implementation", None)
     if settable is not None and not settable():
         raise ValueError(
@@ -85,7 +85,7 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 def check_graph(model: PreTrainedModel, policy: Policy, config: Any) -> None:
-    """Raise ValueError if decode steps of this model cannot be captured as a CUDA graph, with the reason."""
+    """Raise ValueError with the reason if decode steps of this model cannot be captured as a CUDA graph."""
     if not policy.requirements.capturable:
         raise ValueError(
             f"cuda_graph=True: in a step of policy {policy.name!r} the host decides what is attended, or Python "
@@ -119,7 +119,7 @@ def check_graph(model: PreTrainedModel, policy: Policy, config: Any) -> None:
 
 
 def _rope_types(parameters: Any) -> set[str]:
-    """The types of rotary positions that a config names, for all layers or for each kind of layer."""
+    """Return the types of rotary positions in a config, which may have one for each kind of layer."""
     if not isinstance(parameters, dict):
         return set()
     found = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters}
@@ -129,11 +129,11 @@ def _rope_types(parameters: Any) -> set[str]:
 _HOOKS = "accelerate.hooks"
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _PROJECTIONS = (*_KEYS, "q_proj", "v_proj")
-"""Modules that give queries, keys and values, by the names that plans of tensor parallelism use."""
+"""Names of the modules that project queries, keys and values, as in plans of tensor parallelism."""
 
 
 def compute_devices(model: nn.Module) -> set[torch.device]:
-    """Where the modules of a model compute: where their weights lie, or where accelerate's hooks bring them to."""
+    """Return the devices on which a model computes: those of its weights, and the targets of accelerate's hooks."""
     found = {parameter.device for parameter in model.parameters()}
     for module in model.modules():
         for hook in _hooks(module):
@@ -144,37 +144,40 @@ def compute_devices(model: nn.Module) -> set[torch.device]:
 
 
 def on_device(model: nn.Module) -> bool:
-    """Whether any part of the model computes on a device beside the CPU."""
+    """Whether any module of the model computes on a device other than the CPU."""
     return any(device.type != "cpu" for device in compute_devices(model))
 
 
 def two_memories(model: nn.Module, tier: str | None) -> bool:
-    """Whether any layer's blocks lie in two memories, the model's device and the host."""
+    """Whether a cache of the model has two memories, device and host, in any layer."""
     return tier == "split" or (tier is None and on_device(model))
 
 
 def ranks_of(model: nn.Module) -> int:
-    """Over how many processes tensor parallelism has spread the heads of a model."""
+    """Return the number of ranks of a model's tensor parallelism; 1 without it."""
     return getattr(model, "tp_size", None) or 1
 
 
 def exchanges(model: nn.Module) -> bool:
-    """Whether computing a query takes part in an exchange of all ranks, each of which must then do the very same."""
+    """Whether the computation of a query exchanges data between ranks, all of which must then run the same calls."""
     return bool(_styles(model, _PROJECTIONS) - {"colwise"})
 
 
 def _styles(model: nn.Module, names: tuple[str, ...]) -> set[str]:
-    """How tensor parallelism has spread modules of these names; nothing without it."""
+    """Return the styles of tensor parallelism of modules with these names; an empty set without it."""
     plan = getattr(model, "tp_plan", None) if ranks_of(model) > 1 else None
     return {style for name, style in (plan or {}).items() if name.rpartition(".")[2] in names}
 
 
 def check_ranks(model: PreTrainedModel, config: Any) -> None:
-    """Raise ValueError if a model is spread over processes in a way that a cache cannot follow.
+    """Check how a model is spread over processes.
 
     Args:
         model: the model.
-        config: of its decoder.
+        config: config of its decoder.
+
+    Raises:
+        ValueError: pipeline stages, or heads that the ranks cannot share evenly.
     """
     stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
     if stages > 1:
@@ -184,7 +187,7 @@ def check_ranks(model: PreTrainedModel, config: Any) -> None:
         )
     ranks = ranks_of(model)
     if "colwise" not in _styles(model, _KEYS):
-        return  # every rank holds all heads
+        return  # every rank computes all heads
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % ranks:
@@ -195,7 +198,7 @@ def check_ranks(model: PreTrainedModel, config: Any) -> None:
 
 
 def hook_of(module: nn.Module | None) -> Any:
-    """What accelerate has hung on a module, such as a hook that brings its weights for each forward; None without."""
+    """Return accelerate's hook of a module, which may load its weights for each forward; None without one."""
     return None if module is None else module.__dict__.get("_hf_hook")
 
 
@@ -205,22 +208,22 @@ def _hooks(module: nn.Module) -> tuple[Any, ...]:
 
 
 def brings_weights(module: nn.Module) -> bool:
-    """Whether weights are there when a module is called by itself: they lie on a device, or its hooks bring them.
+    """Whether a module called by itself has its weights: they are on a device, or its hooks load them.
 
-    It must be asked: torch gives memory that nobody wrote where CPU tensors meet weights that are away ("meta").
+    Without this check, torch returns uninitialized memory for CPU inputs and weights on the device "meta".
     """
     hooks = _hooks(module)
     if any(getattr(hook, "place_submodules", False) for hook in hooks):
         return True
-    away = any(parameter.is_meta for parameter in module.parameters(recurse=False))
-    return bool(hooks or not away) and all(map(brings_weights, module.children()))
+    offloaded = any(parameter.is_meta for parameter in module.parameters(recurse=False))
+    return bool(hooks or not offloaded) and all(map(brings_weights, module.children()))
 
 
 def check_whole(layer: nn.Module) -> None:
-    """Raise ValueError if a layer's weights are not there for its `forward`, so that its query cannot be predicted.
+    """Check that a decoder layer's weights are available for its `forward`, which query prediction calls.
 
-    Args:
-        layer: a decoder layer.
+    Raises:
+        ValueError: they are offloaded without hooks, or sharded by FSDP.
     """
     cause = "" if brings_weights(layer) else "has weights that nothing brings when its forward is called"
     if "torch.distributed.fsdp" in sys.modules:
@@ -233,11 +236,11 @@ def check_whole(layer: nn.Module) -> None:
 
 
 def leave_hooks(traceback: TracebackType | None, output: torch.Tensor) -> None:
-    """Let accelerate's hooks put away what they had brought for forwards that an exception has cut short.
+    """Run the post-forward hooks of accelerate for forwards that an exception ended, so that they offload weights.
 
     Args:
-        traceback: of the exception.
-        output: stands for what the forwards did not return.
+        traceback: the exception's traceback.
+        output: passed to the hooks in place of the forwards' results.
     """
     entered: list[Any] = []
     while traceback is not None:

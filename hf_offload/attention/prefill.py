@@ -1,4 +1,4 @@
-"""Exact attention of a prompt or append: new tokens against themselves and, tile by tile, against what is cached."""
+"""Exact attention of a prompt or append: new tokens attend themselves and, tile by tile, the cached tokens."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from hf_offload.cache.memory import memory_for
 from hf_offload.scores import Scores
 
 MASKED_QUERIES = 512
-"""Queries whose mask or scores are in memory at a time."""
+"""Queries of one attention call where a mask or scores are materialized."""
 
 
 class MaskPieces:
-    """The mask of an append, cut into the pieces that an attention call needs.
+    """The mask of an append, from which the pieces for attention calls are cut.
 
     Args:
-        mask: None (plain causal), `[B, past + Q]` bool validity of keys beside causality, or a dense mask that says
-            everything, `[B, 1 or Hq, Q, past + Q]` (bool, True = attend; or additive).
-        past: cached tokens before the new ones.
-        dtype: of the additive pieces.
+        mask: None (plain causal); bool `[B, past + Q]`, validity of keys in addition to causality; or a dense mask
+            `[B, 1 or Hq, Q, past + Q]` (bool, True = attend; or additive).
+        past: number of cached tokens before the new ones.
+        dtype: dtype of the additive pieces.
     """
 
     def __init__(self, mask: torch.Tensor | None, past: int, dtype: torch.dtype) -> None:
         if mask is not None and mask.ndim not in (2, 4):
             raise ValueError(f"attention mask of shape {tuple(mask.shape)}; use [B, keys] or [B, heads, queries, keys]")
         self.mask, self.past, self.dtype = mask, past, dtype
-        self.never = torch.finfo(dtype).min / 2  # finite: a row that sees nothing must not become NaN
+        self.never = torch.finfo(dtype).min / 2  # finite, so that the softmax of a fully masked query is not NaN
 
     def piece(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> tuple[torch.Tensor | None, bool]:
-        """Additive mask (None = everything is seen) and is_causal flag for new queries q0…q1-1 and keys k0…k1-1."""
+        """Return additive mask (None: no key is masked) and is_causal for new queries q0…q1-1 and keys k0…k1-1."""
         if self.mask is not None and self.mask.ndim == 4:
             part = self.mask[:, :, q0:q1, k0:k1]
             return (
                 self._additive(part) if part.dtype == torch.bool else part.to(self.dtype).clamp(min=self.never)
             ), False
-        before = k1 <= self.past + q0 + 1
+        all_visible = k1 <= self.past + q0 + 1
         if self.mask is None:
-            if before:
+            if all_visible:
                 return None, False
             if k0 == self.past + q0 and k1 - k0 == q1 - q0:
                 return None, True
-        seen = (
+        visible = (
             torch.arange(k0, k1, device=device) <= torch.arange(self.past + q0, self.past + q1, device=device)[:, None]
         )
         if self.mask is not None:
-            seen = seen & self.mask[:, None, None, k0:k1].to(device=device, dtype=torch.bool)
-        return self._additive(seen if seen.ndim == 4 else seen[None, None]), False
+            visible = visible & self.mask[:, None, None, k0:k1].to(device=device, dtype=torch.bool)
+        return self._additive(visible if visible.ndim == 4 else visible[None, None]), False
 
-    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, self.never)
+    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, self.never)
 
 
 def attend(
@@ -62,13 +62,13 @@ def attend(
     causal: bool,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense attention with its log-sum-exp.
+    """Compute dense attention and its log-sum-exp.
 
     Args:
         query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, T, D]`.
         bias: additive mask that broadcasts to `[B, Hq, Q, T]`, or None.
-        causal: whether query i sees keys 0…i only (Q = T).
-        scores: the model's.
+        causal: whether query i attends keys 0…i only (Q = T).
+        scores: parameters of the model's scores.
 
     Returns:
         out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` (natural log), fp32.
@@ -95,13 +95,13 @@ def _attend_on_cpu(
 def _attend_on_cuda(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Torch's own kernels with their lse: FlashAttention for 16 bits and no mask, else the memory-efficient one."""
+    """Attend with torch's kernels that return the lse: FlashAttention for 16 bits without mask, else mem-efficient."""
     batch, heads, length = query.shape[:3]
     if bias is None and query.dtype != torch.float32:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
         return out.float(), lse[:, :, :length].float()
     if bias is not None:
-        keys = key.shape[2]  # the kernel wants rows that begin at multiples of 16 entries
+        keys = key.shape[2]  # the kernel requires rows aligned to 16 entries
         bias = torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys].expand(batch, heads, length, keys)
     out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, 0.0, causal, scale=scale
@@ -123,15 +123,15 @@ def _attend_by_matmul(
     for start in range(0, length, MASKED_QUERIES):
         stop = min(start + MASKED_QUERIES, length)
         grouped = query[:, :, start:stop].float().reshape(batch, kv_heads, -1, dim)
-        found = scores.of((grouped @ key.float().transpose(2, 3)).view(batch, heads, stop - start, keys))
+        logits = scores.of((grouped @ key.float().transpose(2, 3)).view(batch, heads, stop - start, keys))
         if causal:
             later = torch.arange(keys, device=key.device) > torch.arange(start, stop, device=key.device)[:, None]
-            found = found.masked_fill(later, float("-inf"))
+            logits = logits.masked_fill(later, float("-inf"))
         if bias is not None:
-            found = found + (bias[:, :, start:stop].float() if bias.shape[2] > 1 else bias.float())
-        lse = found.logsumexp(-1)
+            logits = logits + (bias[:, :, start:stop].float() if bias.shape[2] > 1 else bias.float())
+        lse = logits.logsumexp(-1)
         weights = (
-            (found - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp().view(batch, kv_heads, -1, keys)
+            (logits - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp().view(batch, kv_heads, -1, keys)
         )
         outs.append((weights @ value.float()).view(batch, heads, stop - start, dim))
         lses.append(lse)
@@ -152,16 +152,17 @@ def append_attention(
     before: tuple[torch.Tensor, torch.Tensor] | None = None,
     attended: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
-    """Attention of new tokens over the cached ones and themselves, exact.
+    """Attend cached and new tokens with the new tokens' queries, exactly.
 
     Args:
         query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, Q, D]`, the new tokens.
-        past: cached tokens; tiles: their K and V in pieces, (first token, K, V `[B, Hkv, t, D]`).
+        past: number of cached tokens; tiles: their K and V in tiles, (first token, K, V `[B, Hkv, t, D]`).
         mask: see `MaskPieces`.
-        scores, sinks (`[Hq]` extra logits): as the model gives them.
-        tile: keys that a masked piece spans at most.
-        before: out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` over cached tokens that `tiles` leave out.
-        attended: called after each tile and masked piece, with the number of its keys.
+        scores: parameters of the model's scores.
+        sinks: `[Hq]`, logits of the model's attention sinks, or None.
+        tile: the most keys of a masked piece.
+        before: out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` over the cached tokens that are not in `tiles`.
+        attended: called after each tile and masked piece with the number of its keys.
 
     Returns:
         `[B, Q, Hq, D]` in the query's dtype.
@@ -169,16 +170,16 @@ def append_attention(
     length, pieces = query.shape[2], MaskPieces(mask, past, query.dtype)
     step = length if mask is None else min(MASKED_QUERIES, length)
     total: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * -(-length // step)
-    lower = "a smaller prefill_tile, or the prompt in chunks (generate(prefill_chunk_size=...)), needs less"
+    remedy = "a smaller prefill_tile, or the prompt in chunks (generate(prefill_chunk_size=...)), needs less"
 
     def add(first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         stop = first + k.shape[2]
         for i, q0 in enumerate(range(0, length, step)):
             q1 = min(q0 + step, length)
             if first > past + q1 - 1 and (mask is None or mask.ndim == 2):
-                continue  # all of these keys come later than all of these queries
+                continue  # all of these keys are later than these queries
             bias, causal = pieces.piece(q0, q1, first, stop, query.device)
-            with memory_for(f"attention of {q1 - q0} queries to {stop - first} keys", lower):
+            with memory_for(f"attention of {q1 - q0} queries to {stop - first} keys", remedy):
                 partial = attend(query[:, :, q0:q1], k, v, bias, causal, scores)
             done = total[i]
             total[i] = partial if done is None else merge_partials([done, partial])

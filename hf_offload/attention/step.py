@@ -1,4 +1,4 @@
-"""One decode step of one layer as a policy sees it; where the blocks lie decides who provides its services."""
+"""`Step`: a decode step of one layer as policies see it; subclasses provide its services for one or two memories."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hf_offload.scores import Scores
 
 
 class Step(ABC):
-    """What a policy sees of one decode step of one layer, and the services that it may use in it.
+    """One decode step of one layer: its sizes, and the services for a policy's plan.
 
-    Scores and selections are arrays with one memory and tensors on the device with two; a policy hands them on and does
-    not look inside: with one memory they may be still to be made (`begin`). With two memories everything that is
-    decided in a step is decided on the device.
+    Scores and selections are NumPy arrays with one memory and device tensors with two. A policy passes them on without
+    reading them: with one memory they may not be computed yet (`begin`), with two memories a read would wait for the
+    device.
 
     Args:
         layer: the layer.
-        length: tokens of a row, this step's own included.
-        scores: the model's.
+        length: tokens of a row, including this step's.
+        scores: parameters of the model's scores.
     """
 
     query: Any
-    """`[B, Hq, D]` fp32 (for `place`: `[B, Hq, n, D]`), the real or the predicted query."""
+    """fp32 `[B, Hq, D]` (in `place`: `[B, Hq, n, D]`), the real or the predicted query."""
 
     def __init__(self, layer: HybridLayer, length: int, scores: Scores) -> None:
         assert layer.store is not None
@@ -42,25 +42,29 @@ class Step(ABC):
 
     @property
     def state(self) -> Any:
-        """What the policy remembers of this layer."""
+        """The policy's state of this layer."""
         return self.layer.state
 
     @property
     def recent_blocks(self) -> int:
-        """The newest sealed blocks that are always attended."""
+        """Number of newest sealed blocks that are always attended."""
         return -(-self.layer.requirements.recent // self.block_size)
 
     @property
     def host_end(self) -> int:
-        """The end of the blocks that are neither sinks nor newest: this one and those behind it are always attended."""
+        """Number of the first of the newest blocks that are always attended."""
         return max(self.store.sealed - self.recent_blocks, 0)
 
     def begin(self) -> None:
-        """Have this step's token and query where everything reads them; whoever asks for the query need not."""
+        """Run the launches queued so far, such as the write of the token. Reading `query` implies it."""
         return
 
     def _listed(self, numbers: Sequence[int]) -> np.ndarray:
-        """Block numbers, int32 `[n]`, as `blocks` wants them."""
+        """Return block numbers for `blocks` as int32 `[n]`.
+
+        Raises:
+            ValueError: they are not distinct, ascending and within the row.
+        """
         listed = np.asarray(numbers, np.int64)
         ascending = listed.ndim == 1 and np.all(np.diff(listed) > 0)
         if not ascending or (len(listed) and not 0 <= listed[0] <= listed[-1] < self.num_blocks):
@@ -70,120 +74,122 @@ class Step(ABC):
         return listed.astype(np.int32)
 
     def label(self, what: str) -> str:
-        """What an error message calls a piece of this step's work."""
+        """Return the name of a piece of this step's work in error messages."""
         return f"{what} of layer {self.layer.index}, step {self.layer.stats.steps}"
 
     @abstractmethod
     def score(self, join: str) -> Any:
-        """Score the sealed blocks with this step's query (or queries: the mean over them).
+        """Score the sealed blocks with this step's query (with several queries: the mean over them).
 
         Args:
-            join: how a group's heads are joined: `"max"`, `"mean"` (of the softmax of each) or `"raw"`.
+            join: how the query heads of a KV head are joined: `"max"` or `"mean"` of each head's softmax, or `"raw"`:
+                the mean of the scores.
 
         Returns:
-            `[B, Hkv, N]` fp32, −inf for blocks without valid tokens; good until the next score of this layer.
+            fp32 `[B, Hkv, N]`, −inf for blocks without valid tokens; valid until the layer's next score.
         """
 
     @abstractmethod
     def select(self, score: Any, blocks: int) -> Selection:
-        """The sinks, the recent blocks, the tail, and the best of the others: `blocks` in all."""
+        """Select `blocks` blocks: sinks, recent blocks, tail, and those of the others with the highest scores."""
 
     @abstractmethod
     def choose(self, join: str, blocks: int) -> tuple[Any, Selection]:
-        """`score` and `select` in one: the scores, and the sinks, recent blocks, tail and best others."""
+        """Score and select in one operation; return the scores and the selection, as `score` and `select` do."""
 
     @abstractmethod
     def recent(self, blocks: int) -> Selection:
-        """The sinks and the newest blocks: `blocks` in all."""
+        """Select `blocks` blocks: the sinks and the newest blocks."""
 
     @abstractmethod
     def all_blocks(self) -> Selection:
-        """Every block."""
+        """Select every block."""
 
     @abstractmethod
     def resident_blocks(self) -> Selection | None:
-        """Every resident block; None with one memory."""
+        """Select every resident block; None with one memory."""
 
     @abstractmethod
     def blocks_from(self, first: int) -> Selection:
-        """All blocks from number `first` on, the tail included; with two memories at most as many as are resident."""
+        """Select all blocks from number `first` on, including the tail; with two memories no more than slots."""
 
     @abstractmethod
     def blocks(self, numbers: Sequence[int]) -> Selection:
-        """Blocks by their numbers, the same in all rows and KV heads, each once and ascending.
+        """Select blocks by number, the same for all rows and KV heads.
+
+        Args:
+            numbers: distinct block numbers in ascending order.
 
         Raises:
-            ValueError: they are not, or one is not there.
+            ValueError: they are not distinct and ascending, or a block does not exist.
         """
 
     def as_long_as(self, holds: Callable[[], bool]) -> None:
-        """Let the plan of this step serve later ones only where this is true; with two memories none does."""
+        """Reuse this step's plan in later steps only while `holds()` is true; with two memories no plan is reused."""
         return
 
     @abstractmethod
     def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
-        """Part a selection into (on the device, on the host); with one memory the host has all."""
+        """Split a selection into (resident blocks, host blocks); with one memory (None, all blocks)."""
 
     def attend(self, selection: Selection) -> tuple[Partial | RunningPartial, ...]:
-        """Attend blocks where they lie: resident ones on the device, the others on the CPU, which works beside it."""
+        """Attend blocks in place: resident ones on the device, concurrently the others on the CPU."""
         return self.attend_split(*self.split(selection))
 
     @abstractmethod
     def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | RunningPartial, ...]:
-        """Attend the two parts of a selection, or of two, as `split` gives them."""
+        """Attend resident blocks on the device and host blocks on the CPU, as returned by `split`; None: no blocks."""
 
     def fetch(self, score: Any, chosen: Selection) -> tuple[Partial | RunningPartial, ...]:
-        """Attend all that was chosen on the device: what is not resident becomes so at once.
-
-        With one memory there is nothing to fetch.
+        """Attend all chosen blocks on the device, fetching those that are not resident; with one memory as `attend`.
 
         Args:
-            score: by which it was chosen, as `score` returns it.
-            chosen: the best blocks by it, and those that are always attended.
+            score: the scores of the choice, as `score` returns them.
+            chosen: the selection, as `select` returns it.
         """
         return self.attend(chosen)
 
     def attend_fetched(self, host: Selection) -> Partial:
-        """Copy blocks of the host to the device, tile by tile, and attend them there; with two memories alone."""
-        raise RuntimeError("with one memory nothing is fetched; ask step.layer.has_slots")
+        """Copy host blocks to the device, tile by tile, and attend them there; with two memories only."""
+        raise RuntimeError("attend_fetched needs two memories; check step.layer.has_slots first")
 
     def attend_early(self, host: Selection, *, correct: bool) -> Any:
-        """Start the CPU part now, with this step's (predicted) query; with two memories alone.
+        """Start the CPU part with this step's (predicted) query; with two memories only.
 
         Args:
-            host: the blocks.
-            correct: whether the result is corrected to the real query, to first order.
+            host: host blocks to attend.
+            correct: whether the merge corrects the result to the real query, to first order.
         """
-        raise RuntimeError("with one memory nothing is attended early; ask step.layer.has_slots")
+        raise RuntimeError("attend_early needs two memories; check step.layer.has_slots first")
 
     def share_of(self, host: Selection) -> torch.Tensor:
-        """Blocks of a selection, as a share of the budget (of everything, without one): fp32 `[]`.
+        """Return a selection's blocks as a share of the budget (without one: of all blocks), fp32 `[]`.
 
-        With two memories alone.
+        With two memories only.
         """
-        raise RuntimeError("with one memory nothing is shared; ask step.layer.has_slots")
+        raise RuntimeError("share_of needs two memories; check step.layer.has_slots first")
 
     def read_ahead(self, host: Selection) -> None:
-        """Read host blocks into the CPU's caches, off the critical path; with two memories alone."""
-        raise RuntimeError("with one memory nothing is read ahead; ask step.layer.has_slots")
+        """Start to read host blocks into the CPU's caches, off the critical path; with two memories only."""
+        raise RuntimeError("read_ahead needs two memories; check step.layer.has_slots first")
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[B, Hkv, D]` of this step's own token."""
+        """Return K and V `[B, Hkv, D]` of this step's token."""
         self.begin()
         key, value = self.store.gather(self.length - 1, 1)
         return key[:, :, 0], value[:, :, 0]
 
     def earlier(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """All tokens before this step's own, in tiles: the first token, K and V `[B, Hkv, T, D]`, until the next."""
+        """Yield the tokens before this step's in tiles: (first token, K, V `[B, Hkv, T, D]`), valid until the next."""
         self.begin()
         self.layer.write_back()
         return read_tiles(self.store, self.length - 1, self.layer.settings.prefill_tile)
 
     def bring_tokens(self, numbers: torch.Tensor, counts: torch.Tensor) -> TokenFetch:
-        """Start to bring single tokens from the host to the device.
+        """Start to fetch single tokens from the host to the device.
 
         Args:
-            numbers: `[B, Hkv, M]` int64, tokens before this step's own; entries from `counts` on mean nothing.
+            numbers: `[B, Hkv, M]` int64, numbers of tokens before this step's; entries from `counts` on are ignored.
             counts: `[B, Hkv]` int64.
         """
         self.begin()
@@ -193,23 +199,28 @@ class Step(ABC):
         return fetch
 
     def compare(self, predicted: Selection, wanted: Selection) -> None:
-        """Count how much of what was wanted had been predicted; with two memories alone."""
-        raise RuntimeError("with one memory nothing is predicted; ask step.layer.has_slots")
+        """Count the share of the wanted blocks that was predicted (`selection_overlap`); with two memories only."""
+        raise RuntimeError("compare needs two memories; check step.layer.has_slots first")
 
     @abstractmethod
     def learn(self, score: Any, smoothing: float) -> None:
-        """Let the resident set know how much each sealed block is wanted (`[B, Hkv, N]`), mixed with what it knew."""
+        """Update the worth of each sealed block for the resident set.
+
+        Args:
+            score: fp32 `[B, Hkv, N]`.
+            smoothing: weight of the previous worth, in [0, 1).
+        """
 
     @abstractmethod
     def recall(self, plan: Plan, clock: Any) -> None:
-        """Exchange the least wanted resident blocks for the most wanted ones, to be used from the next step on.
+        """Exchange resident blocks of low worth for host blocks of high worth, for the next step on, if it is due.
 
         Args:
-            plan: of this step; the clock is told the share of it that the CPU attended.
-            clock: a `RecallClock`, which says whether it is time.
+            plan: this step's plan, whose CPU ratio the clock counts.
+            clock: a `RecallClock`, which decides whether a recall is due.
         """
 
 
 def fp32(query: torch.Tensor) -> torch.Tensor:
-    """A query tensor as contiguous fp32 where it is."""
+    """Return a query as contiguous fp32 on its device."""
     return query.detach().float().contiguous()

@@ -1,4 +1,4 @@
-"""A decode step with one memory: planned once, then run by compiled calls over the pool itself; nothing is copied."""
+"""Decode steps with one memory: launches are planned once, then run by compiled calls on the pool's blocks in place."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.view import View
-from hf_offload.cpu.kernels import block_topk as choosing
-from hf_offload.cpu.kernels import block_topk as selecting
+from hf_offload.cpu.kernels import block_topk
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, Digest
@@ -27,20 +26,20 @@ from hf_offload.policies.base import EVER, Partial, Plan, RunningPartial, Select
 from hf_offload.scores import Scores
 
 LIST_BLOCKS = 16
-"""A list of all blocks has room for a multiple of this, known from the length alone: attention is rounded by it."""
+"""Granularity of the list of all blocks. Its size affects rounding, so that it depends on the length alone."""
 
 Word = tuple[memoryview, int]
-"""A number of a launch that changes from step to step."""
+"""A launch argument that changes from step to step: an array of words and an index."""
 
 
 class Form(NamedTuple):
-    """What a step's launches are made for, beside the view.
+    """Properties of a step's inputs that its launches are made for.
 
     Args:
-        query: shape, strides and dtype, as the model gives it.
-        key, value: strides.
-        scores: the model's.
-        fresh: whether the token is still to be written: layers may share keys and values.
+        query: shape, strides and dtype of the model's query.
+        key, value: strides of the model's key and value.
+        scores: parameters of the model's scores.
+        fresh: whether the step writes its token; not if layers share keys and values and another one has written it.
         sinks: whether the model has attention sinks.
     """
 
@@ -53,40 +52,40 @@ class Form(NamedTuple):
 
     @property
     def readable(self) -> bool:
-        """Whether launches can read such tensors as they are."""
+        """Whether launches can read such tensors: a known dtype, the last dimension contiguous."""
         return self.query[2] in TAGS and self.query[1][-1] == self.key[-1] == self.value[-1] == 1
 
 
 class StepBuffers:
-    """Where the launches of one layer read queries of one shape and write what they attend, good until the next step.
+    """Buffers of one layer for queries of one shape: query, scores and partials, valid until the next step.
 
     Args:
         shape: (B, Hq, D) of the query.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        with torch.inference_mode(False):  # written in inference mode and out of it
+        with torch.inference_mode(False):  # no inference tensors, which cannot be written outside inference mode
             self.out_tensor, self.lse_tensor = torch.empty(shape), torch.empty(shape[:2])
         self.query = np.empty(shape, np.float32)
         self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
         self._partials = [Partial(self.out, self.lse)]
         self.masses = np.empty((*shape[:2], 0), np.float32)
         self.score = np.empty((shape[0], 0, 0), np.float32)
-        """`[B, Hkv, N]`, of the last choice."""
+        """fp32 `[B, Hkv, N]`, scores of the last choice."""
 
     @functools.cached_property
     def nothing(self) -> Partial:
-        """A partial over no key."""
+        """An empty partial: lse −inf."""
         return Partial(np.zeros_like(self.out), np.full_like(self.lse, -np.inf))
 
     def partial(self, i: int) -> Partial:
-        """Where the i-th partial of a plan may lie; the first one lies in `out` and `lse`."""
+        """Return the buffers of a plan's i-th partial; the first are `out` and `lse`."""
         while len(self._partials) <= i:
             self._partials.append(Partial(np.empty_like(self.out), np.full_like(self.lse, -np.inf)))
         return self._partials[i]
 
     def make_room(self, kv_heads: int, blocks: int) -> None:
-        """Have room for the masses and the score of so many blocks."""
+        """Grow the masses and scores to at least `blocks` blocks."""
         if self.score.shape[1] != kv_heads or self.score.shape[2] < blocks:
             width = (max(blocks * 5 // 4, 64) + 15) // 16 * 16
             self.masses = np.empty((*self.masses.shape[:2], width), np.float32)
@@ -94,34 +93,34 @@ class StepBuffers:
 
 
 def buffers_of(layer: HybridLayer, shape: torch.Size) -> StepBuffers:
-    """A layer's buffers for queries `[B, Hq, …, D]`."""
+    """Return a layer's buffers for queries `[B, Hq, …, D]`."""
     found: StepBuffers | None = layer.kernels.get(shape)
     if found is None:
         found = layer.kernels[shape] = StepBuffers((*shape[:2], shape[-1]))
     return found
 
 
-Action = Callable[["HostStep"], None]
-"""What Python does between launches."""
+Action = Callable[["CpuStep"], None]
+"""Python code that runs between launches."""
 
 
-class HostStep(Step):
-    """The decode steps of a layer whose blocks all lie in the memory that the model computes in.
+class CpuStep(Step):
+    """Decode steps of a layer with one memory.
 
-    A policy's plan puts launches into a queue. Where the plan serves later steps, too (`Plan.until`), these run the
-    same launches again with other numbers, without asking the policy. Nothing in here holds the step or the layer,
-    which holds the step: a cache is freed when its last user lets go of it.
+    A policy's plan queues launches. While the plan is valid for later steps (`Plan.until`), they run the same launches
+    with new arguments, without a call of the policy. The queue holds no reference to the step or the layer, so that a
+    cache is freed with its last reference.
 
     Args:
         layer: the layer.
-        view: what the launches read.
-        form: what they are made for.
+        view: the arrays that the launches read.
+        form: properties of the inputs that the launches are made for.
         query: `[B, Hq, D]` or `[B, Hq, 1, D]`, its last dimension contiguous.
-        length: tokens of a row, this step's own included.
-        key, value: `[B, Hkv, 1, D]`, if they are to be written.
+        length: tokens of a row, including this step's.
+        key, value: `[B, Hkv, 1, D]` to write, or None.
 
     Raises:
-        ValueError: the view does not cover so many tokens.
+        ValueError: the view does not cover `length` tokens.
     """
 
     def __init__(
@@ -131,22 +130,22 @@ class HostStep(Step):
         super().__init__(layer, length, form.scores)
         self.view, self.form, self.buffers = view, form, buffers_of(layer, query.shape)
         self.model_sinks: torch.Tensor | None = None
-        """`[Hq]`, of models that have attention sinks."""
+        """`[Hq]`, logits of the model's attention sinks, or None."""
         self._blocks = self.store.sealed, self.num_blocks
-        taking = self._launch(widen(query, self.buffers.query), "the query")
-        self._arrival, self._places = [taking], [taking.word("source")]
+        query_launch = self._launch(widen(query, self.buffers.query), "the query")
+        self._input_launches, self._input_words = [query_launch], [query_launch.word("source")]
         if key is not None and value is not None:
-            last = view.covered - 1  # set at each step
-            writing = movers.write_tokens(key, value, view.block_ptr, view.table, last, self.block_size)
-            self._arrival.insert(0, self._launch(writing, "an append"))
-            self._places += [writing.word(name) for name in ("keys", "values", "start")]
-        for launch in self._arrival:
-            launch.keep = ()  # it gets other tensors at each step
-        self._departure: Launch | None = None
-        self._target: Word | None = None
-        self._answer = query.new_empty(0)
+            last = view.covered - 1  # each step writes its own number
+            token_launch = movers.write_tokens(key, value, view.block_ptr, view.table, last, self.block_size)
+            self._input_launches.insert(0, self._launch(token_launch, "an append"))
+            self._input_words += [token_launch.word(name) for name in ("keys", "values", "start")]
+        for launch in self._input_launches:
+            launch.keep = ()  # each step passes other tensors
+        self._output_launch: Launch | None = None
+        self._output_word: Word | None = None
+        self._output = query.new_empty(0)
         self._begin_plan()
-        self._arrive(query, key, value, length)
+        self._write_addresses(query, key, value, length)
 
     @property
     def layer(self) -> HybridLayer:
@@ -162,41 +161,44 @@ class HostStep(Step):
 
     def _begin_plan(self) -> None:
         self.plan: Plan | None = None
-        self._queue: list[Launch | Action] = [*self._arrival]
+        self._queue: list[Launch | Action] = [*self._input_launches]
         self._actions: list[LaunchSequence | Action] = []
         self._lengths: list[Word] = []
         self._block_numbers: list[tuple[Word, Word]] = []
         self._all_counts: np.ndarray | None = None
         self._partials = 0
-        self._served = range(EVER)
-        """The numbers of blocks for which the launches are good."""
+        self._valid_blocks = range(EVER)
+        """Numbers of blocks for which the launches are valid."""
         self._conditions: list[Callable[[], bool]] = []
 
     def run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, model_sinks: torch.Tensor | None, length: int
     ) -> torch.Tensor:
-        """Write a token and attend with it: `[B, 1, Hq, D]` in the dtype of `form`.
+        """Write a token and attend with it.
 
         Args:
-            query, key, value: of the form that this step is made for.
-            model_sinks: `[Hq]`, of models that have attention sinks.
-            length: tokens of a row, this one included.
+            query, key, value: tensors of this step's form.
+            model_sinks: `[Hq]`, logits of the model's attention sinks, or None.
+            length: tokens of a row, including this one.
+
+        Returns:
+            `[B, 1, Hq, D]` in the form's dtype.
 
         Raises:
-            ValueError: the view does not cover so many tokens.
-            MemoryError: a launch could not do all its tasks.
+            ValueError: the view does not cover `length` tokens.
+            MemoryError: a launch did not complete all its tasks.
         """
         (batch, heads, _, dim), _, dtype = self.form.query
-        self._answer = answer = query.new_empty((batch, 1, heads, dim), dtype=dtype)
+        self._output = output = query.new_empty((batch, 1, heads, dim), dtype=dtype)
         self.model_sinks, self.length, self.num_blocks = model_sinks, length, -(-length // self.block_size)
-        self._arrive(query, key, value, length)
+        self._write_addresses(query, key, value, length)
         if not self._serves():
             self._make_plan()
-            return answer
+            return output
         self._set_numbers()
         for action in self._actions:
             action.run() if isinstance(action, LaunchSequence) else action(self)
-        return answer
+        return output
 
     def _make_plan(self) -> None:
         self._begin_plan()
@@ -204,40 +206,42 @@ class HostStep(Step):
         self._merge(plan.partials)
         if self.form.sinks:
             self._queue.append(_merge_sinks)
-        self._give()
+        self._queue_output()
         self.serve(range(plan.until))
         self._flush()
         self.plan = plan
 
     def _serves(self) -> bool:
-        """Whether the launches of the last plan are good for this step, too."""
+        """Whether the last plan's launches are valid for this step."""
         return (
             self.plan is not None
-            and self.num_blocks in self._served
+            and self.num_blocks in self._valid_blocks
             and self.store.sealed == self.num_blocks - 1
             and (not self._conditions or all(holds() for holds in self._conditions))
         )
 
-    def _arrive(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, length: int) -> None:
-        """Write where a token's tensors are into the launches that take them."""
+    def _write_addresses(
+        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, length: int
+    ) -> None:
+        """Write the addresses of a token's tensors into the launches that read them."""
         if not 0 < length <= self.view.covered:
             raise ValueError(f"length {length} is not within 1..{self.view.covered}, which the arrays cover")
-        self._alive = query, key, value
-        words, i = self._places[0]
+        self._inputs = query, key, value
+        words, i = self._input_words[0]
         words[i] = query.data_ptr()
-        if key is not None and value is not None and len(self._places) > 1:
-            (keys, i), (values, j), (starts, k) = self._places[1:]
+        if key is not None and value is not None and len(self._input_words) > 1:
+            (keys, i), (values, j), (starts, k) = self._input_words[1:]
             keys[i], values[j], starts[k] = key.data_ptr(), value.data_ptr(), length - 1
 
     def _set_numbers(self) -> None:
-        """Write what depends on the length into the other launches."""
+        """Write the numbers that depend on the length into the other launches."""
         length, blocks = self.length, (self.store.sealed, self.num_blocks)
         for words, i in self._lengths:
             words[i] = length
-        if self._target is not None:
-            words, i = self._target
-            words[i] = self._answer.data_ptr()
-        if blocks != self._blocks:  # of layers that share a block that is full, one sees it sealed, the next begun
+        if self._output_word is not None:
+            words, i = self._output_word
+            words[i] = self._output.data_ptr()
+        if blocks != self._blocks:  # a block was sealed or begun, perhaps by a layer that shares it
             self._blocks = blocks
             for (words, i), (others, j) in self._block_numbers:
                 words[i], others[j] = blocks
@@ -245,7 +249,7 @@ class HostStep(Step):
                 self._all_counts.fill(self.num_blocks)
 
     def begin(self) -> None:
-        """Run what is in the queue now: a plan that looks at results is made anew at each step."""
+        """Run the queued launches now. A plan that reads results is valid for this step only."""
         self.serve(range(0))
         self._flush()
 
@@ -265,12 +269,12 @@ class HostStep(Step):
         return launch
 
     def add(self, launch: Launch, what: str, *, length: bool = False) -> None:
-        """Put a launch into the queue.
+        """Queue a launch for all steps of this plan.
 
         Args:
-            launch: to be run in every step that this plan serves.
-            what: what an error message calls it.
-            length: whether it has a number `length`, the tokens of a row.
+            launch: the launch.
+            what: its name in error messages.
+            length: whether it has an argument `length`, the tokens of a row.
         """
         self._queue.append(self._launch(launch, what))
         if length:
@@ -279,19 +283,21 @@ class HostStep(Step):
             self._lengths.append((words, i))
 
     def then(self, action: Action) -> None:
-        """Put something into the queue that Python does in every step that this plan serves; it gets the step."""
+        """Queue a Python callable for all steps of this plan; it is called with the step."""
         self._queue.append(action)
 
     def as_long_as(self, holds: Callable[[], bool]) -> None:
-        """Let this plan serve later steps only where this is true."""
+        """Reuse this plan in later steps only while `holds()` is true."""
         self._conditions.append(holds)
 
     def serve(self, blocks: range) -> None:
-        """Let this plan serve steps with so many blocks alone."""
-        self._served = range(max(self._served.start, blocks.start), min(self._served.stop, blocks.stop))
+        """Restrict this plan to steps whose number of blocks is in a range."""
+        self._valid_blocks = range(
+            max(self._valid_blocks.start, blocks.start), min(self._valid_blocks.stop, blocks.stop)
+        )
 
     def serve_this_block(self) -> None:
-        """Let this plan serve until the next block begins."""
+        """Restrict this plan to steps before the next block begins."""
         self.serve(range(self.num_blocks, self.num_blocks + 1))
 
     # --- choosing blocks ---------------------------------------------------------------------------------------------
@@ -303,7 +309,7 @@ class HostStep(Step):
 
     @property
     def sinks(self) -> tuple[np.ndarray, np.ndarray]:
-        """First block and end of each row's sinks, `[B]` each."""
+        """First block and end of each row's sinks, int `[B]` each."""
         return self.store.padding.sinks(self.layer.requirements.sinks)
 
     def score(self, join: str) -> np.ndarray:
@@ -317,7 +323,7 @@ class HostStep(Step):
         return self.buffers.score, selection
 
     def _choose(self, join: str, blocks: int | None) -> Selection | None:
-        """Score the sealed blocks, and choose so many by it unless that is None."""
+        """Queue the scoring of the sealed blocks and, unless `blocks` is None, the choice of as many blocks."""
         store, buffers = self.store, self.buffers
         digests, sealed, size = store.digests, store.sealed, self.block_size
         assert digests is not None, "a policy without a digest cannot score"
@@ -325,20 +331,20 @@ class HostStep(Step):
             buffers.make_room(store.num_kv_heads, sealed)
             buffers.score[:, :, :sealed] = -np.inf
             return None if blocks is None else self.select(buffers.score, blocks)
-        # Good for as many blocks as make the same number of tasks.
+        # The launch is valid for numbers of blocks that give the same number of tasks.
         chunk = CHUNK_BLOCKS
         first = (sealed - 1) // chunk * chunk + 1
         last = min(first + chunk - 1, self.view.table.shape[1], self.view.holes.shape[1] - 1)
         buffers.make_room(store.num_kv_heads, last)
         unsealed, select, selection = None, None, None
-        if join != "raw" and sealed * size < store.length:  # what is there: a layer ahead, this step's token is not
+        if join != "raw" and sealed * size < store.length:  # without the token of a predicted query
             unsealed = (self.view.block_ptr, self.view.holes, self.view.valid, store.length, size)
         if blocks is not None:
-            selection, bounds = self._room(blocks, self.recent_blocks, last + 1)
+            selection, bounds = self._new_selection(blocks, self.recent_blocks, last + 1)
             chosen = (selection.blocks, selection.counts)
             select = (*bounds, self.recent_blocks, last + 1, blocks, *chosen)
         tail = np.full(buffers.query.shape[:2], -np.inf, np.float32)
-        launch = choosing.choose_blocks(
+        launch = block_topk.choose_blocks(
             buffers.query, self._digest(), store.table, last, buffers.masses, tail, buffers.score, join=join,
             **self.scores._asdict(), kv_dtype=store.dtype, unsealed=unsealed, select=select,
         )  # fmt: skip
@@ -351,7 +357,7 @@ class HostStep(Step):
         return selection
 
     def _digest(self) -> Digest:
-        """What blocks are scored with; where that is made of the query, by Python behind what brings the query."""
+        """Return the digest arrays for scoring. If they depend on the query, queue their computation in Python."""
         digests, query = self.store.digests, self.buffers.query
         assert digests is not None
         bundle = digests.arrays(query, self.scores.scale)
@@ -367,8 +373,14 @@ class HostStep(Step):
         self.buffers.make_room(self.store.num_kv_heads, self.store.sealed)
         return self._select(self.buffers.score, 0, max(blocks - unsealed - sinks, 0))
 
-    def _room(self, blocks: int, recent: int, most: int) -> tuple[Selection, tuple[np.ndarray, np.ndarray]]:
-        """An empty selection for `blocks` of `most`, or those that are always kept, and the bounds of the sinks."""
+    def _new_selection(self, blocks: int, recent: int, most: int) -> tuple[Selection, tuple[np.ndarray, np.ndarray]]:
+        """Return an uninitialized selection and the bounds of the sinks.
+
+        Args:
+            blocks: blocks to select; the selection has room for more if more are always attended.
+            recent: newest sealed blocks that are always attended.
+            most: number of all blocks, the largest width.
+        """
         low, high = self.sinks
         always = max((high - low).tolist(), default=0) + recent + self.num_blocks - self.store.sealed
         shape = (self.store.batch, self.store.num_kv_heads)
@@ -376,9 +388,9 @@ class HostStep(Step):
         return Selection(np.empty((*shape, width), np.int32), np.empty(shape, np.int32)), (low, high)
 
     def _select(self, score: np.ndarray, blocks: int, recent: int) -> Selection:
-        """Select now, by a score that is there."""
-        selection, bounds = self._room(blocks, recent, self.num_blocks)
-        launch = selecting.select_blocks(
+        """Select blocks now, by computed scores."""
+        selection, bounds = self._new_selection(blocks, recent, self.num_blocks)
+        launch = block_topk.select_blocks(
             score, self.store.sealed, self.num_blocks, *bounds, recent, blocks, selection.blocks, selection.counts
         )
         launch.run(self.label("selection"))
@@ -416,7 +428,7 @@ class HostStep(Step):
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def room(self) -> Partial:
-        """Buffers of the layer for one more partial of this plan, good until the next step."""
+        """Return the layer's buffers for one more partial of this plan, valid until the next step."""
         self._partials += 1
         return self.buffers.partial(self._partials - 1)
 
@@ -427,12 +439,12 @@ class HostStep(Step):
 
         Args:
             host: the blocks.
-            what: what an error message calls it.
-            scores: as `cpu.kernels.sparse_decode.sparse_decode` has it.
-            to: where the result goes; None: to `room`.
+            what: its name in error messages.
+            scores: as for `cpu.kernels.sparse_decode.sparse_decode`.
+            to: buffers of the result; None: `room()`.
 
         Returns:
-            What is there once the queue has run.
+            The buffers, which the queue fills.
         """
         store, view, buffers, to = self.store, self.view, self.buffers, to or self.room()
         launch = cpu_decode.sparse_decode(
@@ -444,76 +456,80 @@ class HostStep(Step):
         return to
 
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend blocks now with this step's query: (out `[B, Hq, D]`, lse `[B, Hq]`) fp32, until the next step."""
+        """Attend blocks now with this step's query.
+
+        Returns:
+            out `[B, Hq, D]`, lse `[B, Hq]`; fp32, valid until the next step.
+        """
         self.attention(host, "CPU attention", to=self.buffers.partial(0))
         self.begin()
         return self.buffers.out_tensor, self.buffers.lse_tensor
 
     def _merge(self, partials: Sequence[Partial | RunningPartial]) -> None:
         """Queue the merge of a plan's partials into the layer's `out` and `lse`."""
-        own = self.buffers.partial(0)
+        result = self.buffers.partial(0)
         others = [_arrays(partial) for partial in partials]
-        others = [other for other in others if other.out.ctypes.data != own.out.ctypes.data]
+        others = [other for other in others if other.out.ctypes.data != result.out.ctypes.data]
         if len(others) == len(partials):
             self.then(_attend_nothing)
         for first in range(0, len(others), 2):
             one, two = (*others[first : first + 2], self.buffers.nothing)[:2]
-            self.add(join_parts(*own, one, two), "the merge of partials")
+            self.add(join_parts(*result, one, two), "the merge of partials")
 
-    def _give(self) -> None:
-        """Queue the copy of what was attended into this step's answer."""
-        if self._answer.dtype not in SHORT:
-            self.then(_copy_answer)
+    def _queue_output(self) -> None:
+        """Queue the conversion of the result to this step's output tensor."""
+        if self._output.dtype not in SHORT:
+            self.then(_copy_output)
             return
-        if self._departure is None:
+        if self._output_launch is None:
             out = self.buffers.out
-            self._departure = self._launch(narrow(out.reshape(len(out), -1), self._answer), "the output")
-            self._departure.keep = ()
-            self._target = self._departure.word("target")
-        assert self._target is not None
-        words, i = self._target
-        words[i] = self._answer.data_ptr()
-        self._queue.append(self._departure)
+            self._output_launch = self._launch(narrow(out.reshape(len(out), -1), self._output), "the output")
+            self._output_launch.keep = ()
+            self._output_word = self._output_launch.word("target")
+        assert self._output_word is not None
+        words, i = self._output_word
+        words[i] = self._output.data_ptr()
+        self._queue.append(self._output_launch)
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 
     def learn(self, score: np.ndarray, smoothing: float) -> None:
-        """There is no resident set to tell."""
+        """Do nothing: there is no resident set."""
 
     def recall(self, plan: Plan, clock: object) -> None:
-        """There is nothing to exchange."""
+        """Do nothing: there is no resident set."""
 
 
 def _arrays(partial: Partial | RunningPartial) -> Partial:
-    """A partial whose launches are queued, or that is there, as arrays that a launch can read.
+    """Return a partial as arrays that a launch can read.
 
     Raises:
-        ValueError: it runs beside the model, which waits for nobody here.
+        ValueError: a running partial, for which a step with one memory cannot wait.
     """
     if isinstance(partial, RunningPartial):
-        raise ValueError("with one memory no part of a plan runs beside the model; ask step.layer.has_slots")
+        raise ValueError("a running partial needs two memories; check step.layer.has_slots first")
     out, lse = (torch.as_tensor(x).float().contiguous().numpy() for x in (partial.out, partial.lse))
     return Partial(out, lse)
 
 
-def _attend_nothing(step: HostStep) -> None:
+def _attend_nothing(step: CpuStep) -> None:
     step.buffers.out_tensor.fill_(0.0)
     step.buffers.lse_tensor.fill_(float("-inf"))
 
 
-def _merge_sinks(step: HostStep) -> None:
-    """The model's attention sinks take their share of the softmax."""
+def _merge_sinks(step: CpuStep) -> None:
+    """Merge the model's attention sinks into the step's result."""
     assert step.model_sinks is not None
     out, lse = step.buffers.out_tensor, step.buffers.lse_tensor
     out.copy_(merge_partials([(out, lse)], step.model_sinks.float().view(1, -1))[0])
 
 
-def _copy_answer(step: HostStep) -> None:
-    step._answer.copy_(step.buffers.out_tensor.unsqueeze(1))
+def _copy_output(step: CpuStep) -> None:
+    step._output.copy_(step.buffers.out_tensor.unsqueeze(1))
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that launches can read: of a dtype that they know, the last dimension contiguous."""
+    """Return a tensor, or a copy of it, that launches can read: a known dtype, the last dimension contiguous."""
     if tensor.dtype not in TAGS:
         tensor = tensor.float()
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,4 +1,4 @@
-"""A decode step with two memories: chosen, split and exchanged on the device, attended on both sides."""
+"""Decode steps with two memories: block choice, split and recall on the device, attention on device and CPU."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from hf_offload.gpu.paged_attention import paged_attention
 from hf_offload.policies.base import Partial, Plan, RunningPartial, Selection
 from hf_offload.scores import Scores
 
-COMPARE_EVERY = 8  # steps between two looks at what the prediction missed
+COMPARE_EVERY = 8  # steps between two comparisons of predicted and wanted blocks
 
 
-class TieredStep(Step):
-    """A step of a layer whose blocks are resident in slots or lie on the host.
+class SplitStep(Step):
+    """A decode step of a layer with blocks in device slots and on the host.
 
-    Nothing here asks the device for an answer, and no shape depends on what is in a tensor: a step can be captured as
-    a CUDA graph.
+    No service waits for the device, and no shape depends on a tensor's values, so that a step can be captured as a CUDA
+    graph.
 
     Args:
         layer: the layer.
         query: `[B, Hq, D]` (for `place`: `[B, Hq, n, D]`), the real or the predicted query.
         length, scores: as in `Step`.
-        fresh: whether the step has stored a token: layers may share keys and values.
+        fresh: whether the step has stored a token; not if layers share keys and values and another one has.
     """
 
     query: torch.Tensor
@@ -69,26 +69,26 @@ class TieredStep(Step):
         return join_heads(masses, self._tail(query), self.limits, kv_heads=kv_heads, join=join)
 
     def _tail(self, query: torch.Tensor) -> torch.Tensor:
-        """Log mass `[B, Hq]` of the tokens that are there and have no digest yet; with two memories, of one block."""
+        """Return the log mass `[B, Hq]` of the tail, the block without a digest."""
         store = self.store
         if self.layer.unplaced:
             return query.new_full(query.shape[:2], float("-inf"))
         shape = (store.batch, store.num_kv_heads, 1)
         block = self.limits[1:].expand(shape).contiguous()
         slot = self.resident.slot_of.index_select(2, self.limits[1:])
-        there = self.limits  # a layer ahead, this step's own token is not
+        limits = self.limits  # the token of a predicted query is not stored yet
         if store.length != self.length:
-            there = self.mirror.limits("ahead", store.length, store.sealed)
+            limits = self.mirror.limits("ahead", store.length, store.sealed)
         _, lse = paged_attention(
-            query, self.resident.pool, slot, block, torch.ones_like(block[:, :, 0]), there, self.mirror.valid(),
+            query, self.resident.pool, slot, block, torch.ones_like(block[:, :, 0]), limits, self.mirror.valid(),
             **self.scores._asdict(),
         )  # fmt: skip
         return lse.logsumexp(-1)
 
     def _selected(self, score: torch.Tensor, blocks: int, recent: int) -> Selection:
         low, high = self.sinks
-        straddling = -(-self.layer.requirements.sinks // self.block_size) + 1
-        always = straddling + recent + self.num_blocks - self.store.sealed
+        sink_blocks = -(-self.layer.requirements.sinks // self.block_size) + 1
+        always = sink_blocks + recent + self.num_blocks - self.store.sealed
         capacity = min(max(blocks, always), self.store.table.shape[1])
         return Selection(
             *select_blocks(
@@ -133,9 +133,9 @@ class TieredStep(Step):
         return key, value
 
     def resident_blocks(self) -> Selection:
-        nowhere = torch.iinfo(torch.int32).max
+        no_block = torch.iinfo(torch.int32).max
         held = self.resident.block_of
-        blocks, slots = torch.where(held < 0, nowhere, held).sort(-1)
+        blocks, slots = torch.where(held < 0, no_block, held).sort(-1)
         return Selection(blocks, (held >= 0).sum(-1, dtype=torch.int32), slots.int())
 
     def split(self, selection: Selection) -> tuple[Selection, Selection]:
@@ -148,7 +148,7 @@ class TieredStep(Step):
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def attend_device(self, device: Selection) -> Partial:
-        """Attend resident blocks on the device, in splits."""
+        """Attend resident blocks on the device; the partial has splits."""
         out, lse = paged_attention(
             self.query, self.resident.pool, device.slots, device.blocks, device.counts, self.limits,
             self.mirror.valid(), **self.scores._asdict(),
@@ -156,13 +156,13 @@ class TieredStep(Step):
         return Partial(out, lse)
 
     def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | RunningPartial, ...]:
-        part = None if host is None else self.attend_host(host)  # which begins first
+        part = None if host is None else self.attend_host(host)  # first, so that CPU and device work at once
         found = () if device is None else (self.attend_device(device),)
         return found if part is None else (*found, part)
 
     def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | RunningPartial, ...]:
         resident = self.resident
-        if resident.slots > chosen.blocks.shape[2]:  # what is resident beside them stays as long as it may
+        if resident.slots > chosen.blocks.shape[2]:  # other resident blocks stay while there are slots
             score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
         self.learn(score, 0.0)
         moves = resident.exchange(self.limits, self.sinks, self.recent_blocks, None)
@@ -223,7 +223,7 @@ class TieredStep(Step):
         self.layer.count("moves", moves.counts)
 
     def cpu_ratio(self, plan: Plan) -> Any:
-        """Tokens that the CPU has attended, as a share of the budget (of everything, without one): a number."""
+        """Return the CPU's tokens as a share of the budget (without one: of all tokens), fp32 `[]` or a float."""
         if self._ratio is None:
             part = running(plan)
             self._ratio = torch.zeros((), device=self.query.device) if part is None else part.share(self)
@@ -233,7 +233,7 @@ class TieredStep(Step):
         budget = self.layer.requirements.budget
         most = self.store.table.shape[1] if budget is None else budget // self.block_size
         within: torch.Tensor | int = most
-        if self.num_blocks < most:  # which grows: a captured step must look it up
+        if self.num_blocks < most:  # blocks may be fewer than the budget: a replay computes their number
             within = ((self.limits[0] + self.block_size - 1) // self.block_size).clamp(max=most)
         ratio: torch.Tensor = host.counts.sum() / (within * self.store.batch * self.store.num_kv_heads)
         return ratio
@@ -241,25 +241,28 @@ class TieredStep(Step):
     def compare(self, predicted: Selection, wanted: Selection) -> None:
         if self.layer.stats.steps % COMPARE_EVERY or self.mirror.capture is not None:
             return
-        meant = torch.arange(wanted.blocks.shape[2], device=self.query.device) < wanted.counts[..., None]
-        found = self._marks(predicted).gather(2, torch.where(meant, wanted.blocks, 0).long()) & meant
-        self.layer.count("overlap", found.sum() / meant.sum().clamp(min=1))
+        valid = torch.arange(wanted.blocks.shape[2], device=self.query.device) < wanted.counts[..., None]
+        found = self._marks(predicted).gather(2, torch.where(valid, wanted.blocks, 0).long()) & valid
+        self.layer.count("overlap", found.sum() / valid.sum().clamp(min=1))
 
     def _marks(self, selection: Selection) -> torch.Tensor:
-        """Which blocks a selection has, bool `[B, Hkv, N]`."""
+        """Return a selection as a mask over blocks, bool `[B, Hkv, N]`."""
         width, device = self.store.table.shape[1], self.query.device
-        meant = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
+        valid = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
         marks = torch.zeros(*selection.blocks.shape[:2], width + 1, dtype=torch.bool, device=device)
-        return marks.scatter_(2, torch.where(meant, selection.blocks, width).long(), True)[:, :, :width]
+        return marks.scatter_(2, torch.where(valid, selection.blocks, width).long(), True)[:, :, :width]
 
 
 def running(plan: Plan) -> RunningPartial | None:
-    """The partial of a plan that the CPU is at work on.
+    """Return a plan's running partial, or None.
 
     Raises:
-        ValueError: there are more.
+        ValueError: the plan has several.
     """
     found = [partial for partial in plan.partials if isinstance(partial, RunningPartial)]
     if len(found) > 1:
-        raise ValueError(f"a plan has {len(found)} parts of the CPU; join their blocks, or attend one on the device")
+        raise ValueError(
+            f"a plan has {len(found)} running partials, of which one is allowed; join their blocks, or attend "
+            "one on the device"
+        )
     return found[0] if found else None

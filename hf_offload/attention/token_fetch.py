@@ -1,4 +1,4 @@
-"""Single tokens on their way from the host to the device."""
+"""Fetch of single tokens from the host to the device."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from hf_offload.cpu.thread_pool import WorkerError
 
 
 class TokenFetch:
-    """K and V of tokens that each row and KV head chose, brought together by a worker thread.
+    """K and V of chosen tokens of each row and KV head, gathered on the host by a worker thread.
 
     Args:
-        layer: the layer; the host has all its tokens.
-        numbers: `[B, Hkv, M]` int64; entries from `counts` on mean nothing.
+        layer: the layer; all its tokens must be on the host.
+        numbers: `[B, Hkv, M]` int64, token numbers; entries from `counts` on are ignored.
         counts: `[B, Hkv]` int64.
-        label: what an error message calls it.
+        label: the job's name in error messages.
     """
 
     def __init__(self, layer: HybridLayer, numbers: torch.Tensor, counts: torch.Tensor, label: str) -> None:
         store = layer.store
         assert store is not None
         self.layer = layer
-        wanted, many = numbers.cpu().numpy(), counts.cpu().numpy()
-        most = max(int(many.max(initial=0)), 1)
-        meant = np.arange(most) < many[..., None]
-        self.there = torch.from_numpy(meant).to(store.device)
-        """Bool `[B, Hkv, m]`, which of the tokens that come are meant."""
+        wanted, number = numbers.cpu().numpy(), counts.cpu().numpy()
+        most = max(int(number.max(initial=0)), 1)
+        valid = np.arange(most) < number[..., None]
+        self.there = torch.from_numpy(valid).to(store.device)
+        """Bool `[B, Hkv, m]`, the valid entries of the result of `arrive`."""
         pin = store.pool.pinned and not store.format.packs
-        shape = (*many.shape, most, 2, store.head_dim)
+        shape = (*number.shape, most, 2, store.head_dim)
         self._host = host_empty(shape, store.format.gather_dtype, pin=pin, brief=True, what="chosen tokens")
         store.settle()
         blocks = (wanted[:, :, :most] // store.block_size).astype(np.int32)
-        rows, heads, places = np.nonzero(meant)
-        source = store.pool.addresses(store.table[rows, blocks[meant]], heads)
-        first = (wanted[:, :, :most][meant] % store.block_size).astype(np.int32)
+        rows, heads, columns = np.nonzero(valid)
+        source = store.pool.addresses(store.table[rows, blocks[valid]], heads)
+        first = (wanted[:, :, :most][valid] % store.block_size).astype(np.int32)
         line = self._host[0, 0, 0, 0].nbytes
-        target = self._host.data_ptr() + 2 * line * ((rows * many.shape[1] + heads) * most + places).astype(np.int64)
+        target = self._host.data_ptr() + 2 * line * ((rows * number.shape[1] + heads) * most + columns).astype(np.int64)
         if store.format.packs:
             launch = store.format.unpack(source, first, np.ones_like(first), target, target + line)
         else:
@@ -55,12 +55,19 @@ class TokenFetch:
         self._job = worker.submit(functools.partial(worker.divide, launch), label, keep=(store.pool, self._host))
 
     def cancel(self) -> None:
-        """Let the job end, whatever comes of it, so that nothing reads blocks that are about to change."""
-        with suppress(WorkerError):  # nobody asks for this result any more
+        """Wait for the job and drop its result, so that nothing reads blocks that are about to change."""
+        with suppress(WorkerError):  # the result is dropped, its error too
             self._job.result()
 
     def arrive(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[B, Hkv, m, D]` in the model's dtype, on its device; what is not `there` may be anything."""
+        """Wait for the job and copy its result to the device.
+
+        Returns:
+            K, V `[B, Hkv, m, D]` in the model's dtype; entries that are not `there` are undefined.
+
+        Raises:
+            WorkerError: the job failed.
+        """
         store = self.layer.store
         assert store is not None
         with self.layer.stats.waiting():

@@ -82,7 +82,7 @@ class HybridLayer(CacheLayerMixin):
         self.kernels: dict[Any, Any] = {}
         """The buffers of steps (`attention.step_cpu.StepBuffers`)."""
         self.steps: dict[bool, Any] = {}
-        """Planned steps with one memory (`attention.step_cpu.HostStep`): by True for the layer itself, which writes its
+        """Planned steps with one memory (`attention.step_cpu.CpuStep`): by True for the layer itself, which writes its
         token, by False for layers that share its tokens."""
         self.ahead: Any = None
         self.cpu_partial: Any = None

@@ -1,1 +1,1 @@
-"""Methods: what a decode step attends, what is resident, what moves. `base.py` is their contract."""
+"""Policies: which blocks a decode step attends, which are resident, which are copied. `base.py` is their contract."""

@@ -1,4 +1,4 @@
-"""The contract of a policy: which blocks a step attends, which are resident, and when blocks are copied."""
+"""The contract of policies with the core: `Policy`, `Requirements`, `LayerState`, `Plan`, `Partial`, `Selection`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ if TYPE_CHECKING:
 
 
 EVER = 2**31
-"""`Plan.until` of a plan that no number of blocks ends."""
+"""`Plan.until` of a plan that is valid for any number of blocks."""
 
 
 @dataclass(slots=True)
 class Selection:
-    """Logical blocks for each row and KV head.
+    """Selected logical blocks of each row and KV head: NumPy arrays with one memory, device tensors with two.
 
     Args:
-        blocks: `[B, Hkv, C]` int32, ascending; entries from `counts` on mean nothing. Arrays with one memory, tensors
-            on the device with two.
+        blocks: `[B, Hkv, C]` int32, ascending block numbers; entries from `counts` on are ignored.
         counts: `[B, Hkv]` int32.
-        slots: `[B, Hkv, C]` int32, where resident blocks lie.
+        slots: `[B, Hkv, C]` int32, the slots of resident blocks; None for others.
     """
 
     blocks: Any
@@ -42,8 +41,8 @@ class Partial(NamedTuple):
     """Attention of a decode step over some of its keys.
 
     Args:
-        out: `[B, Hq, D]` fp32; with two memories also in splits, `[B, Hq, S, D]`; anything where `lse` is −inf.
-        lse: `[B, Hq]` or `[B, Hq, S]` fp32, natural logarithm of Σ exp(score); −inf where nothing was attended.
+        out: fp32 `[B, Hq, D]`, with two memories also in splits, `[B, Hq, S, D]`; undefined where `lse` is −inf.
+        lse: fp32 `[B, Hq]` or `[B, Hq, S]`, natural logarithm of Σ exp(score); −inf without keys.
     """
 
     out: Any
@@ -51,18 +50,18 @@ class Partial(NamedTuple):
 
 
 class RunningPartial(ABC):
-    """A partial that the CPU is at work on beside the device (`attention.cpu_partial`); the core waits for it."""
+    """A partial that the CPU computes beside the device (`attention.cpu_partial`); the core waits for it."""
 
     predicted: torch.Tensor | None = None
-    """The query `[B, Hq, D]` that it attends with."""
+    """`[B, Hq, D]`, the query that the CPU attends with."""
 
     @abstractmethod
     def share(self, step: Step) -> torch.Tensor | float:
-        """Tokens that it attends, as a share of the budget; on the device, where that alone knows."""
+        """Return the attended tokens as a share of the budget: a device tensor `[]`, or a float if the host knows."""
 
     @abstractmethod
     def partial(self) -> HostPartial:
-        """Wait for it; what the merge needs.
+        """Wait for the CPU and return the result for the merge.
 
         Raises:
             WorkerError: the work failed.
@@ -70,18 +69,18 @@ class RunningPartial(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Let the work end, whatever comes of it."""
+        """Wait for the CPU and drop the result."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """What a decode step of one layer attends, in partials that share no key; the core merges them by log-sum-exp.
+    """Attention of one layer's decode step: partials over disjoint keys, which the core merges by log-sum-exp.
 
     Args:
-        partials: made by the step's services (`Step.attend`), or by the policy itself. With two memories one of them
-            may be running.
-        until: with one memory the plan serves later steps, too, as long as the rows have fewer blocks than this and
-            nothing has changed that its services depend on; 0: this step alone.
+        partials: results of the step's services (`Step.attend`), or of the policy's own computation. With two memories
+            one of them may be running.
+        until: with one memory, later steps reuse the plan while rows have fewer blocks than this and nothing changes
+            that its services depend on; 0: the plan is for this step only.
     """
 
     partials: tuple[Partial | RunningPartial, ...]
@@ -89,123 +88,129 @@ class Plan:
 
 
 class LayerState:
-    """What a method remembers of one layer. The cache tells it what happens there; each method here does nothing.
+    """A policy's state of one layer. The core calls these methods on events; the defaults do nothing.
 
-    A state lives until `HybridCache.reset`. What it must keep for forks, saved caches, drafts and changes of the rows
-    is what `tensors` gives and `load` takes back; a method overrides the others where that would cost too much.
+    A state lives until `HybridCache.reset`. Forks, saved caches, drafts and changes of the rows copy it by `tensors`
+    and `load`. A policy overrides `share`, `snapshot`, `restore` and `select_rows` where these copies cost too much.
     """
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it holds of tokens on the model's device."""
+        """Bytes of the token data that the state holds on the model's device."""
         return 0
 
     @property
     def slots(self) -> int | None:
-        """Blocks of a row and KV head for which it wants room on the device; None: as many as the cache has."""
+        """The number of slots that the state wants for a row and KV head; None: the cache decides."""
         return None
 
-    # --- what happens ------------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------------------
 
     def before_append(self, layer: HybridLayer) -> None:
-        """A prompt, a chunk of one or a new turn is about to be stored; it may yet be taken back by `crop`."""
+        """Before a prompt, a chunk of one or a new turn is stored; `crop` may undo it."""
 
     def append(self, layer: HybridLayer, query: torch.Tensor, scores: Scores) -> None:
-        """It was stored; `query` `[B, Hq, Q, D]` is of its tokens."""
-
-    def before_token(self, layer: HybridLayer) -> None:
-        """A decode step begins."""
-
-    def token(self, layer: HybridLayer) -> None:
-        """A decode step has stored its token and attended; not told of steps that a CUDA graph replays."""
-
-    def placed(self, layer: HybridLayer, query_heads: int | None = None) -> None:
-        """With two memories: what is resident was decided and loaded.
+        """After a prompt, a chunk of one or a new turn was stored.
 
         Args:
             layer: the layer.
-            query_heads: of the model; None: as many as before.
+            query: `[B, Hq, Q, D]`, queries of the new tokens.
+            scores: parameters of the model's scores.
+        """
+
+    def before_token(self, layer: HybridLayer) -> None:
+        """Before a decode step."""
+
+    def token(self, layer: HybridLayer) -> None:
+        """After a decode step that stored a token; not called for replays of a CUDA graph."""
+
+    def placed(self, layer: HybridLayer, query_heads: int | None = None) -> None:
+        """With two memories, after the resident set was placed.
+
+        Args:
+            layer: the layer.
+            query_heads: the model's query heads; None: unchanged.
         """
 
     def block_opened(self, layer: HybridLayer, block: int) -> None:
-        """With two memories: a block that the next token begins got a slot."""
+        """With two memories, after the block that the next token starts got a slot."""
 
     def unplaced(self, layer: HybridLayer) -> None:
-        """What is resident is about to be dropped, and decoding begins anew: append, crop, changed padding."""
+        """Before the resident set is dropped, to be placed anew: at an append, a crop, changed padding."""
 
     def cancelled(self) -> None:
-        """The step that was prepared does not come: undo what `Policy.before_layer` has done to the state."""
+        """Undo the changes of `Policy.before_layer`, whose step does not follow."""
 
     def padding_changed(self, layer: HybridLayer, block: int) -> None:
-        """Tokens that were there before, in block `block` or behind it, became valid or invalid."""
+        """After older tokens, in block `block` or a later one, became valid or invalid."""
 
     def adopted(self, layer: HybridLayer) -> None:
-        """There are tokens of which nothing was told: of a cache that was taken over, or of an interrupted forward."""
+        """After tokens were stored without events: from another cache, or by an interrupted forward."""
 
     def prepare_crop(self, layer: HybridLayer, length: int) -> None:
-        """Do what may fail of the crop that comes."""
+        """Do the part of a crop to `length` tokens that may fail."""
 
     def crop(self, layer: HybridLayer, length: int) -> None:
-        """Only the first `length` tokens stay, behind `unplaced`; allocates nothing that `prepare_crop` could have."""
+        """Crop to the first `length` tokens, after `unplaced`, without allocations that `prepare_crop` can make."""
 
     def select_rows(self, layer: HybridLayer, rows: torch.Tensor) -> None:
-        """The rows of an index stay, int64 `[n]`, in its order."""
+        """Keep the rows of an index, int64 `[n]`, in its order."""
         self.load(layer, {name: x[rows.to(x.device)] if x.ndim else x.clone() for name, x in self.tensors().items()})
 
     def settle(self) -> None:
-        """Wait for what it has in flight, before anything moves, is freed, copied or saved.
+        """Wait for the state's work in flight, before anything is moved, freed, copied or saved.
 
         Raises:
-            WorkerError: that failed.
+            WorkerError: the work failed.
         """
 
-    # --- what lasts --------------------------------------------------------------------------------------------------
+    # --- contents ----------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What it must keep between two forwards, by name.
+        """Return the state's contents between two forwards, by name.
 
-        For `select_rows` as it is here the first dimension is the rows', or there is none.
+        The default `select_rows` expects rows as the first dimension, or none (0-d).
         """
         return {}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
-        """Be what a state was that gave these; nothing: as new. They are the caller's: what is kept is copied.
+        """Restore the contents that `tensors` returned, copied; an empty dict resets the state.
 
         Tensors that a captured CUDA graph reads are written in place.
         """
 
     def share(self, layer: HybridLayer, source: Any) -> None:
-        """Be, in a fork, what the state `source` is of the same layer in the cache that was forked."""
+        """Take over, in a fork, the contents of `source`, the same layer's state in the forked cache."""
         self.load(layer, source.tensors())
 
     def snapshot(self) -> Any:
-        """What `restore` goes back to when the decode steps from here on are taken back."""
+        """Return a snapshot for `restore`, which undoes the decode steps after it."""
         return {name: x.clone() for name, x in self.tensors().items()}
 
     def restore(self, layer: HybridLayer, snapshot: Any) -> None:
-        """Go back; the tokens are cropped already."""
+        """Restore a snapshot, after the tokens were cropped."""
         self.load(layer, snapshot)
 
     def report(self, stats: LayerStats) -> None:
-        """Fill in the statistics that it knows of."""
+        """Fill in the layer's statistics that only the state knows."""
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a policy needs of the cache; asked once, when the cache is made.
+    """A policy's requirements on the cache, read once when the cache is made.
 
     Args:
         budget: tokens that a row and KV head attends in a step; None: no limit.
-        sinks: tokens at the start of each row, the first real one counted first, that are always attended and resident.
-        recent: newest sealed tokens that are always attended and resident; the unsealed tail comes on top.
-        digest: the digest that blocks need (`cache.digests.DIGESTS`), or None.
-        digest_memory: where blocks are scored with two memories. `"host"`: the CPU itself chooses what it attends, and
-            only what is always attended need be resident.
-        leaves_out: whether a step may leave out tokens that are cached; true with a budget.
-        attends_blocks: whether steps attend blocks; otherwise the states hold what is attended, apart from all blocks.
-        query_window: how many of a prompt's last queries are kept, for `Policy.place` and for whoever learns from them.
-        learns_from_prompts: whether it learns from a prompt's queries, so that keys and values are not all it knows.
-        capturable: whether a decode step can be captured as a CUDA graph: the host decides nothing in it.
+        sinks: first valid tokens of each row that are always attended and resident.
+        recent: newest sealed tokens that are always attended and resident, in addition to the unsealed tail.
+        digest: the name of the blocks' digest (`cache.digests.DIGESTS`), or None.
+        digest_memory: the memory in which blocks are scored when there are two. With `"host"` the CPU chooses the
+            blocks that it attends, and only blocks that are always attended are resident.
+        leaves_out: whether a step may leave out cached tokens; set to True with a budget.
+        attends_blocks: whether steps attend blocks; False: the states hold copies of all attended tokens.
+        query_window: number of a prompt's last queries to keep, for `Policy.place` and the states.
+        learns_from_prompts: whether the states depend on a prompt's queries, and not on keys and values alone.
+        capturable: whether a decode step can be captured as a CUDA graph, that is, the host decides nothing in it.
     """
 
     budget: int | None = None
@@ -225,11 +230,11 @@ class Requirements:
 
     @property
     def scored_on_host(self) -> bool:
-        """Whether the CPU itself chooses what it attends."""
+        """Whether the CPU chooses the blocks that it attends."""
         return self.digest_memory == "host"
 
     def always_blocks(self, block_size: int) -> int:
-        """Blocks that are always attended: sinks, recent ones and the tail (sinks behind padding may need one more)."""
+        """Return the number of blocks always attended: sinks, recent, tail. Sinks after padding may take one more."""
         return -(-self.sinks // block_size) + -(-self.recent // block_size) + 1
 
 
@@ -237,31 +242,35 @@ class Requirements:
 class Policy(ABC):
     """Base class of policies: which blocks a decode step attends, which are resident, and when blocks are copied.
 
-    A policy is a frozen dataclass of its knobs, which `__post_init__` checks. It has a `name`, says what it needs of
-    the cache in `requirements`, and implements `plan`. `register_policy` makes it known.
+    A policy is a frozen dataclass of its knobs, which `__post_init__` checks. It has a `name` and `requirements`, and
+    implements `plan`. `register_policy` registers it under its name.
     """
 
     name: ClassVar[str]
     block_size: ClassVar[int] = 32
-    """Tokens of a block by default."""
+    """Default tokens of a block."""
 
     @property
     def requirements(self) -> Requirements:
-        """What it needs of the cache."""
+        """The policy's requirements on the cache."""
         return Requirements()
 
     # --- making a cache ----------------------------------------------------------------------------------------------
 
     def for_model(self, identity: Callable[[], dict[str, Any]]) -> Policy:
-        """This policy for a model, with what has to be read for it.
+        """Return this policy for a model, with the files read that it needs.
 
         Args:
-            identity: tells what identifies the model in whatever dtype (`cache.fingerprint.likeness`).
+            identity: returns the model's identity, which is the same in all dtypes (`cache.fingerprint.likeness`).
         """
         return self
 
     def check(self, *, block_size: int, two: bool) -> None:
-        """Raise ValueError if the knobs make no sense with blocks of this size, or with one memory or `two`."""
+        """Check the knobs for a block size and one or two memories.
+
+        Raises:
+            ValueError: a knob is not allowed there.
+        """
         wants = self.requirements
         least = wants.always_blocks(block_size) * block_size
         if wants.budget is not None and wants.budget < least:
@@ -271,44 +280,44 @@ class Policy(ABC):
             )
 
     def for_memories(self, *, two: bool) -> Policy:
-        """This policy where a saved cache is loaded: without knobs that make no sense there but changed no token."""
+        """Return this policy for a loaded cache, without knobs that need two memories and affect no token."""
         return self
 
     def looks_ahead(self, index: int, *, two: bool, beside_device: bool) -> bool:
-        """Whether `before_layer` wants a layer's predicted query one layer early.
+        """Whether `before_layer` is called for a layer, with its predicted query.
 
         Args:
-            index: of the layer.
+            index: number of the layer.
             two: whether there are two memories.
-            beside_device: whether the model computes on a device beside the CPU.
+            beside_device: whether the model computes on a device other than the CPU.
         """
         return False
 
     def window_tokens(self, length: int) -> int | None:
-        """Tokens that are resident of `length` cached ones, where the policy decides that; None: the cache does."""
+        """Return the number of resident tokens for `length` cached ones; None: the cache's knobs decide."""
         return None
 
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
-        """Bytes that a layer's state holds on the device and on the host, if decoding starts with these sizes.
+        """Return the bytes of a layer's state on the device and on the host, when decoding starts.
 
         Args:
-            sizes: of the layer.
-            slots: blocks of a row and KV head that are resident; 0 with one memory.
+            sizes: sizes of the layer.
+            slots: resident blocks of a row and KV head; 0 with one memory.
         """
         return 0, 0
 
-    # --- remembering -------------------------------------------------------------------------------------------------
+    # --- states ------------------------------------------------------------------------------------------------------
 
     def new_state(self, layer: HybridLayer) -> LayerState:
-        """What this method remembers of one layer, whose store is there and empty."""
+        """Return a new state of one layer, whose store exists and is empty."""
         return LayerState()
 
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
-        """What `LayerState.tensors` gives for a layer, if it gives anything: saved caches are compared with it."""
+        """Return the fields of `LayerState.tensors`, unless that is empty, for the check of saved caches."""
         return {}
 
     def must_be_resident(self, layer: HybridLayer, blocks: int) -> torch.Tensor:
-        """Which of a layer's first blocks, the newest aside, a step relies on being resident: bool `[B, blocks]`."""
+        """Return which of a layer's first `blocks` blocks must be resident in a step: bool `[B, blocks]`."""
         assert layer.store is not None
         wants = layer.requirements
         needed = torch.zeros(layer.batch_size, blocks, dtype=torch.bool)
@@ -322,24 +331,24 @@ class Policy(ABC):
     # --- a decode step -----------------------------------------------------------------------------------------------
 
     def before_layer(self, step: Step) -> None:
-        """Layer-ahead work: called one decoder layer early, with `step.query` predicted."""
+        """Do layer-ahead work; called one decoder layer early, with a predicted `step.query`."""
         return
 
     @abstractmethod
     def plan(self, step: Step) -> Plan:
-        """What a decode step attends."""
+        """Return the plan of a decode step: the partials that it attends."""
 
     def after_layer(self, step: Step, plan: Plan) -> None:
-        """Recall, averages; called when the layer's attention is done."""
+        """Recall blocks and update averages; called after the layer's attention."""
         return
 
     def place(self, step: Step, slots: int) -> Selection:
-        """Which blocks are resident (at most `slots` for a row and KV head) when decoding starts.
+        """Return the blocks that are resident when decoding starts, at most `slots` for a row and KV head.
 
-        `step.query` holds the prompt's last queries, `[B, Hq, query_window, D]`, or that of the step that comes where
-        nobody has kept them.
+        `step.query` holds the prompt's last queries, `[B, Hq, query_window, D]`, or the next step's query if they were
+        not kept.
         """
         wants = step.layer.requirements
-        if wants.scored_on_host:  # no sink may be left out for a newer block
+        if wants.scored_on_host:  # all sinks must fit beside the newest blocks
             return step.recent(min(slots, wants.always_blocks(step.block_size)))
         return step.recent(slots)

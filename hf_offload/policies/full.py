@@ -1,4 +1,4 @@
-"""Exact attention over everything that is cached: the oracle, and offloading without sparsity."""
+"""Exact attention over all cached tokens, the reference for sparse policies; also FlexGen's fetching of all blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H2O (Zhang et al. 2023): heavy hitters by accumulated attention and the newest tokens; the rest is evicted."""
+"""H2O (Zhang et al. 2023): attention to heavy hitters by accumulated weight and to the newest tokens, with eviction."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
 EMPTY = -1
-_NUMBERS = ("recent", "taken")  # of `Kept`, which rows have in common
+_INTEGERS = ("recent", "taken")  # integers of `Kept`, the same for all rows
 
 
 @dataclass(slots=True)
 class Kept:
-    """The tokens of one layer that are not evicted, in places of no order.
+    """The tokens of one layer that are not evicted, unordered.
 
     Args:
         keys, values: `[B, Hkv, C, D]` in the model's dtype.
-        score: fp32 `[B, Hkv, C]`, the weights that a token has got so far, of all query heads of the KV head.
-        position: int64 `[B, Hkv, C]`, its number in the row; -1: the place is empty.
-        recent: so many newest tokens are never evicted.
-        taken: the number of the last token that was taken in.
+        score: fp32 `[B, Hkv, C]`, a token's attention weights so far, summed over queries and heads of the group.
+        position: int64 `[B, Hkv, C]`, the token's number in the row; -1: an empty entry.
+        recent: number of newest tokens that are never evicted.
+        taken: number of the token added last.
     """
 
     keys: torch.Tensor
@@ -44,39 +44,49 @@ class Kept:
     taken: int = EMPTY
 
     def take_in(self, key: torch.Tensor, value: torch.Tensor, number: int, valid: torch.Tensor | None) -> None:
-        """Give token `number`, K and V `[B, Hkv, D]`, an empty place or that of the lightest token that is not recent.
+        """Store a token in an empty entry, or in place of the token with the lowest score that is not recent.
 
         Args:
-            valid: bool `[B]`, whether it counts in a row; None: in all.
+            key, value: `[B, Hkv, D]`.
+            number: the token's number in the row.
+            valid: bool `[B]`, the rows in which it is no padding; None: all rows.
         """
-        held = self.score.masked_fill(self.position > number - self.recent, math.inf)
-        place = held.masked_fill(self.position == EMPTY, -math.inf).argmin(-1, keepdim=True)
-        where = place[..., None].expand(*place.shape, key.shape[-1])
-        self.keys.scatter_(2, where, key[:, :, None])
-        self.values.scatter_(2, where, value[:, :, None])
-        self.score.scatter_(2, place, 0.0)
-        numbers = torch.full_like(place, number)
+        rank = self.score.masked_fill(self.position > number - self.recent, math.inf)
+        entry = rank.masked_fill(self.position == EMPTY, -math.inf).argmin(-1, keepdim=True)
+        index = entry[..., None].expand(*entry.shape, key.shape[-1])
+        self.keys.scatter_(2, index, key[:, :, None])
+        self.values.scatter_(2, index, value[:, :, None])
+        self.score.scatter_(2, entry, 0.0)
+        numbers = torch.full_like(entry, number)
         if valid is not None:
-            numbers.masked_fill_(~valid.to(place.device)[:, None, None], EMPTY)
-        self.position.scatter_(2, place, numbers)
+            numbers.masked_fill_(~valid.to(entry.device)[:, None, None], EMPTY)
+        self.position.scatter_(2, entry, numbers)
         self.taken = number
 
     def attend(self, query: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend all of them with `[B, Hq, D]` fp32, and let their scores grow: out as the query, lse `[B, Hq]`."""
+        """Attend all kept tokens and add the weights to their scores.
+
+        Args:
+            query: fp32 `[B, Hq, D]`.
+            scores: parameters of the model's scores.
+
+        Returns:
+            out `[B, Hq, D]`, lse `[B, Hq]`; fp32.
+        """
         out, lse, weights = attend(query, self.keys, self.values, self.position != EMPTY, scores)
         self.score += weights.sum(2)
         return out, lse
 
 
 class H2OState(LayerState):
-    """What H2O remembers of one layer: nothing before its first decode step."""
+    """H2O's state of one layer: the kept tokens, None before the first decode step."""
 
     def __init__(self) -> None:
         self.kept: Kept | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for name, tensor in self.tensors().items() if name not in _NUMBERS)
+        return sum(tensor.nbytes for name, tensor in self.tensors().items() if name not in _INTEGERS)
 
     def unplaced(self, layer: HybridLayer) -> None:
         self.kept = None
@@ -88,12 +98,12 @@ class H2OState(LayerState):
         if self.kept is None:
             return {}
         found = {part.name: getattr(self.kept, part.name) for part in dataclasses.fields(Kept)}
-        return found | {name: torch.tensor(found[name]) for name in _NUMBERS}
+        return found | {name: torch.tensor(found[name]) for name in _INTEGERS}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
         with torch.inference_mode(False):
             parts: dict[str, Any] = {
-                name: int(x) if name in _NUMBERS else x.to(layer.device, copy=True) for name, x in tensors.items()
+                name: int(x) if name in _INTEGERS else x.to(layer.device, copy=True) for name, x in tensors.items()
             }
         self.kept = Kept(**parts) if parts else None
 
@@ -137,9 +147,10 @@ class H2O(Policy):
 
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
         lines = sizes.rows * sizes.kv_heads
-        return lines * self._places(sizes.tokens) * (2 * sizes.head_dim * sizes.dtype.itemsize + 12), 0  # score, number
+        token = 2 * sizes.head_dim * sizes.dtype.itemsize + 4 + 8  # K and V, score, position
+        return lines * self._capacity(sizes.tokens) * token, 0
 
-    def _places(self, length: int) -> int:
+    def _capacity(self, length: int) -> int:
         return self._heavy(length) + self._recent(length) + 1  # this step's own
 
     def _heavy(self, length: int) -> int:
@@ -161,27 +172,27 @@ class H2O(Policy):
         }  # fmt: skip
 
     def plan(self, step: Step) -> Plan:
-        """Take this step's token in, attend what is kept."""
+        """Add this step's token and attend the kept tokens."""
         state: H2OState = step.state
         if state.kept is None:
             state.kept = self._choose(step)
         number, padding = step.length - 1, step.store.padding
         valid = torch.from_numpy(padding.valid[:, number] != 0) if padding.ragged else None
-        if number > state.kept.taken:  # layers may share keys and values, and each of them asks
+        if number > state.kept.taken:  # of layers that share keys and values the first adds it
             state.kept.take_in(*step.newest(), number, valid)
         query = torch.as_tensor(step.query).to(state.kept.keys.device)
         return Plan((Partial(*state.kept.attend(query, step.scores)),))
 
     def _choose(self, step: Step) -> Kept:
-        """The heavy and the newest of the tokens before this step's own."""
+        """Return the heavy hitters and the newest of the tokens before this step's."""
         count, store = step.length - 1, step.store
-        score = _weighed(step, count)
+        score = _summed_weights(step, count)
         recent, heavy = min(self._recent(count), count), min(self._heavy(count), count)
         valid = valid_tokens(step, count)
         rank = score.clone()
         rank[:, :, count - recent :] = math.inf
         best = rank.masked_fill(~valid[:, None], -math.inf).topk(min(heavy + recent, count), -1)
-        shape, places = score.shape[:2], self._places(count)
+        shape, places = score.shape[:2], self._capacity(count)
         with torch.inference_mode(False):
             size = (*shape, places, store.head_dim)
             keys, values = (torch.zeros(size, dtype=store.dtype, device=store.device) for _ in range(2))
@@ -198,24 +209,24 @@ class H2O(Policy):
         return Kept(keys, values, kept_score, position, self._recent(count), count - 1)
 
 
-def _weighed(step: Step, count: int) -> torch.Tensor:
-    """The weights that the prompt's last queries gave each of `count` tokens, summed: fp32 `[B, Hkv, count]`."""
-    known, store = step.layer.last_queries, step.store
-    query = torch.as_tensor(step.query)[:, :, None] if known is None else known.values
+def _summed_weights(step: Step, count: int) -> torch.Tensor:
+    """Return the attention weights of `count` tokens, summed over the prompt's last queries: fp32 `[B, Hkv, count]`."""
+    last_queries, store = step.layer.last_queries, step.store
+    query = torch.as_tensor(step.query)[:, :, None] if last_queries is None else last_queries.values
     query = query.to(store.device).float()
-    start, end = (count, count + 1) if known is None else (known.start, known.end)
-    last = torch.arange(start, end, device=store.device)  # what each query may see
+    start, end = (count, count + 1) if last_queries is None else (last_queries.start, last_queries.end)
+    last_key = torch.arange(start, end, device=store.device)  # the last token that each query attends
     valid = valid_tokens(step, count)
-    counts = valid[:, last.clamp(max=count - 1)]  # queries of padding say nothing
-    grouped = query.reshape(store.batch, store.num_kv_heads, -1, query.shape[3])  # heads of a group, query by query
+    query_valid = valid[:, last_key.clamp(max=count - 1)]  # False for queries of padding
+    grouped = query.reshape(store.batch, store.num_kv_heads, -1, query.shape[3])  # `[B, Hkv, G·n, D]`
 
     def tiles() -> Iterator[tuple[int, int, torch.Tensor]]:
         for first, key, _ in step.earlier():
             stop = first + key.shape[2]
             logits = step.scores.of(grouped @ key.float().transpose(2, 3))
             logits = logits.view(*logits.shape[:2], -1, query.shape[2], stop - first)
-            seen = torch.arange(first, stop, device=store.device) <= last[:, None]
-            seen = seen & valid[:, None, first:stop] & counts[..., None]
+            seen = torch.arange(first, stop, device=store.device) <= last_key[:, None]
+            seen = seen & valid[:, None, first:stop] & query_valid[..., None]
             yield first, stop, logits.masked_fill(~seen[:, None, None], -math.inf)
 
     lse = torch.full((*grouped.shape[:2], 1, 1), -math.inf, device=store.device)

@@ -1,4 +1,4 @@
-"""InfiniGen (Lee et al. 2024): tokens are chosen one layer ahead by a few channels, and recalled over the link."""
+"""InfiniGen (Lee et al. 2024): tokens chosen one layer ahead by partial keys and fetched to the device."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
 GROW = 256
-"""Tokens by which the partial keys grow."""
+"""Granularity of the partial keys' capacity, in tokens."""
 
 
 class InfiniGenState(LayerState):
-    """What InfiniGen remembers of one layer."""
+    """InfiniGen's state of one layer: directions and partial keys."""
 
     def __init__(self) -> None:
         self.basis: torch.Tensor | None = None
-        """fp32 `[B, Hkv, D, r]`, the channels that scores are speculated by; None before the first decode step."""
+        """fp32 `[B, Hkv, D, r]`, the directions of speculation; None before the first decode step."""
         self.partial: torch.Tensor | None = None
-        """fp32 `[B, Hkv, C, r]`, the keys of all tokens in these channels."""
+        """fp32 `[B, Hkv, C, r]`, the components of all tokens' keys in these directions."""
         self.count = 0
-        """Tokens that `partial` has."""
+        """Number of tokens in `partial`."""
         self.coming: Any = None
-        """Tokens that were chosen one layer ahead and are on their way, and the length that was for."""
+        """The length of the next step and the fetch of its tokens, chosen one layer ahead; or None."""
 
     @property
     def nbytes(self) -> int:
         return 0 if self.basis is None or self.partial is None else self.basis.nbytes + self.partial.nbytes
 
     def cancelled(self) -> None:
-        """Forget the directions, too: they may be of the token that does not come."""
+        """Drop the directions, too, since they may depend on the cancelled step's query."""
         self.coming, self.basis, self.partial, self.count = None, None, None, 0
 
     def unplaced(self, layer: HybridLayer) -> None:
@@ -110,7 +110,7 @@ class InfiniGen(Policy):
 
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:
         lines = sizes.rows * sizes.kv_heads
-        return 4 * lines * self._channels(sizes.head_dim) * (_room(sizes.tokens + 1) + sizes.head_dim), 0
+        return 4 * lines * self._channels(sizes.head_dim) * (_capacity(sizes.tokens + 1) + sizes.head_dim), 0
 
     def _channels(self, head_dim: int) -> int:
         return max(math.ceil(self.partial * head_dim), 1)
@@ -127,17 +127,17 @@ class InfiniGen(Policy):
         }
 
     def before_layer(self, step: Step) -> None:
-        """Choose the next layer's tokens by its predicted query, and let them come while this layer computes."""
+        """Choose the next layer's tokens by its predicted query and fetch them while this layer computes."""
         step.state.coming = (step.length, self._speculate(step))
 
     def plan(self, step: Step) -> Plan:
-        """Attend what has come, and this step's own token."""
+        """Attend the fetched tokens and this step's."""
         state: InfiniGenState = step.state
         coming, state.coming = state.coming, None
         fetch = coming[1] if coming is not None and coming[0] == step.length else self._speculate(step)
         new_key, new_value = step.newest()
-        if state.count < step.length:  # layers may share keys and values, and each of them asks
-            self._remember(state, new_key[:, :, None])
+        if state.count < step.length:  # of layers that share keys and values the first adds it
+            self._add_partial_keys(state, new_key[:, :, None])
         key, value = fetch.arrive()
         own = valid_tokens(step, step.length)[:, -1, None, None].expand(*key.shape[:2], 1)
         query = torch.as_tensor(step.query).to(key.device)
@@ -148,7 +148,7 @@ class InfiniGen(Policy):
         return Plan((Partial(out, lse),))
 
     def _speculate(self, step: Step) -> Any:
-        """Start to bring the tokens before this step's own that its query, as far as it is known, seems to want."""
+        """Start to fetch the tokens to which the real or predicted query gives high scores by partial keys."""
         state: InfiniGenState = step.state
         count = step.length - 1
         if state.basis is None:
@@ -160,30 +160,30 @@ class InfiniGen(Policy):
         score = step.scores.of(query @ state.partial[:, :, :count].transpose(2, 3))
         score = score.masked_fill(~valid_tokens(step, count)[:, None, None], -math.inf)
         best = score.amax(-1, keepdim=True)
-        below = (score - best.masked_fill(best == -math.inf, 0.0)).amax(2)  # one head of a group is enough
-        chosen = below.topk(max(math.ceil(self.share * count), 1), -1)
+        distance = (score - best.masked_fill(best == -math.inf, 0.0)).amax(2)  # the group's highest score decides
+        chosen = distance.topk(max(math.ceil(self.share * count), 1), -1)
         return step.bring_tokens(
             chosen.indices, ((chosen.values > -float(self.alpha)) & chosen.values.isfinite()).sum(-1)
         )
 
-    def _remember(self, state: InfiniGenState, key: torch.Tensor) -> None:
-        """Add the partial keys of new tokens `[B, Hkv, n, D]`."""
+    def _add_partial_keys(self, state: InfiniGenState, key: torch.Tensor) -> None:
+        """Add the partial keys of new tokens, from keys `[B, Hkv, n, D]`."""
         assert state.basis is not None
         assert state.partial is not None
         stop = state.count + key.shape[2]
         if stop > state.partial.shape[2]:
             with torch.inference_mode(False):
-                wide = state.partial.new_zeros(*state.partial.shape[:2], _room(stop), state.partial.shape[3])
-            wide[:, :, : state.count] = state.partial[:, :, : state.count]
-            state.partial = wide
+                grown = state.partial.new_zeros(*state.partial.shape[:2], _capacity(stop), state.partial.shape[3])
+            grown[:, :, : state.count] = state.partial[:, :, : state.count]
+            state.partial = grown
         state.partial[:, :, state.count : stop] = key.float() @ state.basis
         state.count = stop
 
     def _skew(self, step: Step, state: InfiniGenState) -> None:
-        """Find the directions in which this row's queries and keys are largest, and the keys' parts in them."""
-        known, store, count = step.layer.last_queries, step.store, step.length - 1
-        query = torch.as_tensor(step.query)[:, :, None] if known is None else known.values
-        seen = valid_tokens(step, count)[:, known.start : known.end] if known is not None else None
+        """Compute the directions in which a row's queries and keys are largest (section 4.3), and the partial keys."""
+        last_queries, store, count = step.layer.last_queries, step.store, step.length - 1
+        query = torch.as_tensor(step.query)[:, :, None] if last_queries is None else last_queries.values
+        seen = valid_tokens(step, count)[:, last_queries.start : last_queries.end] if last_queries is not None else None
         query = query.to(store.device).float()
         if not query.isfinite().all():
             raise ValueError(
@@ -194,23 +194,23 @@ class InfiniGen(Policy):
         if seen is not None:
             query = query.masked_fill(~seen[:, None, :, None], 0.0)
         query = query.reshape(store.batch, store.num_kv_heads, -1, store.head_dim)
-        turned = torch.linalg.eigh(query.transpose(2, 3) @ query).eigenvectors  # the right singular vectors
-        weight = (query @ turned).abs().sum(2)
+        directions = torch.linalg.eigh(query.transpose(2, 3) @ query).eigenvectors  # the right singular vectors
+        weight = (query @ directions).abs().sum(2)
         valid = valid_tokens(step, count)
         for first, key, _ in step.earlier():
-            there = valid[:, None, first : first + key.shape[2], None]
-            weight += (key.float().masked_fill(~there, 0.0) @ turned).abs().sum(2)
+            valid_keys = valid[:, None, first : first + key.shape[2], None]
+            weight += (key.float().masked_fill(~valid_keys, 0.0) @ directions).abs().sum(2)
         best = weight.topk(self._channels(store.head_dim), -1).indices
         with torch.inference_mode(False):
             basis = torch.zeros(*weight.shape, best.shape[-1], device=store.device)
-            partial = torch.zeros(*weight.shape[:2], _room(step.length), best.shape[-1], device=store.device)
-        basis.copy_(turned.gather(3, best[:, :, None].expand(-1, -1, store.head_dim, -1)))
+            partial = torch.zeros(*weight.shape[:2], _capacity(step.length), best.shape[-1], device=store.device)
+        basis.copy_(directions.gather(3, best[:, :, None].expand(-1, -1, store.head_dim, -1)))
         state.basis, state.partial, state.count = basis, partial, 0
         for first, key, _ in step.earlier():
-            there = valid[:, None, first : first + key.shape[2], None]
-            self._remember(state, key.masked_fill(~there, 0.0))
+            valid_keys = valid[:, None, first : first + key.shape[2], None]
+            self._add_partial_keys(state, key.masked_fill(~valid_keys, 0.0))
 
 
-def _room(tokens: int) -> int:
-    """Places of partial keys that there are for so many tokens."""
+def _capacity(tokens: int) -> int:
+    """Return the capacity of partial keys for a number of tokens."""
     return -(-tokens // GROW) * GROW

@@ -59,9 +59,9 @@ class Quest(Policy):
         )
 
     def plan(self, step: Step) -> Plan:
-        """Choose by the real query, fetch, attend."""
+        """Choose blocks by the real query, fetch them and attend them."""
         return Plan(step.fetch(*step.choose(self.join, self.budget // step.block_size)), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:
-        """Sinks and newest blocks; what is always attended is never fetched, so that no sink may be left out."""
-        return step.recent(slots - 1)  # behind padding the sinks may take one block more
+        """Return sinks and newest blocks. Blocks that are always attended are never fetched, so all sinks must fit."""
+        return step.recent(slots - 1)  # sinks after padding may take one more block

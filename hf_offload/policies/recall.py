@@ -1,4 +1,4 @@
-"""When a layer refreshes its resident set: at fixed intervals, by its own CPU ratio, or as profiled offline."""
+"""Recall schedule of a layer: fixed intervals, by its CPU ratio, or from an offline profile (ScoutAttention §3.4)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from hf_offload.fields import list_of
 from hf_offload.knobs import check_count, shown
 
 ADAPTIVE = "adaptive"
-_MOST_BYTES = 1 << 26  # of a profile: it may come from anywhere, a pipe or a device never ends
+_MOST_BYTES = 1 << 26  # largest profile; a pipe or a device may be endless
 
 
 def check_recall(recall: Any) -> None:
-    """Raise ValueError unless `recall` is "adaptive", a number of steps (0 = never) or a profile file."""
+    """Check the knob `recall`: "adaptive", a number of steps (0: never) or the path of a profile file.
+
+    Raises:
+        ValueError: another value, or a file that is not a profile.
+    """
     if isinstance(recall, bool) or not isinstance(recall, (int, str, Path)):
         raise ValueError(
             f'recall={shown(recall)} is not an interval; use "adaptive", a number of steps or a profile file'
@@ -31,7 +35,7 @@ def check_recall(recall: Any) -> None:
 
 
 def load_intervals(path: Path) -> list[int]:
-    """The per-layer intervals of a profile file written by `hf-offload profile`.
+    """Return the intervals of a profile file of `hf-offload profile`, in steps, one for each layer.
 
     Raises:
         ValueError: there is no such file, or it is not a profile.
@@ -39,7 +43,7 @@ def load_intervals(path: Path) -> list[int]:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise ValueError(f"it is no file of at most {_MOST_BYTES} bytes")
+            raise ValueError(f"it is not a file of at most {_MOST_BYTES} bytes")
         intervals = json.loads(path.read_bytes())["intervals"]
         list_of(partial(check_count, what="a number of steps"), "intervals", intervals)
     except FileNotFoundError:
@@ -55,13 +59,13 @@ def load_intervals(path: Path) -> list[int]:
 
 @dataclass(slots=True)
 class RecallClock:
-    """Decides, step by step, whether one layer recalls (ScoutAttention §3.4).
+    """Counter that decides after each step whether one layer recalls (ScoutAttention §3.4).
 
     Args:
-        interval: steps between recalls; 0 = never, None = whenever the running CPU ratio passes the threshold.
-        threshold: the CPU ratio that is tolerated.
+        interval: steps between recalls; 0: never; None: when the moving average of the CPU ratio exceeds `threshold`.
+        threshold: the largest allowed CPU ratio.
         since: fp32 `[]`, steps since the last recall.
-        ratio: fp32 `[]`, the running CPU ratio since then, half of it the last step's; NaN before the first step.
+        ratio: fp32 `[]`, moving average of the CPU ratio since then, weight 1/2 on the last step; NaN: no step yet.
     """
 
     interval: int | None
@@ -71,7 +75,12 @@ class RecallClock:
 
     @classmethod
     def of(cls, recall: int | str | Path, threshold: float, layer: int, device: torch.device) -> RecallClock:
-        """The clock of one layer.
+        """Return the clock of one layer.
+
+        Args:
+            recall, threshold: knobs of `Scout`.
+            layer: number of the layer.
+            device: device of the counters.
 
         Raises:
             ValueError: a profile file has no interval for this layer.
@@ -88,22 +97,23 @@ class RecallClock:
             return cls(interval, threshold, torch.zeros((), device=device), torch.full((), torch.nan, device=device))
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Reset to the state after a recall."""
         self.since.zero_()
         self.ratio.fill_(torch.nan)
 
     def due(self, cpu_ratio: torch.Tensor) -> torch.Tensor | None:
-        """Count one step; whether the layer recalls after it: int32 `[1]`, 0 or 1, or None if it never does.
-
-        The answer stays on the device: nobody waits for it.
+        """Count one step and decide whether the layer recalls after it.
 
         Args:
-            cpu_ratio: fp32 `[]`, tokens that the CPU attended in this step, as a share of the budget.
+            cpu_ratio: fp32 `[]`, the CPU's tokens of this step as a share of the budget.
+
+        Returns:
+            int32 `[1]` on the device, 0 or 1, so that the host need not wait; None if the layer never recalls.
         """
         if self.interval == 0:
             return None
         since = self.since + 1
-        # One odd token should not start a recall: the next one often wants the old blocks again.
+        # The average keeps a single odd token from a recall: the next token often needs the old blocks again.
         ratio = torch.where(self.ratio.isnan(), cpu_ratio, (self.ratio + cpu_ratio) / 2)
         due = ratio > self.threshold if self.interval is None else since >= self.interval
         self.since.copy_(torch.where(due, 0.0, since))

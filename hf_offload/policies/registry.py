@@ -1,4 +1,4 @@
-"""Policies by name: one file a method."""
+"""Registry of policies by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POLICIES: dict[str, type[Policy]] = {
     "window": Window,
 }
 ALIASES = {"sparse_fetch": "quest"}
-"""Names that policies had in earlier releases."""
+"""Former names of policies."""
 
 
 def register_policy(cls: type[Policy]) -> type[Policy]:
@@ -56,19 +56,19 @@ def register_policy(cls: type[Policy]) -> type[Policy]:
     if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
         raise ValueError(f"{cls.__name__}.name={name!r} is no lower-case identifier like 'newest_blocks'")
     taken = POLICIES.get(ALIASES.get(name, name))
-    again = taken is not None and (taken.__module__, taken.__qualname__) == (cls.__module__, cls.__qualname__)
-    if taken is not None and not again:  # a notebook's cell that is run again defines its class anew
+    redefinition = taken is not None and (taken.__module__, taken.__qualname__) == (cls.__module__, cls.__qualname__)
+    if taken is not None and not redefinition:  # a notebook cell run again redefines its class
         raise ValueError(f"name={name!r} belongs to {taken.__module__}.{taken.__qualname__}; choose another name")
     POLICIES[name] = cls
     return cls
 
 
 def make_policy(policy: str | Policy, knobs: dict[str, Any]) -> Policy:
-    """The policy of a name with its knobs, or the instance that is given.
+    """Return a policy by name with its knobs, or the given instance.
 
     Raises:
         ValueError: an unknown name or knob, a wrong value, or knobs beside an instance.
-        TypeError: neither a name nor a policy.
+        TypeError: neither a name nor a `Policy`.
     """
     if isinstance(policy, Policy):
         if knobs:
@@ -91,14 +91,14 @@ def make_policy(policy: str | Policy, knobs: dict[str, Any]) -> Policy:
 
 
 def describe_policy(policy: Policy) -> dict[str, Any]:
-    """A policy as its name and its knobs, for `json`.
+    """Return name and knobs of a policy as values for `json`.
 
     Raises:
-        ValueError: it is not registered, or a knob is an object that has no text.
+        ValueError: the policy is not registered, or JSON cannot represent a knob.
     """
     if POLICIES.get(policy.name) is not type(policy):
         raise ValueError(
-            f"{type(policy).__name__} is not registered, so it could not be made again; call "
+            f"{type(policy).__name__} is not registered, so that it cannot be saved by name; call "
             f"hf_offload.register_policy({type(policy).__name__})"
         )
     knobs = {part.name: getattr(policy, part.name) for part in dataclasses.fields(policy) if part.init}
@@ -107,16 +107,16 @@ def describe_policy(policy: Policy) -> dict[str, Any]:
             knobs[name] = knob = dataclasses.asdict(knob)
         if not isinstance(knob, str | float | int | tuple | dict | Path | None):
             raise ValueError(
-                f"{name}={type(knob).__name__}(...) cannot be written; make the policy with its file's path"
+                f"{name}={type(knob).__name__}(...) cannot be saved as text; make the policy with its file's path"
             )
     return {"name": policy.name, "knobs": {k: str(v) if isinstance(v, Path) else v for k, v in knobs.items()}}
 
 
 def saved_policy(saved: dict[str, Any]) -> Policy:
-    """The policy that `describe_policy` has described.
+    """Return the policy of a description by `describe_policy`.
 
     Raises:
-        ValueError: it is not registered, or a knob's value is not allowed (any more).
+        ValueError: the policy is not registered, or a knob's value is not allowed.
     """
     return make_policy(saved["name"], saved["knobs"])
 

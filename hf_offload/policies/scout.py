@@ -1,4 +1,4 @@
-"""ScoutAttention: block-sparse co-attention with layer-ahead prediction and asynchronous periodic recall."""
+"""ScoutAttention: block-sparse attention on GPU and CPU with layer-ahead prediction and asynchronous recall."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 LOOKAHEADS = ("auto", "attend", "select", "off")
 JOINS = ("max", "mean", "raw")
-SYNCHRONOUS = (0, 1, 2)  # their inputs change much from layer to layer: queries predicted from them are far off
+SYNCHRONOUS = (0, 1, 2)  # hidden states change much in the first layers, so that predicted queries are poor
 
 
 @dataclass(slots=True)
 class ScoutState(LayerState):
-    """What Scout remembers of one layer.
+    """Scout's state of one layer.
 
     Args:
-        clock: when the layer recalls.
-        predicted: the selection made one layer early for the step that comes.
-        ahead: the CPU part that was started with it.
+        clock: decides when the layer recalls.
+        predicted: the next step's selection, made one layer early; or None.
+        ahead: the CPU part started with it, or None.
     """
 
     clock: RecallClock
@@ -52,7 +52,7 @@ class ScoutState(LayerState):
         if not tensors:
             self.clock.reset()
             return
-        self.clock.since.copy_(tensors["since"])  # in place, and these may be the clock's own
+        self.clock.since.copy_(tensors["since"])  # in place for captured graphs
         self.clock.ratio.copy_(tensors["ratio"])
 
 
@@ -184,7 +184,7 @@ class Scout(Policy):
         return self.mode(index, two=two, beside_device=beside_device) != "off"
 
     def before_layer(self, step: Step) -> None:
-        """Algorithm 1, lines 3–7: choose the next layer's blocks by its predicted query and start the CPU part."""
+        """Choose the next layer's blocks by its predicted query and start the CPU part (algorithm 1, lines 3-7)."""
         state: ScoutState = step.state
         state.predicted = step.choose(self.join, self.budget // step.block_size)[1]
         layer = step.layer
@@ -194,11 +194,11 @@ class Scout(Policy):
             step.read_ahead(step.split(state.predicted)[1])
 
     def plan(self, step: Step) -> Plan:
-        """Algorithm 1, lines 8–12."""
+        """Attend resident blocks and join the CPU part, or split the real query's choice (algorithm 1, lines 8-12)."""
         state: ScoutState = step.state
         predicted, ahead = state.predicted, state.ahead
         if predicted is None and not step.layer.has_slots and step.num_blocks <= self.budget // step.block_size:
-            # Nothing to choose, and no resident set that wants to learn.
+            # The budget covers all blocks, and there is no resident set whose worth needs scores.
             return Plan(step.attend(step.all_blocks()), until=self.budget // step.block_size + 1)
         state.predicted = state.ahead = None
         score, selection = step.choose(self.join, self.budget // step.block_size)
@@ -212,12 +212,12 @@ class Scout(Policy):
         return Plan(step.attend_split(resident or device, host), until=EVER)
 
     def after_layer(self, step: Step, plan: Plan) -> None:
-        """§3.4: recall what the real query wanted, off the critical path."""
+        """Recall blocks that the real query wanted, off the critical path (section 3.4)."""
         if step.layer.has_slots:
             step.recall(plan, step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:
-        """The blocks that the prompt's last queries want."""
+        """Return the blocks with the highest scores by the prompt's last queries."""
         score = step.score(self.join)
         step.learn(score, 0.0)
         return step.select(score, slots)

@@ -1,4 +1,4 @@
-"""Attention over single tokens that a policy holds itself, in torch operations."""
+"""Attention over single tokens in a policy's own tensors, in torch operations, for H2O and InfiniGen."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def attend(
     Args:
         query: `[B, Hq, D]` fp32.
         key, value: `[B, Hkv, T, D]`.
-        there: bool `[B, Hkv, T]`, which of them are attended.
-        scores: the model's.
+        there: bool `[B, Hkv, T]`, the tokens to attend.
+        scores: parameters of the model's scores.
 
     Returns:
         out `[B, Hq, D]`, lse `[B, Hq]`, and the weights `[B, Hkv, G, T]`; fp32.
@@ -41,5 +41,5 @@ def attend(
 
 
 def valid_tokens(step: Step, count: int) -> torch.Tensor:
-    """Which of the first `count` tokens are no padding, bool `[B, count]` on the device."""
+    """Return which of the first `count` tokens are no padding: bool `[B, count]` on the device."""
     return torch.from_numpy(step.store.padding.valid[:, :count] != 0).to(step.store.device)

@@ -1,4 +1,4 @@
-"""Sinks and the newest tokens (StreamingLLM, Xiao et al. 2023): the control that forgets the middle."""
+"""Attention to sinks and the newest tokens (StreamingLLM, Xiao et al. 2023), the control for sparse policies."""
 
 from __future__ import annotations
 

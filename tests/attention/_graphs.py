@@ -1,4 +1,4 @@
-"""Caches whose steps are recorded and replayed on CPU tensors, and the logits that they give."""
+"""Helpers for tests of CUDA graphs on CPU tensors: caches whose steps are recorded and replayed, and their logits."""
 
 from __future__ import annotations
 

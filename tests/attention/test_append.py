@@ -1,4 +1,4 @@
-"""Short appends, which read cached blocks where they lie, and longer ones, which bring them together."""
+"""Short appends, which attend cached blocks in place, and longer ones, which gather them into tiles."""
 
 from __future__ import annotations
 

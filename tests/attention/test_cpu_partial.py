@@ -1,4 +1,4 @@
-"""The buffers that CPU and GPU share."""
+"""Pinned buffers of the CPU's partial."""
 
 from __future__ import annotations
 

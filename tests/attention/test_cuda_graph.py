@@ -1,4 +1,4 @@
-"""Steps that are captured once and replayed compute what steps in Python compute."""
+"""Captured and replayed steps against eager steps: logits, interruptions, late CPU parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_offload.attention import cuda_graph as graph
 from hf_offload.attention import decode_split as tiered
 from hf_offload.attention import graph_capture as capture
 from hf_offload.attention.cuda_graph import StepGraph
-from hf_offload.attention.step_split import TieredStep
+from hf_offload.attention.step_split import SplitStep
 from hf_offload.cpu import serving
 
 from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
@@ -352,15 +352,15 @@ def test_a_capture_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None
     ids, mask = prompt(1, 156)
     want = logits_of(model, HybridCache(model, "full", **KNOBS), ids, mask)
     cache = graph_cache(model, "full")
-    attend, left = TieredStep.attend_device, [1]
+    attend, left = SplitStep.attend_device, [1]
 
-    def broken(step: TieredStep, device: Any) -> Any:
+    def broken(step: SplitStep, device: Any) -> Any:
         if step.mirror.capture is not None and step.layer.index == 2 and left:
             left.clear()
             raise ArithmeticError("in the midst of a capture")
         return attend(step, device)
 
-    monkeypatch.setattr(TieredStep, "attend_device", broken)
+    monkeypatch.setattr(SplitStep, "attend_device", broken)
     got = []
     with torch.no_grad():
         model(ids[:, :150], attention_mask=mask[:, :150], past_key_values=cache)

@@ -1,4 +1,4 @@
-"""Drafts are verified as the policy would decode them: the tokens and all that is remembered, whatever is rejected."""
+"""Verification of drafts against decode steps: tokens and states, whatever is rejected."""
 
 from __future__ import annotations
 

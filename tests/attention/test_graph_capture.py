@@ -1,4 +1,4 @@
-"""What a capture and a graph need of the process around them: other threads, garbage, interruptions, its end."""
+"""Capture and replay in a process: other threads, garbage collection, interruptions, exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The predicted query: given the true input it is the real query, bit for bit, and nothing is left behind."""
+"""Query prediction: equal to the real query bit for bit when given the true input, without side effects."""
 
 from __future__ import annotations
 

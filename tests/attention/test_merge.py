@@ -1,4 +1,4 @@
-"""Merging by log-sum-exp."""
+"""The merge of partials by log-sum-exp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models' steps are refused as CUDA graphs, told by models that only say that they lie on a GPU."""
+"""Refusal of models whose steps cannot be captured as CUDA graphs, with models that claim to be on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps with two memories ask the device for nothing, and send it nothing that the host would wait for."""
+"""Decode steps with two memories: no wait for the device, and no copy to it that the host would wait for."""
 
 from __future__ import annotations
 

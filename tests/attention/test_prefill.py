@@ -1,4 +1,4 @@
-"""Prompts and appends: exact against dense attention, whatever the mask, and bounded in memory."""
+"""Attention of prompts and appends against dense attention: all masks, and bounded memory."""
 
 from __future__ import annotations
 

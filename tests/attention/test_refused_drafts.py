@@ -1,4 +1,4 @@
-"""Drafts that cannot be attended one by one are refused."""
+"""Refusal of drafts that cannot be attended one by one."""
 
 from __future__ import annotations
 

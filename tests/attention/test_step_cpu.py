@@ -1,4 +1,4 @@
-"""Steps with one memory: planned once, run again with other numbers, planned anew where anything else has changed."""
+"""Steps with one memory: reuse of a plan with new arguments, and a new plan after any other change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache, Policy
-from hf_offload.attention.step_cpu import HostStep
+from hf_offload.attention.step_cpu import CpuStep
 from hf_offload.policies.base import Plan
 
 BLOCK = 16
@@ -38,14 +38,14 @@ def model() -> PreTrainedModel:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths at which layer 0 asked its policy for a plan."""
     made: list[int] = []
-    real = HostStep._make_plan
+    real = CpuStep._make_plan
 
-    def noting(step: HostStep) -> None:
+    def noting(step: CpuStep) -> None:
         real(step)
         if step.layer.index == 0:
             made.append(step.length)
 
-    monkeypatch.setattr(HostStep, "_make_plan", noting)
+    monkeypatch.setattr(CpuStep, "_make_plan", noting)
     return made
 
 
@@ -105,7 +105,7 @@ def test_steps_that_are_planned_one_by_one_give_the_same_bits(
         with monkeypatch.context() as patch:
             patch.setattr(np, "empty", poisoned)
             if once:
-                patch.setattr(HostStep, "_serves", lambda step: False)
+                patch.setattr(CpuStep, "_serves", lambda step: False)
             cache = HybridCache(model, name, **KNOBS[name])
             prefill(model, cache, ids[:, :200])
             found.append(decode(model, cache, ids, 200, 320))

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA's streams and events: each stream is a slow thread, so that a wait that is missing is noticed."""
+"""Stand-ins for CUDA streams and events: each stream is a slow thread, which reveals a missing wait."""
 
 from __future__ import annotations
 

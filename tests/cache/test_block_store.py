@@ -1,4 +1,4 @@
-"""The store with int8 blocks: every way into it keeps the same, and what is young is as it was."""
+"""The block store with int8 blocks: all ways to store tokens, and unpacked recent blocks."""
 
 from __future__ import annotations
 

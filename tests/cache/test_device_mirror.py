@@ -1,4 +1,4 @@
-"""What kernels read of the host's books: brought up to date in place, so that a captured step sees it."""
+"""Device copies of the host's metadata, updated in place for captured steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests: the CPU kernel and the torch form say the same, and both estimate the log mass of a block."""
+"""Digests: the CPU kernels against the torch forms, and the estimates against a block's log mass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slabs, references, addresses."""
+"""The host pool: slabs, reference counts, addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries that are kept of layers that share keys."""
+"""Last queries of layers that share keys and values."""
 
 from __future__ import annotations
 

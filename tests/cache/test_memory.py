@@ -1,4 +1,4 @@
-"""Host memory of any size: aligned when large, as long-lived as the tensor; what cannot be had is named."""
+"""Allocation of host memory: alignment, lifetime of tensors, errors that name the purpose."""
 
 from __future__ import annotations
 

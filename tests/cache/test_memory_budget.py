@@ -1,4 +1,4 @@
-"""`HybridCache(device_budget=...)`: amounts of memory, and the resident blocks that they buy."""
+"""`HybridCache(device_budget=...)`: amounts of memory and the resulting resident blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validity of tokens, learnt from masks."""
+"""Validity of tokens, derived from masks."""
 
 from __future__ import annotations
 

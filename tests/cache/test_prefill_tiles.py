@@ -1,4 +1,4 @@
-"""Tiles that come while others are attended: right however slow the threads and streams are, two at a time, no hang."""
+"""Tiles of a prompt gathered ahead: slow threads and streams, at most two in memory, errors, timeouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks on their way into slots: by a kernel or by copies, with the same bytes, and waited for."""
+"""Copies of blocks into slots: equal bytes by kernel and by copies, waits, failures."""
 
 from __future__ import annotations
 

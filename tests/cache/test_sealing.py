@@ -1,4 +1,4 @@
-"""Digests are the same bits whether keys are at hand or read back, and what is at hand is not read back."""
+"""Sealing: equal digests from new keys and from stored keys, without needless reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of the host on their way to the device: sent as they were, in place where somebody holds the tensor."""
+"""Copies of host arrays to the device: contents at the time of the call, in place for held tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that a stream writes: nobody on the host reads them, or gets their memory, before they are there."""
+"""Blocks that a stream is writing: the host neither reads nor frees them before they are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps count on the device, read when somebody asks."""
+"""Counters of steps on the device, read only when statistics are requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other side of a doorbell, for its tests: flags, and an announcer that checks each answer."""
+"""The announcing side of a doorbell, for its tests: flags, kernels, and a check of each answer."""
 
 from __future__ import annotations
 

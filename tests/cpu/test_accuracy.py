@@ -1,4 +1,4 @@
-"""Attention against float64 on the same stored values, where sums and exponentials are hardest."""
+"""Accuracy of attention against float64 on the same stored values, with difficult sums and exponentials."""
 
 from __future__ import annotations
 

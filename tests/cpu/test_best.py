@@ -1,4 +1,4 @@
-"""`block_topk.mark_best` against sorting: odd sizes, ties, -inf and NaN, and what lies behind a row."""
+"""`block_topk.mark_best` against sorting: odd sizes, ties, -inf and NaN, and values after the end of a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums of records against plain Python, and what they notice."""
+"""Checksums of records against plain Python, and the changes that they detect."""
 
 from __future__ import annotations
 

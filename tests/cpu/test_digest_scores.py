@@ -1,6 +1,6 @@
-"""`block_topk.choose_blocks` with every digest, and `packing`, against float64.
+"""`block_topk.choose_blocks` with every digest, and `gpu.packing`, against float64.
 
-Kernels are compiled for each dtype and size of a tile of heads: the quick set has the usual ones.
+Kernels are compiled for each dtype and tile of heads; the quick tests have the common ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Helpers: tasks of a launch divided among threads that know nothing of Python."""
+"""Helpers of the thread pool: tasks of a launch shared by threads that run no Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work announced by flags: answers, races, errors, ends, forks."""
+"""The doorbell, which serves work announced by flags: answers, races, errors, exit, forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks in int8: packing, reading back, and sparse decode over a mixture, against plain torch."""
+"""Int8 blocks against plain torch: packing, unpacking, and sparse decode over mixed blocks."""
 
 from __future__ import annotations
 

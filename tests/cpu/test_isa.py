@@ -1,4 +1,4 @@
-"""The same source compiles for CPUs with fewer instructions, and computes the same there."""
+"""Kernels compiled for CPUs with fewer instructions: the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches again and again with other numbers, one after the other by one call, and what is said where one fails."""
+"""Sequences of launches: repeated runs with new arguments, and errors that name the failed launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pool`: tokens into records and back, record copies, prefetch."""
+"""`move_records`: writes and gathers of tokens, copies and prefetches of records."""
 
 from __future__ import annotations
 

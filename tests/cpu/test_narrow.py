@@ -1,4 +1,4 @@
-"""Attention on its way out of compiled code: rounded to bfloat16 as torch rounds, or as it is."""
+"""`convert.narrow`: results rounded to 16 bits as torch rounds them, or copied."""
 
 from __future__ import annotations
 

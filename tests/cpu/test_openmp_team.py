@@ -1,4 +1,4 @@
-"""Kernels on the threads that torch computes with."""
+"""Launches on torch's OpenMP threads."""
 
 from __future__ import annotations
 

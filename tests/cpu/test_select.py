@@ -1,4 +1,4 @@
-"""`select.select_blocks` against a sort."""
+"""`block_topk.select_blocks` against sorting."""
 
 from __future__ import annotations
 

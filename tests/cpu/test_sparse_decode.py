@@ -1,4 +1,4 @@
-"""`decode.sparse_decode` against float64."""
+"""`sparse_decode.sparse_decode` against float64."""
 
 from __future__ import annotations
 

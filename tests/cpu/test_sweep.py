@@ -1,4 +1,4 @@
-"""What scoring brings near for the chunk behind its own: every line, by whichever heads take turns."""
+"""The prefetch of the next chunk's digests in `submean_scores`: the shares of all heads cover every cache line."""
 
 from __future__ import annotations
 

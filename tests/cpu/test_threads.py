@@ -1,4 +1,4 @@
-"""Threads that start, that cannot, that die before they begin."""
+"""The threads of `cpu.threads`: start, failure to start, end, forks."""
 
 from __future__ import annotations
 

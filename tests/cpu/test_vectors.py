@@ -1,4 +1,4 @@
-"""`vector`: accuracy of exp and log, conversions, reductions."""
+"""`simd.vectors`: accuracy of exp and log, conversions, reductions."""
 
 from __future__ import annotations
 

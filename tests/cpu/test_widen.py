@@ -1,4 +1,4 @@
-"""`widen`: a query as float32, exactly, whatever its strides."""
+"""`convert.widen`: queries converted to float32 exactly, with any strides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker: sharing, errors, death, forks."""
+"""The worker: order and sharing of jobs, errors, dead threads, forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a check that fail, crash and hang; imported by processes that need nothing else."""
+"""Cases of a check that fail, crash and hang, for processes that import nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded weights and what is made of them, against eager attention and plain sums."""
+"""Recorded attention weights and their statistics, against eager attention and plain sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the evaluation scripts share."""
+"""Functions shared by the evaluation scripts."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""Attention in long contexts: what is timed, what is read, and what the rows are compared with."""
+"""The script for attention in long contexts: timed parts, counted bytes, compared rows."""
 
 from __future__ import annotations
 

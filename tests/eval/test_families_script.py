@@ -1,4 +1,4 @@
-"""The walk over model types: what it starts, what it survives, and the page that it writes."""
+"""The script over model types: its processes, crashes and hangs, and the page that it writes."""
 
 import os
 

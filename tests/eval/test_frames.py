@@ -1,4 +1,4 @@
-"""Frames that are counted are those of the package, in one layer."""
+"""Counts of the package's Python frames in one layer's step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check for GPUs as far as it runs without one: every part on tiny sizes, and what watches over the cases."""
+"""The GPU check without a GPU: every part on tiny sizes, and the supervision of its cases."""
 
 from __future__ import annotations
 

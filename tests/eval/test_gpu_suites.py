@@ -1,4 +1,4 @@
-"""What the check for GPUs tells of its suites of tests, and what it keeps of earlier calls."""
+"""Reports of the GPU check on its test suites, and results kept from earlier calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L-Eval's rows: a sample an instruction, scored as the row says."""
+"""L-Eval's samples: one for each instruction, scored by its metric."""
 
 from __future__ import annotations
 

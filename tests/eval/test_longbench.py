@@ -1,4 +1,4 @@
-"""LongBench from LongBench's own files: prompts, scores, a whole run that is stopped and goes on."""
+"""LongBench from its own files: prompts, scores, a run that is stopped and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden numbers as a benchmark's samples, and what is said of those that are lost."""
+"""Hidden numbers as benchmark samples, and the report of those that are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""eval/peers.py: every way sees the same tokens, rows are complete, and a way that fails says so."""
+"""`eval/peers.py`: the same tokens for all implementations, complete rows, named failures."""
 
 from __future__ import annotations
 

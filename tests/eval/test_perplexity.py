@@ -1,4 +1,4 @@
-"""Perplexities against a direct computation, and runs that are stopped and go on."""
+"""Perplexities against a direct computation, and resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stopped run has answered is kept, and not mixed with what another run would answer."""
+"""Records of stopped runs: kept answers, not mixed with those of other settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RULER's tasks for a tokenizer, from sources at hand."""
+"""RULER's tasks generated for a tokenizer from local sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script that measures saving, loading and forking, with a tiny model."""
+"""The script for saving, loading and forking, with a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every evaluation script explains itself and refuses unknown names before it loads a model."""
+"""Help and argument checks of every evaluation script, before a model is loaded."""
 
 import csv
 

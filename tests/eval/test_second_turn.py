@@ -1,4 +1,4 @@
-"""Needles in a second turn: what is asked, in what order, and what counts."""
+"""Needles in a second turn: prompts, their order, and the counted needles."""
 
 from __future__ import annotations
 

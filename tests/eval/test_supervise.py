@@ -1,4 +1,4 @@
-"""Cases that fail, crash or hang leave the others alone."""
+"""Supervised cases: those that fail, crash or hang do not affect others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One script on two commits, in turns, each with a package of its own."""
+"""One script on two commits in turns, each with its own package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples as a user runs them, on one SmolLM2 for all of them and with short texts."""
+"""The examples run as a user runs them, with one SmolLM2 and short texts."""
 
 from __future__ import annotations
 

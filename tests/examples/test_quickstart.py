@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it."""
+"""The quickstart run as a user runs it."""
 
 from __future__ import annotations
 

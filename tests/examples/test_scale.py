@@ -1,4 +1,4 @@
-"""The examples for several processes, as their first lines say how to start them."""
+"""The examples for several processes, started as their docstrings say."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `generate()` can do, as calls that give tokens; the caches of the matrix that runs them."""
+"""Modes of `generate()` as functions that return tokens, and the caches to run them with."""
 
 from __future__ import annotations
 

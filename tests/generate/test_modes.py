@@ -1,4 +1,4 @@
-"""Every mode of `generate()`: the tokens of DynamicCache under a covering budget, what is defined under a small one."""
+"""Every mode of `generate()`: DynamicCache's tokens with a covering budget, defined tokens with a small one."""
 
 from __future__ import annotations
 

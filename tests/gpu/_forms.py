@@ -1,4 +1,4 @@
-"""The forms of an operation that tests run: torch, the kernel under the interpreter, the kernel on a GPU."""
+"""Forms of a GPU operation for tests: torch, the kernel in Triton's interpreter, the kernel on a GPU."""
 
 from __future__ import annotations
 

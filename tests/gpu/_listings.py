@@ -1,4 +1,4 @@
-"""Listings of blocks in slots, poisoned wherever nothing may be read, and the truth about them: loops in float64."""
+"""Selections of blocks in slots, with poison where nothing may be read, and float64 references in loops."""
 
 from __future__ import annotations
 

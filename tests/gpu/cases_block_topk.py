@@ -1,4 +1,4 @@
-"""Compiled variants of the choice of blocks and of its split: contexts from a few blocks to the most that fit."""
+"""Compiled variants of block choice and split, from a few blocks to the maximum."""
 
 from __future__ import annotations
 

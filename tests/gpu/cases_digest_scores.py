@@ -1,4 +1,4 @@
-"""Compiled variants of the scores and their join: head sizes of real models, each with its usual blocks."""
+"""Compiled variants of the scores and their join: head sizes of real models with their default blocks."""
 
 from __future__ import annotations
 

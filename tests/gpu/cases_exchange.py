@@ -1,4 +1,4 @@
-"""Compiled variants of the exchange: from a few slots to the most that fit."""
+"""Compiled variants of the exchange, from a few slots to the maximum."""
 
 from __future__ import annotations
 

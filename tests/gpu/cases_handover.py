@@ -1,4 +1,4 @@
-"""What the hand-over is compiled for: (name, kernel, signature, constants, options)."""
+"""Compiled variants of the hand-over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels that move KV are compiled for: (name, kernel, signature, constants, options)."""
+"""Compiled variants of the kernels that move KV."""
 
 from __future__ import annotations
 

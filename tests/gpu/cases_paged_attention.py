@@ -1,4 +1,4 @@
-"""Compiled variants of attention over slots: dtypes and head sizes of real models, and every feature at once."""
+"""Compiled variants of attention over slots: dtypes and head sizes of real models, and all features at once."""
 
 from __future__ import annotations
 

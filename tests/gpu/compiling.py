@@ -1,6 +1,6 @@
-"""Compile kernels for GPUs that need not be there: `python compiling.py 90` takes the cases of every `cases_*.py` here.
+"""Compilation of kernels without a GPU: `python compiling.py 90` compiles the cases of every `cases_*.py` here.
 
-Runs in a process of its own without TRITON_INTERPRET, since the interpreter replaces what could be compiled. Prints one
+It runs in a separate process without TRITON_INTERPRET, since interpreted kernels cannot be compiled, and prints one
 line of JSON for each case. The function `cases()` of a module returns tuples (name, kernel, signature: the type of each
 argument, constants: the value of each constexpr, options: num_warps and num_stages).
 """

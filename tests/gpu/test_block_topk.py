@@ -1,4 +1,4 @@
-"""The device's choice of blocks and its split, against the CPU's reference: equal block for block."""
+"""Block choice and split on the device, equal to the CPU reference block for block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for real GPUs, without spilled registers and within their shared memory."""
+"""Compilation of every kernel for real GPUs: no spilled registers, shared memory within its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log masses on the device against float64: the two kinds of digest, ragged and poisoned."""
+"""Log masses on the device against float64: both kinds of digest, ragged and poisoned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange of resident blocks against loops: the same moves, in the same order."""
+"""The exchange of resident blocks against loops: the same moves in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: the tokens and logits of eager steps, on a GPU."""
+"""Decode steps as CUDA graphs on a GPU: tokens and logits of eager steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Query, blocks and counts on their way to the host, and the flag that announces them."""
+"""The hand-over of query, blocks and counts to the host, and its flag."""
 
 from __future__ import annotations
 

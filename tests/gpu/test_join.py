@@ -1,4 +1,4 @@
-"""The joined scores against float64: dead heads, dead blocks, poison behind the sealed blocks."""
+"""Joined scores against float64: heads and blocks without mass, poison after the sealed blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV on its way between host records and slots."""
+"""Moves of KV between host records and slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device of `pretended.py`: it lags, and refuses what a GPU refuses."""
+"""The pretended device of `tests/pretended`: its delays, and its refusals as on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The merge against softmax attention over all keys at once, in float64."""
+"""The merge against float64 softmax attention over all keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over blocks in slots against loops in float64, and refusals."""
+"""Attention over blocks in slots against float64 loops, and refusals."""
 
 from __future__ import annotations
 

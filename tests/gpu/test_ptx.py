@@ -1,4 +1,4 @@
-"""What kernels do to host memory, read in their PTX: in which pieces, in which order, and what they leave alone."""
+"""Access of kernels to host memory in their PTX: sizes, order, and untouched flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The moving average of attention weights against loops in float64."""
+"""The moving average of attention weights against float64 loops."""
 
 from __future__ import annotations
 

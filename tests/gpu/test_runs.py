@@ -1,4 +1,4 @@
-"""The device's choice of runs against the CPU's reference."""
+"""The device's choice of runs against the CPU reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of full blocks against float64: padded, poisoned, of any stride."""
+"""Digests of full blocks against float64: padded, poisoned, with any strides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H2O: whose weights are summed, who is evicted, and that nothing comes back."""
+"""H2O: summed weights, evicted tokens, and no return of evicted tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InfiniGen: what is speculated, what is recalled, and that it is attended with the real query."""
+"""InfiniGen: speculated scores, fetched tokens, attention with the real query."""
 
 from __future__ import annotations
 

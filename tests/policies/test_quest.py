@@ -1,4 +1,4 @@
-"""What is chosen is fetched and attended on the device: `quest`, and `full` with `host="fetch"`."""
+"""Policies that fetch chosen blocks to the device: `quest`, and `full` with `host="fetch"`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.step_split import TieredStep
+from hf_offload.attention.step_split import SplitStep
 from hf_offload.cache.resident_set import ResidentSet
 
 LENGTH, STEPS = 300, 20
@@ -43,13 +43,13 @@ def test_two_memories_attend_what_one_does(model: PreTrainedModel, knobs: dict[s
 
 
 def test_each_step_attends_the_budget(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, attend = [], TieredStep.attend_device
+    seen, attend = [], SplitStep.attend_device
 
-    def count(step: TieredStep, device: Any) -> Any:
+    def count(step: SplitStep, device: Any) -> Any:
         seen.append((device.counts.clone(), device.slots.clone()))
         return attend(step, device)
 
-    monkeypatch.setattr(TieredStep, "attend_device", count)
+    monkeypatch.setattr(SplitStep, "attend_device", count)
     decode(model, HybridCache(model, "quest", budget=96, tier="split"), 2)
     assert len(seen) == 4 * (STEPS - 1)
     assert all((counts == 6).all() and (slots >= 0).all() for counts, slots in seen)

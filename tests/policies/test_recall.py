@@ -1,4 +1,4 @@
-"""When a layer recalls."""
+"""Recall schedules: intervals, the CPU ratio, profiles."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tiny import DEVICE, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, Scout
-from hf_offload.attention.step_split import TieredStep, running
+from hf_offload.attention.step_split import SplitStep, running
 
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
 CACHE: dict[str, Any] = {"block_size": 16, "resident": 144}
@@ -81,9 +81,9 @@ def test_the_budget_is_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPa
     """No layer attends more blocks in a step than the budget has, on both sides together."""
     cache = HybridCache(model, "scout", **SMALL, **CACHE, tier="split", lookahead=lookahead, synchronous_layers=(0,))
     seen: list[Any] = []
-    attend_device, plan = TieredStep.attend_device, Scout.plan
+    attend_device, plan = SplitStep.attend_device, Scout.plan
 
-    def count(self: TieredStep, device: Any) -> Any:
+    def count(self: SplitStep, device: Any) -> Any:
         seen.append(device.counts)
         return attend_device(self, device)
 
@@ -93,7 +93,7 @@ def test_the_budget_is_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPa
         seen.append((seen.pop() + (0 if part is None else part.host.counts)).max())
         return made
 
-    monkeypatch.setattr(TieredStep, "attend_device", count)
+    monkeypatch.setattr(SplitStep, "attend_device", count)
     monkeypatch.setattr(Scout, "plan", look)
     decode(model, cache)
     assert seen

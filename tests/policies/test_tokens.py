@@ -1,4 +1,4 @@
-"""Policies that attend tokens themselves: what later turns, crops and masks make of what they remember."""
+"""Policies that attend single tokens of their states, after later turns, crops and masks."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""A CUDA device that is not there: tensors of its own, streams that lag behind, pinned memory, graphs.
+"""A simulated CUDA device: tensors of its own, streams that lag behind, pinned memory, graphs.
 
-With `HF_OFFLOAD_PRETEND` set, `conftest.py` installs it before anything else is imported, and tests with
-`HF_OFFLOAD_TEST_DEVICE=cuda` run everything that a GPU would: Triton's kernels in its interpreter, torch's operators on
-the CPU. What a GPU forbids is refused, what it leaves open is made as bad as it can be:
+With `HF_OFFLOAD_PRETEND` set, `conftest.py` installs it before anything else is imported. Tests with
+`HF_OFFLOAD_TEST_DEVICE=cuda` then run all GPU code: Triton's kernels in its interpreter, torch's operators on the CPU.
+The simulation refuses what a GPU forbids, and takes the worst choice where a GPU is free:
 
-- A tensor on the device and one on the CPU do not meet in an operator; a kernel gets no memory of the host that is not
-  pinned; a capture refuses whatever waits.
-- The value of `HF_OFFLOAD_PRETEND` says when the device does what it is told. `late`: when somebody waits for it.
-  `random`: now and then. `eager`: at once. Results are NaN until then, and pinned memory is read and written when the
-  device comes to it: who does not wait reads or overwrites what is not done yet.
+- Operators refuse a mixture of device and CPU tensors, kernels refuse unpinned host memory, captures refuse waits.
+- `HF_OFFLOAD_PRETEND` sets when the device runs its work: `late`, when something waits for it; `random`, now and then;
+  `eager`, at once. Results are NaN until then, and the work reads and writes pinned memory only when it runs, so that a
+  missing wait reads or overwrites data too early.
 
-Not imitated: memory that another stream still reads when it is let go, registers, warps, time.
+Not simulated: memory freed while another stream reads it, registers, warps, time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention as torch computes it on a GPU, with its log-sum-exp."""
+"""Attention with its log-sum-exp as torch computes it on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the host, pinned and not, and copies between the two sides."""
+"""Host memory, pinned and not, and copies between host and simulated device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of an operator that concerns the device."""
+"""Dispatch of torch operators on tensors of the simulated device."""
 
 from __future__ import annotations
 

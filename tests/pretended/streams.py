@@ -1,4 +1,4 @@
-"""Streams of calls that are done late, events in them, and graphs of them."""
+"""Streams whose calls run late, with events and graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that say they are on the device."""
+"""Tensors of the simulated device."""
 
 from __future__ import annotations
 

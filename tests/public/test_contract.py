@@ -1,6 +1,6 @@
-"""The cache contract as Transformers and its users meet it, through the public API alone.
+"""The cache contract of Transformers and its users, through the public API alone.
 
-What every mode of `generate()` gives is asked in `tests/generate`.
+`tests/generate` tests the tokens of every mode of `generate()`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""README and guide as a reader uses them: code blocks run, commands and options exist, links lead somewhere."""
+"""README and guide: runnable code blocks, existing commands, options and links."""
 
 from __future__ import annotations
 

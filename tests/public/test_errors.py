@@ -1,4 +1,4 @@
-"""Mistakes with knobs, files, folders and memory: each raises an error that names the cause and the remedy."""
+"""Errors for wrong knobs, files, folders and memory: each names cause and remedy."""
 
 from __future__ import annotations
 

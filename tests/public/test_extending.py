@@ -1,4 +1,4 @@
-"""The method that `docs/extending.md` shows: exact where it covers a context, and itself through all that caches do."""
+"""The policy of `docs/extending.md`: exact with a covering budget, and consistent after all changes of a cache."""
 
 from __future__ import annotations
 

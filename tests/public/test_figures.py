@@ -1,4 +1,4 @@
-"""The measured numbers in README.md and docs/ are those of the CSVs in eval/results."""
+"""Measured numbers in README.md and docs/ against the CSVs in eval/results."""
 
 from __future__ import annotations
 

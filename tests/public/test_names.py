@@ -1,4 +1,4 @@
-"""The public names: which they are, that README, guide and examples use no others, policies in a user's own file."""
+"""The public names: their list, their use in README, guide and examples, and policies in a user's file."""
 
 from __future__ import annotations
 

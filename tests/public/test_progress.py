@@ -1,4 +1,4 @@
-"""The bar of a long prompt: `HybridCache(progress=True)`."""
+"""The progress bar of a long prompt: `HybridCache(progress=True)`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from hf_offload.policies.fluxion.selector import Properties, SelectedPart, Selec
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.attention.step_split import TieredStep
+    from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
 
 SCHEDULES = ("priority", "none", "uniform", "length")
@@ -309,7 +309,7 @@ class ScheduledPart(SelectedPart):
             self._began, self._launch = time.perf_counter(), launch
             return launch
 
-    def assist(self, step: TieredStep) -> tuple[Partial, ...]:
+    def assist(self, step: SplitStep) -> tuple[Partial, ...]:
         """Let the device take tasks while there are any; the partial of its tasks."""
         self._taken = []
         try:

@@ -32,7 +32,7 @@ from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.attention.step_split import TieredStep
+    from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
     from hf_offload.cache.stats import LayerStats
 
@@ -197,7 +197,7 @@ class SelectedPart(CpuPartial):
         divide(selector.make_choice(store, digest, scores))
         divide(selector.make_attention(store, scores))
 
-    def assist(self, step: TieredStep) -> tuple[Partial, ...]:
+    def assist(self, step: SplitStep) -> tuple[Partial, ...]:
         """What the device attends of the CPU's part."""
         return ()
 

@@ -27,8 +27,8 @@ from hf_offload.policies.fluxion.selector import Properties, SelectedPart, Selec
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.attention.step_cpu import HostStep
-    from hf_offload.attention.step_split import TieredStep
+    from hf_offload.attention.step_cpu import CpuStep
+    from hf_offload.attention.step_split import SplitStep
 
 
 class Local(NamedTuple):
@@ -47,8 +47,8 @@ class Local(NamedTuple):
 def attend_local(step: Step) -> Local:
     """Attend the sinks and the newest blocks with the step's query."""
     if step.layer.has_slots:
-        return _attend_local_on_device(cast("TieredStep", step))
-    host_step = cast("HostStep", step)
+        return _attend_local_on_device(cast("SplitStep", step))
+    host_step = cast("CpuStep", step)
     return _buffers_of(host_step).attend_local(host_step)
 
 
@@ -71,8 +71,8 @@ def select(
             there.
     """
     if step.layer.has_slots:
-        return _select_beside_device(cast("TieredStep", step), properties, granularities, local, schedule)
-    host_step = cast("HostStep", step)
+        return _select_beside_device(cast("SplitStep", step), properties, granularities, local, schedule)
+    host_step = cast("CpuStep", step)
     buffers = _buffers_of(host_step)
     host_step.serve_this_block()
     if _reserve(step, buffers.selector, granularities):
@@ -223,7 +223,7 @@ class HostBuffers:
         step: of the layer.
     """
 
-    def __init__(self, step: HostStep) -> None:
+    def __init__(self, step: CpuStep) -> None:
         query = step.buffers.query
         self.query = torch.from_numpy(query)
         self.selector = Selector(step.store, self.query, pin=False)
@@ -232,7 +232,7 @@ class HostBuffers:
         self._sinks = Partial(self.sink_out.numpy(), self.sink_lse.numpy())
         self._local = LocalBlocks()
 
-    def attend_local(self, step: HostStep) -> Local:
+    def attend_local(self, step: CpuStep) -> Local:
         """Queue attention to what is local."""
         buffers = step.buffers
         sinks, newest = self._local.parts(step.sinks, step.host_end, step.num_blocks, step.store.num_kv_heads)
@@ -241,7 +241,7 @@ class HostBuffers:
         step.serve_this_block()
         return Local(self.query, (self.sink_out, self.sink_lse), (buffers.out_tensor, buffers.lse_tensor))
 
-    def select(self, step: HostStep, properties: Properties | LayerPredictor) -> None:
+    def select(self, step: CpuStep, properties: Properties | LayerPredictor) -> None:
         """Queue the prediction, behind attention to what is local, the choice of host blocks, and attention to them.
 
         Args:
@@ -274,7 +274,7 @@ class HostBuffers:
         step.attention(chosen, "attention to the host", to=Partial(selector.out, selector.lse))
 
 
-def _buffers_of(step: HostStep) -> HostBuffers:
+def _buffers_of(step: CpuStep) -> HostBuffers:
     key = "fluxion", step.buffers.query.shape
     found: HostBuffers | None = step.layer.kernels.get(key)
     if found is None:
@@ -285,7 +285,7 @@ def _buffers_of(step: HostStep) -> HostBuffers:
 # --- two memories ----------------------------------------------------------------------------------------------------
 
 
-def _attend_local_on_device(step: TieredStep) -> Local:
+def _attend_local_on_device(step: SplitStep) -> Local:
     store = step.store
     local: LocalBlocks | None = step.layer.kernels.get("fluxion")
     if local is None:
@@ -304,7 +304,7 @@ def _sent(device: torch.device, selection: Selection) -> tuple[Selection, torch.
 
 
 def _select_beside_device(
-    step: TieredStep, properties: Properties | LayerPredictor, granularities: tuple[int, ...], local: Local | None,
+    step: SplitStep, properties: Properties | LayerPredictor, granularities: tuple[int, ...], local: Local | None,
     schedule: str | None,
 ) -> SelectedPart | None:  # fmt: skip
     part: SelectedPart | None = step.layer.cpu_partial

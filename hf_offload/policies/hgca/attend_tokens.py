@@ -20,8 +20,8 @@ from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.attention.step_cpu import HostStep
-    from hf_offload.attention.step_split import TieredStep
+    from hf_offload.attention.step_cpu import CpuStep
+    from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
 
 
@@ -45,7 +45,7 @@ def _attention(retained: RetainedTokens, query: np.ndarray, out: np.ndarray, lse
 # --- one memory ------------------------------------------------------------------------------------------------------
 
 
-def queue_attention(step: HostStep, window: Selection) -> tuple[Partial, ...]:
+def queue_attention(step: CpuStep, window: Selection) -> tuple[Partial, ...]:
     """Queue attention to the window and to the retained tokens.
 
     Where the step has a token of its own, the averages of the window's tokens take in its weights.
@@ -72,7 +72,7 @@ def queue_attention(step: HostStep, window: Selection) -> tuple[Partial, ...]:
     return tuple(found)
 
 
-def _queue_averages(step: HostStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
+def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
     """Queue the update of the window's averages, behind the launch that writes the scores and their log-sum-exp."""
     mass.reserve(step.num_blocks * step.block_size, scores.shape[1])
     average, blocks = mass.average, mass.window_blocks
@@ -84,11 +84,11 @@ def _queue_averages(step: HostStep, mass: TokenMass, scores: np.ndarray, lse: np
         return
     before: list[np.ndarray] = []
 
-    def remember(step: HostStep) -> None:
+    def remember(step: CpuStep) -> None:
         rows = mass.rows_at_padding(step.length)
         before[:] = [] if rows is None else [rows, average[rows]]
 
-    def put_back(step: HostStep) -> None:
+    def put_back(step: CpuStep) -> None:
         if before:
             average[before[0]] = before[1]
 
@@ -112,7 +112,7 @@ class RetainedPart(CpuPartial):
         super().__init__(layer, query, 0)
         self._retained: RetainedTokens | None = None
 
-    def attend(self, step: TieredStep, retained: RetainedTokens) -> RetainedPart:
+    def attend(self, step: SplitStep, retained: RetainedTokens) -> RetainedPart:
         """Start attention to retained tokens with the step's query."""
         self.cancel()
         self._retained = retained
@@ -146,7 +146,7 @@ class RetainedPart(CpuPartial):
         return _attention(self._retained, self.query.numpy(), self.out.numpy(), self.lse.numpy(), scores)
 
 
-def attend_on_both_sides(step: TieredStep, window: Selection | None) -> tuple[Partial | RunningPartial, ...]:
+def attend_on_both_sides(step: SplitStep, window: Selection | None) -> tuple[Partial | RunningPartial, ...]:
     """Start the CPU's part, and attend the window on the device.
 
     Where the step has a token of its own, the averages of the window's tokens take in its weights.

@@ -17,8 +17,8 @@ from hf_offload.policies.hgca.token_mass import TokenMass, token_mass_fields
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.attention.step_cpu import HostStep
-    from hf_offload.attention.step_split import TieredStep
+    from hf_offload.attention.step_cpu import CpuStep
+    from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
 
 
@@ -132,9 +132,9 @@ class HGCA(Policy):
         first = mass.evicted
         window = step.blocks_from(first)
         if step.layer.has_slots:
-            return Plan(attend_on_both_sides(cast("TieredStep", step), step.split(window)[0]))
+            return Plan(attend_on_both_sides(cast("SplitStep", step), step.split(window)[0]))
         step.as_long_as(lambda: mass.evicted == first)
-        return Plan(queue_attention(cast("HostStep", step), window), until=EVER)
+        return Plan(queue_attention(cast("CpuStep", step), window), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:
         return step.blocks_from(step.state.evicted)

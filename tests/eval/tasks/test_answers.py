@@ -1,4 +1,4 @@
-"""A prompt that is read once for all rows gives what each row would have answered by itself."""
+"""Answers from one prefill shared by all rows, against a prefill for each row."""
 
 from __future__ import annotations
 

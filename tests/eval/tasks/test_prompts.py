@@ -1,4 +1,4 @@
-"""Prompts fit, lose their middle and nothing else, and know where their question begins."""
+"""Prompts of benchmark samples: length, truncation of the middle alone, position of the question."""
 
 from __future__ import annotations
 

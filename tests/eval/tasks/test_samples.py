@@ -1,4 +1,4 @@
-"""Rows from a folder: every line whole, and what is wrong with one is said."""
+"""Samples read from a folder: whole lines, and errors that name the wrong line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores, paired differences and their intervals, and what the report says of them."""
+"""Scores, paired differences, their intervals, and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial results of blocks: each against plain attention, with padding and poisoned tokens."""
+"""Partials over blocks against plain attention, with padding and poisoned tokens."""
 
 from __future__ import annotations
 

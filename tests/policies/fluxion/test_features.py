@@ -1,4 +1,4 @@
-"""Every feature against a slow direct computation from the appendix's formulas: ragged rows, groups of heads, tiles."""
+"""Every feature against a direct computation by the appendix's formulas: ragged rows, groups, tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fitting: a rule that can be learnt is learnt, both ways of being wrong weigh as told, figures by hand."""
+"""Fitting of predictors: learnable rules, weights of both kinds of error, numbers computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Needed budgets against hand-computed cases and against a search over all budgets; the line of Eq. 1."""
+"""Needed budgets against hand-computed cases and a search over all budgets; the line of Eq. 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LocalBlocks`: sinks and newest blocks of rows that begin at different tokens, made anew only when they change."""
+"""`LocalBlocks`: sinks and newest blocks of rows with different starts, recomputed only after a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of mixed lengths: each row is what it is alone, and only what it has is looked at."""
+"""Batches of mixed lengths: each row as if alone, and only its own blocks read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts hidden in a text: where they stand, that their answers follow where prompts end, and how steps are drawn."""
+"""Facts hidden in a text: their positions, their answers after prompts, and the sampled steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fluxion and its baseline: full attention, sinks and newest tokens alone, and what the features are made of."""
+"""Fluxion and FixedHybrid: full attention, local tokens alone, and the statistics of the features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_offload
 from hf_offload import ConstantPredictor, Fluxion
 from hf_offload.attention.decode import lone_step
-from hf_offload.attention.step_cpu import HostStep
+from hf_offload.attention.step_cpu import CpuStep
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.fluxion.features import FEATURES
 from hf_offload.policies.fluxion.kernels.predictor import Network
@@ -126,7 +126,7 @@ def test_both_memories_choose_alike(llama: PreTrainedModel, batch: int, monkeypa
 
         monkeypatch.setattr(cls, name, watched)
 
-    watch(HostStep, "run", lambda step: step.layer.kernels["fluxion", step.buffers.query.shape].selector)
+    watch(CpuStep, "run", lambda step: step.layer.kernels["fluxion", step.buffers.query.shape].selector)
     watch(SelectedPart, "partial", lambda part: part.selector)
     caches, logits = [], []
     for tier in TIERS:

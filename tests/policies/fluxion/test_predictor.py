@@ -1,4 +1,4 @@
-"""The predictor: its size, its file, what it refuses, and the constant one."""
+"""The predictor: size, file, refusals, and the constant predictor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is captured of a text is what the model attends by; samples tell what a step of the text needs."""
+"""Training samples: captured queries against the model's attention, and the needs of a text's steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks of a step: each once, in any hands; by pace against static schedules on a simulated clock; errors."""
+"""The queue of a step's tasks: each taken once; schedules by pace against static ones on a simulated clock; errors."""
 
 from __future__ import annotations
 

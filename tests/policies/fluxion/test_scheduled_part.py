@@ -1,4 +1,4 @@
-"""Fluxion's tasks shared by the CPU's threads and the device: the same result in any hands, and faults of either."""
+"""Fluxion's tasks shared by CPU threads and device: the same result for any division, and faults of either."""
 
 from __future__ import annotations
 

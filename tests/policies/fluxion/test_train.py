@@ -1,4 +1,4 @@
-"""Training a predictor end to end: samples, an interruption, other settings, the file, the command line."""
+"""Training of a predictor end to end: samples, an interruption, other settings, file, command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose queries say what about which tokens: rows of a batch learn what each would learn alone."""
+"""HGCA's queries of an append by row: each row of a batch learns as if alone, and padding adds nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HGCA: what is kept, when it is decided, and that with everything kept it is full attention."""
+"""HGCA: retained tokens against the algorithm, and full attention when all are retained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a crop behind an append brings back: all that was known before it, or every token."""
+"""Crops after an append: they restore the state before it, or retain every token."""
 
 from __future__ import annotations
 

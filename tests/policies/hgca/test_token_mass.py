@@ -1,4 +1,4 @@
-"""What decides beside the model which tokens are kept: its faults, its threads, its delays, and what it reports."""
+"""Decisions on retained tokens beside the model: faults, threads, delays, statistics."""
 
 from __future__ import annotations
 
