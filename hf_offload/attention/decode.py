@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from hf_offload.attention import decode_split
 from hf_offload.attention.prefill import append_attention
 from hf_offload.attention.step_cpu import CpuStep, Form, readable
 from hf_offload.attention.step_split import SplitStep

@@ -1,4 +1,4 @@
-"""`block_topk.choose_blocks` with every digest, and `gpu.packing`, against float64.
+"""`block_topk.choose_blocks` with every digest, and `gpu.seal`, against float64.
 
 Kernels are compiled for each dtype and tile of heads; the quick tests have the common ones.
 """
