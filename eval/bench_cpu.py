@@ -29,7 +29,7 @@ from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.kernels.block_topk import choose_blocks, select_blocks
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
-from hf_offload.cpu.kernels.int8_blocks import packed_bytes
+from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.cpu.launch import Launch
@@ -141,7 +141,7 @@ class Memory:
             np.full(blocks.shape[:2], count, np.int32), np.zeros((batch, self.blocks), np.uint8),
             np.ones((batch, length), np.uint8), length, np.empty_like(query), np.empty(query.shape[:2], np.float32),
             None, kv_dtype=self.dtype, block_size=self.block_size, scale=self.dim**-0.5, softcap=None,
-            packed=self.packed, prefetch=prefetch,
+            packed=Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None, prefetch=prefetch,
         )  # fmt: skip
 
     def _query(self, group: int, batch: int) -> np.ndarray:

@@ -73,7 +73,7 @@ def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
         assert pool.slabs  # they live as long as their addresses are used
         return sparse_decode(
             *arrays, np.empty_like(query), np.empty(query.shape[:2], np.float32), np.empty_like(query),
-            kv_dtype=dtype, block_size=size, scale=dim**-0.5, softcap=None, packed=False,
+            kv_dtype=dtype, block_size=size, scale=dim**-0.5, softcap=None,
         )  # fmt: skip
 
     return launch

@@ -156,7 +156,7 @@ class CpuPartial(RunningPartial):
         return cpu_decode.sparse_decode(
             self.query.numpy(), view.block_ptr, view.table, self.blocks.numpy(), self.counts.numpy(), view.holes,
             view.valid, view.covered, self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None,
-            kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.format.packs,
+            kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.format.packed,
         )  # fmt: skip
 
     def read(self, step: Step, host: Selection) -> None:

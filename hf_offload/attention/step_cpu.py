@@ -450,7 +450,7 @@ class CpuStep(Step):
         launch = cpu_decode.sparse_decode(
             buffers.query, view.block_ptr, view.table, host.blocks, host.counts, view.holes, view.valid, view.covered,
             *to, None, kv_dtype=store.dtype, block_size=self.block_size,
-            **self.scores._asdict(), packed=store.format.packs, scores=scores,
+            **self.scores._asdict(), packed=store.format.packed, scores=scores,
         )  # fmt: skip
         self.add(launch, what, length=True)
         return to

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes, unpack_records
+from hf_offload.cpu.kernels.int8_blocks import Int8Records, pack_records, packed_bytes, unpack_records
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu.kv_copy import PackedLayout
 
@@ -24,14 +24,21 @@ class HostFormat:
 
     packs: ClassVar[bool] = False
     """Whether older blocks are packed, so that kernels must check each block."""
+    read_by_device: ClassVar[bool] = True
+    """Whether GPU kernels read its records; otherwise the CPU unpacks what the device fetches."""
     dtype: torch.dtype
     head_dim: int
     block_size: int
 
     @property
+    def packed(self) -> Any:
+        """How CPU kernels read packed records (`cpu.kernels.packed`); None: nothing is packed."""
+        return None
+
+    @property
     def record_bytes(self) -> int:
         """Bytes of a packed record (one block and KV head); 0 if nothing is packed."""
-        return 0
+        return 0 if self.packed is None else int(self.packed.record_bytes)
 
     @property
     def gather_dtype(self) -> torch.dtype:
@@ -40,7 +47,7 @@ class HostFormat:
 
     @property
     def device_layout(self) -> PackedLayout | None:
-        """Layout of packed records for GPU kernels, or None if nothing is packed."""
+        """Layout of packed records for GPU kernels, or None if they read none."""
         return None
 
     def pack(
@@ -65,8 +72,8 @@ class Int8(HostFormat):
     packs = True
 
     @property
-    def record_bytes(self) -> int:
-        return packed_bytes(self.head_dim, self.block_size)
+    def packed(self) -> Int8Records:
+        return Int8Records(packed_bytes(self.head_dim, self.block_size))
 
     @property
     def gather_dtype(self) -> torch.dtype:

@@ -191,11 +191,12 @@ class ResidentSet:
 
     @property
     def read_by_kernels(self) -> bool:
-        """Whether GPU kernels read host blocks directly, which needs pinned memory.
+        """Whether GPU kernels read host blocks directly, which needs pinned memory and a format that they know.
 
         A captured graph always does so, since it cannot get addresses from the host.
         """
-        return self.store.pool.pinned or self.mirror.capture is not None
+        known = self.store.pool.pinned and self.store.format.read_by_device
+        return known or self.mirror.capture is not None
 
     def _read(self, moves: Moves) -> None:
         """Start a kernel on the recall stream that reads the blocks in host memory."""

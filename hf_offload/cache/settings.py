@@ -42,6 +42,8 @@ def check_sizes(block_size: int, prefill_tile: object, host_dtype: object, cuda_
         names = ", ".join(f'"{name}"' for name in FORMATS if name)
         raise ValueError(f"host_dtype={shown(host_dtype)} is not supported; use {names}, or None for the model's dtype")
     check_flag("cuda_graph", cuda_graph)
+    if cuda_graph and not FORMATS[host_dtype].read_by_device:
+        raise ValueError(f"cuda_graph=True: no GPU kernel reads host_dtype={host_dtype!r}; leave one of them out")
 
 
 def check_progress(progress: object) -> bool:

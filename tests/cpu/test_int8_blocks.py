@@ -10,7 +10,7 @@ import torch
 
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cpu import reference
-from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes, unpack_records
+from hf_offload.cpu.kernels.int8_blocks import Int8Records, pack_records, packed_bytes, unpack_records
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 
 GEOMETRIES = [(64, 32), (96, 8), (80, 16), (16, 128), (128, 32), (256, 8)]
@@ -135,8 +135,8 @@ def test_decode_over_packed_and_plain_blocks(
     tables, picks, many, gaps, seen = (x.numpy() for x in arrays)
     sparse_decode(
         query.numpy(), pool.block_ptr, tables, picks, many, gaps, seen, length, out.numpy(), lse.numpy(),
-        means.numpy() if kbar else None, kv_dtype=dtype, block_size=block_size, scale=0.3, softcap=softcap, packed=True,
-        scores=scores.numpy(),
+        means.numpy() if kbar else None, kv_dtype=dtype, block_size=block_size, scale=0.3, softcap=softcap,
+        packed=Int8Records(packed_bytes(dim, block_size)), scores=scores.numpy(),
     ).run()  # fmt: skip
     want = reference.sparse_decode(query, held, table, chosen, counts, valid, length, scale=0.3, softcap=softcap)
     bound = 1e-5 * (1 + want[1][want[1].isfinite()].abs().max().item()) * held.abs().max().item()
@@ -179,7 +179,7 @@ def test_rounding_to_int16_is_within_its_bounds(outlier: int) -> None:
     sparse_decode(
         query.numpy(), pool.block_ptr, table.numpy(), chosen.numpy(), counts.numpy(), holes.numpy(), valid.numpy(),
         blocks * size, out.numpy(), lse.numpy(), None, kv_dtype=torch.float16, block_size=size, scale=scale,
-        softcap=None, packed=True,
+        softcap=None, packed=Int8Records(packed_bytes(dim, size)),
     ).run()  # fmt: skip
     want = reference.sparse_decode(query, held, table, chosen, counts, valid, blocks * size, scale=scale, softcap=None)
     keys, values = held[1::2, :, 0].repeat_interleave(group, 1), held[1::2, :, 1]  # [n, H, size, D]
@@ -202,7 +202,7 @@ def test_a_query_that_is_not_finite_does_not_go_unnoticed() -> None:
     valid, holes, table = np.ones((1, 16), np.uint8), np.zeros((1, 2), np.uint8), np.array([[0, 1]], np.int32)
     sparse_decode(
         query.numpy(), pool.block_ptr, table, one[None], one, holes, valid, 16, out, lse, None,
-        kv_dtype=torch.float32, block_size=8, scale=1.0, softcap=None, packed=True,
+        kv_dtype=torch.float32, block_size=8, scale=1.0, softcap=None, packed=Int8Records(packed_bytes(16, 8)),
     ).run()  # fmt: skip
     assert np.isnan(lse).all()
     assert np.isnan(out).all()

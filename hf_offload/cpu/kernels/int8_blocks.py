@@ -13,13 +13,14 @@ most D / 65534 of the largest product of a single channel, a weight by at most 1
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import types
 
+from hf_offload.cpu.kernels.packed import READERS, Reader, is_packed
 from hf_offload.cpu.launch import I32, I64, Array, Launch, check_geometry, jit, kernel, require, tag_of
 from hf_offload.cpu.memory import LINE, address_of, count_up, get, hold, prefetch, put
 from hf_offload.cpu.simd.convert import choose_units, first_half, round_rows, scale_rows
@@ -137,7 +138,7 @@ _UNITS = 64  # bytes for the units of a register tile of heads
 
 
 @jit
-def spare_bytes(dim: int, block_size: int) -> int:
+def _spare_bytes(dim: int, block_size: int) -> int:
     """Bytes of scratch (`spare`) that the functions below need for one register tile of heads."""
     return _UNITS + 24 * max(dim, block_size, 16) + 64 * (block_size + 4)
 
@@ -179,7 +180,7 @@ def _fold_weights(heads: Any, weights: int, stride: int, block_size: int, scales
 
 
 @jit
-def score_packed(
+def _score(
     heads: Any, record: int, ahead: int, query: int, dim: int, block_size: int, scores: int, stride: int, spare: int
 ) -> None:
     """`block.score_block` for a packed record."""
@@ -204,7 +205,7 @@ def score_packed(
 
 
 @jit
-def add_packed_values(
+def _add_values(
     heads: Any, record: int, ahead: int, dim: int, block_size: int, weights: int, stride: int, sums: int, spare: int
 ) -> None:
     """`block.add_weighted` for all values of a packed record; codes are finite, so a weight of 0 excludes a token."""
@@ -234,7 +235,7 @@ def add_packed_values(
 
 
 @jit
-def add_packed_keys(
+def _add_keys(
     heads: Any, record: int, dim: int, block_size: int, weights: int, stride: int, sums: int, spare: int
 ) -> None:
     """`block.add_weighted` for all keys of a packed record."""
@@ -259,6 +260,14 @@ def add_packed_keys(
             store(place, fma(load_f32(totals + 64 * head), scales, load_f32(place)))
 
 
+class Int8Records(NamedTuple):
+    """Packed records for kernels (`packed.py`)."""
+
+    record_bytes: int
+
+
+READERS[Int8Records] = Reader(_score, _add_values, _add_keys, _spare_bytes)
+
 _TOP = np.float32(3e38)
 _CHUNK_BYTES = 1 << 16
 
@@ -267,12 +276,6 @@ def packed_bytes(dim: int, block_size: int) -> int:
     """Bytes of the packed record of one block and KV head."""
     size = 2 * block_size * dim + 2 * (dim + max(block_size, 16))
     return -(-size // LINE) * LINE
-
-
-@jit
-def is_packed(address: int) -> bool:
-    """Whether an address is that of a packed block."""
-    return address & 1 != 0
 
 
 @jit

@@ -1,6 +1,6 @@
-"""Scores and weighted sums of one record (block, KV head), packed (`int8_blocks.py`) or not, as its address says.
+"""Scores and weighted sums of one record (block, KV head), packed (`packed.py`) or not, as its address says.
 
-`packed` is None for pools without packed blocks; their kernels are compiled without the int8 branch.
+`packed` is None for pools without packed blocks; their kernels are compiled without that branch.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from hf_offload.cpu.kernels.block import add_block, score_block
-from hf_offload.cpu.kernels.int8_blocks import add_packed_keys, add_packed_values, is_packed, score_packed
+from hf_offload.cpu.kernels.packed import add_packed_keys, add_packed_values, is_packed, score_packed
 from hf_offload.cpu.launch import Array, jit
 from hf_offload.cpu.memory import PAGE, prefetch
 
 
 @jit
-def record_of(block: int, h: int, record: int, packed: Any, packed_record: int) -> int:
+def record_of(block: int, h: int, record: int, packed: Any) -> int:
     """Address of KV head h's record in a block."""
     if packed is not None and is_packed(block):
-        return block + h * packed_record
+        return block + h * int(packed.record_bytes)
     return block + h * record
 
 
@@ -30,7 +30,7 @@ def touch(tag: Any, address: int, dim: int, block_size: int, packed: Any) -> Non
     """
     size = 2 * block_size * dim * tag.itemsize
     if packed is not None and is_packed(address):
-        size = 2 * (block_size * dim + dim + block_size)
+        size = packed.record_bytes
     for page in range(0, size, PAGE):
         prefetch(address + page, 2)
 
@@ -42,7 +42,7 @@ def score_keys(
 ) -> None:  # fmt: skip
     """`block.score_block` for a record."""
     if packed is not None and is_packed(address):
-        score_packed(heads, address - 1, ahead, query, dim, block_size, scores, stride, spare)
+        score_packed(packed, heads, address - 1, ahead, query, dim, block_size, scores, stride, spare)
     else:
         score_block(tag, heads, address, ahead, query, dim, block_size, scores, stride)
 
@@ -55,9 +55,9 @@ def add_vectors(
     """`block.add_block` for the values (part 0) or the keys (part 1) of a record."""
     if packed is not None and is_packed(address):
         if part == 0:
-            add_packed_values(heads, address - 1, ahead, dim, block_size, weights, stride, sums, spare)
+            add_packed_values(packed, heads, address - 1, ahead, dim, block_size, weights, stride, sums, spare)
         else:
-            add_packed_keys(heads, address - 1, dim, block_size, weights, stride, sums, spare)
+            add_packed_keys(packed, heads, address - 1, dim, block_size, weights, stride, sums, spare)
     else:
         offset = block_size * dim * tag.itemsize if part == 0 else 0
         add_block(

@@ -21,7 +21,7 @@ from hf_offload.cpu.kernels.block import (
     soften_scores,
     softmax_step,
 )
-from hf_offload.cpu.kernels.int8_blocks import packed_bytes, spare_bytes
+from hf_offload.cpu.kernels.packed import spare_bytes
 from hf_offload.cpu.kernels.parts import (
     NO_KBAR,
     PART_TOKENS,
@@ -182,7 +182,6 @@ def decode_kernel(
     partial: Array,
     finished: Array,
     packed: Any,
-    packed_record: int,
     prefetches: bool,
 ) -> None:
     """One task = one part of the blocks of one (row, KV head); the thread that finishes its last part merges them."""
@@ -200,7 +199,7 @@ def decode_kernel(
     partial_step = 4 * partial.shape[1]
     # Scratch: the scaled query; scores and a second set of weights [G, stride]. `addresses`: the chosen blocks, then
     # the first blocks of the next task, which are prefetched.
-    scratch = np.empty(16 + (part + 2 * group * stride + spare_bytes(dim, block_size)) // 4, np.float32)
+    scratch = np.empty(16 + (part + 2 * group * stride + spare_bytes(packed, dim, block_size)) // 4, np.float32)
     queries = (address_of(scratch) + 63) & ~63
     scores = queries + part
     spare = scores + 2 * group * stride
@@ -220,7 +219,7 @@ def decode_kernel(
             store(queries + place, load_f32(source + place) * splat(np.float32(scale)))
         clear_part(sums, dim, group, wants_kbar)
         for i in range(mine):
-            addresses[i] = record_of(block_ptr[table[b, chosen[i]]], h, record, packed, packed_record)
+            addresses[i] = record_of(block_ptr[table[b, chosen[i]]], h, record, packed)
         following, ahead = reserve(ticket, tasks), 0
         if following < tasks:
             start, ahead = part_of(following, parts, block_size, step, counts)
@@ -228,7 +227,7 @@ def decode_kernel(
             ahead = min(ahead, step)
             for i in range(ahead):
                 block = blocks[next_b, next_h, start + i]
-                addresses[mine + i] = record_of(block_ptr[table[next_b, block]], next_h, record, packed, packed_record)
+                addresses[mine + i] = record_of(block_ptr[table[next_b, block]], next_h, record, packed)
         for i in range(mine + ahead, mine + step):
             addresses[i] = addresses[max(i - 1, 0)]
         for first in range(0, mine, step):
@@ -267,7 +266,7 @@ def sparse_decode(
     block_size: int,
     scale: float,
     softcap: float | None,
-    packed: bool = False,
+    packed: Any = None,
     prefetch: bool = True,
     scores: Array | None = None,
 ) -> Launch:
@@ -276,7 +275,7 @@ def sparse_decode(
     Args:
         query: float32 [B, Hq, D], D a multiple of 16 up to 256.
         block_ptr: int64 [P], address of each physical block, [Hkv] records [2 (K, V), block_size, D], or packed
-            ones (see `int8_blocks.py`), marked in the lowest bit.
+            ones (see `packed.py`), marked in the lowest bit.
         table: int32 [B, N], physical block of each logical one.
         blocks: int32 [B, Hkv, C], the logical blocks to attend, each at most once; entries from the count on are
             ignored.
@@ -292,7 +291,7 @@ def sparse_decode(
         block_size: tokens of a block: 8, 16, 32, 64 or 128.
         scale: factor of the scores, usually D ** -0.5.
         softcap: c in score = c * tanh(score / c), or None.
-        packed: whether any block may be packed.
+        packed: how packed blocks are read (`packed.py`), or None: no block is packed.
         prefetch: whether to prefetch; False measures what prefetching gains.
         scores: float32 [B, Hq, C * block_size] or None, written: the score of each token of the listed blocks as it
             enters the softmax, in the order of the lists; -inf where it is not attended. Entries from the count on are
@@ -334,7 +333,7 @@ def sparse_decode(
     args = (
         tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, int(length), out, lse, kbar, scores,
         int(block_size), float(scale), cap_of(softcap) or 0.0, parts, partial, finished,
-        0 if packed else None, packed_bytes(dim, block_size), bool(prefetch),
+        packed, bool(prefetch),
     )  # fmt: skip
     cost = heads * tokens * 2 * dim * tag.itemsize
     return Launch(decode_kernel, heads * parts, args, cost, counters=finished)

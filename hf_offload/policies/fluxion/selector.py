@@ -153,7 +153,7 @@ class Selector:
         return sparse_decode(
             self.query, store.pool.block_ptr, store.table, self.blocks, self.counts, padding.holes, padding.valid,
             padding.valid.shape[1], self.out, self.lse, None, kv_dtype=store.dtype, block_size=store.block_size,
-            **scores._asdict(), packed=store.format.packs,
+            **scores._asdict(), packed=store.format.packed,
         )  # fmt: skip
 
 

@@ -292,7 +292,7 @@ class TokenMass(LayerState):
         )  # fmt: skip
         form: dict[str, Any] = {
             "kv_dtype": store.dtype, "block_size": store.block_size, **scores._asdict(),
-            "packed": store.format.packs, "kv_heads": store.num_kv_heads,
+            "packed": store.format.packed, "kv_heads": store.num_kv_heads,
         }  # fmt: skip
         yield query_lse(*where, **form)
         span.leave_out(lse)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pools import Case, make_case, run
 
-from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
+from hf_offload.cpu.kernels.int8_blocks import Int8Records, pack_records, packed_bytes
 from hf_offload.cpu.reference import pack_block
 from hf_offload.policies.hgca.kernels import reference
 from hf_offload.policies.hgca.kernels.query_weights import query_lse, weigh_tokens
@@ -18,7 +18,7 @@ from hf_offload.policies.hgca.kernels.query_weights import query_lse, weigh_toke
 
 def _check(
     case: Case, group: int, queries: int, first: int, stop: int, start: int, dtype: torch.dtype,
-    softcap: float | None = None, skipped: int = 0, largest: bool = False, threads: int = 1, packed: bool = False,
+    softcap: float | None = None, skipped: int = 0, largest: bool = False, threads: int = 1, packed: Any = None,
 ) -> None:  # fmt: skip
     """Both kernels, one after the other."""
     kv_heads, block_size, dim = case.clean.shape[1], case.clean.shape[3], case.clean.shape[4]
@@ -139,7 +139,7 @@ def test_packed_blocks() -> None:
             case.clean[place, :, 0].double(), case.clean[place, :, 1].double()
         )
         case.block_ptr[place] = records[i].ctypes.data + 1
-    _check(case, 3, 21, 0, 200, 179, torch.bfloat16, packed=True)
+    _check(case, 3, 21, 0, 200, 179, torch.bfloat16, packed=Int8Records(packed_bytes(64, 32)))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import numpy as np
 from hf_offload.cpu.kernels.block import STEP_TOKENS
 from hf_offload.cpu.kernels.block_topk import SPARE
 from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, SPARE_BLOCKS
-from hf_offload.cpu.kernels.int8_blocks import spare_bytes
+from hf_offload.cpu.kernels.packed import spare_bytes
 from hf_offload.cpu.kernels.parts import clear_part, merge_parts, part_blocks, partial_state
 from hf_offload.cpu.kernels.record import record_of
 from hf_offload.cpu.kernels.sparse_decode import attend_step
@@ -135,7 +135,7 @@ def _attend(attention: Any, b: int, h: int) -> None:
     """Attend the chosen blocks in the parts of `decode_kernel`, so that results are bitwise the same."""
     (
         tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, length, out, lse, _1, _2, block_size,
-        scale, cap, parts, partial, _3, packed, packed_record, prefetches,
+        scale, cap, parts, partial, _3, packed, prefetches,
     ) = attention  # fmt: skip
     kv_heads, dim = counts.shape[1], query.shape[2]
     group, head = query.shape[1] // kv_heads, b * kv_heads + h
@@ -144,7 +144,7 @@ def _attend(attention: Any, b: int, h: int) -> None:
     share = part_blocks(counts[b, h], parts, block_size, step)
     part, partial_step = 4 * group * dim, 4 * partial.shape[1]
     state_offset = partial_state(group, dim, False)
-    scratch = np.empty(16 + (part + 2 * group * stride + spare_bytes(dim, block_size)) // 4, np.float32)
+    scratch = np.empty(16 + (part + 2 * group * stride + spare_bytes(packed, dim, block_size)) // 4, np.float32)
     queries = (address_of(scratch) + 63) & ~63
     scores = queries + part
     spare = scores + 2 * group * stride
@@ -160,7 +160,7 @@ def _attend(attention: Any, b: int, h: int) -> None:
         sums = origin + number * partial_step
         clear_part(sums, dim, group, False)
         for i in range(mine):
-            addresses[i] = record_of(block_ptr[table[b, chosen[i]]], h, record, packed, packed_record)
+            addresses[i] = record_of(block_ptr[table[b, chosen[i]]], h, record, packed)
         for i in range(mine, mine + step):
             addresses[i] = addresses[max(i - 1, 0)]
         for first in range(0, mine, step):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_offload.cpu.kernels.block import STEP_TOKENS, clear_scores, soften_scores, softmax_step
-from hf_offload.cpu.kernels.int8_blocks import packed_bytes, spare_bytes
+from hf_offload.cpu.kernels.packed import spare_bytes
 from hf_offload.cpu.kernels.parts import PART_TOKENS, PARTS, merge_masses
 from hf_offload.cpu.kernels.record import record_of, score_keys
 from hf_offload.cpu.launch import (
@@ -46,9 +46,9 @@ _NO_COEFFICIENT = np.empty(0, np.float32)
 
 
 @jit
-def _scratch_bytes(dim: int, block_size: int) -> int:
+def _scratch_bytes(packed: Any, dim: int, block_size: int) -> int:
     """Bytes for four scaled queries, the scores of four rows, the marks of valid tokens, and an unpacked record."""
-    return 64 + 16 * dim + 4 * 5 * max(STEP_TOKENS, block_size) + spare_bytes(dim, block_size)
+    return 64 + 16 * dim + 4 * 5 * max(STEP_TOKENS, block_size) + spare_bytes(packed, dim, block_size)
 
 
 @jit
@@ -63,7 +63,7 @@ def _find_ends(ends: Array, first_row: int, queries: int, start: int, stop: int,
 @jit
 def _open_step(
     addresses: Array, block_ptr: Array, table: Array, holes: Array, valid: Array, begin: int, end: int, h: int,
-    record: int, block_size: int, packed: Any, packed_record: int, marks: int,
+    record: int, block_size: int, packed: Any, marks: int,
 ) -> tuple[int, bool]:  # fmt: skip
     """Find the records of tokens begin..end-1 and which tokens are valid.
 
@@ -73,7 +73,7 @@ def _open_step(
     masked = False
     for i in range((end - begin + block_size - 1) // block_size):
         n = begin // block_size + i
-        addresses[i] = record_of(block_ptr[table[n]], h, record, packed, packed_record)
+        addresses[i] = record_of(block_ptr[table[n]], h, record, packed)
         masked = masked or holes[n] != 0
     if masked:
         for token in range(0, end - begin, 16):
@@ -178,7 +178,6 @@ def lse_kernel(
     partial: Array,
     finished: Array,
     packed: Any,
-    packed_record: int,
 ) -> None:
     """One task = up to 128 rows of one (row, KV head) and `share` tokens; the last one of the rows merges the parts."""
     batch, query_heads, queries, dim = query.shape
@@ -186,7 +185,7 @@ def lse_kernel(
     record = 2 * block_size * dim * tag.itemsize
     width, stride = max(STEP_TOKENS, block_size), 4 * max(STEP_TOKENS, block_size)
     runs = (rows + _ROWS - 1) // _ROWS
-    scratch = np.empty(_scratch_bytes(dim, block_size) // 4 + 16, np.float32)
+    scratch = np.empty(_scratch_bytes(packed, dim, block_size) // 4 + 16, np.float32)
     tile = (address_of(scratch) + 63) & ~63
     scores = tile + 16 * dim
     marks = scores + 4 * stride
@@ -215,7 +214,7 @@ def lse_kernel(
         for begin in range(low, min(low + share, stop), width):
             end, masked = _open_step(
                 addresses, block_ptr, table[b], holes[b], valid[b], begin, min(begin + width, low + share, stop), h,
-                record, block_size, packed, packed_record, marks,
+                record, block_size, packed, marks,
             )  # fmt: skip
             row = 0 if end > begin else count
             while row < count:
@@ -275,7 +274,6 @@ def weigh_kernel(
     share: int,
     parts: int,
     packed: Any,
-    packed_record: int,
 ) -> None:
     """One task = up to `share` tokens of one (row, KV head)."""
     batch, query_heads, queries, dim = query.shape
@@ -283,7 +281,7 @@ def weigh_kernel(
     rows, largest = group * queries, coefficient.shape[0] == 0
     record = 2 * block_size * dim * tag.itemsize
     width, stride = max(STEP_TOKENS, block_size), 4 * max(STEP_TOKENS, block_size)
-    scratch = np.empty(_scratch_bytes(dim, block_size) // 4 + 16 + group * width, np.float32)
+    scratch = np.empty(_scratch_bytes(packed, dim, block_size) // 4 + 16 + group * width, np.float32)
     tile = (address_of(scratch) + 63) & ~63
     scores = tile + 16 * dim
     marks = scores + 4 * stride
@@ -314,7 +312,7 @@ def weigh_kernel(
             whole = min(begin + width, low + share, stop) - begin
             end, masked = _open_step(
                 addresses, block_ptr, table[b], holes[b], valid[b], begin, begin + whole, h, record, block_size,
-                packed, packed_record, marks,
+                packed, marks,
             )  # fmt: skip
             place = address_of(joined) + 4 * (head * group * joined.shape[2] + begin)
             for g in range(group):
@@ -397,7 +395,7 @@ def query_lse(
     block_size: int,
     scale: float,
     softcap: float | None,
-    packed: bool = False,
+    packed: Any = None,
 ) -> Launch:
     """Prepare the log-sum-exp of the scores of tokens first..stop-1 for several queries a row.
 
@@ -419,7 +417,7 @@ def query_lse(
         TypeError: an array of another dtype.
     """
     _check(query, block_ptr, table, holes, valid, first, stop, start, lse, kv_heads, block_size, softcap)
-    batch, query_heads, queries, dim = query.shape
+    batch, query_heads, queries, _ = query.shape
     runs = batch * kv_heads * -(-(query_heads // kv_heads * queries) // _ROWS)
     # The cut depends on shapes alone: results are the same on any number of threads.
     share = _part_tokens(stop - first, max(1, min(-(-(stop - first) // PART_TOKENS), PARTS // runs)), block_size)
@@ -427,8 +425,7 @@ def query_lse(
     partial, finished = np.empty((runs * parts, 3 * _ROWS), np.float32), np.zeros(runs, np.int64)
     args = (
         tag_of(kv_dtype), query, block_ptr, table, holes, valid, int(first), int(stop), int(start), lse, int(kv_heads),
-        int(block_size), float(scale), float(softcap or 0.0), share, parts, partial, finished, 0 if packed else None,
-        packed_bytes(dim, block_size),
+        int(block_size), float(scale), float(softcap or 0.0), share, parts, partial, finished, packed,
     )  # fmt: skip
     cost = _key_bytes(query, stop - first, kv_dtype)
     return Launch(lse_kernel, runs * parts, args, cost, counters=finished)
@@ -453,7 +450,7 @@ def weigh_tokens(
     scale: float,
     softcap: float | None,
     skipped: int = 0,
-    packed: bool = False,
+    packed: Any = None,
 ) -> Launch:
     """Prepare joining the attention weights of tokens first..stop-1 of every row under several queries.
 
@@ -474,7 +471,7 @@ def weigh_tokens(
         TypeError: an array of another dtype.
     """
     _check(query, block_ptr, table, holes, valid, first, stop, start, lse, kv_heads, block_size, softcap)
-    batch, query_heads, queries, dim = query.shape
+    batch, query_heads, queries, _ = query.shape
     require("joined", joined, F32, (batch, query_heads, joined.shape[-1]))
     if coefficient is None:
         coefficient = _NO_COEFFICIENT
@@ -490,6 +487,6 @@ def weigh_tokens(
     args = (
         tag_of(kv_dtype), query, block_ptr, table, holes, valid, int(first), int(stop), int(start), lse, coefficient,
         int(skipped), joined, int(kv_heads), int(block_size), float(scale), float(softcap or 0.0), share, parts,
-        0 if packed else None, packed_bytes(dim, block_size),
+        packed,
     )  # fmt: skip
     return Launch(weigh_kernel, heads * parts, args, _key_bytes(query, stop - first, kv_dtype))
