@@ -169,8 +169,8 @@ class DigestStore(ABC):
         self.capacity = blocks
 
 
-class _VectorStore(DigestStore):
-    """Digests scored by one dot product with a transformed query."""
+class VectorStore(DigestStore):
+    """Digests of one vector for each block and KV head, scored by its dot product with a transformed query."""
 
     width = 1  # vectors of head_dim in each block
     of_query = True
@@ -208,14 +208,14 @@ class _VectorStore(DigestStore):
         )
 
 
-class MeanStore(_VectorStore):
+class MeanStore(VectorStore):
     """The mean key of a block (the digest of MoBA)."""
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
         seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=False)
 
 
-class QuestStore(_VectorStore):
+class QuestStore(VectorStore):
     """The largest and smallest key per channel: an upper bound of q·k (Quest; ScoutAttention §3.2)."""
 
     width, sums = 2, False

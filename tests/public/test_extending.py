@@ -1,7 +1,8 @@
-"""The policy of `docs/extending.md`: exact with a covering budget, and consistent after all changes of a cache."""
+"""The method, the digest and the host format of `docs/extending.md`: exact, and consistent after all changes."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 from hf_offload import HybridCache
+from hf_offload.cache.digests import DIGESTS
+from hf_offload.cache.host_format import FORMATS
 from hf_offload.policies.registry import POLICIES
+from hf_offload.scores import Scores
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "extending.md"
 SMALL: dict[str, Any] = {"block_size": 8, "prefill_tile": 32}
@@ -155,3 +159,95 @@ def test_reset_helps_whatever_a_state_does(llama: PreTrainedModel, method: Any) 
     cache.reset()
     feed(llama, cache, ids, 0, 50, 50)
     assert cache.get_seq_length() == 50
+
+
+def own_file(folder: Path, name: str, word: str) -> ModuleType:
+    """The page's block with a word as a file of a user's own, imported: kernels are compiled from files."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.DOTALL)
+    (folder / f"{name}.py").write_text(next(block for block in blocks if word in block), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def ball(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield own_file(tmp_path_factory.mktemp("digest"), "own_digest", "VectorStore").Ball
+    DIGESTS.pop("ball")
+    del sys.modules["own_digest"]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield own_file(tmp_path_factory.mktemp("format"), "own_format", "HostFormat").__name__
+    FORMATS.pop("bfloat16")
+    del sys.modules["own_format"]
+
+
+def test_the_digest_bounds_the_scores_of_a_block(ball: Any) -> None:
+    torch.manual_seed(0)
+    store = ball(2, 32, 16, torch.device("cpu"))
+    store.reserve(6)
+    keys, valid = torch.randn(6, 2, 16, 32), torch.rand(6, 16) < 0.7
+    valid[3] = False
+    keys[~valid[:, None].expand(6, 2, 16)] = float("nan")
+    store.seal(torch.arange(6), keys, valid)
+    query, table = torch.randn(1, 4, 32), torch.arange(6, dtype=torch.int32)[None]
+    got = store.score(query, table, torch.tensor([96, 6], dtype=torch.int32), Scores(0.5, None))
+    exact = 0.5 * torch.einsum("hgd,nhtd->hgnt", query.view(2, 2, 32), keys)
+    exact = exact.masked_fill(~valid[None, None], -torch.inf).amax(-1).view(1, 4, 6)
+    assert (got >= exact - 1e-4).all()
+    assert got[0, :, 3].isneginf().all()
+
+
+@tiers
+def test_a_policy_chooses_by_the_digest(llama: PreTrainedModel, ball: Any, tier: str) -> None:
+    ids, mask = prompt(2, 300)
+    told: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "attention_mask": mask}
+    want = tiny_model("llama", "sdpa").generate(ids, **told)
+    knobs = {"sinks": 8, "recent": 8, "digest": "ball", **KNOBS[tier]}
+    assert torch.equal(llama.generate(ids, past_key_values=HybridCache(llama, budget=4096, **knobs), **told), want)
+    logits = []
+    for digest in ("ball", "submean"):
+        cache = HybridCache(llama, budget=32, **{**knobs, "digest": digest})
+        feed(llama, cache, ids, 0, 290, 290)
+        logits.append(feed(llama, cache, ids, 290, 300))
+        assert logits[-1].isfinite().all()
+    assert not torch.equal(*logits)
+
+
+@tiers
+@pytest.mark.parametrize("policy", ["full", "scout", "hgca", "fixed_hybrid"])
+def test_the_format_keeps_older_blocks_in_half_the_memory(
+    llama: PreTrainedModel, short: str, tier: str, policy: str
+) -> None:
+    ids = prompt(2, 500)[0]
+    knobs: dict[str, Any] = {"hgca": {"window": 64, "beta": 0.0}, "fixed_hybrid": {"budget": 1.0}}.get(policy, {})
+    two = {} if tier == "one" else {"tier": "split"}
+    caches = [HybridCache(llama, policy, block_size=16, host_dtype=kind, **two, **knobs) for kind in (None, "bfloat16")]
+    wide, narrow = (feed(llama, cache, ids, 0, 430, 430)[:, 0] for cache in caches)
+    assert torch.equal(wide, narrow)
+    wide, narrow = (feed(llama, cache, ids, 430, 450) for cache in caches)
+    error, size = (wide - narrow).abs().mean(), (wide - wide.mean()).abs().mean()
+    assert 0 < error < 0.01 * size
+    held = [cache.stats().as_dict()["host_bytes"] for cache in caches]
+    assert held[1] < 0.7 * held[0]
+    fork = caches[1].fork()
+    assert torch.equal(feed(llama, caches[1], ids, 450, 470), feed(llama, fork, ids, 450, 470))
+    for cache in (caches[1], fork):
+        cache.crop(-300)
+    assert torch.equal(feed(llama, caches[1], ids, 170, 180), feed(llama, fork, ids, 170, 180))
+
+
+@tiers
+def test_a_saved_cache_names_the_format(llama: PreTrainedModel, short: str, tier: str, tmp_path: Path) -> None:
+    ids = prompt(2, 400)[0]
+    cache = HybridCache(llama, "full", host_dtype="bfloat16", **KNOBS[tier])
+    feed(llama, cache, ids, 0, 380, 380)
+    cache.save(tmp_path / "saved")
+    loaded = HybridCache.load(tmp_path / "saved", llama)
+    got, want = feed(llama, loaded, ids, 380, 400), feed(llama, cache, ids, 380, 400)
+    assert torch.equal(got, want) if tier == "one" else torch.allclose(got, want, atol=0.05)

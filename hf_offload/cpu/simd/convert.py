@@ -161,6 +161,12 @@ def _put_upper(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.float32), emit
 
 
+@jit
+def put_bfloat16(address: int, value: float) -> None:
+    """Store a float32 as bfloat16, rounded to the nearest, ties to even."""
+    _put_upper(address, _to_bfloat16(value))
+
+
 @kernel
 def narrow_kernel(ticket: Array, tasks: int, short: bool, source: Array, target: int) -> None:
     """One task = one row."""
@@ -172,7 +178,7 @@ def narrow_kernel(ticket: Array, tasks: int, short: bool, source: Array, target:
         place = address_of(source[row])
         for i in range(count):
             if short:
-                _put_upper(target + 2 * (row * count + i), _to_bfloat16(get(place + 4 * i)))
+                put_bfloat16(target + 2 * (row * count + i), get(place + 4 * i))
             else:
                 put(target + 4 * (row * count + i), get(place + 4 * i))
         count_up(ticket, 1)
