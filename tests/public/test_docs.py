@@ -125,8 +125,9 @@ def test_blocks_name_what_is_public(block: Block) -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_offload":
             named.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "hf_offload":
-            assert node.module == "hf_offload"
-            named |= {alias.name for alias in node.names}
+            if block.page.name != "extending.md":  # which shows what a part of the package is made of
+                assert node.module == "hf_offload"
+                named |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             assert not [alias.name for alias in node.names if re.match(r"hf_offload\.(?!lm_eval$)", alias.name)]
     assert named <= {*hf_offload.__all__, "lm_eval"}
