@@ -187,6 +187,8 @@ QUICK += [(name, act) for name in ("one", "hgca") for act in (decode, change, in
 def test_a_cache_goes_with_its_last_name(
     model: PreTrainedModel, act: Callable[[PreTrainedModel, HybridCache], None], name: str
 ) -> None:
+    live(model, act, SETTINGS[name])  # compiles: Numba leaves frames in a circle, and who is in them
+    gc.collect()
     assert hooks_on(model) == 0
     parts, threads = live(model, act, SETTINGS[name])
     for thread in threads:  # they hold what they still work on
