@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -301,3 +302,31 @@ def test_padding_gives_its_slots_to_a_short_rows_tokens(
             want = stock(ids[:, first:stop], past_key_values=theirs, **told).logits[:, -1]
             real = mask[:, stop - 1] != 0
             torch.testing.assert_close(ours[real], want[real], atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["fixed_hybrid", "scout"])
+def test_a_cache_whose_newest_full_block_is_padding_in_a_row_loads(
+    llama: PreTrainedModel, policy: str, tmp_path: Path
+) -> None:
+    """That block may have given up its slot: nothing in it is attended."""
+    knobs: dict[str, Any] = {"tier": "split", "block_size": 16, "prefill_tile": 32}
+    if policy == "scout":
+        knobs |= {"budget": 256, "resident": 256}
+    else:
+        knobs |= {"budget": 0.0, "digest": "submean", "sinks": 0, "local": 16, "resident": 64}
+    ids, mask = prompt(3, 60)[0], torch.ones(3, 60, dtype=torch.long, device=DEVICE)
+    mask[2, :48] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = HybridCache(llama, policy, **knobs)
+
+    def feed(cache: HybridCache, first: int, stop: int) -> torch.Tensor:
+        told = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
+        with torch.no_grad():
+            return llama(ids[:, first:stop], past_key_values=cache, **told).logits[:, -1]
+
+    feed(cache, 0, 49)
+    for at in range(49, 60):
+        cache.save(tmp_path / "saved")
+        loaded = HybridCache.load(tmp_path / "saved", llama)
+        want = feed(cache, at, at + 1)
+        assert torch.equal(feed(loaded, at, at + 1), want)

@@ -226,6 +226,8 @@ def check_resident(layer: HybridLayer, block_of: torch.Tensor) -> None:
     assert store is not None
     newest = store.length // store.block_size  # the block that the next token is written into
     needed = policy.must_be_resident(layer, newest + 1)
+    begins = torch.from_numpy(store.padding.sinks(0)[0])[:, None]  # blocks of padding before it may give up their slots
+    needed &= torch.arange(newest + 1) >= begins
     needed[:, newest] = True
     held = torch.zeros(store.batch, store.num_kv_heads, store.num_blocks + 3, dtype=torch.int32)
     held.scatter_add_(2, block_of.long() + 1, torch.ones_like(block_of))  # index 0 counts the free slots
