@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_offload.attention.cuda_graph import GraphedForward, graphed
+from hf_offload.attention.hooks import CACHE_NAMES
 from hf_offload.attention.model_support import NAME, check_attention, check_model, inside
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies.base import Policy
@@ -47,15 +48,16 @@ class _CacheMaker:
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         model = self._model()
         assert model is not None, "only the model itself calls this"
-        given = model_kwargs.get("past_key_values")
+        given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
         original = self.displaced or getattr(type(model), _PREPARE).__get__(model)
         original(generation_config, model_kwargs, *args, **kwargs)
-        caller_chose = given is not None or generation_config.cache_implementation is not None
+        caller_chose = given or generation_config.cache_implementation is not None
         if caller_chose or generation_config.use_cache is False:
             return
         if generation_config.is_assistant and _layers(model) < self._layers:  # early exit drafts with the first layers
             return
-        made = model_kwargs.get("past_key_values")
+        name = next((name for name in CACHE_NAMES if model_kwargs.get(name) is not None), CACHE_NAMES[0])
+        made = model_kwargs.get(name)
         if type(made) is not DynamicCache:
             raise ValueError(
                 f"{type(model).__name__} generates with a {type(made).__name__} in place of a DynamicCache, which a "
@@ -64,7 +66,7 @@ class _CacheMaker:
         cache = HybridCache(model, self.policy, **self.knobs)
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[name] = cache
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied or unpickled model is enabled too: its copy of this object refers to the copied model.

@@ -30,6 +30,7 @@ from hf_offload.attention.model_support import (
     two_memories,
 )
 from hf_offload.cache.conversion import device_of, fork_layers, give_back, take_over
+from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.fingerprint import difference, fingerprint, likeness
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.loading import SavedCache, merge_knobs
@@ -45,7 +46,7 @@ from hf_offload.cache.stock_layers import copy_layer
 from hf_offload.cache.transaction import Transaction
 from hf_offload.cpu.cores import cores
 from hf_offload.cpu.thread_pool import Worker, WorkerError
-from hf_offload.knobs import MOST, check_flag, shown
+from hf_offload.knobs import MOST, check_choice, check_flag, shown
 from hf_offload.policies.base import Policy
 from hf_offload.policies.registry import describe_policy, make_policy, saved_policy
 
@@ -118,6 +119,7 @@ class HybridCache(Cache):
         stock = stock_layers(config)
         two = two_memories(model, tier)
         self.policy.check(block_size=block_size, two=two)
+        check_choice("digest", self.policy.requirements.digest, (None, *DIGESTS))
         held = held_layers(config, stock)
         least = least_blocks(self.policy, block_size)
         budget = make_budget(device_budget, resident, sum(held), least, two_memories=two)

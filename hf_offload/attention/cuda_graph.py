@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_offload.attention.decode_split import close_step
 from hf_offload.attention.graph_capture import Capture, Recorder, undisturbed
-from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.attention.hooks import CACHE_NAMES, find_cache, hybrid_layers
 from hf_offload.cpu.host_signals import Doorbell, ItemError
 from hf_offload.cpu.thread_pool import WorkerError
 
@@ -187,7 +187,7 @@ class StepGraph:
         shared = (*self._limits, *sinks, *(() if valid is None else (valid,)))
         shapes = tuple((name, value.shape) for name, value in sorted(inputs.items()))
         sizes = [(tensor.data_ptr(), tensor.shape) for tensor in shared]
-        return views, sizes, shapes, {name: value for name, value in fixed.items() if name != "past_key_values"}
+        return views, sizes, shapes, {name: value for name, value in fixed.items() if name not in CACHE_NAMES}
 
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
         capture, self._next = self._next, None
@@ -217,8 +217,9 @@ class StepGraph:
         try:
             with undisturbed():
                 self._output = self._recorded.record(step)
-            if "past_key_values" in self._output:  # a reference that would keep the cache alive
-                self._output["past_key_values"] = None
+            for name in CACHE_NAMES:
+                if name in self._output:  # a reference that would keep the cache alive
+                    self._output[name] = None
         except BaseException as error:
             self._capture = self._recorded = self._state = None
             if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
@@ -352,7 +353,7 @@ class GraphedForward:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, as a replay where possible."""
         named = dict(zip(self._names, args, strict=False)) | kwargs
-        cache = named.get("past_key_values")
+        cache = find_cache((), named)
         graph = getattr(cache, "graph", None)
         step = None
         if cache is not None and graph is not None and graph.ready():
@@ -368,8 +369,9 @@ class GraphedForward:
         if getattr(self._local, "graphs", None) is not None:
             self._local.graphs.add(graph)
         output = tree_map_only(torch.Tensor, torch.Tensor.clone, output)  # the next replay overwrites them
-        if "past_key_values" in output:
-            output["past_key_values"] = cache
+        for name in CACHE_NAMES:
+            if name in output:
+                output[name] = cache
         return output
 
 

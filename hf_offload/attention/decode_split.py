@@ -90,8 +90,9 @@ def decode(
     step = SplitStep(layer, query[:, :, 0], store.length, scores, fresh=fresh)
     if fresh:
         resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
-    plan = layer.policy.plan(step)
-    splits = [_with_splits(partial) for partial in plan.partials if isinstance(partial, Partial)]
+    plan = step.make_plan()
+    found = [step.checked(partial, splits=True) for partial in plan.partials if isinstance(partial, Partial)]
+    splits = [_with_splits(partial) for partial in found]
     if not splits:
         raise ValueError(
             f"policy {layer.policy.name!r} attends nothing on the device, where the newest token lies; its plan must "

@@ -189,12 +189,13 @@ def hybrid_layers(cache: Any) -> list[HybridLayer]:
     return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, HybridLayer)]
 
 
+CACHE_NAMES = ("past_key_values", "cache")
+"""The cache's name among the arguments and outputs of a forward: before Transformers 5.24, and since."""
+
+
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the `HybridCache` among a forward's arguments, whatever its name, or None."""
-    cache = kwargs.get("past_key_values")
-    if getattr(cache, "is_hybrid_offload", False):
-        return cache
-    for value in (*kwargs.values(), *args):
+    for value in (*map(kwargs.get, CACHE_NAMES), *kwargs.values(), *args):
         if getattr(value, "is_hybrid_offload", False):
             return value
     return None

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hf_offload.attention.token_fetch import TokenFetch
+from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.knobs import shown
@@ -54,6 +55,61 @@ class Step(ABC):
     def host_end(self) -> int:
         """Number of the first of the newest blocks that are always attended."""
         return max(self.store.sealed - self.recent_blocks, 0)
+
+    def make_plan(self) -> Plan:
+        """Ask the layer's policy for its plan.
+
+        Raises:
+            TypeError: it gives something else.
+        """
+        plan = self.layer.policy.plan(self)
+        if not isinstance(plan, Plan):
+            name = type(self.layer.policy).__name__
+            raise TypeError(f"{name}.plan gave a {type(plan).__name__}, not a hf_offload.Plan")
+        return plan
+
+    def checked(self, partial: Partial, *, splits: bool) -> Partial:
+        """Return a partial as contiguous fp32 tensors on the model's device.
+
+        Args:
+            partial: tensors, or arrays that a tensor can be made of.
+            splits: whether it may have splits.
+
+        Raises:
+            TypeError: no real floating-point numbers.
+            ValueError: other shapes than out `[B, Hq, D]` and lse `[B, Hq]`, or with splits `[B, Hq, S, D]` and
+                `[B, Hq, S]`.
+        """
+        out, lse = (torch.as_tensor(x, device=self.store.device) for x in partial)
+        if not (out.is_floating_point() and lse.is_floating_point()):
+            raise TypeError(f"Partial(out, lse) has dtypes {out.dtype} and {lse.dtype}; use float32")
+        batch, heads, dim = (*self.query_shape, self.store.head_dim)
+        parts = out.shape[2:-1] if splits else ()
+        if out.shape != (batch, heads, *parts, dim) or lse.shape != out.shape[:-1] or len(parts) > 1:
+            raise ValueError(
+                f"Partial(out, lse) has shapes {list(out.shape)} and {list(lse.shape)}; expected "
+                f"{[batch, heads, dim]} and {[batch, heads]}"
+            )
+        return Partial(out.float().contiguous(), lse.float().contiguous())
+
+    @property
+    @abstractmethod
+    def query_shape(self) -> tuple[int, int]:
+        """Rows and query heads."""
+
+    @property
+    def digests(self) -> DigestStore:
+        """The digests of the layer's blocks.
+
+        Raises:
+            ValueError: the policy's requirements name none.
+        """
+        if self.store.digests is None:
+            raise ValueError(
+                f"policy {self.layer.policy.name!r} scores blocks, but its requirements name no digest; use "
+                "Requirements(digest=...)"
+            )
+        return self.store.digests
 
     def begin(self) -> None:
         """Run the launches queued so far, such as the write of the token. Reading `query` implies it."""

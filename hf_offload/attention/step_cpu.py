@@ -202,7 +202,7 @@ class CpuStep(Step):
 
     def _make_plan(self) -> None:
         self._begin_plan()
-        plan = self.layer.policy.plan(self)
+        plan = self.make_plan()
         self._merge(plan.partials)
         if self.form.sinks:
             self._queue.append(_merge_sinks)
@@ -300,6 +300,10 @@ class CpuStep(Step):
         """Restrict this plan to steps before the next block begins."""
         self.serve(range(self.num_blocks, self.num_blocks + 1))
 
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        return self.buffers.query.shape[0], self.buffers.query.shape[1]
+
     # --- choosing blocks ---------------------------------------------------------------------------------------------
 
     @property
@@ -325,8 +329,7 @@ class CpuStep(Step):
     def _choose(self, join: str, blocks: int | None) -> Selection | None:
         """Queue the scoring of the sealed blocks and, unless `blocks` is None, the choice of as many blocks."""
         store, buffers = self.store, self.buffers
-        digests, sealed, size = store.digests, store.sealed, self.block_size
-        assert digests is not None, "a policy without a digest cannot score"
+        digests, sealed, size = self.digests, store.sealed, self.block_size
         if not digests.frozen or sealed == 0:  # no block has a digest, or all are padding
             buffers.make_room(store.num_kv_heads, sealed)
             buffers.score[:, :, :sealed] = -np.inf
@@ -358,8 +361,7 @@ class CpuStep(Step):
 
     def _digest(self) -> Digest:
         """Return the digest arrays for scoring. If they depend on the query, queue their computation in Python."""
-        digests, query = self.store.digests, self.buffers.query
-        assert digests is not None
+        digests, query = self.digests, self.buffers.query
         bundle = digests.arrays(query, self.scores.scale)
         if digests.of_query:
             self.then(lambda step: digests.fill(bundle, query, step.scores.scale))
@@ -467,14 +469,28 @@ class CpuStep(Step):
 
     def _merge(self, partials: Sequence[Partial | RunningPartial]) -> None:
         """Queue the merge of a plan's partials into the layer's `out` and `lse`."""
-        result = self.buffers.partial(0)
-        others = [_arrays(partial) for partial in partials]
-        others = [other for other in others if other.out.ctypes.data != result.out.ctypes.data]
+        result, others = self.buffers.partial(0), []
+        for partial in partials:
+            out, lse = self._arrays(partial)
+            ours = _same(out, result.out), _same(lse, result.lse)
+            if not all(ours):  # one of them alone: the policy has computed the other from what is there
+                others.append(Partial(out.copy(), lse.copy()) if any(ours) else Partial(out, lse))
         if len(others) == len(partials):
             self.then(_attend_nothing)
         for first in range(0, len(others), 2):
             one, two = (*others[first : first + 2], self.buffers.nothing)[:2]
             self.add(join_parts(*result, one, two), "the merge of partials")
+
+    def _arrays(self, partial: Partial | RunningPartial) -> Partial:
+        """Return a partial as arrays that a launch can read.
+
+        Raises:
+            TypeError, ValueError: as `checked`; or a running partial, for which a step with one memory cannot wait.
+        """
+        if isinstance(partial, RunningPartial):
+            raise ValueError("a running partial needs two memories; check step.layer.has_slots first")
+        out, lse = self.checked(partial, splits=False)
+        return Partial(out.numpy(), lse.numpy())
 
     def _queue_output(self) -> None:
         """Queue the conversion of the result to this step's output tensor."""
@@ -500,16 +516,9 @@ class CpuStep(Step):
         """Do nothing: there is no resident set."""
 
 
-def _arrays(partial: Partial | RunningPartial) -> Partial:
-    """Return a partial as arrays that a launch can read.
-
-    Raises:
-        ValueError: a running partial, for which a step with one memory cannot wait.
-    """
-    if isinstance(partial, RunningPartial):
-        raise ValueError("a running partial needs two memories; check step.layer.has_slots first")
-    out, lse = (torch.as_tensor(x).float().contiguous().numpy() for x in (partial.out, partial.lse))
-    return Partial(out, lse)
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays begin at one address."""
+    return bool(one.ctypes.data == other.ctypes.data)
 
 
 def _attend_nothing(step: CpuStep) -> None:

@@ -49,6 +49,10 @@ class SplitStep(Step):
         self._ratio: Any = None
 
     @property
+    def query_shape(self) -> tuple[int, int]:
+        return self.query.shape[0], self.query.shape[1]
+
+    @property
     def sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """First block and end of each row's sinks, int32 `[B]` each."""
         return self.mirror.sinks(self.layer.requirements.sinks)
@@ -60,8 +64,7 @@ class SplitStep(Step):
         return torch.stack(scores).mean(0)
 
     def _score(self, query: torch.Tensor, join: str) -> torch.Tensor:
-        digests, store = self.store.digests, self.store
-        assert digests is not None, "a policy without a digest cannot score"
+        digests, store = self.digests, self.store
         kv_heads = store.num_kv_heads
         if not digests.frozen:  # no block has a digest, or all are padding
             return query.new_full((store.batch, kv_heads, store.table.shape[1]), float("-inf"))

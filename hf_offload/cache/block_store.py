@@ -258,8 +258,8 @@ class BlockStore:
         """
         if self.format.packs and self.pool.shared and self.shared_bytes:
             raise ValueError(
-                "host_dtype='int8': drafts cannot be verified while a fork shares blocks with this cache; drop the "
-                "forks, or leave host_dtype out"
+                "host_dtype packs blocks: drafts cannot be verified while a fork shares blocks with this cache; drop "
+                "the forks, or leave host_dtype out"
             )
         return self.packed_blocks, self.pool.keep()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,38 +223,41 @@ class _Bound:
     offsets: tuple[int, ...]
 
 
-def _source_digest(folder: Path | None) -> str:
-    """SHA-256 of the Python sources in a folder; None (no file): of nothing that another process has."""
-    if folder is None:
-        return secrets.token_hex()
+def _source_digest(folder: Path) -> str:
+    """SHA-256 of the Python sources in a folder."""
     inside = folder.is_relative_to(_HERE.parent)  # a user's folder may be as large as it likes
     files = sorted(folder.rglob("*.py") if inside else folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 _HERE = Path(__file__).parent
-_sources: dict[Path | None, str] = {_HERE: _source_digest(_HERE)}
-"""`_source_digest` by folder: this one, from which all kernels may import, and those of `_folders`."""
+_sources: dict[Path, str] = {_HERE: _source_digest(_HERE)}
+"""`_source_digest` by folder: this one, from which all kernels may import, and other folders with kernels."""
+_PACKAGE = __name__.partition(".")[0]
 
 
-def _folders(kernel: Path, sig: Iterable[Any]) -> list[Path | None]:
-    """Folders of a kernel and of its NamedTuple arguments, whose modules may bring functions (`kernels.packed`)."""
-    named = [kind for kind in sig if isinstance(kind, types.NamedTuple | types.NamedUniTuple)]
-    bundles = [kind.instance_class.__module__ for kind in named]
-    files = [kernel, *(getattr(sys.modules[module], "__file__", None) for module in bundles)]
-    folders = {None if file is None else Path(file).parent for file in files}
-    return sorted((folder for folder in folders if folder is None or not folder.is_relative_to(_HERE)), key=str)
+def _is_foreign(kind: Any) -> bool:
+    """Whether a type is a NamedTuple from outside the package, whose module may bring functions (`kernels.packed`)."""
+    named = isinstance(kind, types.NamedTuple | types.NamedUniTuple)
+    return named and kind.instance_class.__module__.partition(".")[0] != _PACKAGE
 
 
 class _KernelCache(FunctionCache):
-    """Numba's disk cache, keyed by all sources that a kernel may import instead of the kernel's file alone."""
+    """Numba's disk cache, keyed by all sources that a kernel may import instead of the kernel's file alone.
+
+    What is compiled for a user's own NamedTuple stays in the process: a later one may not have its module, or another.
+    """
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        folders = [_HERE, *_folders(Path(self._py_func.__code__.co_filename), sig)]
-        for folder in folders:
-            if folder not in _sources:
-                _sources[folder] = _source_digest(folder)
-        return (*super()._index_key(sig, codegen), *(_sources[folder] for folder in folders))
+        own = Path(self._py_func.__code__.co_filename).parent
+        if own not in _sources:
+            _sources[own] = _source_digest(own)
+        return (*super()._index_key(sig, codegen), _sources[_HERE], _sources[own])
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep the code compiled for a signature."""
+        if not any(map(_is_foreign, getattr(sig, "args", sig))):
+            super().save_overload(sig, data)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The code compiled for a signature, or None.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 
+from hf_offload.knobs import check_choice, check_count, check_flag, shown
+
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
@@ -85,6 +87,22 @@ class Plan:
 
     partials: tuple[Partial | RunningPartial, ...]
     until: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            TypeError: an item of `partials` is none, or `until` is no integer.
+        """
+        self.partials = tuple(self.partials)
+        for item in self.partials:
+            if not isinstance(item, Partial | RunningPartial):
+                raise TypeError(
+                    f"Plan.partials holds a {type(item).__name__}; it takes partials: hf_offload.Partial(out, lse), or "
+                    "what step.attend(...) returns, which is a tuple of them"
+                )
+        if not isinstance(self.until, int):
+            raise TypeError(f"Plan.until={shown(self.until)} is not a number of blocks")
 
 
 class LayerState:
@@ -225,8 +243,21 @@ class Requirements:
     capturable: bool = False
 
     def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ValueError: a value that is not allowed.
+        """
         if self.budget is not None:
+            check_count("budget", self.budget)
             object.__setattr__(self, "leaves_out", True)
+        for name in ("sinks", "recent", "query_window"):
+            check_count(name, getattr(self, name), least=0)
+        for name in ("leaves_out", "attends_blocks", "learns_from_prompts", "capturable"):
+            check_flag(name, getattr(self, name))
+        check_choice("digest_memory", self.digest_memory, ("device", "host"))
+        if not (self.digest is None or isinstance(self.digest, str)):
+            raise ValueError(f"digest={shown(self.digest)} is not the name of a digest")
 
     @property
     def scored_on_host(self) -> bool:
@@ -272,6 +303,11 @@ class Policy(ABC):
             ValueError: a knob is not allowed there.
         """
         wants = self.requirements
+        if not isinstance(wants, Requirements):
+            raise TypeError(
+                f"{type(self).__name__}.requirements is a {type(wants).__name__}, not a hf_offload.Requirements; make "
+                "it an attribute or a property"
+            )
         least = wants.always_blocks(block_size) * block_size
         if wants.budget is not None and wants.budget < least:
             raise ValueError(

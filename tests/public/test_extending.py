@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -159,6 +160,128 @@ def test_reset_helps_whatever_a_state_does(llama: PreTrainedModel, method: Any) 
     cache.reset()
     feed(llama, cache, ids, 0, 50, 50)
     assert cache.get_seq_length() == 50
+
+
+# --- plans and requirements that cannot be ---------------------------------------------------------------------------
+
+
+def planning(llama: PreTrainedModel, method: Any, tier: str, make: Any, **knobs: Any) -> HybridCache:
+    """A cache of 100 tokens whose policy plans by a function of the step."""
+
+    class Planned(method):  # type: ignore[misc]
+        def plan(self, step: Any) -> Any:
+            return make(step)
+
+    cache = HybridCache(llama, Planned(), **(KNOBS[tier] | knobs))
+    feed(llama, cache, prompt(1, 101)[0], 0, 100, 100)
+    return cache
+
+
+def parts_of(step: Any) -> tuple[Any, Any]:
+    """All blocks in two calls."""
+    end = step.num_blocks - 2
+    return step.attend(step.blocks(range(end))), step.attend(step.blocks([end, end + 1]))
+
+
+def zeros(step: Any, dtype: torch.dtype) -> hf_offload.Plan:
+    shape = (1, step.query.shape[1], step.store.head_dim)
+    return hf_offload.Plan((hf_offload.Partial(torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2], dtype=dtype)),))
+
+
+def flat(step: Any) -> hf_offload.Plan:
+    return hf_offload.Plan((hf_offload.Partial(torch.zeros(4, 16), torch.zeros(4)),))
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "nothing": (lambda step: None, TypeError, "plan gave a NoneType"),
+    "a tuple": (lambda step: step.attend(step.recent(2)), TypeError, "plan gave a tuple"),
+    "no star": (lambda step: hf_offload.Plan(parts_of(step)), TypeError, "a tuple of them"),
+    "no tuple": (lambda step: hf_offload.Plan(step.attend(step.recent(2))[0]), TypeError, "it takes partials"),
+    "None": (lambda step: hf_offload.Plan((None,)), TypeError, "holds a NoneType"),  # type: ignore[arg-type]
+    "a selection": (lambda step: hf_offload.Plan((step.recent(2),)), TypeError, "holds a Selection"),
+    "until": (lambda step: hf_offload.Plan(step.attend(step.recent(2)), until="x"), TypeError, "until='x'"),
+    "shape": (flat, ValueError, "has shapes"),
+    "integers": (lambda step: zeros(step, torch.int64), TypeError, "use float32"),
+    "complex": (lambda step: zeros(step, torch.complex64), TypeError, "use float32"),
+    "no digest": (lambda step: hf_offload.Plan(step.attend(step.choose("max", 4)[1])), ValueError, "name no digest"),
+}
+
+
+@tiers
+@pytest.mark.parametrize("name", WRONG)
+def test_a_plan_that_cannot_be_is_refused(llama: PreTrainedModel, method: Any, tier: str, name: str) -> None:
+    make, error, told = WRONG[name]
+    cache = planning(llama, method, tier, make)
+    with pytest.raises(error, match=told):
+        feed(llama, cache, prompt(1, 101)[0], 100, 101)
+    assert cache.get_seq_length() == 100
+
+
+@tiers
+@pytest.mark.parametrize("kind", ["generator", "double", "strided"])
+def test_partials_of_other_forms_count_alike(llama: PreTrainedModel, method: Any, tier: str, kind: str) -> None:
+    def whole(step: Any) -> hf_offload.Plan:
+        return hf_offload.Plan(step.attend(step.all_blocks()))
+
+    def formed(step: Any) -> hf_offload.Plan:
+        parts = whole(step).partials
+        step.begin()
+        if kind == "generator":
+            return hf_offload.Plan(part for part in parts)  # type: ignore[arg-type]
+        out, lse = (torch.as_tensor(x) for x in parts[0])  # type: ignore[union-attr]
+        if kind == "double":
+            out, lse = out.double(), lse.double()
+        else:
+            out = out.repeat_interleave(2, -1)[..., ::2]
+        return hf_offload.Plan((hf_offload.Partial(out, lse), *parts[1:]))
+
+    ids = prompt(1, 101)[0]
+    got, want = (feed(llama, planning(llama, method, tier, make), ids, 100, 101) for make in (formed, whole))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_an_lse_of_ones_own_counts(llama: PreTrainedModel, method: Any) -> None:
+    """Also beside an `out` that lies where the step merges."""
+
+    def heavier(step: Any, more: float, *, copy: bool) -> hf_offload.Plan:
+        (first,), (second,) = parts_of(step)
+        step.begin()
+        return hf_offload.Plan((hf_offload.Partial(first.out.copy() if copy else first.out, first.lse + more), second))
+
+    ids = prompt(1, 101)[0]
+    makes = [partial(heavier, more=more, copy=copy) for more, copy in ((5, False), (5, True), (0, False))]
+    one, other, plain = (feed(llama, planning(llama, method, "one", make), ids, 100, 101) for make in makes)
+    assert torch.equal(one, other)
+    assert not torch.allclose(one, plain, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({"sinks": -5}, ValueError, "sinks=-5"),
+        ({"recent": 12.5}, ValueError, "recent=12.5"),
+        ({"budget": "2"}, ValueError, "budget='2'"),
+        ({"query_window": -1}, ValueError, "query_window=-1"),
+        ({"digest_memory": "disk"}, ValueError, "digest_memory='disk'"),
+        ({"capturable": "yes"}, ValueError, "capturable='yes'"),
+        ({"digest": 3}, ValueError, "digest=3"),
+        ({"digest": "nope"}, ValueError, "digest='nope'"),
+        (None, TypeError, "requirements is a NoneType"),
+    ],
+)
+def test_requirements_that_cannot_be_are_refused(
+    llama: PreTrainedModel, method: Any, given: Any, error: type[Exception], told: str
+) -> None:
+    class Wrong(method):  # type: ignore[misc]
+        @property
+        def requirements(self) -> Any:
+            return None if given is None else hf_offload.Requirements(**given)
+
+    with pytest.raises(error, match=told):
+        HybridCache(llama, Wrong(), **KNOBS["one"])
+
+
+# --- a digest, a host format -----------------------------------------------------------------------------------------
 
 
 def own_file(folder: Path, name: str, word: str) -> ModuleType:
