@@ -91,8 +91,7 @@ def decode(
     if fresh:
         resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
     plan = step.make_plan()
-    found = [step.checked(partial, splits=True) for partial in plan.partials if isinstance(partial, Partial)]
-    splits = [_with_splits(partial) for partial in found]
+    splits = [step.checked(partial, splits=True) for partial in plan.partials if isinstance(partial, Partial)]
     if not splits:
         raise ValueError(
             f"policy {layer.policy.name!r} attends nothing on the device, where the newest token lies; its plan must "
@@ -117,11 +116,6 @@ def decode(
         if fresh:
             layer.state.token(layer)
     return merged.unsqueeze(1)
-
-
-def _with_splits(partial: Partial) -> Partial:
-    """Return a partial with a dimension of splits: out `[B, Hq, S, D]`, lse `[B, Hq, S]`."""
-    return partial if partial.out.ndim == 4 else Partial(partial.out.unsqueeze(2), partial.lse.unsqueeze(2))
 
 
 def close_step(layer: HybridLayer) -> None:

@@ -73,7 +73,7 @@ class Step(ABC):
 
         Args:
             partial: tensors, or arrays that a tensor can be made of.
-            splits: whether it may have splits.
+            splits: whether it may have splits; the result then has: one where the partial has none.
 
         Raises:
             TypeError: no real floating-point numbers.
@@ -90,6 +90,8 @@ class Step(ABC):
                 f"Partial(out, lse) has shapes {list(out.shape)} and {list(lse.shape)}; expected "
                 f"{[batch, heads, dim]} and {[batch, heads]}"
             )
+        if splits and not parts:
+            out, lse = out.unsqueeze(2), lse.unsqueeze(2)
         return Partial(out.float().contiguous(), lse.float().contiguous())
 
     @property
