@@ -8,7 +8,7 @@ import torch
 
 from hf_offload.attention import decode_split
 from hf_offload.attention.prefill import append_attention
-from hf_offload.attention.step_cpu import CpuStep, Form, readable
+from hf_offload.attention.step_cpu import CpuStep, Form
 from hf_offload.attention.step_split import SplitStep
 from hf_offload.cache.last_queries import joined
 from hf_offload.cache.layer import HybridLayer
@@ -151,13 +151,10 @@ def decode(
     view = store.view(length)
     store.length = length
     query_form = query.shape, query.stride(), query.dtype
-    form = Form(query_form, key.stride(), value.stride(), scores, fresh, sinks is not None)
-    if not form.readable:
-        query, key, value = readable(query), readable(key), readable(value)
+    form = query_form, key.stride(), value.stride(), scores, fresh, sinks is not None
     step: CpuStep | None = layer.steps.get(fresh)
     if step is None or step.view is not view or step.form != form:
-        new_kv = (key, value) if fresh else ()
-        step = layer.steps[fresh] = CpuStep(layer, view, form, query, length, *new_kv)
+        step = layer.steps[fresh] = CpuStep(layer, view, Form(*form), query, length, key, value)
     out = step.run(query, key, value, sinks, length)
     assert step.plan is not None
     layer.ahead = None
@@ -175,6 +172,5 @@ def decode(
 def lone_step(layer: HybridLayer, query: torch.Tensor, length: int, scores: Scores) -> CpuStep:
     """Return a step with one memory for a query `[B, Hq, D]` or `[B, Hq, 1, D]` that writes no token."""
     assert layer.store is not None
-    query = readable(query)
     form = Form((query.shape, query.stride(), query.dtype), (), (), scores)
     return CpuStep(layer, layer.store.view(layer.store.length), form, query, length)

@@ -53,7 +53,7 @@ class Form(NamedTuple):
     @property
     def readable(self) -> bool:
         """Whether launches can read such tensors: a known dtype, the last dimension contiguous."""
-        return self.query[2] in TAGS and self.query[1][-1] == self.key[-1] == self.value[-1] == 1
+        return self.query[2] in TAGS and {self.query[1][-1], *self.key[-1:], *self.value[-1:]} == {1}
 
 
 class StepBuffers:
@@ -115,9 +115,9 @@ class CpuStep(Step):
         layer: the layer.
         view: the arrays that the launches read.
         form: properties of the inputs that the launches are made for.
-        query: `[B, Hq, D]` or `[B, Hq, 1, D]`, its last dimension contiguous.
+        query: `[B, Hq, D]` or `[B, Hq, 1, D]`.
         length: tokens of a row, including this step's.
-        key, value: `[B, Hkv, 1, D]` to write, or None.
+        key, value: `[B, Hkv, 1, D]`, which a fresh form writes.
 
     Raises:
         ValueError: the view does not cover `length` tokens.
@@ -129,12 +129,17 @@ class CpuStep(Step):
     ) -> None:  # fmt: skip
         super().__init__(layer, length, form.scores)
         self.view, self.form, self.buffers = view, form, buffers_of(layer, query.shape)
+        self._readable = form.readable
+        query = readable(query)
         self.model_sinks: torch.Tensor | None = None
         """`[Hq]`, logits of the model's attention sinks, or None."""
         self._blocks = self.store.sealed, self.num_blocks
         query_launch = self._launch(widen(query, self.buffers.query), "the query")
         self._input_launches, self._input_words = [query_launch], [query_launch.word("source")]
-        if key is not None and value is not None:
+        if form.fresh:
+            assert key is not None
+            assert value is not None
+            key, value = readable(key), readable(value)
             last = view.covered - 1  # each step writes its own number
             token_launch = movers.write_tokens(key, value, view.block_ptr, view.table, last, self.block_size)
             self._input_launches.insert(0, self._launch(token_launch, "an append"))
@@ -191,6 +196,8 @@ class CpuStep(Step):
         (batch, heads, _, dim), _, dtype = self.form.query
         self._output = output = query.new_empty((batch, 1, heads, dim), dtype=dtype)
         self.model_sinks, self.length, self.num_blocks = model_sinks, length, -(-length // self.block_size)
+        if not self._readable:
+            query, key, value = readable(query), readable(key), readable(value)
         self._write_addresses(query, key, value, length)
         if not self._serves():
             self._make_plan()
@@ -229,7 +236,7 @@ class CpuStep(Step):
         self._inputs = query, key, value
         words, i = self._input_words[0]
         words[i] = query.data_ptr()
-        if key is not None and value is not None and len(self._input_words) > 1:
+        if key is not None and value is not None and self.form.fresh:
             (keys, i), (values, j), (starts, k) = self._input_words[1:]
             keys[i], values[j], starts[k] = key.data_ptr(), value.data_ptr(), length - 1
 
