@@ -18,7 +18,7 @@ from test_from_cache import decode, prefill
 from tiny import DEVICE, ONE_MEMORY, prompt, tiny_model
 from transformers import PreTrainedModel
 
-from hf_offload import HybridCache
+from hf_offload import Field, HybridCache
 from hf_offload.cache import block_store as store
 from hf_offload.cache import host_pool, loading, saving
 
@@ -328,6 +328,30 @@ def test_a_save_that_fails_leaves_the_old_one(
     cache.save(folder)
     assert os.listdir(folder.parent) == ["cache"]
     assert HybridCache.load(folder, model).get_seq_length() == 40
+
+
+@pytest.mark.parametrize(("case", "tier"), [("h2o", "one"), ("scout", "split")])
+def test_what_no_load_would_read_is_not_saved(
+    models: dict[str, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, tier: str
+) -> None:
+    model = models["llama"]
+    ids, mask = prompt(1, PROMPT)
+    cache = make(model, case, tier)
+    token = prefill(model, cache, ids, mask)
+    decode(model, cache, token, mask, 3)
+    cache.save(tmp_path / "cache")
+    kind, states = type(cache.policy), [path.read_bytes() for path in sorted((tmp_path / "cache").iterdir())]
+    fields = kind.state_fields
+    wrong = (
+        lambda policy, sizes: {},
+        lambda policy, sizes: {**fields(policy, sizes), "more": Field(torch.int64)},
+        lambda policy, sizes: {name: Field(torch.int16) for name in fields(policy, sizes)},
+    )
+    for each in wrong:
+        monkeypatch.setattr(kind, "state_fields", each)
+        with pytest.raises(ValueError, match=rf"remembers of layer \d .*{kind.__name__}.state_fields"):
+            cache.save(tmp_path / "cache")
+    assert [path.read_bytes() for path in sorted((tmp_path / "cache").iterdir())] == states
 
 
 def test_other_peoples_files_are_left_alone(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:

@@ -16,7 +16,18 @@ from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory_budget import MOST_SLOTS, least_blocks
 from hf_offload.cache.settings import Settings
-from hf_offload.fields import Check, Field, LayerSizes, check_mapping, count, is_a, list_of, optional, prefixed
+from hf_offload.fields import (
+    Check,
+    Field,
+    LayerSizes,
+    check_mapping,
+    check_tensors,
+    count,
+    is_a,
+    list_of,
+    optional,
+    prefixed,
+)  # fmt: skip
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, shown
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -176,6 +187,30 @@ def layer_fields(
     if any(name.startswith("state.") for name in found):
         fields |= prefixed("state.", policy.state_fields(sizes))
     return fields
+
+
+def check_state(layer: HybridLayer) -> None:
+    """Check that a policy's own fields allow what its state of a layer gives to a file.
+
+    Raises:
+        ValueError: they do not, so that the file could not be loaded.
+    """
+    store, tensors = layer.store, layer.state.tensors()
+    assert store is not None
+    if not tensors:
+        return
+    sizes = LayerSizes(
+        store.batch, store.num_kv_heads, range(1, MOST), store.head_dim, store.block_size, store.dtype, store.length,
+        store.table.shape[1], not layer.unplaced, range(1, MOST_SLOTS + 1),
+    )  # fmt: skip
+    try:
+        check_tensors("", tensors, layer.policy.state_fields(sizes))
+    except ValueError as error:
+        name = type(layer.policy).__name__
+        raise ValueError(
+            f"what {name} remembers of layer {layer.index} could not be loaded: {error}; {name}.state_fields must "
+            f"describe what {type(layer.state).__name__}.tensors gives"
+        ) from None
 
 
 def _slots(settings: Settings, sizes: LayerSizes) -> range:

@@ -36,6 +36,7 @@ from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.padding import Padding
+from hf_offload.cache.saved_fields import check_state
 from hf_offload.cache.stock_layers import pack
 from hf_offload.cpu.kernels.checksum import checksum_records
 
@@ -58,7 +59,7 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
 
     Raises:
         ValueError: the name has a NUL or is not UTF-8, is a circular link, or the folder holds anything but a saved
-            cache.
+            cache; a policy's `state_fields` do not allow what its state holds.
         OSError: the disk is full, or the folder cannot be written; nothing is left behind.
         TypeError: a stock layer holds an object that cannot be saved.
     """
@@ -215,6 +216,7 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
     found = {"table": torch.from_numpy(table)}
     if layer.last_queries is not None:
         found["queries"] = layer.last_queries.values
+    check_state(layer)
     found |= {f"state.{name}": tensor for name, tensor in layer.state.tensors().items()}
     if layer.resident is not None:
         resident = layer.resident
