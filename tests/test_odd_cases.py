@@ -282,7 +282,7 @@ def test_contexts_of_nearly_as_many_blocks_as_can_be_ranked() -> None:
     ("policy", "knobs"),
     [
         ("full", {"resident": 24}),
-        ("scout", {"budget": 400, "sinks": 16, "recent": 16, "resident": 56}),
+        ("scout", {"budget": 400, "sinks": 16, "recent": 16, "resident": 56, "lookahead": "select"}),
         ("fixed_hybrid", {"budget": 1.0, "sinks": 32, "local": 16, "resident": 112, "block_size": 16}),
     ],
 )

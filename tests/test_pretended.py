@@ -24,7 +24,7 @@ QUICK = {
 }
 LONG = {
     "memory that cannot be pinned": (["tests/gpu/test_lagging.py", "-m", "slow"], 15),
-    "policies": ([EXACT, *UNMARKED, "-k", "split"], 43),
+    "policies": ([EXACT, *UNMARKED, "-k", "split"], 24),
     "graphs": ([GRAPHS, "-k", "llama"], 16),
     "faults": (["tests/test_faults.py", *UNMARKED, "-k", STEPS], 12),
     "odd cases": (["tests/test_int8.py", "tests/test_odd_cases.py", *UNMARKED, "-k", COPIES], 20),
