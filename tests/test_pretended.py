@@ -19,11 +19,11 @@ COPIES = "not copies_of_a_model"  # their storages are looked at
 UNMARKED = ["-m", "not gpu and not slow"]
 QUICK = {
     "the device itself": (["tests/gpu/test_lagging.py"], 9),
+    "memory that cannot be pinned": (["tests/gpu/test_lagging.py", "-m", "slow"], 15),
     "policies": ([EXACT, "-k", "covering and gemma3 and split and (select or all or hgca)"], 2),
     "graphs": ([f"{GRAPHS}::test_graphs_give_the_logits_of_eager_steps[scout-attend-llama-1]"], 1),
 }
 LONG = {
-    "memory that cannot be pinned": (["tests/gpu/test_lagging.py", "-m", "slow"], 15),
     "policies": ([EXACT, *UNMARKED, "-k", "split"], 24),
     "graphs": ([GRAPHS, "-k", "llama"], 16),
     "faults": (["tests/test_faults.py", *UNMARKED, "-k", STEPS], 12),
