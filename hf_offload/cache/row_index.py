@@ -23,10 +23,13 @@ def row_numbers(what: str, index: Any, count: int, dtypes: tuple[torch.dtype, ..
         TypeError: neither row numbers nor a mask, or a dtype that is not allowed.
         ValueError: a mask of another length, an index of another shape than `[rows]`, or one that keeps no row.
     """
-    try:
-        rows = torch.as_tensor(range(count)[index] if isinstance(index, slice) else index).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):  # text, None, lists of unequal lengths
-        raise TypeError(f"{what}: use row numbers or a bool mask, not {shown(index)}") from None
+    rows = index
+    if not isinstance(index, torch.Tensor):  # what fails for a tensor is memory, not its kind
+        try:
+            rows = torch.as_tensor(range(count)[index] if isinstance(index, slice) else index)
+        except (TypeError, ValueError, RuntimeError):  # text, None, lists of unequal lengths
+            raise TypeError(f"{what}: use row numbers or a bool mask, not {shown(index)}") from None
+    rows = rows.detach().cpu()
     if rows.layout is not torch.strided:
         raise TypeError(f"{what}: an index of layout {rows.layout}; use to_dense()")
     if rows.ndim != 1:

@@ -36,12 +36,14 @@ from .operators import Pretending
 from .streams import WAITS, Event, Graph, Stream, capture, current_stream, synchronize, use
 from .tensor import OnDevice, bare
 
-__all__ = ["KERNELS", "VARIABLE", "WAITS", "WHEN", "install"]
+__all__ = ["KERNELS", "LAGS", "VARIABLE", "WAITS", "WHEN", "install"]
 
 VARIABLE = "HF_OFFLOAD_PRETEND"
 KERNELS = "HF_OFFLOAD_PRETEND_KERNELS"
 """Environment variable: with `all` every kernel is interpreted, else those of the hand-over; torch does the rest."""
 WHEN = ("late", "random", "eager")
+LAGS = os.environ.get(VARIABLE, "late") == "late"
+"""Whether a device has work left when nothing has waited for it; so has a GPU."""
 
 
 def _launching(run: Callable[..., None]) -> Callable[..., None]:
