@@ -27,7 +27,7 @@ from hf_offload.fields import (
     list_of,
     optional,
     prefixed,
-)  # fmt: skip
+)
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, shown
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
