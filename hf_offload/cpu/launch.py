@@ -237,9 +237,15 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def _is_foreign(kind: Any) -> bool:
-    """Whether a type is a NamedTuple from outside the package, whose module may bring functions (`kernels.packed`)."""
+    """Whether a type is or holds a NamedTuple from outside the package, whose module may bring functions."""
     named = isinstance(kind, types.NamedTuple | types.NamedUniTuple)
-    return named and kind.instance_class.__module__.partition(".")[0] != _PACKAGE
+    if named and kind.instance_class.__module__.partition(".")[0] != _PACKAGE:
+        return True
+    return isinstance(kind, types.BaseTuple) and any(map(_is_foreign, cast(Any, kind)))
+
+
+_UNREADABLE = ImportError, AttributeError, EOFError, UnpicklingError
+"""What an index raises that names types of an earlier version, or whose file was cut short."""
 
 
 class _KernelCache(FunctionCache):
@@ -257,12 +263,15 @@ class _KernelCache(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep the code compiled for a signature."""
         if not any(map(_is_foreign, getattr(sig, "args", sig))):
-            super().save_overload(sig, data)
+            try:
+                super().save_overload(sig, data)
+            except _UNREADABLE:  # another process wrote the index since `load_overload`
+                self.flush()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The code compiled for a signature, or None.
 
-        An index that cannot be read is deleted: it names types of an earlier version, or its file was cut short.
+        An index that cannot be read is deleted.
 
         Raises:
             MemoryError: too little memory is left to load the code, or to compile it if it is not cached.
@@ -271,7 +280,7 @@ class _KernelCache(FunctionCache):
         found = None
         try:
             found = super().load_overload(sig, target_context)
-        except (ImportError, AttributeError, EOFError, UnpicklingError):
+        except _UNREADABLE:
             self.flush()
         if found is None:
             have_room(COMPILE_BYTES, f"compiling the kernel {self._py_func.__name__}")

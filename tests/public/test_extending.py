@@ -21,6 +21,7 @@ import hf_offload
 from hf_offload import HybridCache
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.host_format import FORMATS
+from hf_offload.cpu import launch
 from hf_offload.policies.registry import POLICIES
 from hf_offload.scores import Scores
 
@@ -374,3 +375,11 @@ def test_a_saved_cache_names_the_format(llama: PreTrainedModel, short: str, tier
     loaded = HybridCache.load(tmp_path / "saved", llama)
     got, want = feed(llama, loaded, ids, 380, 400), feed(llama, cache, ids, 380, 400)
     assert torch.equal(got, want) if tier == "one" else torch.allclose(got, want, atol=0.05)
+
+
+def test_no_kernel_on_disk_needs_the_format(llama: PreTrainedModel, short: str) -> None:
+    """Another process, which has no such module, reads the same index."""
+    feed(llama, HybridCache(llama, "full", host_dtype="bfloat16", **KNOBS["one"]), prompt(2, 400)[0], 0, 390, 390)
+    index = Path(launch._enter._cache._cache_file._index_path)  # type: ignore[attr-defined]
+    assert index.exists()
+    assert short.encode() not in index.read_bytes()
