@@ -27,7 +27,7 @@ class Meter:
         model.model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get("past_key_values", kwargs.get("cache"))  # its name from Transformers 5.24 on
         if not isinstance(cache, HybridCache):
             self.without += 1
         elif all(cache is not known for known in self.caches):
