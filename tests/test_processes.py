@@ -40,12 +40,15 @@ def steps(cache, logits, count):
 """
 
 
+IGNORE = ["-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning"]
+
+
 def run(code: str, tier: str, lookahead: str, limit: float = 300.0) -> str:
     """Run a script; what it prints."""
     begin = BEGIN.format(tests=str(TESTS), root=str(TESTS.parent), tier=tier, lookahead=lookahead)
     done = subprocess.run(
-        # Newer versions of Transformers warn of the name `past_key_values`.
-        [sys.executable, "-W", "ignore::FutureWarning", "-c", begin + textwrap.dedent(code)],
+        # Transformers 5.24 warns of the name `past_key_values`, Python 3.12 of `os.fork()` beside threads.
+        [sys.executable, *IGNORE, "-c", begin + textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=limit,
