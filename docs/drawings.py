@@ -178,6 +178,11 @@ def imports_of(path: Path) -> dict[str, bool]:
                     if not (PACKAGE / f"{name}.py").exists():
                         name = "/".join(part for part in parts if part)
                     found[name] = types and found.get(name, True)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "hf_offload":
+                    name = "/".join(alias.name.split(".")[1:])
+                    found[name] = types and found.get(name, True)
         for child in ast.iter_child_nodes(node):
             visit(child, types)
 

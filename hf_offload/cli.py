@@ -1,4 +1,4 @@
-"""Entry point of the command line for launchers: `accelerate launch -m hf_offload.cli train-fluxion …`."""
+"""The command line of `hf_offload_cli.py`, for launchers: `accelerate launch -m hf_offload.cli train-fluxion …`."""
 
 from hf_offload_cli import app
 

@@ -415,6 +415,9 @@ class HybridCache(Cache):
             IndexError, TypeError, ValueError: as `batch_select_indices`; nothing has happened.
         """
         rows = row_numbers(what, index, self._row_count(), dtypes)
+        for layer in self.transaction.hybrid:
+            if layer.store is not None:
+                layer.state.check_rows(layer)
         if self.graph is not None:
             self.graph.close()  # which holds what is resident now
         with self.transaction.changing_rows(what):

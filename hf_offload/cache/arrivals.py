@@ -1,4 +1,4 @@
-"""Keys and values that a layer cannot hold, or that did not reach the attention function."""
+"""Errors for keys and values that a layer cannot hold, or that did not reach the attention function."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Device side: attention over resident slots."""
+"""Operations on the device: digest scores, block choice, paged attention, merge, exchange and copies of blocks."""

@@ -1,4 +1,4 @@
-"""The choice of the blocks to attend (top-k by score) and its split by where they lie; as `cpu.kernels.block_topk`."""
+"""Top-k selection of blocks by score, and its split into resident and host blocks; as `cpu.kernels.block_topk`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange of resident blocks: which give their slots to which others, decided on the device."""
+"""Recall on the device: which resident blocks are evicted for which host blocks."""
 
 from __future__ import annotations
 

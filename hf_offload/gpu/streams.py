@@ -1,4 +1,4 @@
-"""The CUDA streams that are made once for a device.
+"""CUDA streams by purpose, one of each for a device.
 
 torch hands out 32 streams of each priority in turns: who makes one for each layer or prompt soon gets one that somebody
 else has, and a stream that another thread is capturing must not be waited for.

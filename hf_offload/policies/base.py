@@ -109,7 +109,7 @@ class LayerState:
     """A policy's state of one layer. The core calls these methods on events; the defaults do nothing.
 
     A state lives until `HybridCache.reset`. Forks, saved caches, drafts and changes of the rows copy it by `tensors`
-    and `load`. A policy overrides `share`, `snapshot`, `restore` and `select_rows` where these copies cost too much.
+    and `load`. A policy overrides `share`, `snapshot`, `restore`, `select_rows` and `check_rows` where that costs much.
     """
 
     @property
@@ -125,7 +125,10 @@ class LayerState:
     # --- events ------------------------------------------------------------------------------------------------------
 
     def before_append(self, layer: HybridLayer) -> None:
-        """Before a prompt, a chunk of one or a new turn is stored; `crop` may undo it."""
+        """Before a prompt, a chunk of one or a new turn is stored; `crop` may undo it.
+
+        `layer.past` is the number of stored tokens; `layer.get_seq_length()` has the new ones in it.
+        """
 
     def append(self, layer: HybridLayer, query: torch.Tensor, scores: Scores) -> None:
         """After a prompt, a chunk of one or a new turn was stored.
@@ -171,6 +174,19 @@ class LayerState:
     def crop(self, layer: HybridLayer, length: int) -> None:
         """Crop to the first `length` tokens, after `unplaced`, without allocations that `prepare_crop` can make."""
 
+    def check_rows(self, layer: HybridLayer) -> None:
+        """Check, before rows change, that `select_rows` can follow.
+
+        Raises:
+            ValueError: a tensor has not the rows as its first dimension.
+        """
+        for name, x in self.tensors().items():
+            if x.ndim and len(x) != layer.batch_size:
+                raise ValueError(
+                    f"{type(self).__name__}.tensors gives {name!r} of shape {list(x.shape)} for {layer.batch_size} "
+                    "rows; give tensors with the rows first, or 0-d ones, or override check_rows and select_rows"
+                )
+
     def select_rows(self, layer: HybridLayer, rows: torch.Tensor) -> None:
         """Keep the rows of an index, int64 `[n]`, in its order."""
         self.load(layer, {name: x[rows.to(x.device)] if x.ndim else x.clone() for name, x in self.tensors().items()})
@@ -187,7 +203,7 @@ class LayerState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state's contents between two forwards, by name.
 
-        The default `select_rows` expects rows as the first dimension, or none (0-d).
+        For the default `select_rows` each has the rows as its first dimension, or none (0-d).
         """
         return {}
 

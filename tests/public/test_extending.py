@@ -109,6 +109,28 @@ def test_a_crop_begins_anew_and_rows_keep_their_phase(llama: PreTrainedModel, ti
     torch.testing.assert_close(got, want, atol=5e-5, rtol=1e-5)
 
 
+def test_a_state_whose_rows_do_not_come_first_keeps_them(llama: PreTrainedModel, method: Any) -> None:
+    class Heads(hf_offload.LayerState):
+        def tensors(self) -> dict[str, torch.Tensor]:
+            return {"worth": torch.zeros(4)}
+
+    class Wrong(method):  # type: ignore[misc]
+        def new_state(self, layer: Any) -> hf_offload.LayerState:
+            return Heads()
+
+        def plan(self, step: Any) -> hf_offload.Plan:
+            return hf_offload.Plan(step.attend(step.all_blocks()))
+
+    cache = HybridCache(llama, Wrong(), **KNOBS["one"])
+    ids = prompt(1, 60)[0]
+    feed(llama, cache, ids, 0, 50, 50)
+    with pytest.raises(ValueError, match=r"Heads.tensors gives 'worth' of shape \[4\] for 1 rows"):
+        cache.batch_repeat_interleave(2)
+    full = HybridCache(llama, "full", **KNOBS["one"])
+    feed(llama, full, ids, 0, 50, 50)
+    assert torch.equal(*(feed(llama, one, ids, 50, 60) for one in (cache, full)))
+
+
 @pytest.mark.parametrize("numbers", [[3, 1], [1, 1], [-1, 2], [0, 10**6], [[1]]])
 def test_blocks_that_cannot_be_are_refused(llama: PreTrainedModel, method: Any, numbers: Any) -> None:
     class Wrong(method):  # type: ignore[misc]

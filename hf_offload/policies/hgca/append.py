@@ -16,7 +16,7 @@ from hf_offload.policies.hgca.kernels.compact import Rule
 FOLLOWER_SHARE = 1 / 64
 """Share of a token's weight that the tokens right behind it count as theirs (`append_run`)."""
 PEAK_SHARE = 1 / 3
-"""Factor of one query's weight in a fading peak: thresholds are made for a mean over many queries."""
+"""Factor of one query's weight in a decaying maximum: thresholds are made for a mean over many queries."""
 SKIPPED_STEPS = 64
 """A token's first steps, at most a quarter of a window, in which it is attended for being new; peaks leave them out."""
 

@@ -486,6 +486,9 @@ class TokenMass(LayerState):
         self.kept[:, :, self.evicted * size :] = 0
         self.retained.truncate(self.evicted * size)
 
+    def check_rows(self, layer: HybridLayer) -> None:
+        pass
+
     def select_rows(self, layer: HybridLayer, rows: torch.Tensor) -> None:
         index, heads = rows.numpy(), self.store.num_kv_heads
         self.retained.select_lists((index[:, None] * heads + np.arange(heads)).ravel())

@@ -1,1 +1,1 @@
-"""Training of Fluxion's predictor: labels, samples of a text, the fit, and what it is worth."""
+"""Training of Fluxion's predictor: labels, samples of a text, the fit, and its quality on held-out samples."""

@@ -1,8 +1,8 @@
-"""Moving average of attention weights (MAW), or their fading peak, of each token and query head.
+"""Moving average of attention weights (MAW), or their decaying maximum, of each token and query head.
 
 Source: HGCA, algorithm 1, line 8: A = (1 - alpha) A + alpha (the weights of this step). A token that is n steps old
-takes in 1/n of a step where that is more than alpha: until then the average is the mean. A fading peak keeps a weight
-that one query gave, which a mean over many queries loses.
+takes in 1/n of a step where that is more than alpha: until then the average is the mean. A decaying maximum keeps a
+weight that one query gave, which a mean over many queries loses.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def update_weights(
     """Let the average of each attended token's weight take in its weight in this step, in place.
 
     A ← (1 − r)·A + r·exp(score − lse), r = alpha or, where that is more, 1/n for a token that has been there for n
-    steps: until then the average is the mean. With `share` it is a fading peak instead:
+    steps: until then the average is the mean. With `share` it is a decaying maximum instead:
     A ← max((1 − alpha)·A, share·exp(score − lse)). Tokens of listed slots that are padding or not there yet get 0.
     Slots that are not listed stay as they are. Source: HGCA, section 3.2.1, algorithm 1, line 8.
 
