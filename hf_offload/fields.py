@@ -20,7 +20,8 @@ class Field(NamedTuple):
     Args:
         dtype: the dtype.
         shape: for each axis its size, the allowed sizes, or a name; axes of one name have one size of at least 1.
-        least, most: inclusive bounds of the values, or one for each entry of the last axis; None: any value, also NaN.
+        least, most: inclusive bounds of the values, or one for each entry of the last axis; None: any value, also NaN
+            if both are None.
     """
 
     dtype: torch.dtype
@@ -45,6 +46,8 @@ def check_tensors(where: str, found: Mapping[str, torch.Tensor], fields: Mapping
     sizes: dict[str, int] = {}
     for name, field in fields.items():
         tensor, name = found[name], where + name
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}, not a tensor")
         if tensor.dtype != field.dtype:
             raise ValueError(f"{name} is {tensor.dtype}, not {field.dtype}")
         fits = tensor.ndim == len(field.shape)
@@ -55,8 +58,12 @@ def check_tensors(where: str, found: Mapping[str, torch.Tensor], fields: Mapping
                 fits &= have == want if isinstance(want, int) else have in want
         if not fits:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, not {list(field.shape)}")
-        for bound, outside in ((field.least, torch.lt), (field.most, torch.gt)):
-            if bound is not None and outside(tensor, torch.tensor(bound, dtype=tensor.dtype)).any():
+        wide = torch.float64 if tensor.is_floating_point() else torch.int64
+        for bound, within in ((field.least, torch.ge), (field.most, torch.le)):
+            if bound is None:
+                continue
+            bounds = torch.tensor(bound, dtype=wide, device=tensor.device).view(-1)  # 0-d would take the narrower dtype
+            if not within(tensor, bounds).all():
                 raise ValueError(f"{name} has values that are not within {field.least} … {field.most}")
 
 

@@ -76,11 +76,14 @@ class Step(ABC):
             splits: whether it may have splits; the result then has: one where the partial has none.
 
         Raises:
-            TypeError: no real floating-point numbers.
+            TypeError: no tensors, or no real floating-point numbers.
             ValueError: other shapes than out `[B, Hq, D]` and lse `[B, Hq]`, or with splits `[B, Hq, S, D]` and
                 `[B, Hq, S]`.
         """
-        out, lse = (torch.as_tensor(x, device=self.store.device) for x in partial)
+        try:
+            out, lse = (torch.as_tensor(x, device=self.store.device) for x in partial)
+        except (TypeError, RuntimeError, ValueError) as error:
+            raise TypeError(f"Partial(out, lse) is made of tensors or arrays; {error}") from None
         if not (out.is_floating_point() and lse.is_floating_point()):
             raise TypeError(f"Partial(out, lse) has dtypes {out.dtype} and {lse.dtype}; use float32")
         batch, heads, dim = (*self.query_shape, self.store.head_dim)

@@ -3,12 +3,9 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NoReturn, TypeVar, cast
 
 import numba
@@ -16,14 +13,13 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import types
-from numba.core.caching import FunctionCache
 from numpy.typing import NDArray
 
 from hf_offload.cpu.simd.vectors import lowered, pointer
 
+from .kernel_cache import KernelCache
 from .memory import count_up, get_word, put_word
 from .openmp_team import ALONE, ENTRY, call_entry, call_team, team
-from .room import have_room
 
 Array = NDArray[Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -33,9 +29,6 @@ I32 = np.dtype(np.int32)
 I64 = np.dtype(np.int64)
 U8 = np.dtype(np.uint8)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-
-LOAD_BYTES, COMPILE_BYTES = 64 << 20, 256 << 20
-"""Free memory required before a kernel is loaded or compiled, more than that takes: LLVM aborts when it runs out."""
 
 # Launches that read fewer bytes run in the calling thread alone. An OpenMP team that sleeps between parallel regions
 # (OMP_WAIT_POLICY=passive) takes 50 us to wake, one that spins takes one or two.
@@ -223,74 +216,10 @@ class _Bound:
     offsets: tuple[int, ...]
 
 
-def _source_digest(folder: Path) -> str:
-    """SHA-256 of the Python sources in a folder."""
-    inside = folder.is_relative_to(_HERE.parent)  # a user's folder may be as large as it likes
-    files = sorted(folder.rglob("*.py") if inside else folder.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-_HERE = Path(__file__).parent
-_sources: dict[Path, str] = {_HERE: _source_digest(_HERE)}
-"""`_source_digest` by folder: this one, from which all kernels may import, and other folders with kernels."""
-_PACKAGE = __name__.partition(".")[0]
-
-
-def _is_foreign(kind: Any) -> bool:
-    """Whether a type is or holds a NamedTuple from outside the package, whose module may bring functions."""
-    named = isinstance(kind, types.NamedTuple | types.NamedUniTuple)
-    if named and kind.instance_class.__module__.partition(".")[0] != _PACKAGE:
-        return True
-    return isinstance(kind, types.BaseTuple) and any(map(_is_foreign, cast(Any, kind)))
-
-
-_UNREADABLE = ImportError, AttributeError, EOFError, UnpicklingError
-"""What an index raises that names types of an earlier version, or whose file was cut short."""
-
-
-class _KernelCache(FunctionCache):
-    """Numba's disk cache, keyed by all sources that a kernel may import instead of the kernel's file alone.
-
-    What is compiled for a user's own NamedTuple stays in the process: a later one may not have its module, or another.
-    """
-
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        own = Path(self._py_func.__code__.co_filename).parent
-        if own not in _sources:
-            _sources[own] = _source_digest(own)
-        return (*super()._index_key(sig, codegen), _sources[_HERE], _sources[own])
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep the code compiled for a signature."""
-        if not any(map(_is_foreign, getattr(sig, "args", sig))):
-            try:
-                super().save_overload(sig, data)
-            except _UNREADABLE:  # another process wrote the index since `load_overload`
-                self.flush()
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The code compiled for a signature, or None.
-
-        An index that cannot be read is deleted.
-
-        Raises:
-            MemoryError: too little memory is left to load the code, or to compile it if it is not cached.
-        """
-        have_room(LOAD_BYTES, f"the kernel {self._py_func.__name__}")
-        found = None
-        try:
-            found = super().load_overload(sig, target_context)
-        except _UNREADABLE:
-            self.flush()
-        if found is None:
-            have_room(COMPILE_BYTES, f"compiling the kernel {self._py_func.__name__}")
-        return found
-
-
 def jit(function: Function) -> Function:
     """Compile a function with the options of all kernels: without the GIL and bounds checks, cached on disk."""
     compiled: Any = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
-    compiled._cache = _KernelCache(function)
+    compiled._cache = KernelCache(function)
     return cast(Function, compiled)
 
 

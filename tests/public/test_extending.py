@@ -224,6 +224,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "a selection": (lambda step: hf_offload.Plan((step.recent(2),)), TypeError, "holds a Selection"),
     "until": (lambda step: hf_offload.Plan(step.attend(step.recent(2)), until="x"), TypeError, "until='x'"),
     "shape": (flat, ValueError, "has shapes"),
+    "no tensors": (lambda step: hf_offload.Plan((hf_offload.Partial(None, None),)), TypeError, "tensors or arrays"),
     "integers": (lambda step: zeros(step, torch.int64), TypeError, "use float32"),
     "complex": (lambda step: zeros(step, torch.complex64), TypeError, "use float32"),
     "no digest": (lambda step: hf_offload.Plan(step.attend(step.choose("max", 4)[1])), ValueError, "name no digest"),
@@ -400,8 +401,8 @@ def test_a_saved_cache_names_the_format(llama: PreTrainedModel, short: str, tier
 
 
 def test_no_kernel_on_disk_needs_the_format(llama: PreTrainedModel, short: str) -> None:
-    """Another process, which has no such module, reads the same index."""
+    """Another process, which has no such module, reads the same files."""
     feed(llama, HybridCache(llama, "full", host_dtype="bfloat16", **KNOBS["one"]), prompt(2, 400)[0], 0, 390, 390)
-    index = Path(launch._enter._cache._cache_file._index_path)  # type: ignore[attr-defined]
-    assert index.exists()
-    assert short.encode() not in index.read_bytes()
+    files = [file for compiled in (launch._enter, launch._call) for file in compiled._cache._files()]  # type: ignore[attr-defined]
+    assert files
+    assert not any(short.encode() in file.read_bytes() for file in files)

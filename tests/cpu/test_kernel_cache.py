@@ -1,0 +1,179 @@
+"""The disk cache of compiled kernels: renewed by every change, whole with many processes, no condition for work."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numba
+import pytest
+from numba.core import types
+
+import hf_offload.cpu as cpu
+from hf_offload.cpu import kernel_cache
+from hf_offload.cpu.kernel_cache import _described, _is_foreign, _sources_of
+
+SCRIPT = """
+import resource, sys
+import numpy as np
+from hf_offload.cpu.kernels.checksum import checksum_kernel, checksum_records
+if "full" in sys.argv:  # a disk without room
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+words, sums = np.arange(64), np.zeros(1, np.int64)
+checksum_records(np.array([words.ctypes.data]), words.nbytes, sums).run()
+assert sums[0]
+print(sum(checksum_kernel.stats.cache_hits.values()), sum(checksum_kernel.stats.cache_misses.values()))
+"""
+KERNEL = """
+import sys
+import numpy as np
+from hf_offload.cpu.launch import Launch, kernel
+import helper
+from helper import FACTOR, twice
+
+@kernel
+def scale(ticket, tasks, values):
+    for i in range(values.size):
+        values[i] = {call}(values[i]) * {factor}
+    ticket[0] = ticket[1] = tasks
+
+if __name__ == "__main__":
+    values = np.ones(3, sys.argv[1])
+    Launch(scale, 1, (values,), 0).run()
+    print(values[0], sum(scale.stats.cache_hits.values()))
+"""
+HELPER = "from hf_offload.cpu.launch import jit\nFACTOR = {0}\n@jit\ndef twice(x):\n    return {1} * x\n"
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ("compiled kernels are not kept" in done.stderr) == ("full" in arguments)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A folder with a copy of `hf_offload.cpu`, whose kernels are not compiled yet."""
+    source = Path(cpu.__file__).parent
+    shutil.copytree(source, tmp_path / "hf_offload" / "cpu", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "hf_offload" / "__init__.py").touch()
+    return tmp_path
+
+
+def damage(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    files = list(folder.rglob("*.nbc"))
+    assert files
+    for file in files:
+        file.write_bytes(change(file.read_bytes()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["memory.py", "simd/convert.py"])
+def test_a_change_in_another_file_makes_compiled_code_stale(copied: Path, changed: str) -> None:
+    assert run(copied, "-c", SCRIPT) == "0 1"
+    assert run(copied, "-c", SCRIPT) == "1 0"
+    before = set(copied.rglob("checksum.checksum_kernel*.nbc"))
+    with (copied / "hf_offload" / "cpu" / changed).open("a") as file:
+        file.write("\n# changed\n")
+    assert run(copied, "-c", SCRIPT) == "0 1"
+    after = set(copied.rglob("checksum.checksum_kernel*.nbc"))
+    assert len(after) == 1
+    assert not before & after  # what nobody can use is deleted
+
+
+@pytest.mark.slow
+def test_damaged_files_are_compiled_again_and_a_full_disk_keeps_none(copied: Path) -> None:
+    assert run(copied, "-c", SCRIPT, "full") == "0 1"
+    assert not list(copied.rglob("*.nb*"))
+    assert run(copied, "-c", SCRIPT) == "0 1"
+    for change in (
+        lambda content: content[:-9],
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        lambda _: b"",
+    ):
+        damage(copied, change)
+        assert run(copied, "-c", SCRIPT) == "0 1"
+        assert run(copied, "-c", SCRIPT) == "1 0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "factor"), [("twice", "FACTOR"), ("helper.twice", "helper.FACTOR")])
+def test_a_kernel_is_compiled_again_if_what_it_calls_in_another_folder_has_changed(
+    tmp_path: Path, call: str, factor: str
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "own" / "scale.py").write_text(KERNEL.format(call=call, factor=factor))
+    path = os.pathsep.join((str(Path(cpu.__file__).parents[2]), str(tmp_path / "lib")))
+    for made, value in ((HELPER.format(1, 2), 2), (HELPER.format(1, 10), 10), (HELPER.format(3, 10), 30)):
+        (tmp_path / "lib" / "helper.py").write_text(made)
+        assert run(tmp_path, "own/scale.py", "int64", PYTHONPATH=path) == f"{value} 0"
+        assert run(tmp_path, "own/scale.py", "int64", PYTHONPATH=path) == f"{value} 1"
+
+
+@pytest.mark.slow
+def test_processes_that_compile_at_once_keep_all_they_compile(tmp_path: Path) -> None:
+    (tmp_path / "scale.py").write_text(KERNEL.format(call="twice", factor="FACTOR"))
+    (tmp_path / "helper.py").write_text(HELPER.format(1, 2))
+    environment = {**os.environ, "PYTHONPATH": str(Path(cpu.__file__).parents[2])}
+    kinds = ("int64", "float32", "float64")
+    started = [
+        subprocess.Popen([sys.executable, "scale.py", kind], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+        for kind in kinds
+    ]
+    assert [process.wait() for process in started] == [0, 0, 0]
+    for kind in kinds:
+        assert run(tmp_path, "scale.py", kind, PYTHONPATH=environment["PYTHONPATH"]).endswith(" 1")
+
+
+def test_the_sources_of_a_function_are_all_that_it_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "helper.py").write_text(HELPER.format(1, 2))
+    (tmp_path / "between.py").write_text(
+        "import numpy, helper\nfrom hf_offload.cpu.launch import jit\n@jit\ndef between(x):\n"
+        "    return helper.twice(numpy.exp(x))\n"
+    )
+    (tmp_path / "scale.py").write_text(KERNEL.format(call="between", factor="FACTOR") + "from between import between\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = importlib.import_module("scale").scale.py_func
+    sources, constants = _sources_of(function)
+    assert constants == ["FACTOR=1"]
+    assert _sources_of(function)[0] == sources
+    for name in ("scale.py", "between.py", "helper.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("# changed\n")
+        assert _sources_of(function)[0] != sources
+        sources = _sources_of(function)[0]
+
+
+def test_signatures_differ_where_fields_or_modules_do() -> None:
+    class Pair(NamedTuple):
+        first: int
+        second: int
+
+    one = numba.typeof(Pair(1, 2))
+    Pair.__module__ = "hf_offload.pairs"
+    own = numba.typeof((Pair(1, 2), 1))
+
+    class Other(NamedTuple):
+        second: int
+        first: int
+
+    Other.__module__, Other.__qualname__ = Pair.__module__, Pair.__qualname__
+    assert _described(own) == _described(own)
+    assert _described(one) != _described(numba.typeof((1, 2)))
+    assert _described(own) != _described(numba.typeof((Other(1, 2), 1)))
+    assert not _is_foreign(own)
+    Pair.__module__ = "theirs"
+    assert _is_foreign(own)
+    assert not _is_foreign(types.int64)
+    assert kernel_cache._PACKAGE == "hf_offload"
