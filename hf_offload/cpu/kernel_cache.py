@@ -3,20 +3,21 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
+import sys
+import sysconfig
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
-import numpy as np
 from numba.core import types
 from numba.core.caching import FunctionCache
 from numba.core.serialize import dumps
@@ -34,14 +35,29 @@ _VERSIONS = version("numba"), version("llvmlite")
 class KernelCache(FunctionCache):
     """Numba's disk cache without its index, which processes that write at the same time would have to lock.
 
-    A file's name contains a digest of all that its code depends on: the signature, the CPU, versions, the sources of
-    `cpu/`, and those of every other function that the kernel may call. A file is written beside and then renamed, and
-    holds its own checksum: whatever else is found in its place is compiled again.
+    A file's name contains a digest of what its code depends on: the signature, the CPU, versions, what the function's
+    closure holds, and the sources of `cpu/`, of the function's module and of the modules that this one imports,
+    installed ones apart; the sources as they were when the function was defined. A file is written beside and then
+    renamed, and holds its own checksum: whatever else is found in its place is compiled again.
 
     What is compiled for a user's own NamedTuple stays in the process: a later one may not have its module, or another.
+
+    Args:
+        function: the function. If there is no folder for its code, a warning says so.
     """
 
-    _sources: tuple[str, list[str]] | None = None
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._folder: Path | None = None
+        self._sources: str | None = None
+        try:
+            super().__init__(function)
+        except RuntimeError as error:
+            self._cache_path = None
+            _warn(str(error).partition("no locator")[2] or str(error))
+            return
+        self._folder = Path(self._cache_path)
+        self._stamp = repr(self._impl.locator.get_source_stamp())
+        _stamps[Path(function.__code__.co_filename)] = self._stamp
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The code compiled for a signature, or None.
@@ -51,7 +67,7 @@ class KernelCache(FunctionCache):
         """
         have_room(LOAD_BYTES, f"the kernel {self._py_func.__name__}")
         target_context.refresh()
-        found = self._read(self._path(sig, target_context.codegen()))
+        found = None if self._folder is None else _read(self._folder / self._name_of(sig, target_context.codegen()))
         if found is None:
             have_room(COMPILE_BYTES, f"compiling the kernel {self._py_func.__name__}")
             return None
@@ -59,56 +75,64 @@ class KernelCache(FunctionCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep the code compiled for a signature; warn if its file cannot be written."""
-        if any(map(_is_foreign, _arguments(sig))) or not self._impl.check_cachable(data):
+        if self._folder is None or any(map(_is_foreign, _arguments(sig))) or not self._impl.check_cachable(data):
             return
-        path = self._path(sig, data.codegen)
         try:
             self._impl.locator.ensure_cache_path()
-            for old in self._files():
-                if not old.name.startswith(self._stem()):
-                    old.unlink(missing_ok=True)
-            _write(path, dumps(self._impl.reduce(data)))
+            self._delete(but=self._stem)
+            _write(self._folder / self._name_of(sig, data.codegen), dumps(self._impl.reduce(data)))
         except OSError as error:
-            warnings.warn(
-                f"compiled kernels are not kept: {error}; every process compiles them again until {path.parent} can be "
-                "written, or NUMBA_CACHE_DIR names a folder that can",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn(str(error))
 
     def flush(self) -> None:
         """Delete what is kept of this function."""
-        for file in self._files():
-            file.unlink(missing_ok=True)
+        if self._folder is not None:
+            self._delete()
 
-    def _files(self) -> list[Path]:
-        """The function's files, those of other states of the sources included."""
+    def _delete(self, but: str | None = None) -> None:
+        """Delete the function's files, but those that begin so."""
+        for file in self.files():
+            if but is None or not file.name.startswith(but):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+
+    def files(self) -> list[Path]:
+        """What is kept of this function, for other states of the sources, too."""
+        assert self._folder is not None
         base = f"{self._impl.filename_base}."
-        return [file for file in Path(self._cache_path).glob("*.nb?") if file.name.startswith(base)]
+        return [file for file in self._folder.glob("*.nb?") if file.name.startswith(base)]
 
-    def _depends_on(self) -> tuple[str, list[str]]:
+    @property
+    def _stem(self) -> str:
+        """Begin of the names of files with the code of `cpu/` and of the function's module as they are."""
+        return f"{self._impl.filename_base}.{hashlib.sha256(_OWN + self._stamp.encode()).hexdigest()[:16]}."
+
+    def _name_of(self, sig: Any, codegen: Any) -> str:
         if self._sources is None:
             self._sources = _sources_of(self._py_func)
-        return self._sources
-
-    def _stem(self) -> str:
-        """Begin of the names of the function's files for the sources as they are."""
-        return f"{self._impl.filename_base}.{self._depends_on()[0][:16]}."
-
-    def _path(self, sig: Any, codegen: Any) -> Path:
         arguments = [_described(kind) for kind in _arguments(sig)]
-        key = repr((arguments, codegen.magic_tuple(), _VERSIONS, self._depends_on()))
-        return Path(self._cache_path) / f"{self._stem()}{hashlib.sha256(key.encode()).hexdigest()[:32]}.nbc"
+        key = repr((arguments, codegen.magic_tuple(), _VERSIONS, self._sources, self._py_func.__code__.co_code))
+        return f"{self._stem}{hashlib.sha256(key.encode()).hexdigest()[:32]}.nbc"
 
-    def _read(self, path: Path) -> Any:
-        """The contents of a file; None where it is missing, damaged, or names what is gone."""
-        try:
-            content = path.read_bytes()
-            if content[:32] == hashlib.sha256(content[32:]).digest():
-                return pickle.loads(content[32:])
-        except (OSError, ImportError, AttributeError):
-            pass
-        return None
+
+def _warn(why: str) -> None:
+    warnings.warn(
+        f"compiled kernels are not kept on disk, so that every process compiles them: {why}; set NUMBA_CACHE_DIR to a "
+        "folder that can be written",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _read(path: Path) -> Any:
+    """The contents of a file; None where it is missing, damaged, or names what is gone."""
+    try:
+        content = path.read_bytes()
+        if content[:32] == hashlib.sha256(content[32:]).digest():
+            return pickle.loads(content[32:])
+    except (OSError, ImportError, AttributeError):
+        pass
+    return None
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -157,62 +181,64 @@ def _described(kind: Any) -> Any:
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 
-def _digest_of(files: list[Path]) -> bytes:
-    """SHA-256 of files."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
-
-
-_OWN = _digest_of(sorted(file for file in _HERE.rglob("*.py") if file.is_file()))
+_OWN = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(_HERE.rglob("*.py")) if file.is_file())).digest()
 """SHA-256 of the sources of `cpu/`, from which all kernels may import."""
+_stamps: dict[Path, str] = {}
+"""Digests of files with compiled functions, of the time when these were defined."""
+_INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def _sources_of(function: Callable[..., Any]) -> tuple[str, list[str]]:
-    """What a function's compiled form depends on: a digest of `cpu/` and the files of what it calls; constants."""
+def _sources_of(function: Any) -> str:
+    """Digest of the files that a function outside `cpu/` may use, and of what its closure holds."""
     files: set[Path] = set()
-    constants: set[str] = set()
-    _collect(function, files, constants, set())
-    return hashlib.sha256(_OWN + _digest_of(sorted(files))).hexdigest(), sorted(constants)
+    cells: list[bytes] = []
+    _collect(function, files, cells)
+    stamps = [_stamps.get(file) or hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)]
+    return hashlib.sha256(repr((_OWN, stamps, cells)).encode()).hexdigest()
 
 
-def _collect(function: Any, files: set[Path], constants: set[str], seen: set[Any]) -> None:
-    """Add the files outside `cpu/` of a function and of all that it calls, and the constants that these name."""
-    code = function.__code__
-    file = Path(code.co_filename)
-    if function in seen or file.is_relative_to(_HERE):
-        return
-    seen.add(function)
+def _collect(function: Any, files: set[Path], cells: list[bytes]) -> None:
+    """Add the file of a function and those that it imports from, and what its closure holds."""
+    file = Path(function.__code__.co_filename)
     if file.is_file():
-        files.add(file)
-    else:  # typed in a shell
-        constants.add(repr((code.co_code, [value for value in code.co_consts if _is_constant(value)])))
-    for name, value in _named_by(function):
-        called = getattr(value, "py_func", None) or getattr(value, "_defn", None)
-        if isinstance(called, FunctionType):
-            _collect(called, files, constants, seen)
-        elif _is_constant(value):
-            constants.add(f"{name}={value!r}")
+        _add(file, function.__module__, files)
+    for cell in function.__closure__ or ():
+        value = cell.cell_contents
+        inner = getattr(value, "py_func", None)
+        if inner is not None and Path(inner.__code__.co_filename).is_file():
+            _collect(inner, files, cells)
+        else:
+            cells.append(dumps(value))
 
 
-def _is_constant(value: Any) -> bool:
-    """Whether code is compiled for a value, which another process writes alike."""
-    if isinstance(value, tuple):
-        return all(map(_is_constant, value))
-    return isinstance(value, bool | int | float | complex | str | np.generic)
+def _add(file: Path, name: str, files: set[Path]) -> None:
+    """Add a module's file, and the files of what it imports: its own package's, and others that are not installed."""
+    if file in files or file.is_relative_to(_HERE):
+        return
+    files.add(file)
+    if name == _PACKAGE:  # its modules import what they compile by themselves
+        return
+    for other in _imports_of(file, name):
+        path = getattr(sys.modules.get(other), "__file__", None) or ""
+        own = other.partition(".")[0] == name.partition(".")[0]
+        if path.endswith(".py") and (own or not path.startswith(_INSTALLED)):
+            _add(Path(path), other, files)
 
 
-def _named_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Names and values of what a function's code names in its module, in modules that it names, and in its closure."""
-    names = set(_names_in(function.__code__))
-    found = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
-    modules = [vars(value) for value in found.values() if isinstance(value, ModuleType)]
-    inside = (item for module in modules for item in module.items() if item[0] in names)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return chain(found.items(), inside, ((name, cell.cell_contents) for name, cell in cells))
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Names in a function's code and in that of functions inside it."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names_in(inner)
+@functools.cache
+def _imports_of(file: Path, name: str) -> list[str]:
+    """Names of all modules that a file may import; of some that are none, too."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # a notebook, or a page
+        return []
+    package = getattr(sys.modules.get(name), "__package__", None) or ""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            lead = package.split(".")[: 1 - node.level or None] if node.level else []
+            module = ".".join((*lead, node.module) if node.module else lead)
+            found += (module, *(f"{module}.{alias.name}" for alias in node.names))
+    return found

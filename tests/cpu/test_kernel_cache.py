@@ -7,17 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numba
+import numpy as np
 import pytest
 from numba.core import types
+from numba.core.caching import CompileResultCacheImpl
 
 import hf_offload.cpu as cpu
 from hf_offload.cpu import kernel_cache
 from hf_offload.cpu.kernel_cache import _described, _is_foreign, _sources_of
+from hf_offload.cpu.launch import jit
 
 SCRIPT = """
 import resource, sys
@@ -57,7 +60,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
         env={**os.environ, **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert ("compiled kernels are not kept" in done.stderr) == ("full" in arguments)
+    assert ("compiled kernels are not kept on disk" in done.stderr) == ("full" in arguments)
     return done.stdout.strip()
 
 
@@ -136,23 +139,62 @@ def test_processes_that_compile_at_once_keep_all_they_compile(tmp_path: Path) ->
         assert run(tmp_path, "scale.py", kind, PYTHONPATH=environment["PYTHONPATH"]).endswith(" 1")
 
 
-def test_the_sources_of_a_function_are_all_that_it_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "helper.py").write_text(HELPER.format(1, 2))
-    (tmp_path / "between.py").write_text(
-        "import numpy, helper\nfrom hf_offload.cpu.launch import jit\n@jit\ndef between(x):\n"
-        "    return helper.twice(numpy.exp(x))\n"
-    )
-    (tmp_path / "scale.py").write_text(KERNEL.format(call="between", factor="FACTOR") + "from between import between\n")
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of modules; those that a test imports are forgotten again."""
     monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for file in tmp_path.glob("*.py"):
+        sys.modules.pop(file.stem, None)
+
+
+def change(file: Path) -> None:
+    with file.open("a") as opened:
+        opened.write("# changed\n")
+
+
+def test_the_sources_of_a_function_are_all_that_it_may_use(modules: Path) -> None:
+    (modules / "helper.py").write_text(HELPER.format(1, 2))
+    (modules / "table.py").write_text("import numpy\nTABLE = numpy.arange(3)\n")
+    (modules / "between.py").write_text(
+        "import numpy, helper\nfrom table import TABLE\nfrom hf_offload.cpu.launch import jit\n@jit\n"
+        "def between(x):\n    return helper.twice(numpy.exp(x)) + TABLE[0]\n"
+    )
+    (modules / "scale.py").write_text(KERNEL.format(call="between", factor="FACTOR") + "from between import between\n")
     function = importlib.import_module("scale").scale.py_func
-    sources, constants = _sources_of(function)
-    assert constants == ["FACTOR=1"]
-    assert _sources_of(function)[0] == sources
-    for name in ("scale.py", "between.py", "helper.py"):
-        with (tmp_path / name).open("a") as file:
-            file.write("# changed\n")
-        assert _sources_of(function)[0] != sources
-        sources = _sources_of(function)[0]
+    sources = _sources_of(function)
+    for name in ("helper", "table", "between", "scale"):
+        change(modules / f"{name}.py")
+        if name != "table":  # which has no compiled function: of its reading nobody is told
+            assert _sources_of(function) == sources  # what is compiled now is of the file as it was
+        importlib.reload(sys.modules[name])
+        assert _sources_of(function) != sources
+        sources = _sources_of(function)
+
+
+def test_what_a_closure_holds_counts(modules: Path) -> None:
+    (modules / "helper.py").write_text(HELPER.format(1, 2))
+    (modules / "making.py").write_text(
+        "from hf_offload.cpu.launch import jit\ndef make(factors, call):\n    @jit\n    def made(x):\n"
+        "        return call(x) * factors[0]\n    return made\n"
+    )
+    make, helper = importlib.import_module("making").make, importlib.import_module("helper")
+    kept = [np.array([2.0]), np.array([5.0]), (2.0, np.array([3.0])), (2.0, 3), (None, b"3")]
+    found = [_sources_of(make(factors, helper.twice).py_func) for factors in kept]
+    assert len(set(found)) == len(kept)
+    assert _sources_of(make(kept[0].copy(), helper.twice).py_func) == found[0]
+    change(modules / "helper.py")
+    assert _sources_of(make(kept[0], importlib.reload(helper).twice).py_func) != found[0]
+    assert [make(factors, helper.twice)(1.0) for factors in kept[:2]] == [4.0, 10.0]
+
+
+def test_without_a_folder_kernels_are_compiled_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
+    with pytest.warns(RuntimeWarning, match=r"not kept on disk.*NUMBA_CACHE_DIR"):
+        compiled = jit(lambda x: x + 1)
+    assert compiled(1) == 2
+    assert not compiled.stats.cache_hits  # type: ignore[attr-defined]
+    compiled._cache.flush()  # type: ignore[attr-defined]
 
 
 def test_signatures_differ_where_fields_or_modules_do() -> None:

@@ -403,6 +403,6 @@ def test_a_saved_cache_names_the_format(llama: PreTrainedModel, short: str, tier
 def test_no_kernel_on_disk_needs_the_format(llama: PreTrainedModel, short: str) -> None:
     """Another process, which has no such module, reads the same files."""
     feed(llama, HybridCache(llama, "full", host_dtype="bfloat16", **KNOBS["one"]), prompt(2, 400)[0], 0, 390, 390)
-    files = [file for compiled in (launch._enter, launch._call) for file in compiled._cache._files()]  # type: ignore[attr-defined]
+    files = [file for compiled in (launch._enter, launch._call) for file in compiled._cache.files()]  # type: ignore[attr-defined]
     assert files
     assert not any(short.encode() in file.read_bytes() for file in files)
