@@ -2,7 +2,7 @@
 
     python eval/versus.py HEAD~1
     python eval/versus.py v0.1.0 --runs 3 -- --contexts 128,8k --rows scout-1024,hgca --rounds 20 --threads 1
-    python eval/versus.py v0.1.0 --script needle -- --row scout-1024 --limit 20
+    python eval/versus.py v0.1.0 --script perplexity -- --row scout-1024 --texts code
 
 Both sides run the script of this checkout, with the same Python and packages, and read the same texts and model; only
 the package `hf_offload` is each commit's own. So a script can be compared that uses public names alone. What follows

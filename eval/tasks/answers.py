@@ -13,7 +13,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 import common
 import hf_offload
-from hf_offload.attention.model_support import on_device
 from tasks.prompts import Prompt
 from tasks.samples import Sample
 
@@ -60,7 +59,8 @@ class Reading:
     def _takes_over(self, row: common.Row, cache: Any) -> bool:
         if row.policy == CONTROL or self.chunk is not None or row.options.get("tier") == "split":
             return False
-        return not on_device(self.model) and not cache.policy.requirements.learns_from_prompts
+        on_cpu = all(weight.device.type == "cpu" for weight in self.model.parameters())
+        return on_cpu and not cache.policy.requirements.learns_from_prompts
 
 
 @torch.inference_mode()

@@ -80,10 +80,10 @@ class Step(ABC):
             ValueError: other shapes than out `[B, Hq, D]` and lse `[B, Hq]`, or with splits `[B, Hq, S, D]` and
                 `[B, Hq, S]`.
         """
-        try:
-            out, lse = (torch.as_tensor(x, device=self.store.device) for x in partial)
-        except (TypeError, RuntimeError, ValueError) as error:
-            raise TypeError(f"Partial(out, lse) is made of tensors or arrays; {error}") from None
+        for x in partial:
+            if not isinstance(x, torch.Tensor | np.ndarray):
+                raise TypeError(f"Partial(out, lse) is made of tensors or arrays, not of a {type(x).__name__}")
+        out, lse = (torch.as_tensor(x, device=self.store.device) for x in partial)
         if not (out.is_floating_point() and lse.is_floating_point()):
             raise TypeError(f"Partial(out, lse) has dtypes {out.dtype} and {lse.dtype}; use float32")
         batch, heads, dim = (*self.query_shape, self.store.head_dim)
