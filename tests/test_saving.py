@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forging
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from test_exactness import assert_equal
 from test_families import build
 from test_fork import make
@@ -268,6 +271,21 @@ def test_an_altered_block_is_noticed_unless_nobody_wants_to_know(
     assert torch.isfinite(decode(model, cache, saved[1], saved[2], 1)[1]).all()
     with pytest.raises(ValueError, match="verify=0 is not True or False"):
         HybridCache.load(folder, model, verify=0)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_padding_without_rows_or_tokens_is_refused(
+    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path, axis: int
+) -> None:
+    folder = tmp_path / "cache"
+    shutil.copytree(saved[0], folder)
+    tensors = load_file(folder / "cache.safetensors")
+    tensors["padding"] = tensors["padding"].narrow(axis, 0, 0).clone()
+    with safe_open(folder / "cache.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["about"])
+    forging.write(folder, about, tensors, load_file(folder / "digests.safetensors"))
+    with pytest.raises(ValueError, match=r"cache\.safetensors has invalid contents \(padding has shape"):
+        HybridCache.load(folder, models["llama"])
 
 
 def test_another_model_is_refused(saved: Any) -> None:

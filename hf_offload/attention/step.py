@@ -76,16 +76,11 @@ class Step(ABC):
             splits: whether it may have splits; the result then has: one where the partial has none.
 
         Raises:
-            TypeError: no tensors, or no real floating-point numbers.
+            TypeError: neither tensors nor arrays, not dense, or no real floating-point numbers.
             ValueError: other shapes than out `[B, Hq, D]` and lse `[B, Hq]`, or with splits `[B, Hq, S, D]` and
                 `[B, Hq, S]`.
         """
-        for x in partial:
-            if not isinstance(x, torch.Tensor | np.ndarray):
-                raise TypeError(f"Partial(out, lse) is made of tensors or arrays, not of a {type(x).__name__}")
-        out, lse = (torch.as_tensor(x, device=self.store.device) for x in partial)
-        if not (out.is_floating_point() and lse.is_floating_point()):
-            raise TypeError(f"Partial(out, lse) has dtypes {out.dtype} and {lse.dtype}; use float32")
+        out, lse = (_floats(x).to(self.store.device) for x in partial)
         batch, heads, dim = (*self.query_shape, self.store.head_dim)
         parts = out.shape[2:-1] if splits else ()
         if out.shape != (batch, heads, *parts, dim) or lse.shape != out.shape[:-1] or len(parts) > 1:
@@ -280,6 +275,24 @@ class Step(ABC):
             plan: this step's plan, whose CPU ratio the clock counts.
             clock: a `RecallClock`, which decides whether a recall is due.
         """
+
+
+def _floats(values: Any) -> torch.Tensor:
+    """Return a dense floating-point tensor, or an array as one.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+        return torch.from_numpy(np.ascontiguousarray(values, np.float32))
+    if isinstance(values, torch.Tensor):
+        dense = values.layout is torch.strided and not (values.is_meta or values.is_nested)
+        if dense and values.is_floating_point():
+            return values
+        what = f"a tensor of {values.dtype}, {values.layout}, on {values.device}"
+    else:
+        what = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else f"a {type(values).__name__}"
+    raise TypeError(f"Partial(out, lse) is made of tensors or arrays, not of {what}; use float32, strided, with memory")
 
 
 def fp32(query: torch.Tensor) -> torch.Tensor:

@@ -480,13 +480,24 @@ class CpuStep(Step):
         for partial in partials:
             out, lse = self._arrays(partial)
             ours = _same(out, result.out), _same(lse, result.lse)
-            if not all(ours):  # one of them alone: the policy has computed the other from what is there
-                others.append(Partial(out.copy(), lse.copy()) if any(ours) else Partial(out, lse))
+            if not all(ours):
+                others.append(self._moved(out, lse) if any(ours) else Partial(out, lse))
         if len(others) == len(partials):
             self.then(_attend_nothing)
         for first in range(0, len(others), 2):
             one, two = (*others[first : first + 2], self.buffers.nothing)[:2]
             self.add(join_parts(*result, one, two), "the merge of partials")
+
+    def _moved(self, out: np.ndarray, lse: np.ndarray) -> Partial:
+        """Queue a copy of a partial of which one array alone is the result's; the merge would overwrite it."""
+        moved = Partial(np.empty_like(out), np.empty_like(lse))
+
+        def copy(step: CpuStep) -> None:
+            np.copyto(moved.out, out)
+            np.copyto(moved.lse, lse)
+
+        self.then(copy)
+        return moved
 
     def _arrays(self, partial: Partial | RunningPartial) -> Partial:
         """Return a partial as arrays that a launch can read.

@@ -102,6 +102,9 @@ class SavedCache:
             check_about(self.about)
             padding = {name: part for name, part in self._tensors.items() if name == "padding"}
             check_tensors("", padding, {"padding": Field(torch.uint8, (range(MOST), range(MOST)), 0, 1)})
+            rows, tokens = padding["padding"].shape
+            if (rows == 0) != (tokens == 0):
+                raise ValueError(f"padding has shape [{rows}, {tokens}]; no rows have no tokens")
 
     @contextmanager
     def sound(self, name: str = CACHE) -> Iterator[None]:

@@ -93,8 +93,13 @@ class Plan:
 
         Raises:
             TypeError: an item of `partials` is none, or `until` is no integer.
+            ValueError: `partials` is empty.
         """
         self.partials = tuple(self.partials)
+        if not self.partials:
+            raise ValueError(
+                "Plan.partials is empty; a step attends at least its own token: step.attend(step.recent(1))"
+            )
         for item in self.partials:
             if not isinstance(item, Partial | RunningPartial):
                 raise TypeError(
@@ -157,7 +162,7 @@ class LayerState:
         """With two memories, after the block that the next token starts got a slot."""
 
     def unplaced(self, layer: HybridLayer) -> None:
-        """Before the resident set is dropped, to be placed anew: at an append, a crop, changed padding."""
+        """Before the resident set is dropped, to be placed anew: an append, a crop, new padding, a failed step."""
 
     def cancelled(self) -> None:
         """Undo the changes of `Policy.before_layer`, whose step does not follow."""

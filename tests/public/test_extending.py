@@ -211,6 +211,11 @@ def zeros(step: Any, dtype: torch.dtype) -> hf_offload.Plan:
     return hf_offload.Plan((hf_offload.Partial(torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2], dtype=dtype)),))
 
 
+def made(step: Any, of: Any) -> hf_offload.Plan:
+    part = zeros(step, torch.float32).partials[0]
+    return hf_offload.Plan((hf_offload.Partial(*map(of, part)),))  # type: ignore[arg-type]
+
+
 def flat(step: Any) -> hf_offload.Plan:
     return hf_offload.Plan((hf_offload.Partial(torch.zeros(4, 16), torch.zeros(4)),))
 
@@ -225,6 +230,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "until": (lambda step: hf_offload.Plan(step.attend(step.recent(2)), until="x"), TypeError, "until='x'"),
     "shape": (flat, ValueError, "has shapes"),
     "no tensors": (lambda step: hf_offload.Plan((hf_offload.Partial(None, None),)), TypeError, "tensors or arrays"),
+    "an array of objects": (
+        lambda step: made(step, lambda x: x.numpy().astype(object)),
+        TypeError,
+        "an array of object",
+    ),
+    "a sparse tensor": (lambda step: made(step, torch.Tensor.to_sparse), TypeError, "torch.sparse_coo"),
+    "a tensor without memory": (lambda step: made(step, lambda x: x.to("meta")), TypeError, "on meta"),
+    "no partial": (lambda step: hf_offload.Plan(()), ValueError, "is empty"),
     "integers": (lambda step: zeros(step, torch.int64), TypeError, "use float32"),
     "complex": (lambda step: zeros(step, torch.complex64), TypeError, "use float32"),
     "no digest": (lambda step: hf_offload.Plan(step.attend(step.choose("max", 4)[1])), ValueError, "name no digest"),
@@ -267,6 +280,11 @@ def test_partials_of_other_forms_count_alike(llama: PreTrainedModel, method: Any
 def test_an_lse_of_ones_own_counts(llama: PreTrainedModel, method: Any) -> None:
     """Also beside an `out` that lies where the step merges."""
 
+    def given(step: Any, place: int, lses: list[Any]) -> hf_offload.Plan:
+        parts = [part for (part,) in parts_of(step)]
+        parts[place] = hf_offload.Partial(parts[place].out, lses[step.layer.index][place])
+        return hf_offload.Plan(parts)
+
     def heavier(step: Any, more: float, *, copy: bool) -> hf_offload.Plan:
         (first,), (second,) = parts_of(step)
         step.begin()
@@ -277,6 +295,18 @@ def test_an_lse_of_ones_own_counts(llama: PreTrainedModel, method: Any) -> None:
     one, other, plain = (feed(llama, planning(llama, method, "one", make), ids, 100, 101) for make in makes)
     assert torch.equal(one, other)
     assert not torch.allclose(one, plain, atol=1e-2)
+    lses: list[Any] = []
+
+    def noted(step: Any) -> hf_offload.Plan:
+        parts = parts_of(step)
+        step.begin()
+        lses.append([part.lse.copy() for (part,) in parts])
+        return hf_offload.Plan([part for (part,) in parts])  # type: ignore[arg-type]
+
+    want = feed(llama, planning(llama, method, "one", noted), ids, 100, 101)
+    for place in (0, 1):  # known beforehand, beside an `out` that no launch has filled yet
+        cache = planning(llama, method, "one", partial(given, place=place, lses=lses))
+        torch.testing.assert_close(feed(llama, cache, ids, 100, 101), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
