@@ -301,7 +301,7 @@ def test_an_lse_of_ones_own_counts(llama: PreTrainedModel, method: Any) -> None:
         parts = parts_of(step)
         step.begin()
         lses.append([part.lse.copy() for (part,) in parts])
-        return hf_offload.Plan([part for (part,) in parts])  # type: ignore[arg-type]
+        return hf_offload.Plan(tuple(part for (part,) in parts))
 
     want = feed(llama, planning(llama, method, "one", noted), ids, 100, 101)
     for place in (0, 1):  # known beforehand, beside an `out` that no launch has filled yet
