@@ -534,15 +534,60 @@ def tuned() -> str:
     return f"{found[1]} ms a token (`DynamicCache`: {found[2]} ms) at a KL of {found[3]}"
 
 
+def gpu_table() -> str:
+    """Decoding on a GPU; rows that did not fit are left out."""
+    found = [one for one in _file("h100/decode") if one["p50"]]
+    found.sort(key=lambda one: (int(one["context"]), int(one["batch"])))
+    ways = {
+        "dynamic": "`DynamicCache`", "offloading": "`DynamicCache`, offloaded", "full-resident": "all KV resident",
+        "scout": "`scout`", "scout-no-recall": "`scout`, `recall=0`", "scout-off": '`scout`, `lookahead="off"`',
+        "scout-quest": '`scout`, `digest="quest"`',
+    }  # fmt: skip
+
+    def way(one: Line) -> str:
+        graph = ", graph" if one["row"].endswith("-graph") else ""
+        script = ", by a script" if one["replay"] != "none" else ""
+        return ways[one["row"].removesuffix("-graph")] + graph + script
+
+    columns = {
+        "cache": way, "context": lambda one: f"{int(one['context']):,}", "rows": lambda one: one["batch"],
+        "ms a step": cell("p50", 3), "tokens/s": cell("tokens_per_s", 3),
+        "KV on the device, GiB": cell("device_kv_gib"),
+        "CPU": lambda one: percent(one["cpu_ratio"]) if one["cpu_ratio"] else "–",
+    }  # fmt: skip
+    return listing(found, columns)
+
+
+def gpu_aim(start: str) -> float:
+    """What was measured on a GPU of the aim that begins so."""
+    (found,) = (one for one in _file("h100/aims") if one["aim"].startswith(start))
+    return float(found["measured"])
+
+
+def gpu_attention() -> str:
+    """How much of a full cache's step on a GPU is attention."""
+    step = row("h100/decode", row="full-resident-graph", context=32768, batch=1)
+    attend = row("h100/kernels", operation="paged_attention", batch=1, tokens=32768)
+    spent = int(step["layers"]) * float(attend["p50"]) / 1000
+    return f"{number(spent)} of the {number(step['p50'])} ms of a full cache's step"
+
+
+def gpu_merge() -> str:
+    """A merge with the CPU's part, beside the time of its bytes."""
+    merge = row("h100/kernels", operation="merge_with_host", batch=1)
+    return f"{number(merge['p50'])} µs in place of {number(merge['floor'], 1)}"
+
+
 def sources() -> str:
     groups: dict[tuple[str, ...], list[str]] = {}
-    for path in sorted(RESULTS.glob("*.csv")):
-        first = rows(path.stem)[0]
+    for path in sorted(RESULTS.rglob("*.csv")):
+        name = path.relative_to(RESULTS).with_suffix("").as_posix()
+        first = rows(name)[0]
         cpu = processor(first["cpu"]).replace("(R)", "").replace(" Processor", "")
         script = first["command"].split()[1].removeprefix("eval/").removesuffix(".py")
-        commits = dict.fromkeys(one["commit"] for one in rows(path.stem))
+        commits = dict.fromkeys(one["commit"] for one in rows(name))
         commit = ", ".join(one[:7] + "+" * one.endswith("+changes") for one in commits)
-        groups.setdefault((script, commit, cpu, first["omp_wait_policy"]), []).append(path.stem)
+        groups.setdefault((script, commit, cpu, first["omp_wait_policy"]), []).append(name)
     lines = []
     for key, stems in groups.items():
         shared = commonprefix(stems)  # noqa: RUF071 (of names, not of paths)
@@ -627,6 +672,17 @@ FIGURES: dict[str, Callable[[], str]] = {
     "papers-mixed": mixed,
     "papers-predictor-share": lambda: percent(row("context_attention_predict", context=8192)["predict_share"], 1),
     "papers-tau": tau,
+    # docs/scale.md, docs/papers.md and README.md
+    "gpu-decode": gpu_table,
+    "gpu-attention": gpu_attention,
+    "gpu-merge": gpu_merge,
+    "gpu-gain": lambda: times(gpu_aim("tokens a second over a full cache")),
+    "gpu-gain-dynamic": lambda: times(gpu_aim("tokens a second over Transformers' cache")),
+    "gpu-offloaded": lambda: number(gpu_aim("time a step of Transformers' offloaded cache")),
+    "gpu-eager": lambda: times(gpu_aim("time a step in Python")),
+    "gpu-waiting": lambda: percent(gpu_aim("share of a graph's time that waits"), 1),
+    "gpu-floor": lambda: f"{gpu_aim('paged_attention'):.1f}×",
+    "gpu-handover": lambda: f"{number(gpu_aim('microseconds a layer'))} µs",
     "families-count": lambda: str(sum(one["status"].startswith("exact") for one in rows("families"))),
 }
 """The text of each name."""
