@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_offload.attention.decode import look_ahead
 from hf_offload.attention.drafts import predict_drafts
-from hf_offload.attention.lookahead import CAPTURING, QueryPredictor, capturing
+from hf_offload.attention.lookahead import PROBING, QueryPredictor, probing
 from hf_offload.attention.model_support import exchanges
 from hf_offload.cache.arrivals import unconsumed
 from hf_offload.cache.layer import HybridLayer
@@ -219,7 +219,7 @@ class _Hook:
 
     def context(self) -> Attachment | None:
         """Return the attachment; None if it is gone or this thread predicts a query."""
-        return None if CAPTURING and capturing() else self.attachment()
+        return None if PROBING and probing() else self.attachment()
 
     def run(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
         """Handle a call of the module with a `HybridCache`."""

@@ -139,7 +139,7 @@ def _attend(
     scaling: float | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    if lookahead.CAPTURING:
+    if lookahead.PROBING:
         lookahead.intercept(query)
     tag = getattr(key, "_hybrid_layer", None)
     tagged = tag is not None and getattr(value, "_hybrid_layer", None) is tag

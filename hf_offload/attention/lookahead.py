@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from hf_offload.attention.model_support import brings_weights, check_whole, hook_of, leave_hooks
 from hf_offload.cache.torch_modes import uncompiled
 
-CAPTURING: set[int] = set()
+PROBING: set[int] = set()
 """Identifiers of the threads that run a layer's forward for its query alone."""
 
 
@@ -61,14 +61,14 @@ class _Sentinel(Cache):
         return self._real.get_mask_sizes(*args, **kwargs)
 
 
-def capturing() -> bool:
+def probing() -> bool:
     """Whether this thread runs a layer's forward for its query alone."""
-    return bool(CAPTURING) and threading.get_ident() in CAPTURING
+    return bool(PROBING) and threading.get_ident() in PROBING
 
 
 def intercept(query: torch.Tensor) -> None:
     """End a forward that runs for its query alone; the attention function calls this first."""
-    if capturing():
+    if probing():
         raise _Captured(query)
 
 
@@ -94,7 +94,7 @@ def capture_query(
     """
     rest = tuple(_replace_cache(value) for value in args)
     named = {name: _replace_cache(value) for name, value in kwargs.items() if name != "hidden_states"}
-    CAPTURING.add(threading.get_ident())
+    PROBING.add(threading.get_ident())
     try:
         with torch.no_grad():
             layer.forward(hidden, *rest, **named)
@@ -102,7 +102,7 @@ def capture_query(
         leave_hooks(captured.__traceback__, captured.query)
         return captured.query
     finally:
-        CAPTURING.discard(threading.get_ident())
+        PROBING.discard(threading.get_ident())
     raise RuntimeError(
         f"{type(layer).__name__} did not reach the 'hybrid_sparse' attention function, so its query is unknown; "
         "use lookahead='off'"

@@ -99,7 +99,10 @@ class Transaction:
     # --- a forward ---------------------------------------------------------------------------------------------------
 
     def begin(self, past: int) -> None:
-        """Begin a forward after `past` tokens.
+        """Begin a forward.
+
+        Args:
+            past: tokens before it, if no layer holds blocks.
 
         Raises:
             RuntimeError: the previous forward was interrupted and has now been rolled back, or another thread holds the

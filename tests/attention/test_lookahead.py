@@ -18,7 +18,7 @@ from hf_offload import HybridCache
 from hf_offload.attention import interface as function
 from hf_offload.attention import lookahead
 from hf_offload.attention.hooks import find_layers
-from hf_offload.attention.lookahead import QueryPredictor, capture_query, capturing
+from hf_offload.attention.lookahead import QueryPredictor, capture_query, probing
 
 HAS_ADAPTER = {"llama": True, "qwen3": True, "gemma3": True, "gpt_neox": False, "opt": False}
 
@@ -63,7 +63,7 @@ def test_capture_and_adapter_give_the_real_query(family: str, monkeypatch: pytes
             assert torch.equal(predictor(hidden, args, kwargs), query)
         assert (predictor.adapter is not None) == HAS_ADAPTER[family]
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
-    assert not capturing()
+    assert not probing()
 
 
 def test_an_adapter_that_differs_in_one_bit_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_a_layer_that_has_changed_is_looked_at_anew(change: str) -> None:
 def test_a_layer_that_never_attends_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="lookahead='off'"):
         capture_query(nn.Linear(4, 4), torch.zeros(1, 1, 4), (), {})
-    assert not capturing()
+    assert not probing()
 
 
 @pytest.mark.one_in(3)
