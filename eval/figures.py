@@ -558,33 +558,74 @@ def gpu_table() -> str:
     return listing(found, columns)
 
 
-def gpu_aim(start: str) -> float:
-    """What was measured on a GPU of the aim that begins so."""
-    (found,) = (one for one in _file("h100/aims") if one["aim"].startswith(start))
-    return float(found["measured"])
+def gpu(row_: str, context: int, batch: int = 1) -> dict[str, str]:
+    """A row of decoding on a GPU, its blocks chosen by the model."""
+    return row("h100/decode", row=row_, context=context, batch=batch, replay="none")
 
 
-def gpu_attention() -> str:
-    """How much of a full cache's step on a GPU is attention."""
-    step = row("h100/decode", row="full-resident-graph", context=32768, batch=1)
-    attend = row("h100/kernels", operation="paged_attention", batch=1, tokens=32768)
-    spent = int(step["layers"]) * float(attend["p50"]) / 1000
-    return f"{number(spent)} of the {number(step['p50'])} ms of a full cache's step"
+def gpu_ratio(column: str, over: dict[str, str], under: dict[str, str]) -> str:
+    """How many times as much one row has in a column as another."""
+    return times(float(over[column]) / float(under[column]))
+
+
+def gpu_steps() -> str:
+    """One row of scout beside one of a full cache that fits, both in graphs."""
+    ours, full = gpu("scout-graph", 32768), gpu("full-resident-graph", 32768)
+    return f"{number(ours['p50'])} ms beside {number(full['p50'])} ms"
+
+
+def gpu_hand_over() -> str:
+    """Microseconds a layer, of nothing and of some work by all threads."""
+    found = rows("h100/handoff")
+    nothing = min(float(one["p50"]) for one in found if one["work"] == "nothing")
+    *_, work = found
+    some = f"{number(work['p50'])} µs with {work['work'].replace('a head', 'for each KV head')}"
+    return f"{number(nothing)} µs if the work is nothing, {some}"
+
+
+def gpu_idle() -> str:
+    """Of 16 rows whose blocks a script chose: shares of the time that the device waits, and has nothing to run."""
+    one = row("h100/decode", row="scout-graph", batch=16)
+    waits = float(one["waiting"]) + float(one["moving"])
+    return f"{percent(waits, 1)} of the time it waits, {percent(one['gaps'])} it has nothing to run"
+
+
+def gpu_floor(operation: str, **columns: object) -> str:
+    """How many times as long operations take as their bytes do."""
+    ratios = [float(one["of_floor"]) for one in rows("h100/kernels", operation=operation, **columns)]
+    return times(ratios[0]) if len(ratios) == 1 else between(ratios, times)
 
 
 def gpu_merge() -> str:
     """A merge with the CPU's part, beside the time of its bytes."""
     merge = row("h100/kernels", operation="merge_with_host", batch=1)
-    return f"{number(merge['p50'])} µs in place of {number(merge['floor'], 1)}"
+    return f"{number(merge['p50'])} µs in place of {number(merge['floor'], 1)} µs"
 
 
-def sources() -> str:
+def gpu_ablation() -> str:
+    """What scout's step takes without a part of it, one row at 32k."""
+    whole = gpu("scout-graph", 32768)
+    parts = ("pre-computation", "scout-off-graph"), ("recall", "scout-no-recall-graph")
+    return ", ".join(f"{name} {float(gpu(row_, 32768)['p50']) / float(whole['p50']):.2f}×" for name, row_ in parts)
+
+
+def gpu_tests() -> str:
+    """How many tests passed on a GPU, and how many did not."""
+    passed, failed = (sum(int(one[kind]) for one in rows("h100/correctness")) for kind in ("passed", "failed"))
+    return f"{passed} tests passed, {failed or 'none'} failed"
+
+
+def sources(files: str) -> str:
+    """What the CSVs of these names come from."""
     groups: dict[tuple[str, ...], list[str]] = {}
-    for path in sorted(RESULTS.rglob("*.csv")):
+    for path in sorted(RESULTS.glob(files)):
         name = path.relative_to(RESULTS).with_suffix("").as_posix()
         first = rows(name)[0]
         cpu = processor(first["cpu"]).replace("(R)", "").replace(" Processor", "")
-        script = first["command"].split()[1].removeprefix("eval/").removesuffix(".py")
+        if first["gpu"] != "none":
+            cpu += f", {first['gpu'].split()[1]}"
+        script = first["command"].removeprefix("python ").removeprefix("-m ").split()[0]
+        script = script.removeprefix("eval/").removesuffix(".py")
         commits = dict.fromkeys(one["commit"] for one in rows(name))
         commit = ", ".join(one[:7] + "+" * one.endswith("+changes") for one in commits)
         groups.setdefault((script, commit, cpu, first["omp_wait_policy"]), []).append(name)
@@ -613,7 +654,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "results-save": save_table,
     "results-steady": steady_table,
     "results-kernels": kernels_table,
-    "results-sources": sources,
+    "results-sources": partial(sources, "*.csv"),
     # docs/policies, docs/choosing.md, docs/long-documents.md and docs/chat.md
     **{
         f"losses-{policy}": partial(losses, policy)
@@ -672,17 +713,24 @@ FIGURES: dict[str, Callable[[], str]] = {
     "papers-mixed": mixed,
     "papers-predictor-share": lambda: percent(row("context_attention_predict", context=8192)["predict_share"], 1),
     "papers-tau": tau,
-    # docs/scale.md, docs/papers.md and README.md
+    # docs/gpu-results.md, docs/scale.md, docs/papers.md and README.md
+    "gpu-sources": partial(sources, "h100/*.csv"),
     "gpu-decode": gpu_table,
-    "gpu-attention": gpu_attention,
+    "gpu-tests": gpu_tests,
+    "gpu-gain": lambda: gpu_ratio("tokens_per_s", gpu("scout-graph", 65536, 8), gpu("full-resident-graph", 65536)),
+    "gpu-steps": gpu_steps,
+    "gpu-dynamic": lambda: gpu_ratio("p50", gpu("dynamic", 65536), gpu("full-resident-graph", 65536)),
+    "gpu-offloaded": lambda: gpu_ratio("p50", gpu("offloading", 32768, 8), gpu("scout-graph", 32768, 8)),
+    "gpu-eager": lambda: " and ".join(
+        gpu_ratio("p50", gpu("scout", 32768, batch), gpu("scout-graph", 32768, batch)) for batch in (1, 8)
+    ),
+    "gpu-hand-over": gpu_hand_over,
+    "gpu-idle": gpu_idle,
+    "gpu-floor-long": partial(gpu_floor, "paged_attention", batch=1, tokens=32768),
+    "gpu-floor-short": partial(gpu_floor, "paged_attention", batch=1, tokens=2048),
+    "gpu-floor-scores": partial(gpu_floor, "score_submeans"),
     "gpu-merge": gpu_merge,
-    "gpu-gain": lambda: times(gpu_aim("tokens a second over a full cache")),
-    "gpu-gain-dynamic": lambda: times(gpu_aim("tokens a second over Transformers' cache")),
-    "gpu-offloaded": lambda: number(gpu_aim("time a step of Transformers' offloaded cache")),
-    "gpu-eager": lambda: times(gpu_aim("time a step in Python")),
-    "gpu-waiting": lambda: percent(gpu_aim("share of a graph's time that waits"), 1),
-    "gpu-floor": lambda: f"{gpu_aim('paged_attention'):.1f}×",
-    "gpu-handover": lambda: f"{number(gpu_aim('microseconds a layer'))} µs",
+    "gpu-ablation": gpu_ablation,
     "families-count": lambda: str(sum(one["status"].startswith("exact") for one in rows("families"))),
 }
 """The text of each name."""

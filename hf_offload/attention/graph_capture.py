@@ -118,7 +118,7 @@ class Capture:
 
     def count(self, layer: HybridLayer, name: str, value: torch.Tensor) -> None:
         """Register a tensor whose sum each replay adds to a layer's statistics."""
-        self._counts.append((layer, name, value.sum(dtype=torch.float32)))
+        self._counts.append((layer, name, value.sum().float()))
 
     def finish(self) -> None:
         """End the step's capture: join the recall stream and gather the counters."""

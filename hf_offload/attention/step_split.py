@@ -238,8 +238,7 @@ class SplitStep(Step):
         within: torch.Tensor | int = most
         if self.num_blocks < most:  # blocks may be fewer than the budget: a replay computes their number
             within = ((self.limits[0] + self.block_size - 1) // self.block_size).clamp(max=most)
-        # An H100 sums integers in 16 µs, floats in 2 (eval/results/h100/step_kernels.csv).
-        ratio: torch.Tensor = host.counts.sum(dtype=torch.float32) / (within * host.counts.numel())
+        ratio: torch.Tensor = host.counts.sum() / (within * self.store.batch * self.store.num_kv_heads)
         return ratio
 
     def compare(self, predicted: Selection, wanted: Selection) -> None:

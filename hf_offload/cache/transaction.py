@@ -102,7 +102,7 @@ class Transaction:
         """Begin a forward.
 
         Args:
-            past: tokens before it, if no layer holds blocks.
+            past: tokens before it; used if no layer is a `HybridLayer`, since those know.
 
         Raises:
             RuntimeError: the previous forward was interrupted and has now been rolled back, or another thread holds the
