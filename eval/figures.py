@@ -574,6 +574,16 @@ def gpu_steps() -> str:
     return f"{number(ours['p50'])} ms beside {number(full['p50'])} ms"
 
 
+def gpu_for_nothing() -> str:
+    """What of a full cache's step on a GPU goes into asking a CPU that has nothing to attend."""
+    step = gpu("full-resident-graph", 65536)
+    spent = 0.0
+    for name in ("hand_over", "wait", "merge"):
+        kernel = row("h100/step_kernels", row=step["row"], context=65536, kernel=f"{name}_kernel")
+        spent += float(kernel["us_per_step"]) / 1000
+    return f"{number(spent)} of its {number(step['p50'])} ms"
+
+
 def gpu_hand_over() -> str:
     """Microseconds a layer, of nothing and of some work by all threads."""
     found = rows("h100/handoff")
@@ -719,6 +729,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu-tests": gpu_tests,
     "gpu-gain": lambda: gpu_ratio("tokens_per_s", gpu("scout-graph", 65536, 8), gpu("full-resident-graph", 65536)),
     "gpu-steps": gpu_steps,
+    "gpu-for-nothing": gpu_for_nothing,
     "gpu-dynamic": lambda: gpu_ratio("p50", gpu("dynamic", 65536), gpu("full-resident-graph", 65536)),
     "gpu-offloaded": lambda: gpu_ratio("p50", gpu("offloading", 32768, 8), gpu("scout-graph", 32768, 8)),
     "gpu-eager": lambda: " and ".join(
