@@ -331,7 +331,7 @@ class HybridCache(Cache):
         if isinstance(repeats, int) and not 1 <= repeats <= most:
             raise ValueError(f"{what}: use a whole number from 1 to {most}")
         try:
-            index = torch.arange(rows).repeat_interleave(repeats)
+            index = torch.arange(rows, device="cpu").repeat_interleave(repeats)
         except TypeError:
             raise TypeError(f"{what}: use a whole number") from None
         except torch.OutOfMemoryError:

@@ -128,7 +128,7 @@ def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> Shape:
         raise ValueError(f"{config.model_type}: no layer is plain full attention; nothing is offloaded")
     dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or query_heads
-    key = torch.empty(1, kv_heads, 1, dim, device="meta")
+    key = torch.empty(1, kv_heads, 1, dim, device="meta", dtype=torch.float32)
     reason = "its keys and values are compressed" if hasattr(text, "kv_lora_rank") else unsuitable(key, key)
     if reason:
         raise ValueError(f"{config.model_type}: {reason}; nothing is offloaded")

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,12 +16,23 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported, so before that
 
 import pytest
+from defaults import default
 from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload import assets
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
+
+
+DEFAULT = os.environ.get("HF_OFFLOAD_TEST_DEFAULT")
+"""torch's default dtype within tests, or its default device "meta"; None: as it is."""
+
+
+@pytest.fixture(autouse=True)
+def other_default() -> Iterator[None]:
+    with nullcontext() if DEFAULT is None else default(DEFAULT):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

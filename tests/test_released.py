@@ -85,7 +85,7 @@ def change(model: PreTrainedModel, cache: HybridCache) -> None:
     decode(model, cache)
     cache.crop(-30)
     cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([0, 3]))
+    cache.batch_select_indices(torch.tensor([0, 3], device="cpu"))
     decode(model, cache)
     cache.stats()
 
@@ -145,7 +145,7 @@ def lose_a_job(model: PreTrainedModel, cache: HybridCache) -> None:
 
 def refuse(model: PreTrainedModel, cache: HybridCache) -> None:
     decode(model, cache)
-    for attempt in (lambda: cache.crop(5), lambda: cache.reorder_cache(torch.tensor([7, 7]))):
+    for attempt in (lambda: cache.crop(5), lambda: cache.reorder_cache(torch.tensor([7, 7], device="cpu"))):
         with suppress(ValueError, IndexError):
             attempt()
 

@@ -60,7 +60,11 @@ FAMILIES = ("llama", "qwen3", "gemma3", "gpt_neox", "opt")
 def tiny_model(family: str, attn_implementation: str = "hybrid_sparse", seed: int = 0) -> PreTrainedModel:
     """A random model in eval mode; the same weights for the same seed, whatever the attention implementation."""
     torch.manual_seed(seed)
-    return spread_weights(AutoModelForCausalLM.from_config(_config(family), attn_implementation=attn_implementation))
+    with torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(
+            _config(family), attn_implementation=attn_implementation, dtype=torch.float32
+        )
+    return spread_weights(model)
 
 
 def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -90,8 +94,8 @@ def in_memory(tier: str, knobs: dict[str, Any]) -> dict[str, Any]:
 
 def prompt(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask `[batch, length]`; rows after the first are left padded by more and more."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 150, (batch, length), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    ids = torch.randint(3, 150, (batch, length), generator=generator, device="cpu")
     mask = torch.ones_like(ids)
     for row in range(1, batch):
         mask[row, : row * (length // 4)] = 0

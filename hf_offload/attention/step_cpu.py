@@ -65,7 +65,8 @@ class StepBuffers:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         with torch.inference_mode(False):  # no inference tensors, which cannot be written outside inference mode
-            self.out_tensor, self.lse_tensor = torch.empty(shape), torch.empty(shape[:2])
+            self.out_tensor = torch.empty(shape, dtype=torch.float32, device="cpu")
+            self.lse_tensor = torch.empty(shape[:2], dtype=torch.float32, device="cpu")
         self.query = np.empty(shape, np.float32)
         self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
         self._partials = [Partial(self.out, self.lse)]

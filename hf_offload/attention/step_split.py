@@ -229,7 +229,9 @@ class SplitStep(Step):
         """Return the CPU's tokens as a share of the budget (without one: of all tokens), fp32 `[]` or a float."""
         if self._ratio is None:
             part = running(plan)
-            self._ratio = torch.zeros((), device=self.query.device) if part is None else part.share(self)
+            self._ratio = (
+                torch.zeros((), device=self.query.device, dtype=torch.float32) if part is None else part.share(self)
+            )
         return self._ratio
 
     def share_of(self, host: Selection) -> torch.Tensor:
@@ -238,7 +240,9 @@ class SplitStep(Step):
         within: torch.Tensor | int = most
         if self.num_blocks < most:  # blocks may be fewer than the budget: a replay computes their number
             within = ((self.limits[0] + self.block_size - 1) // self.block_size).clamp(max=most)
-        ratio: torch.Tensor = host.counts.sum() / (within * self.store.batch * self.store.num_kv_heads)
+        ratio: torch.Tensor = host.counts.sum(dtype=torch.float32) / (
+            within * self.store.batch * self.store.num_kv_heads
+        )
         return ratio
 
     def compare(self, predicted: Selection, wanted: Selection) -> None:
@@ -246,7 +250,7 @@ class SplitStep(Step):
             return
         valid = torch.arange(wanted.blocks.shape[2], device=self.query.device) < wanted.counts[..., None]
         found = self._marks(predicted).gather(2, torch.where(valid, wanted.blocks, 0).long()) & valid
-        self.layer.count("overlap", found.sum() / valid.sum().clamp(min=1))
+        self.layer.count("overlap", found.sum(dtype=torch.float32) / valid.sum().clamp(min=1))
 
     def _marks(self, selection: Selection) -> torch.Tensor:
         """Return a selection as a mask over blocks, bool `[B, Hkv, N]`."""

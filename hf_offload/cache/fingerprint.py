@@ -53,7 +53,7 @@ def _spaced(weight: torch.Tensor, most: int) -> torch.Tensor | None:
         return None
     local = getattr(weight, "to_local", None)
     weight = (weight if local is None else local()).detach()
-    places = torch.linspace(0, max(weight.numel() - 1, 0), min(most, weight.numel()), dtype=torch.float64)
+    places = torch.linspace(0, max(weight.numel() - 1, 0), min(most, weight.numel()), dtype=torch.float64, device="cpu")
     return weight.reshape(-1)[places.long().to(weight.device)].cpu()
 
 

@@ -26,7 +26,7 @@ def row_numbers(what: str, index: Any, count: int, dtypes: tuple[torch.dtype, ..
     rows = index
     if not isinstance(index, torch.Tensor):  # what fails for a tensor is memory, not its kind
         try:
-            rows = torch.as_tensor(range(count)[index] if isinstance(index, slice) else index)
+            rows = torch.as_tensor(range(count)[index] if isinstance(index, slice) else index, device="cpu")
         except (TypeError, ValueError, RuntimeError):  # text, None, lists of unequal lengths
             raise TypeError(f"{what}: use row numbers or a bool mask, not {shown(index)}") from None
     rows = rows.detach().cpu()

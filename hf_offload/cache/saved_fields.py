@@ -262,9 +262,9 @@ def check_resident(layer: HybridLayer, block_of: torch.Tensor) -> None:
     newest = store.length // store.block_size  # the block that the next token is written into
     needed = policy.must_be_resident(layer, newest + 1)
     begins = torch.from_numpy(store.padding.sinks(0)[0])[:, None]  # blocks of padding before it may give up their slots
-    needed &= torch.arange(newest + 1) >= begins
+    needed &= torch.arange(newest + 1, device="cpu") >= begins
     needed[:, newest] = True
-    held = torch.zeros(store.batch, store.num_kv_heads, store.num_blocks + 3, dtype=torch.int32)
+    held = torch.zeros(store.batch, store.num_kv_heads, store.num_blocks + 3, dtype=torch.int32, device="cpu")
     held.scatter_add_(2, block_of.long() + 1, torch.ones_like(block_of))  # index 0 counts the free slots
     held = held[:, :, 1:]
     if (held > 1).any() or ((held[:, :, : newest + 1] == 0) & needed[:, None]).any():

@@ -32,7 +32,7 @@ def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None) -> None:
         store.sealed = full
         return
     if newest is None:
-        newest = torch.empty(store.batch, store.num_kv_heads, 0, store.head_dim, dtype=store.dtype)
+        newest = torch.empty(store.batch, store.num_kv_heads, 0, store.head_dim, dtype=store.dtype, device="cpu")
     start = store.length - newest.shape[2]
     packed = store.packed_on_arrival(start, store.length)
     if packed:  # digests of packed blocks are built from the packed keys

@@ -27,7 +27,7 @@ def row_tokens(
         length: tokens of the row.
     """
     size = pool.shape[3]
-    positions = (blocks.long()[:, None] * size + torch.arange(size)).reshape(-1)
+    positions = (blocks.long()[:, None] * size + torch.arange(size, device="cpu")).reshape(-1)
     record = pool[table.long()[blocks.long()], head].double()
     keep = (positions < length) & valid.bool()[positions.clamp(max=valid.shape[0] - 1)]
     return record[:, 0].reshape(-1, pool.shape[4])[keep], record[:, 1].reshape(-1, pool.shape[4])[keep]
@@ -46,7 +46,7 @@ def attend(
         softcap: c in score = c * tanh(score / c), or None.
     """
     if not len(keys):
-        return torch.zeros_like(query), torch.tensor(-math.inf, dtype=query.dtype), torch.zeros_like(query)
+        return torch.zeros_like(query), query.new_tensor(-math.inf), torch.zeros_like(query)
     scores = keys @ query * scale
     slope = torch.ones_like(scores)
     if softcap is not None:
@@ -95,7 +95,7 @@ def listed_scores(
 ) -> Tensor:
     """Return `scores` [B, Hq, C * block_size], float64, of `sparse_decode`; NaN where it writes none."""
     group, size = query.shape[1] // pool.shape[1], pool.shape[3]
-    scores = torch.full((*query.shape[:2], blocks.shape[2], size), math.nan, dtype=torch.float64)
+    scores = torch.full((*query.shape[:2], blocks.shape[2], size), math.nan, dtype=torch.float64, device="cpu")
     for b, heads in enumerate(query.double()):
         for hq, vector in enumerate(heads):
             for c in range(int(counts[b, hq // group])):
@@ -103,7 +103,7 @@ def listed_scores(
                 found = pool[int(table[b, n]), hq // group, 0].double() @ vector * scale
                 if softcap is not None:
                     found = softcap * torch.tanh(found / softcap)
-                positions = n * size + torch.arange(size)
+                positions = n * size + torch.arange(size, device="cpu")
                 seen = (positions < length) & valid[b, positions.clamp(max=valid.shape[1] - 1)].bool()
                 scores[b, hq, c] = torch.where(seen, found, -math.inf)
     return scores.flatten(2)
@@ -115,8 +115,8 @@ def tail_lse(
 ) -> Tensor:  # fmt: skip
     """Return lse [B, Hq], float64, of the tokens from `first_block` on: `digest_scores.tail_of_head`."""
     end = max(first_block, -(-length // pool.shape[3]))
-    blocks = torch.arange(first_block, end).expand(query.shape[0], pool.shape[1], -1)
-    counts = torch.full(blocks.shape[:2], end - first_block)
+    blocks = torch.arange(first_block, end, device="cpu").expand(query.shape[0], pool.shape[1], -1)
+    counts = torch.full(blocks.shape[:2], end - first_block, dtype=torch.int64, device="cpu")
     return sparse_decode(query, pool, table, blocks, counts, valid, length, scale=scale, softcap=softcap)[1]
 
 
@@ -125,7 +125,7 @@ def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
     def rounded(x: Tensor, axis: int) -> Tensor:
         x = torch.where(x.abs() < 3e38, x, 0.0).float()
-        part = x.abs().amax(axis, keepdim=True) * (1 / torch.tensor(127.0))
+        part = x.abs().amax(axis, keepdim=True) * (1 / torch.tensor(127.0, dtype=torch.float32, device="cpu"))
         bits = part.contiguous().view(torch.int32)
         scale = (((bits + 0xFFFF) >> 16) << 16).view(torch.float32)  # bfloat16, rounded up
         inverse = torch.where(scale > 0, 1 / scale, 0.0)
@@ -137,7 +137,7 @@ def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, Hkv, tokens, D] in the pool's dtype: `move_records.gather_tokens`."""
     size = pool.shape[3]
-    positions = torch.arange(first, first + tokens)
+    positions = torch.arange(first, first + tokens, device="cpu")
     blocks = pool[table.long()[:, positions // size], :, :, positions % size]  # [B, tokens, Hkv, 2, D]
     return blocks[:, :, :, 0].transpose(1, 2), blocks[:, :, :, 1].transpose(1, 2)
 

@@ -146,7 +146,7 @@ def _mean(k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 def _bounds(k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     drop = ~valid[:, None, :, None]
     high, low = k.masked_fill(drop, -torch.inf).amax(2), k.masked_fill(drop, torch.inf).amin(2)
-    return torch.cat([high, low], -1), torch.where(valid.any(-1), 0.0, -torch.inf)
+    return torch.cat([high, low], -1), valid.any(-1).float().log()  # 0 or −inf
 
 
 def _submeans_by_torch(

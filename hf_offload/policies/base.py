@@ -377,10 +377,10 @@ class Policy(ABC):
         """Return which of a layer's first `blocks` blocks must be resident in a step: bool `[B, blocks]`."""
         assert layer.store is not None
         wants = layer.requirements
-        needed = torch.zeros(layer.batch_size, blocks, dtype=torch.bool)
+        needed = torch.zeros(layer.batch_size, blocks, dtype=torch.bool, device="cpu")
         if wants.scored_on_host:
             low, high = (torch.from_numpy(end)[:, None] for end in layer.store.padding.sinks(wants.sinks))
-            number = torch.arange(blocks)
+            number = torch.arange(blocks, device="cpu")
             needed |= (number >= low) & (number < high)
             needed[:, max(layer.store.sealed - -(-wants.recent // layer.store.block_size), 0) :] = True
         return needed

@@ -98,7 +98,7 @@ class H2OState(LayerState):
         if self.kept is None:
             return {}
         found = {part.name: getattr(self.kept, part.name) for part in dataclasses.fields(Kept)}
-        return found | {name: torch.tensor(found[name]) for name in _INTEGERS}
+        return found | {name: torch.tensor(found[name], dtype=torch.int64, device="cpu") for name in _INTEGERS}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
         with torch.inference_mode(False):
@@ -180,7 +180,7 @@ class H2O(Policy):
         valid = torch.from_numpy(padding.valid[:, number] != 0) if padding.ragged else None
         if number > state.kept.taken:  # of layers that share keys and values the first adds it
             state.kept.take_in(*step.newest(), number, valid)
-        query = torch.as_tensor(step.query).to(state.kept.keys.device)
+        query = torch.as_tensor(step.query, device=state.kept.keys.device)
         return Plan((Partial(*state.kept.attend(query, step.scores)),))
 
     def _choose(self, step: Step) -> Kept:
@@ -196,8 +196,8 @@ class H2O(Policy):
         with torch.inference_mode(False):
             size = (*shape, places, store.head_dim)
             keys, values = (torch.zeros(size, dtype=store.dtype, device=store.device) for _ in range(2))
-            kept_score = torch.zeros(*shape, places, device=store.device)
-            position = torch.full((*shape, places), EMPTY, device=store.device)
+            kept_score = torch.zeros(*shape, places, device=store.device, dtype=torch.float32)
+            position = torch.full((*shape, places), EMPTY, device=store.device, dtype=torch.int64)
         most = best.indices.shape[-1]
         position[:, :, :most] = best.indices.masked_fill(best.values == -math.inf, EMPTY)
         kept_score[:, :, :most] = score.gather(2, best.indices)
@@ -212,8 +212,8 @@ class H2O(Policy):
 def _summed_weights(step: Step, count: int) -> torch.Tensor:
     """Return the attention weights of `count` tokens, summed over the prompt's last queries: fp32 `[B, Hkv, count]`."""
     last_queries, store = step.layer.last_queries, step.store
-    query = torch.as_tensor(step.query)[:, :, None] if last_queries is None else last_queries.values
-    query = query.to(store.device).float()
+    query = step.query[:, :, None] if last_queries is None else last_queries.values
+    query = torch.as_tensor(query, dtype=torch.float32, device=store.device)
     start, end = (count, count + 1) if last_queries is None else (last_queries.start, last_queries.end)
     last_key = torch.arange(start, end, device=store.device)  # the last token that each query attends
     valid = valid_tokens(step, count)
@@ -229,10 +229,10 @@ def _summed_weights(step: Step, count: int) -> torch.Tensor:
             seen = seen & valid[:, None, first:stop] & query_valid[..., None]
             yield first, stop, logits.masked_fill(~seen[:, None, None], -math.inf)
 
-    lse = torch.full((*grouped.shape[:2], 1, 1), -math.inf, device=store.device)
+    lse = torch.full((*grouped.shape[:2], 1, 1), -math.inf, device=store.device, dtype=torch.float32)
     for _, _, logits in tiles():
         lse = torch.logaddexp(lse, logits.logsumexp(-1))
-    score = torch.zeros(*grouped.shape[:2], count, device=store.device)
+    score = torch.zeros(*grouped.shape[:2], count, device=store.device, dtype=torch.float32)
     for first, stop, logits in tiles():
         score[:, :, first:stop] = (logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp().sum((2, 3))
     return score

@@ -51,7 +51,8 @@ class InfiniGenState(LayerState):
     def tensors(self) -> dict[str, torch.Tensor]:
         if self.basis is None or self.partial is None:
             return {}
-        return {"basis": self.basis, "partial": self.partial, "count": torch.tensor(self.count)}
+        count = torch.tensor(self.count, dtype=torch.int64, device="cpu")
+        return {"basis": self.basis, "partial": self.partial, "count": count}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
         self.cancelled()
@@ -140,7 +141,7 @@ class InfiniGen(Policy):
             self._add_partial_keys(state, new_key[:, :, None])
         key, value = fetch.arrive()
         own = valid_tokens(step, step.length)[:, -1, None, None].expand(*key.shape[:2], 1)
-        query = torch.as_tensor(step.query).to(key.device)
+        query = torch.as_tensor(step.query, device=key.device)
         out, lse, _ = attend(
             query, torch.cat((key, new_key[:, :, None]), 2), torch.cat((value, new_value[:, :, None]), 2),
             torch.cat((fetch.there, own), 2), step.scores,
@@ -156,7 +157,7 @@ class InfiniGen(Policy):
         assert state.basis is not None
         assert state.partial is not None
         shape = (*state.basis.shape[:2], -1, state.basis.shape[2])
-        query = torch.as_tensor(step.query).to(state.basis.device).view(shape) @ state.basis
+        query = torch.as_tensor(step.query, device=state.basis.device).view(shape) @ state.basis
         score = step.scores.of(query @ state.partial[:, :, :count].transpose(2, 3))
         score = score.masked_fill(~valid_tokens(step, count)[:, None, None], -math.inf)
         best = score.amax(-1, keepdim=True)
@@ -182,9 +183,9 @@ class InfiniGen(Policy):
     def _skew(self, step: Step, state: InfiniGenState) -> None:
         """Compute the directions in which a row's queries and keys are largest (section 4.3), and the partial keys."""
         last_queries, store, count = step.layer.last_queries, step.store, step.length - 1
-        query = torch.as_tensor(step.query)[:, :, None] if last_queries is None else last_queries.values
+        query = step.query[:, :, None] if last_queries is None else last_queries.values
         seen = valid_tokens(step, count)[:, last_queries.start : last_queries.end] if last_queries is not None else None
-        query = query.to(store.device).float()
+        query = torch.as_tensor(query, dtype=torch.float32, device=store.device)
         if not query.isfinite().all():
             raise ValueError(
                 f"the queries of layer {step.layer.index} are not finite (NaN or infinity), so infinigen finds no "
@@ -202,8 +203,10 @@ class InfiniGen(Policy):
             weight += (key.float().masked_fill(~valid_keys, 0.0) @ directions).abs().sum(2)
         best = weight.topk(self._channels(store.head_dim), -1).indices
         with torch.inference_mode(False):
-            basis = torch.zeros(*weight.shape, best.shape[-1], device=store.device)
-            partial = torch.zeros(*weight.shape[:2], _capacity(step.length), best.shape[-1], device=store.device)
+            basis, partial = (
+                torch.zeros(*weight.shape[:2], length, best.shape[-1], dtype=torch.float32, device=store.device)
+                for length in (weight.shape[2], _capacity(step.length))
+            )
         basis.copy_(directions.gather(3, best[:, :, None].expand(-1, -1, store.head_dim, -1)))
         state.basis, state.partial, state.count = basis, partial, 0
         for first, key, _ in step.earlier():

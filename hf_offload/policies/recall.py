@@ -94,7 +94,8 @@ class RecallClock:
                 )
             interval = intervals[layer]
         with torch.inference_mode(False):
-            return cls(interval, threshold, torch.zeros((), device=device), torch.full((), torch.nan, device=device))
+            since, ratio = (torch.full((), start, dtype=torch.float32, device=device) for start in (0.0, torch.nan))
+            return cls(interval, threshold, since, ratio)
 
     def reset(self) -> None:
         """Reset to the state after a recall."""

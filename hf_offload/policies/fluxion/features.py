@@ -95,7 +95,7 @@ class Moments:
     """Mean, variance, skewness and kurtosis of numbers that arrive in pieces, from their sums of powers in float64."""
 
     def __init__(self) -> None:
-        self.count: torch.Tensor | float = 0.0
+        self.count: torch.Tensor | int = 0
         self.sums: torch.Tensor | float = 0.0
 
     def add(self, values: torch.Tensor, valid: torch.Tensor) -> None:
@@ -108,8 +108,8 @@ class Moments:
 
     def mean_to_kurtosis(self) -> torch.Tensor:
         """fp32 `[B, H, 4]`: m, σ², E(x − m)³ / σ³, E(x − m)⁴ / σ⁴; the last two 0 where all values are equal."""
-        count = torch.as_tensor(self.count).clamp(min=1)[..., None]
-        first, second, third, fourth = (torch.as_tensor(self.sums) / count).unbind(-1)
+        assert isinstance(self.count, torch.Tensor), "no numbers were added"
+        first, second, third, fourth = (self.sums / self.count.clamp(min=1)[..., None]).unbind(-1)
         variance = (second - first.square()).clamp(min=0.0)
         cube = third - 3 * first * second + 2 * first**3
         fourth = fourth - 4 * first * third + 6 * first.square() * second - 3 * first**4

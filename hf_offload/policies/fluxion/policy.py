@@ -63,7 +63,7 @@ class FluxionState(SelectorState):
             return {}
         statistics = self.predictor.statistics
         found = {part.name: getattr(statistics, part.name) for part in dataclasses.fields(PromptStatistics)}
-        return {**found, "blocks": torch.tensor(self.blocks)}
+        return {**found, "blocks": torch.tensor(self.blocks, dtype=torch.int64, device="cpu")}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
         self.predictor, self.blocks = None, 0

@@ -164,10 +164,10 @@ class ConstantPredictor:
 
     def network(self) -> Network:
         """A network without hidden nodes: its outputs are the biases."""
-        count, none = len(FEATURES), torch.zeros(0)
-        bias = torch.tensor((self.budget0, self.slope, float(self.streaming)))
-        layers = ((torch.zeros(0, count), none), (torch.zeros(0, 0), none), (torch.zeros(3, 0), bias))
-        zeros = torch.zeros(count)
+        bias = torch.tensor((self.budget0, self.slope, float(self.streaming)), dtype=torch.float32, device="cpu")
+        count, none = len(FEATURES), bias[:0]
+        layers = (bias.new_zeros(0, count), none), (bias.new_zeros(0, 0), none), (bias.new_zeros(3, 0), bias)
+        zeros = bias.new_zeros(count)
         return pack_network((zeros, zeros, zeros, zeros), *layers, 0.5)
 
 
@@ -192,15 +192,14 @@ class HeadPredictor(nn.Module):
             raise ValueError(f"streaming_at={streaming_at} is no probability; use a number between 0 and 1")
         self.tau, self.digest, self.sinks, self.local = tau, digest, sinks, local
         self.streaming_at = streaming_at
-        self._logit = float(torch.logit(torch.tensor(streaming_at, dtype=torch.float64)))
+        self._logit = float(torch.logit(torch.tensor(streaming_at, dtype=torch.float64, device="cpu")))
         self._elsewhere: dict[torch.device, HeadPredictor] = {}
-        self.register_buffer("offset", torch.zeros(len(FEATURES)))
-        self.register_buffer("inverse", torch.ones(len(FEATURES)))
-        self.register_buffer("low", torch.full((len(FEATURES),), -LIMIT))
-        self.register_buffer("high", torch.full((len(FEATURES),), LIMIT))
-        self.first = nn.Linear(len(FEATURES), WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.outputs = nn.Linear(WIDTH, 3)
+        place: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        for name, start in (("offset", 0.0), ("inverse", 1.0), ("low", -LIMIT), ("high", LIMIT)):
+            self.register_buffer(name, torch.full((len(FEATURES),), start, **place))
+        self.first = nn.Linear(len(FEATURES), WIDTH, **place)
+        self.second = nn.Linear(WIDTH, WIDTH, **place)
+        self.outputs = nn.Linear(WIDTH, 3, **place)
 
     def standardise(self, features: torch.Tensor) -> None:
         """Take mean, deviation and range of every feature from those of the training set `[N, 41]`.

@@ -168,8 +168,8 @@ class DeviceTasks:
     def __init__(self, layer: HybridLayer, query: torch.Tensor) -> None:
         self._layer = weakref.ref(layer)  # which holds these
         with torch.inference_mode(False):
-            self.out = torch.zeros(query.shape, device=layer.device)
-            self.lse = torch.zeros(query.shape[:2], device=layer.device)
+            self.out = torch.zeros(query.shape, device=layer.device, dtype=torch.float32)
+            self.lse = torch.zeros(query.shape[:2], device=layer.device, dtype=torch.float32)
         self._stream: Any = None
         if layer.device.type == "cuda":
             self._stream = stream_for(TASKS, layer.device)

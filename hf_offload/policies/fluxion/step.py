@@ -100,7 +100,7 @@ def anchor_of(step: Step) -> torch.Tensor:
     """`[B, Hq, D]` fp32, the last query of the last append, or this step's where that was not kept."""
     if step.layer.last_queries is not None:
         return step.layer.last_queries.values[:, :, -1].contiguous()
-    return torch.as_tensor(step.query)
+    return torch.as_tensor(step.query, device=step.layer.device)
 
 
 def _sink_blocks(step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -201,7 +201,7 @@ def segments_of(step: Step, query: torch.Tensor) -> Segments:
         key, value = store.gather(first, last - first)
         valid = torch.from_numpy(padding.valid[:, first:last] != 0)
         if sinks is not None:
-            valid &= (torch.arange(first, last) < behind[:, None]) == sinks
+            valid &= (torch.arange(first, last, device="cpu") < behind[:, None]) == sinks
         return Tokens(key, value, valid.to(key.device))
 
     stride = max(tile // size, 1) * size
@@ -228,7 +228,8 @@ class HostBuffers:
         self.query = torch.from_numpy(query)
         self.selector = Selector(step.store, self.query, pin=False)
         with torch.inference_mode(False):
-            self.sink_out, self.sink_lse = torch.empty(query.shape), torch.empty(query.shape[:2])
+            self.sink_out = torch.empty(query.shape, dtype=torch.float32, device="cpu")
+            self.sink_lse = torch.empty(query.shape[:2], dtype=torch.float32, device="cpu")
         self._sinks = Partial(self.sink_out.numpy(), self.sink_lse.numpy())
         self._local = LocalBlocks()
 

@@ -124,7 +124,7 @@ class HGCA(Policy):
 
     def must_be_resident(self, layer: HybridLayer, blocks: int) -> torch.Tensor:
         mass = cast(TokenMass, layer.state)
-        return (torch.arange(blocks) >= mass.evicted).repeat(layer.batch_size, 1)
+        return (torch.arange(blocks, device="cpu") >= mass.evicted).repeat(layer.batch_size, 1)
 
     def plan(self, step: Step) -> Plan:
         """Algorithm 2: the window where it is, the retained tokens on the CPU."""

@@ -24,7 +24,9 @@ class ResidentMass:
         self.resident = resident
         store, size = resident.store, resident.store.block_size
         with torch.inference_mode(False):
-            self.average = torch.zeros((store.batch, average.shape[1], resident.slots, size), device=store.device)
+            self.average = torch.zeros(
+                (store.batch, average.shape[1], resident.slots, size), device=store.device, dtype=torch.float32
+            )
         there = torch.from_numpy(np.ascontiguousarray(average[:, :, first * size : store.num_blocks * size]))
         mine = self._grouped()
         source = there.to(self.average.device).view(*mine.shape[:3], store.num_blocks - first, size)

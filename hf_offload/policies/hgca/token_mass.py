@@ -559,8 +559,8 @@ class TokenMass(LayerState):
             "kept": torch.from_numpy(self.kept[:, :, :length]),
             "known": torch.from_numpy(self.known),
             "queries": torch.from_numpy(progress.queries),
-            "numbers": torch.tensor(numbers, dtype=torch.int64),
-            "room": torch.tensor(self.retained.table.shape[1]),
+            "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu"),
+            "room": torch.tensor(self.retained.table.shape[1], dtype=torch.int64, device="cpu"),
         }
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:

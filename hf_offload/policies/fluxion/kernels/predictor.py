@@ -97,7 +97,7 @@ def _room(*shape: Any) -> Array:
     """Zeros, aligned to a cache line; a tensor `[n]` as the last size is copied to their front."""
     given = shape[-1] if isinstance(shape[-1], torch.Tensor) else None
     with torch.inference_mode(False):
-        found: Array = torch.zeros(shape if given is None else shape[:-1]).numpy()
+        found: Array = torch.zeros(shape if given is None else shape[:-1], dtype=torch.float32, device="cpu").numpy()
     if given is not None:
         found[: len(given)] = given.detach().float().cpu().numpy()
     return found

@@ -89,7 +89,7 @@ def fit_predictor(
     needed = budgets[budgets.amax(1) > 0]
     if not len(needed):
         raise ValueError(f"no head of the samples needs the host for tau={tau:g}: nothing to learn; lower tau")
-    generator = torch.Generator().manual_seed(fitting.seed)
+    generator = torch.Generator("cpu").manual_seed(fitting.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fitting.seed)
         made = HeadPredictor(tau=tau, digest=digest, sinks=sinks, local=local, streaming_at=fitting.streaming_at)
@@ -101,7 +101,7 @@ def fit_predictor(
     best, least, epochs = copy.deepcopy(made.state_dict()), torch.inf, 0
     with tqdm(total=fitting.epochs, unit="epoch", desc=f"tau {tau:g}", disable=not progress) as bar:
         for epoch in range(1, fitting.epochs + 1):
-            for index in torch.split(torch.randperm(len(features), generator=generator), fitting.batch):
+            for index in torch.split(torch.randperm(len(features), generator=generator, device="cpu"), fitting.batch):
                 optimizer.zero_grad()
                 _loss(made(features[index]), budgets[index], scale).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
@@ -127,7 +127,7 @@ class _Scale:
     """
 
     def __init__(self, needed: torch.Tensor, fitting: Fitting) -> None:
-        steps = torch.tensor(GRANULARITIES, device=needed.device).log2()
+        steps = torch.tensor(GRANULARITIES, device=needed.device, dtype=torch.float32).log2()
         self.steps, self.under, self.first = steps, fitting.under, 1 if fitting.fit == "online" else 0
         self.deviation = float(needed.std().clamp(min=1e-4))
         self.factors = torch.stack((torch.ones_like(steps[0]), 1 / steps.mean())) * self.deviation
@@ -148,7 +148,7 @@ class _Scale:
 def _loss(out: torch.Tensor, budgets: torch.Tensor, scale: _Scale) -> torch.Tensor:
     streaming = budgets.amax(1) == 0
     error = ((scale.line(out) - budgets) / scale.deviation)[:, scale.first :]
-    squares = error.square() * torch.where(error < 0, scale.under, 1.0)
+    squares = torch.where(error < 0, scale.under * error.square(), error.square())
     line = (squares.mean(1) * ~streaming).mean()
     return line + nn.functional.binary_cross_entropy_with_logits(out[:, 2], streaming.float())
 
@@ -159,4 +159,4 @@ def _mean_loss(made: HeadPredictor, features: torch.Tensor, budgets: torch.Tenso
         for x, y in zip(torch.split(features, _MEASURED), torch.split(budgets, _MEASURED), strict=True):
             yield _loss(made(x), y, scale) * len(x)
 
-    return float(sum(parts(), torch.zeros(()))) / len(features)
+    return float(sum(parts(), torch.zeros((), dtype=torch.float32, device="cpu"))) / len(features)

@@ -139,7 +139,8 @@ def _needed(
     top = torch.cat((base[:, None], lse), 1).amax(1)
     weight, mass = (lse - top[:, None]).exp(), (base - top).exp()
     moment, tokens, total = out * mass[:, None], torch.zeros_like(mass), sizes.sum(1).clamp(min=1)
-    shares = torch.where(torch.linalg.vector_norm(out - full, dim=-1)[:, None] <= limit, 0.0, torch.inf)
+    shares = torch.full_like(limit, torch.inf)
+    shares.masked_fill_(torch.linalg.vector_norm(out - full, dim=-1)[:, None] <= limit, 0.0)
     order = scores.argsort(dim=1, descending=True, stable=True)
     start, width = 0, _FIRST
     while start < count:

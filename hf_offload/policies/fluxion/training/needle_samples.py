@@ -140,7 +140,7 @@ def ask(
         for at, piece in zip(sorted((draw.randint(low, high) for _ in pieces), reverse=True), pieces, strict=True):
             stretch[at:at] = piece
         made += [*stretch, *question, *ids(asked.answer), *frame.after]
-    return torch.tensor([made[: len(text)]])
+    return torch.tensor([made[: len(text)]], dtype=torch.int64, device="cpu")
 
 
 def _owners(draw: random.Random) -> Iterator[str]:

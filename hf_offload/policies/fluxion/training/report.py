@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def quality(predictor: Predictor, features: torch.Tensor, budgets: torch.Tensor,
     right = float((found.streaming & streaming).sum())
     rows = {}
     for number, size in enumerate(GRANULARITIES[1:], 1):
-        line = found.budget0 + found.slope * torch.tensor(float(size)).log2()
+        line = found.budget0 + found.slope * math.log2(size)
         predicted = torch.where(found.streaming, 0.0, line.clamp(0, 1))
         error = predicted - budgets[:, number]
         rows[str(size)] = {

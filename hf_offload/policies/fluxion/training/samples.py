@@ -146,13 +146,13 @@ class Sampling:
 
         asked: whether answers follow the prompts: half of the steps are drawn from the first tokens behind each.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         found = {}
         for length in range(self.interval, tokens - self.steps + 1, self.interval):
             room = min(self.interval, tokens - length)
             near = min(_ANSWER, room // 2) if asked else 0
-            early = torch.randperm(near, generator=generator)[: self.steps // 2]
-            late = near + torch.randperm(room - near, generator=generator)[: self.steps - len(early)]
+            early = torch.randperm(near, generator=generator, device="cpu")[: self.steps // 2]
+            late = near + torch.randperm(room - near, generator=generator, device="cpu")[: self.steps - len(early)]
             found[length] = sorted((length + torch.cat((early, late))).tolist())
         return found
 
@@ -276,4 +276,4 @@ def _sealed(digest: str, key: torch.Tensor) -> DigestStore:
 
 def _tiles(key: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for part in torch.split(key, _TILE, 2):
-        yield part, torch.ones(1, part.shape[2], dtype=torch.bool)
+        yield part, torch.ones(1, part.shape[2], dtype=torch.bool, device="cpu")

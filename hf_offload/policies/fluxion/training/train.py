@@ -76,8 +76,9 @@ def cut_windows(texts: Sequence[Sequence[int]], context: int, most: int) -> Wind
         count = min(len(ids) // context, most)
         if not count:
             raise ValueError(f"a text has {len(ids)} tokens, fewer than context={context}; use longer texts or less")
-        starts = torch.linspace(0, len(ids) - context, count).long().tolist()
-        cut.append([Window(torch.tensor([ids[start : start + context]]), number) for start in starts])
+        starts = torch.linspace(0, len(ids) - context, count, dtype=torch.float32, device="cpu").long().tolist()
+        windows = [torch.tensor([ids[i : i + context]], dtype=torch.int64, device="cpu") for i in starts]
+        cut.append([Window(window, number) for window in windows])
     kept = [max(len(part) // 4, 1) if len(part) > 1 else 0 for part in cut]
     if not any(kept):
         kept[-1] = len(cut[-1])
@@ -103,7 +104,8 @@ def ask_again(windows: Windows, most: int, tokenizer: PreTrainedTokenizerBase, s
     chosen = set()
     for text in {one.text for one in windows.every}:
         mine = [number for number, one in enumerate(windows.every) if one.text == text]
-        chosen |= {mine[int(i)] for i in torch.linspace(0, len(mine) - 1, min(most, len(mine)))}
+        numbers = torch.linspace(0, len(mine) - 1, min(most, len(mine)), dtype=torch.float32, device="cpu")
+        chosen |= {mine[int(i)] for i in numbers}
     first, local = sampling.sinks, sampling.local + 2 * BLOCK
 
     def asked(part: list[Window], before: int) -> list[Window]:

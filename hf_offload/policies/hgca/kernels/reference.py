@@ -18,7 +18,7 @@ def move_averages(
     new = average.double().clone()
     total = lse.double()[..., None]
     weights = torch.where(total == -math.inf, 0.0, torch.exp(scores.double()[..., : length - first] - total))
-    age = torch.arange(length - first, 0, -1, dtype=torch.float64)
+    age = torch.arange(length - first, 0, -1, dtype=torch.float64, device="cpu")
     if share is None:
         rate = (1 / age).clamp(min=alpha)
         moved = (1 - rate) * new[..., first:length] + rate * weights
@@ -51,7 +51,7 @@ def query_scores(
     scores = query.double() @ grouped.transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    positions, at = torch.arange(first, stop), start + torch.arange(query.shape[2])
+    positions, at = torch.arange(first, stop, device="cpu"), start + torch.arange(query.shape[2], device="cpu")
     seen = (positions <= at[:, None]) & valid[:, None, first:stop].bool() & valid[:, at, None].bool()
     return torch.where(seen[:, None], scores, -math.inf)
 
@@ -74,8 +74,8 @@ def weigh_tokens(
     """
     total = lse.double()[..., None]
     weights = torch.where((scores == -math.inf) | (total == -math.inf), 0.0, torch.exp(scores - total))
-    at = start + torch.arange(scores.shape[2])
-    weights = torch.where(torch.arange(first, stop) + skipped <= at[:, None], weights, 0.0)
+    at = start + torch.arange(scores.shape[2], device="cpu")
+    weights = torch.where(torch.arange(first, stop, device="cpu") + skipped <= at[:, None], weights, 0.0)
     joined = weights.amax(2) if coefficient is None else torch.einsum("q,bhqt->bht", coefficient.double(), weights)
     new = average.double().clone()
     new[..., first:stop] = torch.where(valid[:, None, first:stop] == 0, 0.0, joined)
@@ -98,6 +98,6 @@ def mark_retained(
     batch, query_heads, _ = average.shape
     grouped = average[..., first:stop].double().reshape(batch, kv_heads, query_heads // kv_heads, stop - first)
     joined = grouped.amax(2) if rule == "any" else grouped.mean(2)
-    old = torch.arange(first, stop) < border
+    old = torch.arange(first, stop, device="cpu") < border
     bar = torch.where(old, threshold_old[:, None], threshold_new[:, None]).double()
     return (joined > bar[:, None]) & valid[:, None, first:stop].bool()

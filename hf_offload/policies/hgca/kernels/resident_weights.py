@@ -99,8 +99,8 @@ def _by_torch(
 ) -> None:  # fmt: skip
     batch, heads, slots_there, _, size, _ = pool.shape
     position, seen = seen_tokens(blocks, counts, limits, valid, size)
-    age = (limits[0] - position[:, :, None]).clamp(min=1)
-    rate = (1 / age).clamp(min=alpha) if share is None else torch.where(age > after, share, 0.0)
+    age = (limits[0] - position[:, :, None]).clamp(min=1).float()
+    rate = (1 / age).clamp(min=alpha) if share is None else (age > after).float() * share
     k = gather_slots(pool, slots, seen)[:, :, :, 0].flatten(2, 3)
     scores = scores_by_torch(query, k, seen.flatten(2), scale, softcap)
     weights = (scores - lse.view(batch, heads, -1, 1)).exp().view(batch, heads, -1, slots.shape[2], size)

@@ -1,0 +1,147 @@
+"""torch's default dtype and device: the package makes no tensor that depends on them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from defaults import default
+from test_exactness import BLOCK, FOUR_BLOCKS, POLICIES, assert_equal, decode_logits, knobs_of
+from tiny import in_memory, prompt, tiny_model
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_offload
+
+PACKAGE = Path(hf_offload.__file__).parent
+DEFAULTS = ("float16", "bfloat16", "float64", "meta")
+"""Default dtypes, and a default device on which no value can be read."""
+
+# --- the rule --------------------------------------------------------------------------------------------------------
+
+WHOLE = {"arange", "randperm"}  # int64 for whole numbers, whatever the default
+OF_AN_ARGUMENT = {"as_tensor", "asarray"}  # their dtype is that of what they are given
+FACTORIES = WHOLE | OF_AN_ARGUMENT | {
+    "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
+    "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
+
+
+def missing(call: ast.Call) -> set[str]:
+    """Which of dtype and device a call does not state, if it makes a tensor or a layer of a network."""
+    path = ast.unparse(call.func).split(".")
+    stated = {keyword.arg for keyword in call.keywords}
+    if None in stated:  # **options
+        return set()
+    if path[:-1] == ["torch"] and path[-1] in FACTORIES:
+        return ({"device"} if path[-1] in WHOLE | OF_AN_ARGUMENT else {"dtype", "device"}) - stated
+    made = path[:-1] == ["nn"] and path[-1][0].isupper() and path[-1] not in ("Module", "ModuleList")
+    return {"dtype", "device"} - stated if made else set()
+
+
+def test_every_tensor_says_its_dtype_and_device() -> None:
+    for source, wants in (("torch.zeros(3)", 2), ("torch.arange(3)", 1), ("nn.Linear(1, 2)", 2), ("a.zeros(3)", 0)):
+        (call,) = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+        assert len(missing(call)) == wants
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and missing(node):
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {', '.join(sorted(missing(node)))}")
+    assert not found
+
+
+# --- what a step makes -----------------------------------------------------------------------------------------------
+
+
+class Watch(TorchFunctionMode):
+    """Records the lines of the package that make a tensor of a dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.lines = dtype, set[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple) else (found,):
+            if isinstance(each, torch.Tensor) and each.dtype is self.dtype:
+                frame: Any = sys._getframe(1)
+                while frame is not None and os.sep + "torch" + os.sep in frame.f_code.co_filename:
+                    frame = frame.f_back
+                if frame is not None and str(PACKAGE) in frame.f_code.co_filename:
+                    self.lines.add(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return found
+
+
+CASES = [
+    (policy, tier)
+    for policy in POLICIES
+    for tier in ("one", "split")
+    if not (policy in ("scout-select", "scout-all") and tier == "one")  # scout-off
+]
+
+
+def make(model: PreTrainedModel, policy: str, tier: str) -> hf_offload.HybridCache:
+    name, knobs = knobs_of(policy)
+    extra = FOUR_BLOCKS if tier == "split" else {}
+    return hf_offload.HybridCache(
+        model, name, tier=tier, block_size=BLOCK, prefill_tile=32, **(extra | in_memory(tier, knobs))
+    )
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[PreTrainedModel, tuple[torch.Tensor, torch.Tensor]]:
+    """A model, and full attention's tokens and logits."""
+    stock = tiny_model("llama", "sdpa")
+    return tiny_model("llama"), decode_logits(stock, DynamicCache(config=stock.config), *prompt(3, 75), 17, 20)
+
+
+@pytest.mark.parametrize(("policy", "tier"), CASES)
+def test_no_tensor_of_the_default_dtype(
+    llama: tuple[PreTrainedModel, tuple[torch.Tensor, torch.Tensor]], policy: str, tier: str
+) -> None:
+    """Nothing of a float32 model's cache is float16 because that is the default: quotients of counts, say."""
+    model, want = llama
+    with default("float16"), Watch(torch.float16) as watch:
+        cache = make(model, policy, tier)
+        got = decode_logits(model, cache, *prompt(3, 75), 17, 20)
+        cache.stats()
+        cache.crop(-5)
+        cache.fork()
+    assert not watch.lines
+    assert_equal(got, want)
+
+
+@pytest.mark.parametrize("name", DEFAULTS[1:])
+@pytest.mark.parametrize(
+    ("policy", "tier"), [(policy, tier) for policy, tier in CASES if policy in ("scout-off", "h2o")]
+)
+def test_other_defaults(
+    llama: tuple[PreTrainedModel, tuple[torch.Tensor, torch.Tensor]], policy: str, tier: str, name: str
+) -> None:
+    model, want = llama
+    with default(name):
+        assert_equal(decode_logits(model, make(model, policy, tier), *prompt(3, 75), 17, 20), want)
+
+
+# --- suites under other defaults -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ["tests/test_exactness.py", "tests/test_released.py"])
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_suites_under_other_defaults(suite: str, name: str) -> None:
+    environment = os.environ | {"HF_OFFLOAD_TEST_DEFAULT": name}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", suite]
+    if name == "meta":  # Transformers' own layers with a window make a tensor on the default device
+        command += ["-k", "not gemma3"]
+    ended = subprocess.run(command, cwd=PACKAGE.parent, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    assert int(re.search(r"(\d+) passed", ended.stdout)[1]) > 4
