@@ -90,7 +90,8 @@ class HybridCache(Cache):
         ValueError: a value that is not allowed, or a model that this cache does not support.
     """
 
-    is_hybrid_offload = True
+    layer_type = HybridLayer
+    """What hooks know a cache of theirs by: after the package was imported again, both imports' hooks may be there."""
 
     def __init__(
         self,

@@ -124,11 +124,15 @@ def test_no_tensor_of_the_default_dtype(
     ("policy", "tier"), [(policy, tier) for policy, tier in CASES if policy in ("scout-off", "h2o")]
 )
 def test_other_defaults(
-    llama: tuple[PreTrainedModel, tuple[torch.Tensor, torch.Tensor]], policy: str, tier: str, name: str
+    llama: tuple[PreTrainedModel, tuple[torch.Tensor, torch.Tensor]], policy: str, tier: str, name: str, tmp_path: Path
 ) -> None:
     model, want = llama
     with default(name):
-        assert_equal(decode_logits(model, make(model, policy, tier), *prompt(3, 75), 17, 20), want)
+        cache = make(model, policy, tier)
+        assert_equal(decode_logits(model, cache, *prompt(3, 75), 17, 20), want)
+        cache.save(tmp_path / "cache")
+        kept, loaded = cache.to_dynamic(), hf_offload.HybridCache.load(tmp_path / "cache", model).to_dynamic()
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(kept.layers, loaded.layers, strict=True))
 
 
 # --- suites under other defaults -------------------------------------------------------------------------------------

@@ -194,9 +194,9 @@ CACHE_NAMES = ("past_key_values", "cache")
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the `HybridCache` among a forward's arguments, whatever its name, or None."""
+    """Return the `HybridCache` among a forward's arguments, whatever its name, or None; not one of another import."""
     for value in (*map(kwargs.get, CACHE_NAMES), *kwargs.values(), *args):
-        if getattr(value, "is_hybrid_offload", False):
+        if getattr(value, "layer_type", None) is HybridLayer:
             return value
     return None
 

@@ -151,6 +151,11 @@ def _attend(
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = first_mask(module, query, key, attention_mask)
         return _attend_stock(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if type(layer) is not HybridLayer:
+        raise ValueError(
+            "this HybridCache was made before hf_offload was imported again, which replaced the attention function; "
+            "make a new cache (and call hf_offload.enable(model) again, if the model was enabled)"
+        )
     scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
     dense = attention_mask is not None and attention_mask.ndim == 4
     batch, _, length, _ = query.shape
