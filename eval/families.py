@@ -27,7 +27,7 @@ from tqdm import tqdm
 import common
 from walk import configs, page
 
-PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+PAGE, RESULTS = Path(__file__).parent.parent / "docs" / "models.md", common.RESULTS / "families.csv"
 
 
 class Helper:
@@ -124,8 +124,11 @@ def main(
     types: Annotated[str | None, typer.Option(help="Comma-separated; all by default.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Types that are compared at once.")] = 2,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that a type may take.")] = 300.0,
-    out: common.OutOption = common.RESULTS / "families.csv",
-    markdown: Annotated[Path | None, typer.Option(help="The page of results [default: docs/models.md].")] = None,
+    out: common.OutOption = RESULTS,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(help="The page of results [default: docs/models.md, for all types and the usual CSV]."),
+    ] = None,
 ) -> None:
     """Compare every model type with eager attention."""
     known = [*configs.causal_types(), *configs.multimodal_types()]
@@ -142,7 +145,7 @@ def main(
     bad = [row for row in results if row["status"] in ("wrong", "error")]
     for row in bad:
         print(f"{row['model_type']}: {row['status']}: {row['message']}")
-    if not named or markdown:
+    if markdown or (not named and out == RESULTS):
         target = markdown or PAGE
         target.write_text(page.render(results, set(configs.causal_types())), encoding="utf-8")
         print(f"wrote {target.name}")

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_offload.attention.model_support import brings_weights, check_whole, hook_of, leave_hooks
+from hf_offload.cache.memory import is_shortage
 from hf_offload.cache.torch_modes import uncompiled
 
 PROBING: set[int] = set()
@@ -205,5 +206,8 @@ def _equals_query(adapter: Adapter, hidden: torch.Tensor, kwargs: dict[str, Any]
     try:
         with torch.no_grad():
             return torch.equal(adapter(hidden, kwargs), query)
-    except (KeyError, TypeError, ValueError, RuntimeError):  # not a layer of the Llama kind
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # not a layer of the Llama kind
+        # A shape that does not fit is a plain RuntimeError of torch; a device's fault is of a class below it.
+        if isinstance(error, RuntimeError) and (type(error) is not RuntimeError or is_shortage(error)):
+            raise
         return False

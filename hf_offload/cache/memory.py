@@ -47,12 +47,12 @@ def memory_for(what: str, lower: str, nbytes: int | None = None) -> Iterator[Non
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(f"no device memory left for {what}{size}; {lower}. {error}") from error
     except (MemoryError, OSError, RuntimeError) as error:
-        if isinstance(error, HostMemoryError) or not _is_shortage(error):
+        if isinstance(error, HostMemoryError) or not is_shortage(error):
             raise
         raise HostMemoryError(f"no host memory left for {what}{size}; {lower}. {error}") from error
 
 
-def _is_shortage(error: BaseException) -> bool:
+def is_shortage(error: BaseException) -> bool:
     """Whether an error of Python, the system or torch means that the host is out of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM

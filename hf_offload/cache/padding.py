@@ -21,6 +21,8 @@ class Padding:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.revision = 0
+        """Incremented whenever the validity of earlier tokens changes; not by `reset`, after which there are none."""
         self.reset()
 
     def reset(self) -> None:
@@ -35,8 +37,6 @@ class Padding:
         """A copy of the last long mask on a device, with the `version` that it belongs to."""
         self.dense = False
         self._sinks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.revision = getattr(self, "revision", 0) + 1
-        """Incremented whenever the validity of earlier tokens changes."""
         self.version = getattr(self, "version", 0) + 1
         """Incremented on every change."""
         self.changed_block = 0

@@ -110,6 +110,10 @@ class Launch:
         """Whether the launch is large enough to run on a team of threads."""
         return self.cost >= SHARE_BYTES and self.tasks > 1
 
+    def arg(self, name: str) -> Any:
+        """An argument by the name of the kernel's parameter, as it was given to the launch."""
+        return self.args[self.kernel.names.index(name) - 2]  # type: ignore[attr-defined]
+
     def word(self, name: str) -> tuple[memoryview, int]:
         """The location of a scalar argument: the launch's int64 words, and the index into them."""
         return self.bound.words, self.bound.offsets[self.kernel.names.index(name)]  # type: ignore[attr-defined]
@@ -171,7 +175,7 @@ class LaunchSequence:
             counters = launch.counters
             row[:] = (
                 *launch.address, launch.ticket.ctypes.data, launch.tasks, launch.shared,
-                0 if counters is None else counters.ctypes.data, 0 if counters is None else len(counters),
+                0 if counters is None else counters.ctypes.data, 0 if counters is None else len(counters), launch.dealt,
             )  # fmt: skip
         self._address = self._rows.ctypes.data
         self._shared = any(launch.shared for launch in self.launches)
@@ -194,8 +198,8 @@ class LaunchSequence:
             self.launches[undone].check()
 
 
-_ENTRY, _PLACE, _TICKET, _TASKS, _SHARED, _COUNTERS, _COUNT = range(7)
-_WIDTH = 7
+_ENTRY, _PLACE, _TICKET, _TASKS, _SHARED, _COUNTERS, _COUNT, _DEALT = range(8)
+_WIDTH = 8
 _ALL_DONE = -1
 
 
@@ -256,7 +260,7 @@ def _run_all(rows: int, count: int, runtime: int, threads: int) -> int:
         else:
             put_word(ticket + 16, 1)
             call_entry(entry, place)
-        if _number(ticket, 1) != _number(row, _TASKS):
+        if _number(ticket, 1) != (_number(ticket, 0) if _number(row, _DEALT) != 0 else _number(row, _TASKS)):
             return i
     return _ALL_DONE
 

@@ -93,7 +93,7 @@ class Plan:
 
         Raises:
             TypeError: an item of `partials` is none, or `until` is no integer.
-            ValueError: `partials` is empty.
+            ValueError: `partials` is empty, or `until` is negative.
         """
         self.partials = tuple(self.partials)
         if not self.partials:
@@ -108,6 +108,8 @@ class Plan:
                 )
         if not isinstance(self.until, int):
             raise TypeError(f"Plan.until={shown(self.until)} is not a number of blocks")
+        if self.until < 0:
+            raise ValueError(f"Plan.until={self.until} is negative; use 0 for a plan that serves its own step alone")
 
 
 class LayerState:

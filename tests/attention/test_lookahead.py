@@ -48,6 +48,33 @@ def record_step(model: PreTrainedModel, cache: Any, monkeypatch: pytest.MonkeyPa
     return inputs, queries
 
 
+@pytest.mark.parametrize(
+    ("error", "surfaces"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (KeyError("position_embeddings"), False),
+    ],
+    ids=["device memory", "host memory", "shapes", "names"],
+)
+def test_a_fault_is_not_taken_for_another_kind_of_layer(
+    error: Exception, surfaces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def adapter(*_: Any) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(lookahead, "make_adapter", lambda layer: adapter)
+    model, knobs = tiny_model("llama"), {"budget": 64, "sinks": 16, "recent": 0, "tier": "split", "block_size": 16}
+    cache = HybridCache(model, "scout", lookahead="select", **knobs)
+    if surfaces:
+        with pytest.raises(type(error), match="memory"):
+            decode_logits(model, cache, *prompt(1, 40), None, 2)
+        return
+    decode_logits(model, cache, *prompt(1, 40), None, 2)
+    assert all(predictor.adapter is None for predictor in cache._attachment.predictors)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_capture_and_adapter_give_the_real_query(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)

@@ -16,6 +16,22 @@ def test_unknown_types_are_refused():
     assert "nonesuch" in result.output
 
 
+@pytest.mark.parametrize("given", ["--out", "--markdown"])
+def test_a_walk_that_goes_elsewhere_leaves_the_page_alone(given, monkeypatch, tmp_path):
+    """`docs/models.md` is made of the usual CSV alone."""
+    kept = tmp_path / "page.md"
+    monkeypatch.setattr(families, "PAGE", kept)
+    row = {"model_type": "a", "status": "refused", "model": "A", "message": "ValueError: A has no layer"}
+    monkeypatch.setattr(families, "walk", lambda types, rows, here, *rest: rows.update(a=row | here))
+    options = ["--out", str(tmp_path / "some.csv")]
+    if given == "--markdown":
+        options += ["--markdown", str(tmp_path / "other.md")]
+    result = CliRunner().invoke(common.command(families.main), options)
+    assert result.exit_code == 0, result.output
+    assert not kept.exists()
+    assert (tmp_path / "other.md").exists() == (given == "--markdown")
+
+
 def _die(pipe):
     if pipe.recv() == "hangs":
         pipe.recv()

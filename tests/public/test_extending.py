@@ -228,6 +228,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "None": (lambda step: hf_offload.Plan((None,)), TypeError, "holds a NoneType"),  # type: ignore[arg-type]
     "a selection": (lambda step: hf_offload.Plan((step.recent(2),)), TypeError, "holds a Selection"),
     "until": (lambda step: hf_offload.Plan(step.attend(step.recent(2)), until="x"), TypeError, "until='x'"),
+    "until, below 0": (lambda step: hf_offload.Plan(step.attend(step.recent(2)), until=-5), ValueError, "until=-5"),
     "shape": (flat, ValueError, "has shapes"),
     "no tensors": (lambda step: hf_offload.Plan((hf_offload.Partial(None, None),)), TypeError, "tensors or arrays"),
     "an array of objects": (
@@ -307,6 +308,67 @@ def test_an_lse_of_ones_own_counts(llama: PreTrainedModel, method: Any) -> None:
     for place in (0, 1):  # known beforehand, beside an `out` that no launch has filled yet
         cache = planning(llama, method, "one", partial(given, place=place, lses=lses))
         torch.testing.assert_close(feed(llama, cache, ids, 100, 101), want, atol=1e-5, rtol=1e-5)
+
+
+@tiers
+@pytest.mark.parametrize("others", ["attended", "nothing attended"])
+def test_an_lse_that_is_nan_is_never_left_out(llama: PreTrainedModel, method: Any, tier: str, others: str) -> None:
+    """The merge may not take it for the share of no token; whether it does could depend on the other partials."""
+
+    def plan(step: Any) -> hf_offload.Plan:
+        shape = (1, step.query.shape[1], step.store.head_dim)
+        nan, none = (
+            hf_offload.Partial(torch.zeros(shape), torch.full(shape[:2], value)) for value in (torch.nan, -torch.inf)
+        )
+        others_are = step.attend(step.all_blocks()) if others == "attended" else (none, none)
+        return hf_offload.Plan((*others_are, nan))
+
+    assert feed(llama, planning(llama, method, tier, plan), prompt(1, 101)[0], 100, 101).isnan().all()
+
+
+@tiers
+@pytest.mark.parametrize("way", ["first", "after reset", "after a crop to nothing", "after a forward that failed"])
+def test_no_padding_no_event(llama: PreTrainedModel, method: Any, tier: str, way: str) -> None:
+    """`padding_changed` is told when older tokens became valid or invalid; before a first prompt there are none."""
+    told: list[tuple[int, int]] = []
+
+    class Noting(hf_offload.LayerState):
+        def padding_changed(self, layer: Any, block: int) -> None:
+            told.append((layer.index, block))
+
+    class Noted(method):  # type: ignore[misc]
+        def new_state(self, layer: Any) -> Any:
+            return Noting()
+
+        def plan(self, step: Any) -> hf_offload.Plan:
+            return hf_offload.Plan(step.attend(step.all_blocks()))
+
+    ids, mask = prompt(1, 60)[0], torch.ones(1, 60, dtype=torch.long)
+    cache = HybridCache(llama, Noted(), **KNOBS[tier])
+    if way == "after reset":
+        feed(llama, cache, ids, 0, 50, 50)
+        cache.reset()
+    elif way == "after a crop to nothing":
+        feed(llama, cache, ids, 0, 50, 50)
+        cache.crop(-50)
+    elif way == "after a forward that failed":
+        with pytest.raises(IndexError):
+            feed(llama, cache, torch.full((1, 50), 10**6), 0, 50, 50)
+        with llama.model.layers[2].mlp.register_forward_pre_hook(fail), pytest.raises(ArithmeticError):
+            feed(llama, cache, ids, 0, 50, 50)
+    for stop in (50, 51, 52):
+        with torch.no_grad():
+            model_ids = ids[:, cache.get_seq_length() : stop]
+            llama(model_ids, attention_mask=mask[:, :stop], past_key_values=cache)
+    assert told == []
+    mask[:, :20] = 0
+    with torch.no_grad():
+        llama(ids[:, 52:53], attention_mask=mask[:, :53], past_key_values=cache)
+    assert told == [(index, 0) for index in range(4)]
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError("no luck")
 
 
 @pytest.mark.parametrize(

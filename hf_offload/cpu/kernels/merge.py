@@ -23,8 +23,8 @@ def join_kernel(
             break
         for h in range(heads):
             peak = max(lse[b, h], max(one_lse[b, h], two_lse[b, h]))
-            if peak == -np.inf:
-                continue
+            if lse[b, h] == -np.inf and one_lse[b, h] == -np.inf and two_lse[b, h] == -np.inf:
+                continue  # the peak alone does not tell: `max` may skip a NaN, which must spread
             mine, one, two = math.exp(lse[b, h] - peak), math.exp(one_lse[b, h] - peak), math.exp(two_lse[b, h] - peak)
             total = mine + one + two
             here = address_of(out[b, h])
@@ -50,7 +50,7 @@ def join_parts(out: Array, lse: Array, one: tuple[Array, Array], two: tuple[Arra
 
     Args:
         out, lse: float32 [B, Hq, D], D a multiple of 16, and [B, Hq], natural log; overwritten with the result.
-        one, two: (out, lse) of the two other partials; where lse is −inf, out is ignored.
+        one, two: (out, lse) of the two other partials; where lse is −inf, out is ignored; a NaN in lse spreads.
 
     Raises:
         ValueError: shapes that contradict each other or a size that the kernel does not cover.

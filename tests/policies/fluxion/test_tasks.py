@@ -12,7 +12,7 @@ from pools import Case, bits, make_case, run
 
 from hf_offload.cpu.kernels.digest_scores import Digest, vectors
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.launch import Launch, LaunchSequence
 from hf_offload.policies.fluxion.kernels.scheduler import TaskLists, make_task_lists, take_task, whole_tasks
 from hf_offload.policies.fluxion.kernels.selector import Budgets, rank_tasks, retrieve_blocks
 
@@ -103,6 +103,29 @@ def test_what_another_hand_takes_is_left_alone() -> None:
     assert work.counts[b, h] == 0
     assert (work.lse[b, h * GROUP : (h + 1) * GROUP] == -np.inf).all()
     assert (work.lse > -np.inf).sum() == GROUP * (lists.counts[0] - 1)
+
+
+def test_launches_behind_one_whose_tasks_were_taken_run() -> None:
+    work, behind = Work(5, 300), Work(3, 170)
+    lists = work.lists()
+    launch = whole_tasks(*work.launches(), lists)
+    take_task(lists, 0)
+    sequence = LaunchSequence([launch, *behind.launches()])
+    sequence.run()
+    assert launch.ticket[1] == launch.ticket[0] == lists.counts[0] - 1
+    assert (behind.lse[0] > -np.inf).all()
+
+
+def test_arguments_are_found_by_name() -> None:
+    """What does not fit together is refused, whatever the order of the kernels' parameters."""
+    choice, attention = Work(3, 170).launches()
+    for launch in (choice, attention):
+        assert all(launch.arg(name) is given for name, given in zip(launch.kernel.names[2:], launch.args, strict=True))
+    lists = Work(3, 170).lists()
+    with pytest.raises(ValueError, match="other blocks"):
+        whole_tasks(choice, Work(3, 170).launches()[1], lists)
+    with pytest.raises(ValueError, match="not in tuple"):  # `decode_kernel` has no budgets
+        whole_tasks(attention, choice, lists)
 
 
 def test_a_task_is_taken_once_from_both_ends() -> None:

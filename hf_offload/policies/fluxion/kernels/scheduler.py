@@ -115,28 +115,80 @@ def assign_tasks(volumes: Array, threads: int, thread: float, device: float, the
 # --- a task on the CPU -----------------------------------------------------------------------------------------------
 
 
+class Choice(NamedTuple):
+    """Arguments of `retrieve_kernel`, by its parameters' names."""
+
+    digest: Any
+    full: Any
+    rest: Any
+    query: Array
+    table: Array
+    scale: float
+    cap: Any
+    first: Array
+    end: int
+    sums: bool
+    budgets: Any
+    masses: Array
+    spans: Array
+    runs: Array
+    blocks: Array
+    counts: Array
+
+
+class Attention(NamedTuple):
+    """Arguments of `decode_kernel`, by its parameters' names."""
+
+    tag: Any
+    full: Any
+    rest: Any
+    query: Array
+    block_ptr: Array
+    table: Array
+    blocks: Array
+    counts: Array
+    holes: Array
+    valid: Array
+    length: int
+    out: Array
+    lse: Array
+    block_size: int
+    scale: float
+    cap: float
+    parts: int
+    partial: Array
+    packed: Any
+    prefetches: bool
+
+
 @jit
 def _choose(choice: Any, b: int, h: int) -> None:
-    (
-        digest, full, rest, query, table, scale, cap, first, end, sums, budgets, masses, _, spans, runs, blocks, counts,
-    ) = choice  # fmt: skip
-    group, low = query.shape[1] // counts.shape[1], min(max(first[b], 0), end)
-    row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(digest.runs)
+    end, masses, counts = choice.end, choice.masses, choice.counts
+    group, low = choice.query.shape[1] // counts.shape[1], min(max(choice.first[b], 0), end)
+    row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(choice.digest.runs)
     scores, word = np.empty(group * row, np.float32), np.empty(1, np.int32)
     scratch = np.empty((4, end + SPARE), np.float32)
     for begin in range(low // CHUNK_BLOCKS * CHUNK_BLOCKS, end, CHUNK_BLOCKS):
         stop = min(begin + CHUNK_BLOCKS, end)
-        score_blocks(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, stop, scores, masses)
-    take_blocks(b, h, group, spans[b, h], low, end, masses, sums, budgets, scratch, word, runs, blocks, counts)
+        score_blocks(
+            choice.digest, choice.full, choice.rest, choice.query, group, choice.table, b, h, choice.scale, choice.cap,
+            begin, stop, stop, scores, masses,
+        )  # fmt: skip
+    take_blocks(
+        b, h, group, choice.spans[b, h], low, end, masses, choice.sums, choice.budgets, scratch, word, choice.runs,
+        choice.blocks, counts,
+    )  # fmt: skip
 
 
 @jit
 def _attend(attention: Any, b: int, h: int) -> None:
     """Attend the chosen blocks in the parts of `decode_kernel`, so that results are bitwise the same."""
-    (
-        tag, full, rest, query, block_ptr, table, blocks, counts, holes, valid, length, out, lse, _1, _2, block_size,
-        scale, cap, parts, partial, _3, packed, prefetches,
-    ) = attention  # fmt: skip
+    tag, full, rest, query, packed = (
+        attention.tag, attention.full, attention.rest, attention.query, attention.packed,
+    )  # fmt: skip
+    block_ptr, table, blocks, counts = attention.block_ptr, attention.table, attention.blocks, attention.counts
+    block_size, parts, partial = attention.block_size, attention.parts, attention.partial
+    out, lse, scale = attention.out, attention.lse, attention.scale
     kv_heads, dim = counts.shape[1], query.shape[2]
     group, head = query.shape[1] // kv_heads, b * kv_heads + h
     record = 2 * block_size * dim * tag.itemsize
@@ -166,8 +218,9 @@ def _attend(attention: Any, b: int, h: int) -> None:
         for first in range(0, mine, step):
             last = min(first + step, mine)
             attend_step(
-                tag, full, rest, group, addresses, chosen, first, last, valid[b], holes[b], length, queries, dim,
-                block_size, cap, scores, stride, sums + state_offset, sums, 0, 0, 0, prefetches, packed, spare,
+                tag, full, rest, group, addresses, chosen, first, last, attention.valid[b], attention.holes[b],
+                attention.length, queries, dim, block_size, attention.cap, scores, stride, sums + state_offset, sums,
+                0, 0, 0, attention.prefetches, packed, spare,
             )  # fmt: skip
     merge_parts(
         origin, parts, partial_step, dim, group, False, lse[b, h * group : (h + 1) * group],
@@ -179,7 +232,7 @@ def _attend(attention: Any, b: int, h: int) -> None:
 @kernel
 def task_kernel(ticket: Array, tasks: int, lists: Any, choice: Any, attention: Any) -> None:
     """One task = choice and attention of one (row, KV head); taken from the lists."""
-    kv_heads = choice[-1].shape[1]
+    kv_heads = choice.counts.shape[1]
     while True:
         task = take_task(lists, 0)
         if task < 0:
@@ -206,11 +259,11 @@ def whole_tasks(choice: Launch, attention: Launch, lists: TaskLists) -> Launch:
         ValueError: launches that do not fit together.
         TypeError: an array of another dtype.
     """
-    counts, chosen = choice.args[-1], choice.args[-2]
-    if attention.args[6] is not chosen or attention.args[7] is not counts:
+    counts = choice.arg("counts")
+    if attention.arg("blocks") is not choice.arg("blocks") or attention.arg("counts") is not counts:
         raise ValueError("the attention is to other blocks than those that are chosen; prepare both on the same arrays")
-    if len(attention.args[13]) or len(attention.args[14]):
+    if len(attention.arg("kbar")) or len(attention.arg("raw")):
         raise ValueError("tasks return neither kbar nor scores; prepare the attention without them")
     require("order", lists.order, I32, (2, counts.size))
-    args = (lists, choice.args, attention.args)
+    args = (lists, Choice(*map(choice.arg, Choice._fields)), Attention(*map(attention.arg, Attention._fields)))
     return Launch(task_kernel, counts.size, args, choice.cost + attention.cost, dealt=True)
