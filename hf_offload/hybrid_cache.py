@@ -507,7 +507,9 @@ class HybridCache(Cache):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the cache into a folder; `load` makes a cache of it that continues as this one would have.
 
-        A saved cache of that name is replaced as a whole. An interrupted `save` leaves the old one as it was.
+        A saved cache of that name is replaced as a whole, in one step where the system can (Linux). A `save` that is
+        interrupted, killed or cut off by a power failure leaves the old one or the new one, whole. A killed one may
+        also leave a folder `.NAME.….saving` beside it.
 
         Args:
             folder: a folder for this cache alone; created if missing. A symbolic link is followed.

@@ -32,7 +32,7 @@ from hf_offload.cache.saved_fields import (
     layer_fields,
     sizes_of,
 )
-from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS, layout, record_sums
+from hf_offload.cache.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS, layout, left_behind, record_sums
 from hf_offload.cache.stock_layers import check, first_token, unpack
 from hf_offload.fields import Field, check_tensors
 from hf_offload.knobs import MOST, shown
@@ -129,7 +129,9 @@ class SavedCache:
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 raise  # `memory_for` says what it was for
-            raise ValueError(f"{self.folder} is no saved cache, or not all of one: {error}") from error
+            old = left_behind(self.folder)
+            hint = "" if old is None else f"; a save was killed when it replaced {old}: load that, or rename it"
+            raise ValueError(f"{self.folder} is no saved cache, or not all of one: {error}{hint}") from error
 
     def _compare(self, name: str, digest: str, sums: bytes) -> None:
         if f"{digest}  {name}\n".encode() not in sums.splitlines(keepends=True):

@@ -7,14 +7,17 @@
                           `saved_fields.py` has the bounds of each
     SHA256SUMS            of digests.safetensors and cache.safetensors
 
-The folder is written as `.….partial` beside its final place and renamed when it is complete. An earlier saved cache is
-renamed first and removed last, so that a killed process leaves both.
+The folder is written as `.NAME.….saving` beside its final place, synced, and exchanged in one step with an earlier
+saved cache, which is then removed. A killed process or a power cut leaves one of the two, whole, under the name. Where
+the system cannot exchange folders the earlier one is renamed to `.NAME.….before` first; `load` says so if that is all
+that is left.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import hashlib
 import json
 import math
@@ -46,6 +49,8 @@ BLOCKS, DIGESTS, CACHE, SUMS = "blocks.safetensors", "digests.safetensors", "cac
 ALIGNMENT = 4096  # bytes, of the data in the file of the blocks
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
 _RUN = 1 << 24  # most bytes of one write
+_BEFORE = ".before"
+_HERE, _SWAP = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
 
 def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any]) -> None:
@@ -79,18 +84,30 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
         circular = True
     if circular:
         raise ValueError(f"{folder} is a link that leads back to itself; name another folder")
-    partial = folder.parent / f".{secrets.token_hex(8)}.partial"
+    made = folder.parent / f"{_beside(folder)}.{secrets.token_hex(8)}.saving"
     try:
         if folder.exists() and not _replaceable(folder):
             raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
+        new = [parent for parent in folder.parents if not parent.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-        _write(partial, layers, padding, about)
-        _replace(folder, partial)
+        for parent in new:
+            _sync_folder(parent.parent)
+        made.mkdir()
+        _write(made, layers, padding, about)
+        _sync_folder(made)
+        old = _replace(folder, made)
+    except BaseException as error:
+        shutil.rmtree(made, ignore_errors=True)  # the new cache, or already the one before it
+        if isinstance(error, OSError):
+            raise _named(error, folder) from error
+        raise
+    try:
+        _sync_folder(folder.parent)
+        if old is not None:
+            shutil.rmtree(old)  # caches that were loaded from it keep their mapped file
     except OSError as error:
-        raise _named(error, folder) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        left = "" if old is None or not old.exists() else f"; remove {old}, which holds the one before it"
+        warnings.warn(f"the cache is saved, but what comes after that failed ({error}){left}", stacklevel=2)
 
 
 def _named(error: OSError, folder: Path) -> OSError:
@@ -104,24 +121,65 @@ def _named(error: OSError, folder: Path) -> OSError:
     )
 
 
-def _replace(folder: Path, partial: Path) -> None:
+def _beside(folder: Path) -> str:
+    """How names begin of what a save puts beside a folder; a name has at most 255 bytes."""
+    return "." + os.fsdecode(os.fsencode(folder.name)[:200])
+
+
+def left_behind(folder: Path) -> Path | None:
+    """The saved cache from before a save that was killed between its two renames, if the folder is gone; else None."""
+    if folder.exists() or not folder.parent.is_dir():
+        return None
+    found = sorted(folder.parent.glob(f"{glob.escape(_beside(folder))}.*{_BEFORE}"))
+    return found[-1] if found else None
+
+
+def _replace(folder: Path, made: Path) -> Path | None:
+    """Give a folder's name to another one; return what had it before, under another name, or None."""
     if not folder.exists():
-        partial.rename(folder)
-        return
-    old = partial.with_suffix(".old")
+        made.rename(folder)
+        return None
+    if _exchange(made, folder):
+        return made
+    old = made.with_suffix(_BEFORE)
     folder.rename(old)
     try:
-        partial.rename(folder)
+        made.rename(folder)
     except BaseException:
         old.rename(folder)
         raise
+    return old
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders in one step; False where the system or the file system cannot.
+
+    Raises:
+        OSError: it can, but not these.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if rename is None:
+        return False
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _SWAP) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write a folder's entries to the disk, where the system can."""
+    if os.name == "nt":
+        return
+    file = os.open(folder, os.O_RDONLY)
     try:
-        shutil.rmtree(old)  # caches that were loaded from it keep their mapped file
+        os.fsync(file)
     except OSError as error:
-        warnings.warn(
-            f"the cache is saved, but {old}, which holds the one before it, cannot be removed ({error}); remove it",
-            stacklevel=2,
-        )
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):  # of file systems that sync files alone
+            raise
+    finally:
+        os.close(file)
 
 
 def _write(folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any]) -> None:
