@@ -18,6 +18,7 @@ import typer
 from tqdm import tqdm
 
 import common
+from hf_offload.cache.stats import KEEP_STEPS
 from plotting import lines, plot
 
 START = 5_000  # token of the text where the window begins
@@ -41,7 +42,7 @@ def row_of(name: str, budget: int) -> common.Row:
 def main(
     budget: Annotated[int, typer.Option(help="Tokens that each step attends.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Length of the window, decoded tokens included.")] = 6400,
-    steps: Annotated[int, typer.Option(min=2, help="Tokens that are fed one by one.")] = 256,
+    steps: Annotated[int, typer.Option(min=2, max=KEEP_STEPS, help="Tokens that are fed one by one.")] = 256,
     kind: common.KindOption = "documentation",
     *,
     setting: common.TextSetting,

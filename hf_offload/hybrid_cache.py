@@ -621,4 +621,4 @@ def _report(layer: HybridLayer) -> LayerStats:
         stats.resident_bytes = layer.state.nbytes
         stats.resident_bytes += layer.resident.nbytes if layer.resident is not None else 0
     layer.state.report(stats)
-    return replace(stats, cpu_ratio_by_step=list(stats.cpu_ratio_by_step))
+    return replace(stats, cpu_ratio_by_step=stats.cpu_ratio_by_step.copy())

@@ -139,7 +139,7 @@ def host_bytes(cache: HybridCache) -> float | None:
         stats, steps = layer.stats, max(layer.stats.steps, 1)
         budget = layer.requirements.budget
         within = store.length if budget is None else min(budget, store.length)
-        attended = sum(stats.cpu_ratio_by_step) / steps * within
+        attended = stats.cpu_ratio / steps * within
         total += attended * store.host_bytes / (store.reserved * store.block_size)  # of all rows
         total += stats.recall_bytes / steps
         if store.scored_on_host and store.digests is not None:

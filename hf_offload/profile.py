@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from hf_offload.cache.memory_budget import resident_tokens
 from hf_offload.cache.settings import check_block_size
+from hf_offload.cache.stats import KEEP_STEPS
 from hf_offload.hybrid_cache import HybridCache
-from hf_offload.knobs import check_count
+from hf_offload.knobs import MOST, check_count
 from hf_offload.policies.registry import Scout, make_policy
 
 VERSION = 1
@@ -93,8 +94,8 @@ def check_profiling(
     Raises:
         ValueError: a value that is not allowed, or a prompt that fits into the resident set or the budget.
     """
-    for name, value in {"tokens": tokens, "steps": steps, "windows": windows}.items():
-        check_count(name, value, what="a count")
+    for name, value, most in (("tokens", tokens, MOST), ("steps", steps, KEEP_STEPS), ("windows", windows, MOST)):
+        check_count(name, value, what="a count", most=most)
     check_block_size(block_size)
     if "recall" in knobs:
         raise ValueError(f"recall={knobs['recall']!r} would hide what is measured; leave recall out")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -189,3 +191,36 @@ def test_one_of_two_threads_inherits_from_one_that_is_gone(model: PreTrainedMode
             cache.transaction.leave()
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_a_live_thread_that_threading_has_not_made_keeps_the_cache(model: PreTrainedModel) -> None:
+    """A C extension's thread, say; when it has ended within a forward, the cache is taken over and rolled back."""
+    cache, ids = HybridCache(model, "full", tier="one"), prompt(1, 120)[0]
+    feed(model, cache, ids, 60)
+    inside, on, ended = (threading.Event() for _ in range(3))
+
+    def pause(*_: Any) -> None:
+        inside.set()
+        assert on.wait(60)
+        raise SystemExit  # ends the thread, quietly
+
+    def work() -> None:
+        try:
+            cache.begin()
+            pause()
+        finally:
+            ended.set()
+
+    _thread.start_new_thread(work, ())
+    assert inside.wait(60)
+    with pytest.raises(RuntimeError, match="one thread at a time"):
+        feed(model, cache, ids, 61)
+    with pytest.raises(RuntimeError, match="one thread at a time"):
+        cache.crop(-1)
+    on.set()
+    assert ended.wait(60)
+    while len(sys._current_frames()) > threading.active_count():
+        time.sleep(0.01)
+    cache.crop(0)
+    feed(model, cache, ids, 61)
+    assert cache.get_seq_length() == 61

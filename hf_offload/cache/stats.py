@@ -15,6 +15,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+KEEP_STEPS = 4096
+"""Newest steps of which each layer keeps a number."""
+
 
 @dataclass(slots=True)
 class LayerStats:
@@ -23,7 +26,8 @@ class LayerStats:
     Args:
         layer: its index in the model.
         steps: decode steps.
-        cpu_ratio_by_step: tokens attended by the CPU as a share of those attended within the budget, for each step.
+        cpu_ratio: sum over steps of the CPU ratio: tokens attended by the CPU as a share of those attended within the
+            budget; ratio_steps: number of these steps; cpu_ratio_by_step: ratios of the newest `KEEP_STEPS` of them.
         recalls: exchanges of resident blocks; recall_blocks: blocks moved; recall_bytes: bytes moved.
         placements: placements of the resident set after a prompt or append; placement_bytes: bytes copied.
         wait_seconds: time that the model's thread waited for the CPU part and for copies.
@@ -47,7 +51,9 @@ class LayerStats:
 
     layer: int
     steps: int = 0
-    cpu_ratio_by_step: list[float] = field(default_factory=list)
+    cpu_ratio: float = 0.0
+    ratio_steps: int = 0
+    cpu_ratio_by_step: deque[float] = field(default_factory=lambda: deque(maxlen=KEEP_STEPS))
     recalls: int = 0
     recall_blocks: int = 0
     recall_bytes: int = 0
@@ -83,7 +89,8 @@ class LayerStats:
     def as_dict(self) -> dict[str, Any]:
         """The counters as a dict, with means in place of sums (None where nothing was counted)."""
         row = asdict(self)
-        row["cpu_ratio"] = _mean(sum(self.cpu_ratio_by_step), len(self.cpu_ratio_by_step))
+        row["cpu_ratio"] = _mean(self.cpu_ratio, row.pop("ratio_steps"))
+        row["cpu_ratio_by_step"] = list(self.cpu_ratio_by_step)
         row["query_cosine"] = _mean(self.query_cosine, row.pop("queries"))
         row["selection_overlap"] = _mean(self.selection_overlap, row.pop("selections"))
         row["recall_interval"] = _mean(self.steps, self.recalls)
@@ -159,6 +166,8 @@ class Tally:
         """Add to the counters: for each name of `add`, one number for each step."""
         stats = self.stats
         stats.cpu_ratio_by_step += sums.get("cpu_ratio", [])
+        stats.cpu_ratio += sum(sums.get("cpu_ratio", []))
+        stats.ratio_steps += len(sums.get("cpu_ratio", []))
         stats.query_cosine += sum(sums.get("cosine", []))
         stats.queries += len(sums.get("cosine", []))
         stats.selection_overlap += sum(sums.get("overlap", []))

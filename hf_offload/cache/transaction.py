@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -68,12 +69,11 @@ class Transaction:
         me = threading.get_ident()
         holder = self._holder.setdefault(None, me)
         while holder != me:
-            thread = next((thread for thread in threading.enumerate() if thread.ident == holder), None)
-            if thread is not None:
+            if holder in sys._current_frames():  # every live thread, also those that `threading` has not made
+                name = next((thread.name for thread in threading.enumerate() if thread.ident == holder), holder)
                 raise RuntimeError(
-                    f"the thread {thread.name!r} is at work with this cache, or was interrupted in it; a cache serves "
-                    "one thread at a time: give each its own (caches of one model may run at once), or call crop(0) "
-                    "there"
+                    f"the thread {name!r} is at work with this cache, or was interrupted in it; a cache serves one "
+                    "thread at a time: give each its own (caches of one model may run at once), or call crop(0) there"
                 )
             holder = self._holder.setdefault(holder, me)  # successor of a thread that has ended
         if self._torn is not None and not torn:

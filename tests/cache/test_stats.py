@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from hf_offload.cache.stats import LayerStats, Ledger, Tally, joined
+from hf_offload.cache.stats import KEEP_STEPS, LayerStats, Ledger, Tally, joined
 
 
 def test_replayed_steps_count_in_their_order() -> None:
@@ -24,8 +24,9 @@ def test_replayed_steps_count_in_their_order() -> None:
     ledger.add(torch.tensor([0.0, 0.7, 1.0]))
     second.count()
     first.count()
-    assert second.stats.cpu_ratio_by_step == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
-    assert first.stats.cpu_ratio_by_step == pytest.approx([0.7, 0.8, 0.9, 1.0])
+    assert list(second.stats.cpu_ratio_by_step) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    assert list(first.stats.cpu_ratio_by_step) == pytest.approx([0.7, 0.8, 0.9, 1.0])
+    assert first.stats.as_dict()["cpu_ratio"] == pytest.approx(0.85)
     assert (first.stats.recalls, first.stats.recall_blocks, first.stats.recall_bytes) == (2, 5, 50)
 
 
@@ -38,7 +39,7 @@ def test_another_ledger_goes_on_behind_the_first(monkeypatch: pytest.MonkeyPatch
         ledger.add(torch.tensor([float(step)]))
         assert len(ledger.rows) < 3
     tally.count()
-    assert tally.stats.cpu_ratio_by_step == list(range(8))
+    assert list(tally.stats.cpu_ratio_by_step) == list(range(8))
 
 
 def test_a_tally_that_is_gone_is_not_counted_for() -> None:
@@ -52,7 +53,17 @@ def test_a_tally_that_is_gone_is_not_counted_for() -> None:
     finally:
         gc.enable()
     other.count()
-    assert other.stats.cpu_ratio_by_step == [2.0]
+    assert list(other.stats.cpu_ratio_by_step) == [2.0]
+
+
+def test_only_the_newest_steps_are_kept_and_the_mean_is_of_all() -> None:
+    tally = Tally(LayerStats(0))
+    for step in range(2 * KEEP_STEPS):
+        tally.add("cpu_ratio", float(step % 2))
+    tally.add("cpu_ratio", 1.0)
+    row = tally.stats.as_dict()
+    assert row["cpu_ratio"] == pytest.approx((KEEP_STEPS + 1) / (2 * KEEP_STEPS + 1))
+    assert row["cpu_ratio_by_step"] == [1.0, 0.0] * (KEEP_STEPS // 2 - 1) + [1.0, 1.0]
 
 
 def test_layers_of_which_some_share_their_tasks() -> None:
