@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -20,9 +21,9 @@ from hf_offload.cache.layer import HybridLayer, HybridLength
 from hf_offload.cache.torch_modes import uncast, uncompiled
 from hf_offload.scores import Scores
 
-_UNSUPPORTED = ("position_bias", "indices", "cache")  # additive biases, indexed sparse attention, paged caches
-_SPECIAL_ARGUMENTS = frozenset((*_UNSUPPORTED, "sliding_window", "is_causal"))
-"""Keyword arguments that may ask for something unsupported; most calls have none of them."""
+_UNSUPPORTED = ("position_bias", "indices")  # additive biases, indexed sparse attention
+_SPECIAL_ARGUMENTS = frozenset((*_UNSUPPORTED, "cache", "sliding_window"))
+"""Keyword arguments that may ask for something unsupported; many models pass them as None."""
 
 
 def register() -> None:
@@ -159,8 +160,8 @@ def _attend(
     scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
     dense = attention_mask is not None and attention_mask.ndim == 4
     batch, _, length, _ = query.shape
-    special = dropout or length > 1 or query.requires_grad or not _SPECIAL_ARGUMENTS.isdisjoint(kwargs)
-    if special or layer.known() is not module:
+    special = not _SPECIAL_ARGUMENTS.isdisjoint(kwargs) and _asks_for_more(kwargs)
+    if special or dropout or length > 1 or query.requires_grad or layer.known() is not module:
         # `is_causal` matters only for several queries without a mask.
         _check(layer, module, kwargs, dropout, query.requires_grad, causal=length > 1 and attention_mask is None)
     if torch.is_autocast_enabled(layer.device_type):  # `update` has cast K and V; nothing else may be cast
@@ -283,6 +284,20 @@ def _stock_attention(
     return append_attention(query, new_k, new_v, past, tiles, mask, scores=scores, sinks=sinks)
 
 
+def _unsupported(kwargs: dict[str, Any]) -> list[str]:
+    """Return the keyword arguments of an attention call that ask for something unsupported.
+
+    A `cache` is a paged one, which holds the keys, unless it is a cache of the kind that was updated before the call.
+    """
+    found = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    return found if isinstance(kwargs.get("cache"), Cache | None) else [*found, "cache"]
+
+
+def _asks_for_more(kwargs: dict[str, Any]) -> bool:
+    """Whether an attention call asks for more than plain full attention, or may do so."""
+    return kwargs.get("sliding_window") is not None or bool(_unsupported(kwargs))
+
+
 def _check(
     layer: HybridLayer,
     module: torch.nn.Module,
@@ -292,16 +307,11 @@ def _check(
     *,
     causal: bool,
 ) -> None:
-    served, non_causal = layer.serves(module), causal and getattr(module, "is_causal", True) is False
-    if served and not (non_causal or dropout or gradients) and _SPECIAL_ARGUMENTS.isdisjoint(kwargs):
-        return
-    window = kwargs.get("sliding_window")
+    served, window, reasons = layer.serves(module), kwargs.get("sliding_window"), _unsupported(kwargs)
     beyond_window = window is not None and layer.get_seq_length() > window
-    non_causal = non_causal or (causal and kwargs.get("is_causal") is False)
-    unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if served and not (beyond_window or non_causal or dropout or unknown or gradients):
+    non_causal = causal and False in (kwargs.get("is_causal"), getattr(module, "is_causal", True))
+    if served and not (beyond_window or non_causal or dropout or reasons or gradients):
         return
-    reasons = [*unknown]
     if beyond_window:
         reasons.append(f"sliding_window={window} in a layer that is full attention by the model's config")
     if non_causal:
