@@ -12,6 +12,7 @@ import torch
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.padding import Padding
 from hf_offload.cpu.thread_pool import Worker
+from hf_offload.gpu.streams import RECALLS, stream_for
 
 _CYCLES = 1.5e9  # cycles of a GPU in a second, roughly
 
@@ -29,8 +30,8 @@ class DeviceMirror:
 
     def __init__(self, padding: Padding, device: torch.device, worker: Worker) -> None:
         self.padding, self.device, self.worker = padding, device, worker
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        """The stream of recalls."""
+        self.stream = stream_for(RECALLS, device) if device.type == "cuda" else None
+        """The stream of recalls, which all caches on the device share."""
         self.capture: Any = None
         """The `attention.graph_capture.Capture` that is recording this step, or None."""
         self._held: dict[object, tuple[object, torch.Tensor]] = {}

@@ -11,7 +11,7 @@ import functools
 import torch
 
 CAPTURE, CAPTURE_SIDE = "a capture", "what runs beside a capture"
-TILES, TASKS = "the tiles of a prompt", "tasks beside the CPU's"
+RECALLS, TILES, TASKS = "recalls", "the tiles of a prompt", "tasks beside the CPU's"
 
 
 @functools.cache

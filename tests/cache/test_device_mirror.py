@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,34 @@ from hf_offload.cache import device_mirror as mirroring
 from hf_offload.cache.device_mirror import DeviceMirror
 from hf_offload.cache.padding import Padding
 from hf_offload.cpu.thread_pool import Worker
+from hf_offload.gpu import streams
 
 CPU = torch.device("cpu")
+
+
+def test_caches_on_a_device_recall_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands out 32 streams in turns; one more for each cache would soon be one that is being captured."""
+    made: list[torch.device] = []
+
+    class Stream:
+        def __init__(self, device: torch.device, priority: int = 0) -> None:
+            made.append(device)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    streams.stream_for.cache_clear()
+    try:
+        devices = [torch.device("cuda", index) for index in range(2)]
+        found = {DeviceMirror(Padding(8), device, Worker()).stream for device in devices for _ in range(40)}
+    finally:
+        streams.stream_for.cache_clear()
+    assert len(found) == 2
+    assert made == devices
+
+
+def test_streams_are_made_in_one_place() -> None:
+    package = Path(streams.__file__).parents[1]
+    makers = [path.name for path in package.rglob("*.py") if "torch.cuda.Stream(" in path.read_text(encoding="utf-8")]
+    assert makers == ["streams.py"]
 
 
 def test_sizes_change_in_place() -> None:

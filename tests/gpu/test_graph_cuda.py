@@ -16,7 +16,7 @@ import hf_offload
 from hf_offload import HybridCache, WorkerError
 from hf_offload.attention.cuda_graph import StepGraph
 from hf_offload.cpu import serving
-from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, TASKS, TILES, stream_for
+from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, RECALLS, TASKS, TILES, stream_for
 
 pytestmark = pytest.mark.gpu
 
@@ -140,4 +140,4 @@ def test_no_other_stream_is_one_of_captures() -> None:
     mine = {stream_for(purpose, device).cuda_stream for purpose in (CAPTURE, CAPTURE_SIDE)}
     assert len(mine) == 2
     others = {torch.cuda.Stream().cuda_stream for _ in range(64)}
-    assert not mine & (others | {stream_for(purpose, device).cuda_stream for purpose in (TILES, TASKS)})
+    assert not mine & (others | {stream_for(purpose, device).cuda_stream for purpose in (RECALLS, TILES, TASKS)})
