@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import email
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -66,16 +68,62 @@ def test_the_sdist_holds_what_a_build_needs(built: Path) -> None:
     assert not [name for name in names if name.split("/")[0] in {"tests", "eval", "examples", "docs"}]
 
 
+def imported(*folders: str) -> set[str]:
+    """Distributions whose modules the Python files of some folders import, in functions, too."""
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    own = {path.stem for path in files} | {path.parent.name for path in files} | {"hf_offload", "hf_offload_cli"}
+    names = set()
+    for file in [*files, ROOT / "hf_offload_cli.py"]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(str(node.module))
+    tops = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - own
+    found = importlib.metadata.packages_distributions()
+    return {normal(found.get(top, [top])[0]) for top in tops}
+
+
+def declared(*extras: str) -> set[str]:
+    """Distributions that the project asks for, with some of its extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    return {normal(re.match(r"[\w.-]+", needed)[0]) for group in groups for needed in group}  # type: ignore[index]
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[._-]+", "-", name).lower()
+
+
+EVERYTHING = ("demo", "eval", "dev")
+
+
+@pytest.mark.parametrize(
+    ("folders", "extras", "optional"),
+    [
+        (["hf_offload"], (), {"triton", "lm-eval"}),  # with torch for CUDA; for `hf_offload.lm_eval` alone
+        (["examples"], ("demo", "eval"), set()),
+        (["eval"], ("demo", "eval"), {"llama-cpp-python", "llama-cpp"}),  # a peer, where it is installed
+        (["tests", "eval", "examples", "docs"], EVERYTHING, {"llama-cpp-python", "llama-cpp"}),
+    ],
+    ids=["package", "examples", "eval", "tests"],
+)
+def test_what_is_imported_is_declared(folders: list[str], extras: tuple[str, ...], optional: set[str]) -> None:
+    """Not only what comes with something else, which may stop to bring it."""
+    assert len(imported(*folders)) > 5
+    assert imported(*folders) - declared(*extras) <= optional
+
+
 def test_versions_of_the_tests_are_pinned_within_the_ranges() -> None:
     """Each package that pyproject.toml names has one version in constraints.txt, not below the least that is named."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     pins = dict(re.findall(r"^([\w.-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
-    pinned = {re.sub(r"[._-]+", "-", name).lower(): version for name, version in pins.items()}
+    pinned = {normal(name): version for name, version in pins.items()}
     for needed in (one for group in groups for one in group):
         found = re.match(r"([\w.-]+)(?:\[[\w,]+\])?(?:>=([\d.]+))?", needed)
         assert found, needed
-        name, least = re.sub(r"[._-]+", "-", found[1]).lower(), found[2]
+        name, least = normal(found[1]), found[2]
         if name in ("hf-offload", "triton"):  # itself; torch's builds for CUDA bring triton
             continue
         assert name in pinned, needed
