@@ -481,7 +481,7 @@ class HybridCache(Cache):
 
         Caches share host blocks and digests, counted by reference, and copy a block before they write into it. Resident
         blocks, the policy's state and padding are copied, so that the fork gives the tokens that this cache would have
-        given. Its statistics start at zero.
+        given. Its statistics start at zero. `copy.deepcopy(cache)` does the same.
 
         Raises:
             RuntimeError: the model was deleted, or another thread uses the cache.
@@ -597,9 +597,15 @@ class HybridCache(Cache):
         numbers = [i for i, layer in enumerate(self.layers) if not isinstance(layer, HybridLayer)]
         return Stats(rows, near + other, numbers, self._pace.percentiles())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """`copy.deepcopy` is `fork`, also of a cache within another object."""
+        made = memo[id(self)] = self.fork()
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a HybridCache cannot be copied or pickled (it has threads and shared blocks); use fork() or save()"
+            "a HybridCache can be neither pickled nor copied by copy.copy (it has threads and shared blocks); use "
+            "fork() or copy.deepcopy(), or save() and load()"
         )
 
     def __repr__(self) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -112,6 +115,51 @@ def test_every_cache_goes_on_as_one_alone(models: dict[str, PreTrainedModel], ca
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])
     assert not torch.equal(strange[1], want[1])
+
+
+@dataclass
+class Session:
+    cache: HybridCache
+    turns: int = 0
+
+
+HOLDERS: dict[str, tuple[Callable[[HybridCache], Any], Callable[[Any], HybridCache]]] = {
+    "itself": (lambda cache: cache, lambda held: held),
+    "a list": (lambda cache: [cache, cache], lambda held: held[1]),
+    "a dict": (lambda cache: {"past_key_values": cache}, lambda held: held["past_key_values"]),
+    "a dataclass": (Session, lambda held: held.cache),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize(("case", "tier"), [("scout", "one"), ("scout-attend", "split")])
+def test_a_deep_copy_is_a_fork(models: dict[str, PreTrainedModel], case: str, tier: str, holder: str) -> None:
+    """As Transformers' guide reuses the cache of a prompt."""
+    hold, held = HOLDERS[holder]
+    model, (ids, mask) = models["llama"], prompt(2, PROMPT)
+    cache = make(model, case, tier)
+    token = prefill(model, cache, ids, mask)
+    before = pool_bytes(cache)
+    whole = copy.deepcopy(hold(cache))
+    copied = held(whole)
+    assert type(copied) is HybridCache
+    assert copied is not cache
+    if holder == "a list":
+        assert whole[0] is copied
+    assert pool_bytes(cache, copied) <= 1.1 * before  # shared, but for the newest block
+    want = decode(model, cache.fork(), token, mask, 12)
+    decode(model, copied, torch.full_like(token, 77), mask, 12)
+    for one in (cache, copy.deepcopy(hold(cache))):
+        got = decode(model, one if one is cache else held(one), token, mask, 12)
+        assert torch.equal(got[1], want[1])
+
+
+def test_a_deep_copy_of_an_empty_cache_is_empty(models: dict[str, PreTrainedModel]) -> None:
+    cache = make(models["llama"], "scout", "one")
+    copied = copy.deepcopy(cache)
+    ids, mask = prompt(2, PROMPT)
+    prefill(models["llama"], copied, ids, mask)
+    assert (cache.get_seq_length(), copied.get_seq_length()) == (0, PROMPT)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,22 @@ def test_replayed_steps_are_those_in_python(policy: str, knobs: dict[str, Any], 
         assert mine[key] == other[key]
 
 
+def test_a_deep_copy_captures_steps_of_its_own() -> None:
+    """The copied cache goes on replaying; both have the logits of eager steps."""
+    model, (ids, mask), knobs = tiny_model("llama"), prompt(1, 195), {**SCOUT, "lookahead": "attend"}
+    want = logits_of(model, HybridCache(model, "scout", **KNOBS, **knobs), ids, mask)[:, 20:]
+    cache = graph_cache(model, "scout", **knobs)
+    logits_of(model, cache, ids[:, :170], mask[:, :170])
+    assert cache.graph._capture is not None
+    copied = copy.deepcopy(cache)
+    copied.graph, copied._graphed = StepGraph(copied, CpuRecorder), graph.graphed(model)
+    for each in (copied, cache):
+        with torch.no_grad():
+            got = [model(ids[:, i : i + 1], past_key_values=each).logits for i in range(170, 195)]
+        assert torch.equal(torch.cat(got, 1), want)
+        assert each.graph._capture is not None
+
+
 @pytest.mark.slow
 def test_generate_replays_and_a_turn_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
