@@ -172,8 +172,11 @@ class HybridCache(Cache):
         self.graph = StepGraph(self) if cuda_graph else None
         self._graphed = graphed(model) if cuda_graph else None
         owned = weakref.WeakSet(model.modules())
+        forward = weakref.ref(self.transaction)
         for layer in hybrid_layers(self):
             layer.modules = owned.__contains__
+            if image_layers(config):  # Mllama asks all layers for the size of their keys, in every forward
+                layer.size_alone = lambda: (transaction := forward()) is not None and transaction.open
 
     # --- what the model calls -----------------------------------------------------------------------------------------
 
@@ -195,6 +198,15 @@ class HybridCache(Cache):
             key_states, value_states, layer_idx, *args, **kwargs
         )
         return updated
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """Yield copies of K and V `[B, Hkv, T, D]` of each layer, and its window or None, as `DynamicCache` does."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if isinstance(layer, HybridLayer):
+                yield (*(layer.gather() if layer.past else (layer.keys, layer.values)), None)
+            else:
+                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
 
     @property
     def looks_ahead(self) -> bool:
@@ -427,8 +439,9 @@ class HybridCache(Cache):
 
     def _row_count(self) -> int:
         """Rows of the cache; 0 if it is empty."""
-        stock = [getattr(layer, "keys", None) for layer in self.layers]  # where no layer of ours is left
-        return len(self.settings.padding.first) or next((len(keys) for keys in stock if keys is not None), 0)
+        stock = [getattr(layer, "keys", None) for layer in self.layers if not isinstance(layer, HybridLayer)]
+        rows = len(self.settings.padding.first)  # 0 where no layer of ours is left
+        return rows or next((len(keys) for keys in stock if keys is not None), 0)
 
     # --- other caches, and files --------------------------------------------------------------------------------------
     # Their tensors are written in other modes, too: hence `inference_mode(False)`, whoever calls.

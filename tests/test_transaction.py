@@ -211,7 +211,7 @@ def test_a_live_thread_that_threading_has_not_made_keeps_the_cache(model: PreTra
         finally:
             ended.set()
 
-    _thread.start_new_thread(work, ())
+    worker = _thread.start_new_thread(work, ())
     assert inside.wait(60)
     with pytest.raises(RuntimeError, match="one thread at a time"):
         feed(model, cache, ids, 61)
@@ -219,7 +219,9 @@ def test_a_live_thread_that_threading_has_not_made_keeps_the_cache(model: PreTra
         cache.crop(-1)
     on.set()
     assert ended.wait(60)
-    while len(sys._current_frames()) > threading.active_count():
+    for _ in range(1000):
+        if worker not in sys._current_frames():
+            break
         time.sleep(0.01)
     cache.crop(0)
     feed(model, cache, ids, 61)

@@ -14,7 +14,6 @@ from hf_offload.cache.arrivals import unsuitable
 from hf_offload.cache.block_store import share_blocks
 from hf_offload.cache.layer import HybridLayer, open_layer
 from hf_offload.cache.padding import Padding
-from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.stock_layers import copy_layer
 
@@ -76,11 +75,7 @@ def give_back(layer: HybridLayer, made: DynamicLayer) -> None:
     if store is None or not store.length:
         return
     layer.drain()
-    layer.write_back()
-    shape = (store.batch, store.num_kv_heads, store.length, store.head_dim)
-    keys, values = (torch.empty(shape, dtype=store.dtype, device=store.device) for _ in range(2))
-    for first, k, v in read_tiles(store, store.length, layer.settings.prefill_tile):
-        keys[:, :, first : first + k.shape[2]], values[:, :, first : first + k.shape[2]] = k, v
+    keys, values = layer.gather()
     made.lazy_initialization(keys, values)
     made.keys, made.values = keys, values
 

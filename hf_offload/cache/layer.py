@@ -17,6 +17,7 @@ from hf_offload.cache.device_mirror import DeviceMirror
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.last_queries import LastQueries
 from hf_offload.cache.memory_budget import check_slots
+from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.cache.resident_set import ResidentSet
 from hf_offload.cache.rollback import Snapshot, Snapshots
 from hf_offload.cache.sealing import seal
@@ -58,6 +59,8 @@ class HybridLayer(CacheLayerMixin):
         """Whether an attention module belongs to the model that the cache was made for."""
         self.known: Callable[[], torch.nn.Module | None] = lambda: None
         """The last module for which `modules` was true."""
+        self.size_alone: Callable[[], bool] = lambda: False
+        """Whether whoever reads `keys` or `values` now is the model's own code, which asks for their size (Mllama)."""
         self.compact_masks = True
         """Whether all layers that share this layer's mask are `HybridLayer`s."""
         self.scores: Scores | None = None
@@ -138,6 +141,58 @@ class HybridLayer(CacheLayerMixin):
     def past(self) -> int:
         """Tokens stored in the blocks."""
         return self.store.length if self.store is not None else 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """K of all tokens, `[B, Hkv, T, D]` in the model's dtype on its device: a copy. None before the first token."""
+        return self._read()[0]
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._refuse(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """V of all tokens, as `keys`. Each reading of either gathers both; `gather` returns them at once."""
+        return self._read()[1]
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._refuse(value)
+
+    def _read(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self.store is None:
+            return None, None
+        if not self.size_alone():
+            return self.gather()
+        shape = (self.store.batch, self.store.num_kv_heads, self.total, self.store.head_dim)
+        empty = torch.empty(shape, dtype=self.dtype, device="meta")
+        return empty, empty
+
+    def _refuse(self, value: Any) -> None:
+        if value is not None:  # which Transformers' own initialisation sets
+            raise AttributeError(
+                "keys and values of a HybridCache are copies and cannot be set; use to_dynamic(), change the layers of "
+                "that cache, and take it over with from_cache()"
+            )
+
+    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy K and V of all tokens, `[B, Hkv, T, D]` each, in the model's dtype to its device.
+
+        Raises:
+            WorkerError: a copy between the memories failed.
+            RuntimeError: a step is being captured as a CUDA graph.
+        """
+        store = self.store
+        assert store is not None
+        self.write_back()
+        shape = (store.batch, store.num_kv_heads, store.length, store.head_dim)
+        keys, values = (torch.empty(shape, dtype=store.dtype, device=store.device) for _ in range(2))
+        for first, k, v in read_tiles(store, store.length, self.settings.prefill_tile):
+            keys[:, :, first : first + k.shape[2]], values[:, :, first : first + k.shape[2]] = k, v
+        if self.pending is None:
+            return keys, values
+        return torch.cat((keys, self.pending[0]), 2), torch.cat((values, self.pending[1]), 2)
 
     @uncompiled
     def update(
@@ -436,7 +491,6 @@ def open_layer(
     settings, policy = layer.settings, layer.policy
     layer.dtype, layer.device, layer.device_type = dtype, device, device.type
     layer.has_slots = settings.tier == "split" or (settings.tier is None and device.type != "cpu")
-    layer.keys = layer.values = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)  # for Mllama
     if settings.tier == "one" and device.type != "cpu":
         raise ValueError(f'tier="one" is for models on the CPU, but this one is on {device}; leave tier out')
     if layer.has_slots:

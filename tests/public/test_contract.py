@@ -29,6 +29,7 @@ from transformers import (
 
 import hf_offload
 from hf_offload import HybridCache
+from hf_offload.cache.layer import HybridLayer
 
 CPU = pytest.mark.skipif(DEVICE != "cpu", reason="tried on the CPU")
 COVERING: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,6 +105,101 @@ def test_layer_ahead_with_a_covering_budget_is_exact(
     feed(model, mine, ids)
     feed(stock, other, ids)
     same(model, mine, stock, other, count=6)
+
+
+# --- keys and values --------------------------------------------------------------------------------------------------
+
+
+@every_cache
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_layers_keys_and_values_are_what_is_cached(kind: str, family: str) -> None:
+    """What other code reads; it takes empty tensors for an empty cache."""
+    mine_model, theirs = tiny_model(family), tiny_model(family, "sdpa")
+    mine, other = make(mine_model, kind), DynamicCache(config=theirs.config)
+    assert [layer.keys for layer in mine.layers] == [layer.keys for layer in other.layers] == [None] * 4
+    for ids in (prompt(3, 90)[0].clamp(min=3), *steps(3, 9)):  # a block of 8 is begun and filled
+        feed(mine_model, mine, ids)
+        feed(theirs, other, ids)
+        for layer, twin in zip(mine.layers, other.layers, strict=True):
+            for name in ("keys", "values"):
+                torch.testing.assert_close(getattr(layer, name), getattr(twin, name), atol=2e-5, rtol=1e-5)
+    for (*both, window), (*twins, wanted) in zip(mine, other, strict=True):
+        for got, want in zip(both, twins, strict=True):
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
+        assert (window is None) == (wanted is None)
+    assert len(mine) == len(other)
+    for each in (mine, other):
+        with pytest.raises(TypeError, match="not subscriptable"):
+            each[0]
+    same(mine_model, mine, theirs, other)  # nothing was disturbed
+
+
+@every_cache
+def test_keys_and_values_are_copies(model: PreTrainedModel, stock: PreTrainedModel, kind: str) -> None:
+    mine, other = pair(model, stock, kind)
+    keys = mine.layers[1].keys
+    keys.fill_(torch.nan)
+    assert not mine.layers[1].keys.isnan().any()
+    with pytest.raises(AttributeError, match="from_cache"):
+        mine.layers[1].values = keys
+    same(model, mine, stock, other)
+    mine.crop(-10)
+    other.crop(-10)
+    assert mine.layers[0].keys.shape == other.layers[0].keys.shape
+    mine.reset()
+    assert mine.layers[0].keys is None
+
+
+def test_a_hook_within_a_forward_reads_the_tokens_so_far(model: PreTrainedModel) -> None:
+    """As compression by hooks on the attention does; also before the layer has attended."""
+    for kind in COVERING:
+        cache, seen = make(model, kind), list[tuple[int, torch.Tensor]]()
+        hooks = [
+            layer.self_attn.register_forward_hook(
+                lambda module, *_, cache=cache, seen=seen: seen.append(
+                    (cache.layers[module.layer_idx].get_seq_length(), cache.layers[module.layer_idx].keys)
+                )
+            )
+            for layer in model.model.layers
+        ]
+        feed(model, cache, prompt(1, 50)[0])
+        feed(model, cache, prompt(1, 1)[0])
+        for hook in hooks:
+            hook.remove()
+        assert [(length, keys.shape[2]) for length, keys in seen] == [(50, 50)] * 4 + [(51, 51)] * 4
+        assert all(torch.equal(keys, cache.layers[i].keys) for i, (_, keys) in enumerate(seen[4:]))
+
+
+def test_int8_blocks_are_read_in_the_models_dtype(model: PreTrainedModel) -> None:
+    cache = HybridCache(model, "full", block_size=8, host_dtype="int8", **ONE_MEMORY)
+    feed(model, cache, prompt(1, 200)[0])
+    exact = make(model, "one memory")
+    feed(model, exact, prompt(1, 200)[0])
+    got, want = cache.layers[0].keys, exact.layers[0].keys
+    assert got.dtype == want.dtype == torch.float32
+    assert not torch.equal(got, want)
+    torch.testing.assert_close(got, want, atol=0.05, rtol=0.05)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "beams, sampled": {"num_beams": 2, "do_sample": True},
+    "several": {"num_return_sequences": 2, "do_sample": True},
+    "chunks": {"prefill_chunk_size": 16},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_reads_no_keys(model: PreTrainedModel, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading would copy the whole context."""
+    monkeypatch.setattr(HybridLayer, "gather", lambda self: pytest.fail("keys or values were read"))
+    cache = HybridCache(model, "full", block_size=8)
+    options = {"do_sample": False, **MODES[mode]}
+    model.generate(prompt(1, 60)[0], past_key_values=cache, max_new_tokens=6, **options)
+    assert cache.get_seq_length() > 60
 
 
 # --- rows and lengths -------------------------------------------------------------------------------------------------
@@ -241,12 +337,6 @@ def test_saved_loaded_given_back_and_taken_over(
     taken = HybridCache.from_cache(dynamic, model, policy, block_size=8, **knobs)
     same(model, taken, stock, dynamic)
     same(model, loaded, stock, other)
-
-
-def test_keys_and_values_are_given_by_to_dynamic_alone(model: PreTrainedModel, stock: PreTrainedModel) -> None:
-    mine, other = pair(model, stock, "one memory")
-    assert mine.layers[0].keys.shape[-2] == mine.layers[0].values.shape[-2] == 0
-    assert mine.to_dynamic().layers[0].keys.shape == other.layers[0].keys.shape
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
