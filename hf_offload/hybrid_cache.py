@@ -19,9 +19,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_offload.attention.announced_drafts import check_drafts, watch
 from hf_offload.attention.cuda_graph import StepGraph, graphed
 from hf_offload.attention.fallback import Fallback
-from hf_offload.attention.hooks import attach, find_layers, hybrid_layers
+from hf_offload.attention.hooks import attach, cache_argument, find_layers, hybrid_layers
 from hf_offload.attention.model_support import (
     check_graph,
+    check_held,
     check_model,
     held_layers,
     image_layers,
@@ -122,6 +123,7 @@ class HybridCache(Cache):
         self.policy.check(block_size=block_size, two=two)
         check_choice("digest", self.policy.requirements.digest, (None, *DIGESTS))
         held = held_layers(config, stock)
+        check_held(type(model).__name__, stock, held)
         least = least_blocks(self.policy, block_size)
         budget = make_budget(device_budget, resident, sum(held), least, two_memories=two)
         settings = Settings(
@@ -150,11 +152,6 @@ class HybridCache(Cache):
             "cuda_graph": cuda_graph,
         }
         super().__init__(layers=[HybridLayer(i, settings) if held[i] else layer for i, layer in enumerate(stock)])
-        if not hybrid_layers(self):
-            raise ValueError(
-                f"no layer of {type(model).__name__} is plain full attention (sliding windows and linear layers stay "
-                "as they are), so there is nothing to offload; use DynamicCache"
-            )
         shares = bool(getattr(config, "num_kv_shared_layers", 0))
         self.fallback = Fallback(
             type(model).__name__, self.layers, image_layers(config), compact=not shares, graphs=cuda_graph
@@ -546,7 +543,8 @@ class HybridCache(Cache):
         cache = type(self)(model, "full")
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # of layers that fit no block
-            model(torch.zeros(1, 1, dtype=torch.long, device=device_of(self._attachment.stack)), past_key_values=cache)
+            token = torch.zeros(1, 1, dtype=torch.long, device=device_of(self._attachment.stack))
+            model(token, **cache_argument(model, cache))
         return list(cache.layers)
 
     @classmethod

@@ -19,6 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
+from hf_offload.attention.hooks import cache_argument
 from hf_offload.attention.model_support import NAME
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.plan import CACHE_KNOBS
@@ -115,7 +116,7 @@ class HybridLM(HFLM):  # type: ignore[misc]
     ) -> torch.Tensor:
         cache = self._make_cache()
         out: torch.Tensor = super()._model_generate(
-            context, max_length, stop, past_key_values=cache, **generation_kwargs
+            context, max_length, stop, **cache_argument(self.model, cache), **generation_kwargs
         )
         self.totals.add(cache)
         return out

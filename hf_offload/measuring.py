@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.attention.hooks import cache_argument, hybrid_layers
 from hf_offload.hybrid_cache import HybridCache
 
 CHUNK = 2048
@@ -68,7 +68,7 @@ def read(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> Reading:
     """Run full attention over a text, int64 `[1, N]`, of which the last `steps` tokens will be decoded."""
     cache, context = DynamicCache(config=model.config), ids.shape[1] - steps
     take_in(model, cache, ids[:, :context])
-    logits = model(ids[:, context:], past_key_values=cache).logits[0]
+    logits = model(ids[:, context:], **cache_argument(model, cache)).logits[0]
     cache.crop(-steps)
     return Reading(ids, cache, logits.float().log_softmax(-1).cpu())
 
@@ -76,7 +76,7 @@ def read(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> Reading:
 def take_in(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> None:
     """Run a prompt, int64 `[1, N]`, through a model with a cache, in chunks."""
     for part in ids.split(CHUNK, 1):  # type: ignore[no-untyped-call]
-        model(part, past_key_values=cache, logits_to_keep=1)
+        model(part, **cache_argument(model, cache), logits_to_keep=1)
 
 
 @torch.no_grad()
@@ -99,10 +99,10 @@ def hold(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: 
 @torch.inference_mode()
 def follow(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
     """Decode tokens, int64 `[1, N]`; return fp32 log-probabilities `[N, V]` and the seconds of each step."""
-    seconds, logits = [], []
+    seconds, logits, given = [], [], cache_argument(model, cache)
     for token in ids.split(1, 1):  # type: ignore[no-untyped-call]
         start = time.perf_counter()
-        logits.append(model(token, past_key_values=cache).logits[0, -1])
+        logits.append(model(token, **given).logits[0, -1])
         if logits[-1].is_cuda:
             torch.cuda.synchronize(logits[-1].device)
         seconds.append(time.perf_counter() - start)

@@ -104,6 +104,18 @@ class Memory:
         return self.host_bytes + self.salience_bytes + (self.digest_bytes if self.digests_on_host else 0)
 
 
+_COUNT = "a count in the model's config"
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Query heads, KV heads and head size of a layer, by its config; zeros without heads."""
+    query_heads = getattr(config, "num_attention_heads", None) or 0
+    if not query_heads:
+        return 0, 0, 0
+    dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    return query_heads, getattr(config, "num_key_value_heads", None) or query_heads, dim
+
+
 def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> Shape:
     """Return the sizes of a model's KV cache.
 
@@ -115,19 +127,26 @@ def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> Shape:
         ValueError: the config lacks a size, or the model's keys and values do not fit into blocks.
     """
     text: Any = config.get_text_config(decoder=True)
-    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"):
-        if getattr(text, name, None) is not None:
-            check_count(name, getattr(text, name), what="a count in the model's config")
     if getattr(config, "is_encoder_decoder", False) or not hasattr(text, "num_hidden_layers"):
         raise ValueError(f"{config.model_type}: HybridCache serves single stacks of decoder layers; use DynamicCache")
+    check_count("num_hidden_layers", text.num_hidden_layers, what=_COUNT)
+    layers: list[Any] = [text.per_layer_config[index] for index in range(text.num_hidden_layers)]
+    for layer in layers if text.is_heterogeneous else layers[:1]:
+        for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"):
+            if getattr(layer, name, None) is not None:
+                check_count(name, getattr(layer, name), what=_COUNT)
     stock = stock_layers(text)
     held = held_layers(text, stock)
     windows = tuple(getattr(layer, "sliding_window", None) for layer, ours in zip(stock, held, strict=True) if not ours)
-    query_heads = getattr(text, "num_attention_heads", None)
-    if not any(held) or not query_heads:
+    sizes = {_heads(layer) for layer, ours in zip(layers, held, strict=True) if ours}
+    if not sizes or not all(query_heads for query_heads, _, _ in sizes):
         raise ValueError(f"{config.model_type}: no layer is plain full attention; nothing is offloaded")
-    dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or query_heads
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{config.model_type}: layers with full attention differ in their heads or head size, which a plan does "
+            "not cover; HybridCache serves them: see cache.stats() after a prompt"
+        )
+    ((query_heads, kv_heads, dim),) = sizes
     key = torch.empty(1, kv_heads, 1, dim, device="meta", dtype=torch.float32)
     reason = "its keys and values are compressed" if hasattr(text, "kv_lora_rank") else unsuitable(key, key)
     if reason:

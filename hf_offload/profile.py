@@ -15,6 +15,7 @@ import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
+from hf_offload.attention.hooks import cache_argument
 from hf_offload.cache.memory_budget import resident_tokens
 from hf_offload.cache.settings import check_block_size
 from hf_offload.cache.stats import KEEP_STEPS
@@ -203,9 +204,10 @@ def rising_trend(values: Sequence[float] | np.ndarray) -> np.ndarray:
 def _run(decoder: torch.nn.Module, cache: HybridCache, ids: torch.Tensor, tokens: int, bar: tqdm) -> Curves:
     """Return the CPU ratio at each step of each offloaded layer, for one window `[1, tokens + steps]`."""
     cache.reset()
-    decoder(ids[:, :tokens], past_key_values=cache, use_cache=True)
+    given = cache_argument(decoder, cache)
+    decoder(ids[:, :tokens], **given, use_cache=True)
     for token in ids[0, tokens:]:
-        decoder(token.view(1, 1), past_key_values=cache, use_cache=True)
+        decoder(token.view(1, 1), **given, use_cache=True)
         bar.update()
     rows = cache.stats().as_dict()["layers"]
     return {row["layer"]: row["cpu_ratio_by_step"] for row in rows if row["cpu_ratio_by_step"]}

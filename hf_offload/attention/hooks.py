@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
 import weakref
@@ -191,6 +192,12 @@ def hybrid_layers(cache: Any) -> list[HybridLayer]:
 
 CACHE_NAMES = ("past_key_values", "cache")
 """The cache's name among the arguments and outputs of a forward: before Transformers 5.24, and since."""
+
+
+def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """Return the keyword argument that hands a cache to a forward of a model or decoder, or to its `generate()`."""
+    old, new = CACHE_NAMES
+    return {new if new in inspect.signature(model.forward).parameters else old: cache}
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

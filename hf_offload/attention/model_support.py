@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from hf_offload.policies.base import Policy
 
@@ -38,6 +38,27 @@ def held_layers(config: Any, stock: list[Any]) -> list[bool]:
     """Return which of `DynamicCache`'s layers a `HybridCache` holds: those with full attention over the text."""
     images = image_layers(config)
     return [type(layer) is DynamicLayer and index not in images for index, layer in enumerate(stock)]
+
+
+def check_held(model: str, stock: list[Any], held: list[bool]) -> None:
+    """Check that a cache holds a layer.
+
+    Args:
+        model: the model's name.
+        stock: `DynamicCache`'s layers for it.
+        held: as `held_layers` returns.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    if any(held):
+        return
+    reason = "sliding windows and linear layers stay as they are"
+    if any(isinstance(layer, LinearAttentionAndFullAttentionLayer) for layer in stock):
+        reason = "its cache keeps keys, values and a recurrent state in one layer, which is not split"
+    raise ValueError(
+        f"no layer of {model} is plain full attention ({reason}), so there is nothing to offload; use DynamicCache"
+    )
 
 
 def check_model(model: PreTrainedModel) -> Any:

@@ -145,7 +145,8 @@ def _check(layers: list[Any], theirs: list[Any], modules: Sequence[nn.Module], c
 
 
 def _check_model(index: int, heads: int, dim: int, dtype: torch.dtype, module: nn.Module, config: Any) -> None:
-    wanted, size = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    layer = config.per_layer_config[index]
+    wanted, size = getattr(layer, "num_key_value_heads", None), getattr(layer, "head_dim", None)
     if isinstance(wanted, int) and (heads > wanted or wanted % heads):  # tensor parallelism: a part
         raise ValueError(f"layer {index} of the cache has {heads} KV heads, the model has {wanted}")
     if isinstance(size, int) and dim != size:

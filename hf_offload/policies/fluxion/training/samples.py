@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_offload.attention.hooks import cache_argument
 from hf_offload.attention.merge import merge_partials
 from hf_offload.cache.digests import DIGESTS, DigestStore
 from hf_offload.policies.fluxion.block_attention import BLOCK, Tokens, attend, attend_blocks, join_blocks
@@ -98,7 +99,7 @@ def capture(
     taken, cache = _Capture(positions), DynamicCache(config=model.config)
     with _attending_by(model, taken):
         for part in torch.split(ids.to(model.device), CHUNK, 1):
-            model.base_model(part, past_key_values=cache, use_cache=True)
+            model.base_model(part, **cache_argument(model.base_model, cache), use_cache=True)
             advance(part.shape[1])
     if not taken.queries:
         raise ValueError(f"{type(model).__name__} has no full-attention layer that its attention function is asked for")
