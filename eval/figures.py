@@ -147,7 +147,7 @@ def listing(found: Iterable[Line], columns: Mapping[str, Cell | str], words: int
 
 OURS, DYNAMIC, STATIC, LLAMA = "hf_offload", "DynamicCache", "StaticCache", "llama.cpp"
 ANSWER = 300
-"""Tokens of an answer that follows a prompt, where both together are timed."""
+"""Tokens of an answer: for the time of a prompt and an answer, computed from both, not timed together."""
 MEASURES: dict[str, Callable[[Line], float]] = {
     "decoding": lambda one: float(one["p50"]),
     "prefill": lambda one: float(one["prefill_s"]),
@@ -188,7 +188,7 @@ def peers_caption() -> str:
 
 
 def peers_summary() -> str:
-    columns = {"ms a token": "decoding", "prompt, s": "prefill", f"prompt + {ANSWER} tokens, s": "both"}
+    columns = {"ms a token": "decoding", "prompt, s": "prefill", f"prompt + {ANSWER} × a token, s": "both"}
     contexts = {"8k": 8192, "32k": 32768}
     lines = []
     for way in (OURS, DYNAMIC, STATIC, LLAMA):

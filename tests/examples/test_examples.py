@@ -111,6 +111,16 @@ def test_a_pipeline_finds_the_number(run: Run) -> None:
     assert run("text_pipeline", "--tokens", "500").endswith("\nfound\n")
 
 
+def test_a_hybrid_model_holds_what_grows(run: Run) -> None:
+    sizes = []
+    for tokens in (200, 400):
+        output = run("hybrid_model", "--tokens", str(tokens))
+        assert "layers with full attention: [3, 7]" in output
+        sizes.append([float(size) for size in re.findall(r"([\d.]+) MiB", output)])
+    assert sizes[1][0] > 1.5 * sizes[0][0]
+    assert sizes[1][1] == sizes[0][1] > 0
+
+
 @pytest.mark.slow  # lm-eval takes long to import
 def test_lm_eval_scores_the_capitals(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval: pip install hf-offload[eval]")

@@ -128,6 +128,6 @@ def test_paged_caches_are_refused_by_transformers(enabled: bool) -> None:
         lambda: model.generate(ids, max_new_tokens=4, cache_implementation="paged"),
         lambda: model.generate_batch([ids[0].tolist()], generation_config=config, progress_bar=False),
     ):
-        with pytest.raises(ValueError, match="hybrid_sparse is not supported for continuous batching"):
+        with pytest.raises(ValueError, match=r"hybrid_sparse.* is not supported"):
             attempt()
     assert model.config._attn_implementation == "hybrid_sparse"
