@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -157,6 +158,7 @@ class HybridCache(Cache):
             type(model).__name__, self.layers, image_layers(config), compact=not shares, graphs=cuda_graph
         )
         self._attachment, self._watch = attach(model), watch(model)
+        self._forking = threading.Lock()
         self._looks_ahead: bool | None = None
         beside = on_device(model)
         self._may_look_ahead = any(
@@ -169,11 +171,9 @@ class HybridCache(Cache):
         self.graph = StepGraph(self) if cuda_graph else None
         self._graphed = graphed(model) if cuda_graph else None
         owned = weakref.WeakSet(model.modules())
-        forward = weakref.ref(self.transaction)
         for layer in hybrid_layers(self):
-            layer.modules = owned.__contains__
-            if image_layers(config):  # Mllama asks all layers for the size of their keys, in every forward
-                layer.size_alone = lambda: (transaction := forward()) is not None and transaction.open
+            layer.modules, layer.transaction = owned.__contains__, weakref.ref(self.transaction)
+            layer.size_is_asked = bool(image_layers(config))  # Mllama asks all layers for it in every forward
 
     # --- what the model calls -----------------------------------------------------------------------------------------
 
@@ -348,8 +348,8 @@ class HybridCache(Cache):
             raise
         except RuntimeError:
             raise ValueError(f"{what}: use a whole number from 1 to {most}") from None
-        with self.alone(), self._rows(what, index):
-            super().batch_repeat_interleave(repeats)
+        with self.alone(), self._rows(what, index) as index:
+            self._keep_rows("batch_repeat_interleave", repeats, index)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows that an index names, and drop the others.
@@ -363,8 +363,8 @@ class HybridCache(Cache):
             TypeError: neither row numbers nor a mask.
             ValueError: a mask of another length, an index of another shape than `[rows]`, or one that keeps no row.
         """
-        with self.alone(), self._rows("batch_select_indices()", indices) as rows:
-            super().batch_select_indices(rows)
+        with self.alone(), self._rows("batch_select_indices()", indices) as index:
+            self._keep_rows("batch_select_indices", index, index)
 
     def reset(self) -> None:
         """Drop all tokens and statistics; the next batch may have other rows.
@@ -434,6 +434,15 @@ class HybridCache(Cache):
             yield rows
             self.settings.padding.select_rows(rows.numpy())
 
+    def _keep_rows(self, method: str, argument: Any, rows: torch.LongTensor) -> None:
+        """Call a method of every layer, or `reorder_cache` of those with linear attention, which lack it."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if hasattr(layer, method):
+                getattr(layer, method)(argument)
+            else:
+                layer.reorder_cache(rows)
+
     def _row_count(self) -> int:
         """Rows of the cache; 0 if it is empty."""
         stock = [getattr(layer, "keys", None) for layer in self.layers if not isinstance(layer, HybridLayer)]
@@ -491,12 +500,15 @@ class HybridCache(Cache):
 
         Caches share host blocks and digests, counted by reference, and copy a block before they write into it. Resident
         blocks, the policy's state and padding are copied, so that the fork gives the tokens that this cache would have
-        given. Its statistics start at zero. `copy.deepcopy(cache)` does the same.
+        given. Its statistics start at zero. `copy.deepcopy(cache)` does the same. A subclass's attributes are left
+        out.
 
         Raises:
             RuntimeError: the model was deleted, or another thread uses the cache.
         """
-        model = self._model()
+        return self._fork(self._model())
+
+    def _fork(self, model: PreTrainedModel | None) -> Self:
         if model is None:
             raise RuntimeError("the model of this cache is gone; keep a reference to it")
         worker = self.settings.worker
@@ -508,7 +520,7 @@ class HybridCache(Cache):
             progress=self.settings.progress is not None,
             **self._knobs,
         )
-        with self.alone():
+        with self._forking, self.alone():  # one fork after the other, in whichever threads
             fork_layers(self.layers, made.layers, self.settings.padding, made.settings.padding)
             made.fallback.taken_over()
         made.donors = dict(self.donors)
@@ -609,9 +621,9 @@ class HybridCache(Cache):
         return Stats(rows, near + other, numbers, self._pace.percentiles())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """`copy.deepcopy` is `fork`, also of a cache within another object."""
-        made = memo[id(self)] = self.fork()
-        return made
+        """`copy.deepcopy` is `fork`, also within another object; for the copy of the model if that was copied first."""
+        model = self._model()
+        return self._fork(memo.get(id(model), model))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -40,9 +40,11 @@ def missing(call: ast.Call) -> set[str]:
     stated = {keyword.arg for keyword in call.keywords}
     if None in stated:  # **options
         return set()
+    if path == ["torch", "Generator"]:
+        return set() if call.args else {"device"}
     if path[:-1] == ["torch"] and path[-1] in FACTORIES:
         return ({"device"} if path[-1] in WHOLE | OF_AN_ARGUMENT else {"dtype", "device"}) - stated
-    made = path[:-1] == ["nn"] and path[-1][0].isupper() and path[-1] not in ("Module", "ModuleList")
+    made = path[:-1] in (["nn"], ["torch", "nn"]) and path[-1][0].isupper() and path[-1] not in ("Module", "ModuleList")
     return {"dtype", "device"} - stated if made else set()
 
 

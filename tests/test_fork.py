@@ -154,6 +154,39 @@ def test_a_deep_copy_is_a_fork(models: dict[str, PreTrainedModel], case: str, ti
         assert torch.equal(got[1], want[1])
 
 
+def test_threads_may_copy_one_cache_at_once(models: dict[str, PreTrainedModel]) -> None:
+    """As a server does with the cache of its system prompt."""
+    model, (ids, mask) = models["llama"], prompt(2, PROMPT)
+    cache = make(model, "scout", "one")
+    token = prefill(model, cache, ids, mask)
+    want, got = decode(model, cache.fork(), token, mask, 4)[1], []
+    start = threading.Barrier(4)
+
+    def serve() -> None:
+        start.wait()
+        got.append(decode(model, copy.deepcopy(cache), token, mask, 4)[1])
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 4
+    assert all(torch.equal(logits, want) for logits in got)
+
+
+def test_a_copy_beside_its_model_is_of_the_copied_model() -> None:
+    model = tiny_model("llama")
+    cache = make(model, "scout", "one")
+    ids, mask = prompt(2, PROMPT)
+    token = prefill(model, cache, ids, mask)
+    both = copy.deepcopy({"model": model, "cache": cache})
+    want = decode(model, cache, token, mask, 4)[1]
+    assert torch.equal(decode(both["model"], both["cache"], token, mask, 4)[1], want)
+    with pytest.raises(TypeError, match=r"use fork\(\) of the cache"):
+        copy.deepcopy(cache.layers)
+
+
 def test_a_deep_copy_of_an_empty_cache_is_empty(models: dict[str, PreTrainedModel]) -> None:
     cache = make(models["llama"], "scout", "one")
     copied = copy.deepcopy(cache)

@@ -107,6 +107,19 @@ def test_a_crop_where_the_layers_can(models: dict[str, PreTrainedModel], model_t
     assert torch.equal(follow(model, cache, 0, 9), follow(model, other, 0, 9))
 
 
+@pytest.mark.one_in(3)
+@every_type
+@tiers
+def test_rows_are_repeated_and_selected(models: dict[str, PreTrainedModel], model_type: str, tier: str) -> None:
+    """Transformers' layers with linear attention can reorder their rows alone, which says all of it."""
+    model = models[model_type]
+    cache, other = begun(model, tier), begun(model, tier)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    other.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(follow(model, cache, 0, 6), follow(model, other, 0, 6))
+
+
 @tiers
 def test_drafts_where_the_layers_can(models: dict[str, PreTrainedModel], tier: str) -> None:
     """Convolutions record what they forget while drafts are verified; other states Transformers itself refuses."""

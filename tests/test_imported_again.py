@@ -14,6 +14,7 @@ from tiny import ONE_MEMORY, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
+from hf_offload.attention import cuda_graph as FIRST
 
 KNOBS: dict[str, Any] = {"budget": 256, "block_size": 16, **ONE_MEMORY}
 SPLIT: dict[str, Any] = {"budget": 256, "block_size": 16, "sinks": 16, "recent": 0, "resident": 64, "tier": "split"}
@@ -70,9 +71,27 @@ def test_an_older_cache_says_that_it_is_older(
 ) -> None:
     held = older.get_seq_length()
     for tokens in (1, 5):
-        with pytest.raises(ValueError, match="imported again"), torch.no_grad():
+        with pytest.raises(ValueError, match="earlier import"), torch.no_grad():
             model(prompt(1, tokens)[0], past_key_values=older)
     assert older.get_seq_length() == held
+
+
+def test_an_older_policy_says_that_it_is_older(model: PreTrainedModel, again: ModuleType) -> None:
+    with pytest.raises(TypeError, match="this Scout is of an earlier import"):
+        again.HybridCache(model, hf_offload.Scout(budget=256))
+
+
+def test_an_older_graphed_forward_is_no_new_one(model: PreTrainedModel, again: ModuleType) -> None:
+    """Both wrap the model's forward, each for the caches of its own import."""
+    from hf_offload.attention import cuda_graph as newer
+
+    older_module = sys.modules["hf_offload.attention.cuda_graph"]
+    assert older_module is newer
+    first = FIRST.graphed(model)
+    second = newer.graphed(model)
+    assert type(first) is FIRST.GraphedForward
+    assert type(second) is newer.GraphedForward
+    assert newer.graphed(model) is second
 
 
 def test_a_model_that_was_enabled_before_is_enabled_again(model: PreTrainedModel, again: ModuleType) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import functools
 import io
 import os
+import stat
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,3 +165,103 @@ def test_all_is_on_the_disk_before_and_after_the_exchange(
     assert calls[at + 1] == "fsync"
     assert "rename" not in calls[at + 1 :] or sys.platform != "linux"
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_folders_that_a_save_makes_are_synced(
+    caches: tuple[HybridCache, HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for parent in (tmp_path, tmp_path / "a" / "b"):
+        with monkeypatch.context() as patch:
+            counting = Counting(0, lambda: None)
+            counting.install(patch)
+            caches[0].save(parent / "cache")
+        counts.append(counting.calls.count("fsync"))
+    assert counts[1] == counts[0] + 2
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES])
+@pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
+def test_a_file_system_that_exchanges_nothing(
+    model: PreTrainedModel, caches: tuple[HybridCache, HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    code: int,
+) -> None:  # fmt: skip
+    """The old cache is renamed first; an error of another kind is told, and the old cache is as it was."""
+    old, new = caches
+    old.save(tmp_path / "cache")
+
+    class System:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def renameat2(self, *_: Any) -> int:
+            ctypes.set_errno(code)
+            return -1
+
+    monkeypatch.setattr(saving.ctypes, "CDLL", System)
+    if code == errno.EACCES:
+        with pytest.raises(OSError, match="was not saved"):
+            new.save(tmp_path / "cache")
+    else:
+        new.save(tmp_path / "cache")
+    want = OLD if code == errno.EACCES else NEW
+    assert HybridCache.load(tmp_path / "cache", model).get_seq_length() == want
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def fsync_fails(code: int) -> Callable[[int], None]:
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(file)
+
+    return fsync
+
+
+def test_a_folder_that_cannot_be_synced(
+    caches: tuple[HybridCache, HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems sync files alone; a disk's fault before the exchange ends the save."""
+    old, new = caches
+    old.save(tmp_path / "cache")
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(os, "fsync", fsync_fails(errno.EINVAL))
+        new.save(tmp_path / "cache")
+    monkeypatch.setattr(os, "fsync", fsync_fails(errno.EIO))
+    with pytest.raises(OSError, match="was not saved"):
+        old.save(tmp_path / "cache")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_an_old_cache_that_cannot_be_removed_is_named(
+    caches: tuple[HybridCache, HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = caches
+    old.save(tmp_path / "cache")
+
+    def fail(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(saving.shutil, "rmtree", fail)
+    with pytest.warns(UserWarning, match="holds the one before it, cannot be removed"):
+        new.save(tmp_path / "cache")
+
+
+def test_a_path_that_cannot_be_is_no_saved_cache(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no saved cache"):
+        HybridCache.load(tmp_path / (300 * "x"), model)
+
+
+def test_what_is_left_of_another_name_is_not_named(
+    model: PreTrainedModel, caches: tuple[HybridCache, HybridCache], tmp_path: Path
+) -> None:
+    caches[0].save(tmp_path / ".cache.b.0123456789abcdef.before")
+    with pytest.raises(ValueError, match="no saved cache") as told:
+        HybridCache.load(tmp_path / "cache", model)
+    assert "killed" not in str(told.value)
+    (tmp_path / "link").symlink_to(tmp_path / "cache.b")
+    with pytest.raises(ValueError, match="a save was killed"):
+        HybridCache.load(tmp_path / "link", model)

@@ -141,6 +141,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     [
         ({"steps": 0}, "steps=0 is not a count; use an integer of at least 1"),
         ({"windows": 0}, "windows=0 is not a count"),
+        ({"steps": 4097}, "steps=4097 is too large"),
         ({"tokens": 2.5}, r"tokens=2\.5 is not a count"),
         ({"threshold": 0.0}, r"threshold=0\.0 .* use a number above 0 and below 1"),
         ({"threshold": 1.0}, r"threshold=1\.0 .* use a number above 0 and below 1"),

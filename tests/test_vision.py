@@ -109,3 +109,6 @@ def test_an_image_is_seen_as_with_eager_attention(family: str, monkeypatch: pyte
             assert (got[1] - logits).abs().max() <= 1e-5 * scale
             held = [row["layer"] for row in cache.stats().as_dict()["layers"] if row["host_bytes"]]
             assert held == {"gemma3": [1, 3], "mllama": [0, 2, 3]}.get(family, [0, 1, 2, 3])
+    monkeypatch.undo()
+    keys = [layer.keys for layer in cache.layers if isinstance(layer, HybridLayer)]
+    assert all(x.device == ours.device and x.shape[2] == 71 for x in keys)  # between forwards they are there

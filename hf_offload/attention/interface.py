@@ -154,8 +154,8 @@ def _attend(
         return _attend_stock(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if type(layer) is not HybridLayer:
         raise ValueError(
-            "this HybridCache was made before hf_offload was imported again, which replaced the attention function; "
-            "make a new cache (and call hf_offload.enable(model) again, if the model was enabled)"
+            "this HybridCache is of an earlier import: hf_offload was imported again, which replaced the attention "
+            "function; make a new cache, or call hf_offload.enable(model) again"
         )
     scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
     dense = attention_mask is not None and attention_mask.ndim == 4

@@ -20,6 +20,9 @@ from hf_offload.attention.model_support import brings_weights, check_whole, hook
 from hf_offload.cache.memory import is_shortage
 from hf_offload.cache.torch_modes import uncompiled
 
+_FAULTS = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
+"""Errors of a device, among torch's RuntimeErrors."""
+
 PROBING: set[int] = set()
 """Identifiers of the threads that run a layer's forward for its query alone."""
 
@@ -207,7 +210,6 @@ def _equals_query(adapter: Adapter, hidden: torch.Tensor, kwargs: dict[str, Any]
         with torch.no_grad():
             return torch.equal(adapter(hidden, kwargs), query)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # not a layer of the Llama kind
-        # A shape that does not fit is a plain RuntimeError of torch; a device's fault is of a class below it.
-        if isinstance(error, RuntimeError) and (type(error) is not RuntimeError or is_shortage(error)):
+        if isinstance(error, _FAULTS) or is_shortage(error):
             raise
         return False

@@ -59,8 +59,10 @@ class HybridLayer(CacheLayerMixin):
         """Whether an attention module belongs to the model that the cache was made for."""
         self.known: Callable[[], torch.nn.Module | None] = lambda: None
         """The last module for which `modules` was true."""
-        self.size_alone: Callable[[], bool] = lambda: False
-        """Whether whoever reads `keys` or `values` now is the model's own code, which asks for their size (Mllama)."""
+        self.transaction: Callable[[], Any] = lambda: None
+        """The `Transaction` of the layer's cache."""
+        self.size_is_asked = False
+        """Whether the model's own code reads `keys` in a forward, for their size alone."""
         self.compact_masks = True
         """Whether all layers that share this layer's mask are `HybridLayer`s."""
         self.scores: Scores | None = None
@@ -144,7 +146,13 @@ class HybridLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """K of all tokens, `[B, Hkv, T, D]` in the model's dtype on its device: a copy. None before the first token."""
+        """K of all tokens, `[B, Hkv, T, D]` in the model's dtype on its device: a copy. None before the first token.
+
+        Within a forward of Mllama, which asks every layer for their number, a tensor without memory (device "meta").
+
+        Raises:
+            RuntimeError: another thread is at work with the cache.
+        """
         return self._read()[0]
 
     @keys.setter
@@ -163,7 +171,10 @@ class HybridLayer(CacheLayerMixin):
     def _read(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if self.store is None:
             return None, None
-        if not self.size_alone():
+        transaction = self.transaction()
+        if transaction is not None:
+            transaction.check_alone()
+        if not (self.size_is_asked and transaction is not None and transaction.open):
             return self.gather()
         shape = (self.store.batch, self.store.num_kv_heads, self.total, self.store.head_dim)
         empty = torch.empty(shape, dtype=self.dtype, device="meta")
@@ -465,6 +476,9 @@ class HybridLayer(CacheLayerMixin):
         """Keep the rows of an index (numbers, or a bool mask)."""
         rows = indices.detach().cpu().numpy()
         self.select_rows(np.flatnonzero(rows) if rows.dtype == bool else rows)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a layer of a HybridCache cannot be copied or pickled by itself; use fork() of the cache")
 
     def offload(self) -> None:
         """Nothing to do: blocks are offloaded by the policy."""

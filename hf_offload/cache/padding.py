@@ -21,7 +21,7 @@ class Padding:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.revision = 0
+        self.revision = self.version = 0
         """Incremented whenever the validity of earlier tokens changes; not by `reset`, after which there are none."""
         self.reset()
 
@@ -37,7 +37,7 @@ class Padding:
         """A copy of the last long mask on a device, with the `version` that it belongs to."""
         self.dense = False
         self._sinks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.version = getattr(self, "version", 0) + 1
+        self.version += 1
         """Incremented on every change."""
         self.changed_block = 0
         """The first block that the last `revision` changed."""

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import glob
 import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -95,19 +95,11 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
         made.mkdir()
         _write(made, layers, padding, about)
         _sync_folder(made)
-        old = _replace(folder, made)
-    except BaseException as error:
-        shutil.rmtree(made, ignore_errors=True)  # the new cache, or already the one before it
-        if isinstance(error, OSError):
-            raise _named(error, folder) from error
-        raise
-    try:
-        _sync_folder(folder.parent)
-        if old is not None:
-            shutil.rmtree(old)  # caches that were loaded from it keep their mapped file
+        _clean_up(folder, _replace(folder, made))
     except OSError as error:
-        left = "" if old is None or not old.exists() else f"; remove {old}, which holds the one before it"
-        warnings.warn(f"the cache is saved, but what comes after that failed ({error}){left}", stacklevel=2)
+        raise _named(error, folder) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)  # of a save that failed; or the cache before, of one interrupted
 
 
 def _named(error: OSError, folder: Path) -> OSError:
@@ -121,6 +113,22 @@ def _named(error: OSError, folder: Path) -> OSError:
     )
 
 
+def _clean_up(folder: Path, old: Path | None) -> None:
+    """After a save: sync the folder above, and remove the cache from before; what fails is a warning."""
+    try:
+        _sync_folder(folder.parent)
+    except OSError as error:
+        warnings.warn(f"the cache is saved, but the system does not say that it is on the disk ({error})", stacklevel=3)
+    try:
+        if old is not None:
+            shutil.rmtree(old)  # caches that were loaded from it keep their mapped file
+    except OSError as error:
+        warnings.warn(
+            f"the cache is saved, but {old}, which holds the one before it, cannot be removed ({error}); remove it",
+            stacklevel=3,
+        )
+
+
 def _beside(folder: Path) -> str:
     """How names begin of what a save puts beside a folder; a name has at most 255 bytes."""
     return "." + os.fsdecode(os.fsencode(folder.name)[:200])
@@ -128,10 +136,14 @@ def _beside(folder: Path) -> str:
 
 def left_behind(folder: Path) -> Path | None:
     """The saved cache from before a save that was killed between its two renames, if the folder is gone; else None."""
-    if folder.exists() or not folder.parent.is_dir():
+    try:
+        folder = folder.resolve()
+        names = [] if folder.exists() else sorted(os.listdir(folder.parent))
+    except OSError:
         return None
-    found = sorted(folder.parent.glob(f"{glob.escape(_beside(folder))}.*{_BEFORE}"))
-    return found[-1] if found else None
+    ours = re.compile(re.escape(_beside(folder)) + rf"\.[0-9a-f]{{16}}{re.escape(_BEFORE)}")
+    found = [name for name in names if ours.fullmatch(name)]
+    return folder.parent / found[-1] if found else None
 
 
 def _replace(folder: Path, made: Path) -> Path | None:
@@ -142,11 +154,12 @@ def _replace(folder: Path, made: Path) -> Path | None:
     if _exchange(made, folder):
         return made
     old = made.with_suffix(_BEFORE)
-    folder.rename(old)
     try:
+        folder.rename(old)
         made.rename(folder)
     except BaseException:
-        old.rename(folder)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         raise
     return old
 
@@ -169,10 +182,13 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write a folder's entries to the disk, where the system can."""
+    """Write a folder's entries to the disk, where the system can and the folder may be opened."""
     if os.name == "nt":
         return
-    file = os.open(folder, os.O_RDONLY)
+    try:
+        file = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # one that may be written, not read
+        return
     try:
         os.fsync(file)
     except OSError as error:

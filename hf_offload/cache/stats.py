@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ class LayerStats:
 
     def as_dict(self) -> dict[str, Any]:
         """The counters as a dict, with means in place of sums (None where nothing was counted)."""
-        row = asdict(self)
+        row = asdict(replace(self, cpu_ratio_by_step=deque()))
         row["cpu_ratio"] = _mean(self.cpu_ratio, row.pop("ratio_steps"))
         row["cpu_ratio_by_step"] = list(self.cpu_ratio_by_step)
         row["query_cosine"] = _mean(self.query_cosine, row.pop("queries"))

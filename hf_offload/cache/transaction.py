@@ -52,10 +52,14 @@ class Transaction:
     @property
     def mine(self) -> bool:
         """Whether this thread holds the cache."""
-        holder = self._holder.get(None)
-        while holder in self._holder:
-            holder = self._holder[holder]
-        return holder == threading.get_ident()
+        return self._thread() == threading.get_ident()
+
+    def _thread(self) -> int | None:
+        """The thread that holds the cache, or None."""
+        thread = self._holder.get(None)
+        while thread in self._holder:
+            thread = self._holder[thread]
+        return thread
 
     def take(self, *, torn: bool = False) -> None:
         """Take the cache for this thread.
@@ -69,17 +73,22 @@ class Transaction:
         me = threading.get_ident()
         holder = self._holder.setdefault(None, me)
         while holder != me:
-            if holder in sys._current_frames():  # every live thread, also those that `threading` has not made
-                name = next((thread.name for thread in threading.enumerate() if thread.ident == holder), holder)
-                raise RuntimeError(
-                    f"the thread {name!r} is at work with this cache, or was interrupted in it; a cache serves one "
-                    "thread at a time: give each its own (caches of one model may run at once), or call crop(0) there"
-                )
+            _refuse_live(holder)
             holder = self._holder.setdefault(holder, me)  # successor of a thread that has ended
         if self._torn is not None and not torn:
             what = self._torn
             self.leave()
             raise RuntimeError(f"{what} was not completed, so that layers differ; call reset()")
+
+    def check_alone(self) -> None:
+        """Check that no other thread is at work with the cache.
+
+        Raises:
+            RuntimeError: one is.
+        """
+        thread = self._thread()
+        if thread not in (None, threading.get_ident()):
+            _refuse_live(thread)
 
     def leave(self) -> None:
         """Release the cache for other threads."""
@@ -212,3 +221,13 @@ class Transaction:
         for layer, mine in zip(layers, removed, strict=True):
             layer.go_back(layer.past + mine)
         self.floor = None
+
+
+def _refuse_live(ident: int | None) -> None:
+    """Raise RuntimeError if a thread is live; `threading` may not have made it."""
+    if ident in sys._current_frames():
+        name = next((thread.name for thread in threading.enumerate() if thread.ident == ident), ident)
+        raise RuntimeError(
+            f"the thread {name!r} is at work with this cache, or was interrupted in it; a cache serves one thread at a "
+            "time: give each its own (caches of one model may run at once), or call crop(0) there"
+        )

@@ -106,7 +106,7 @@ class Plan:
                     f"Plan.partials holds a {type(item).__name__}; it takes partials: hf_offload.Partial(out, lse), or "
                     "what step.attend(...) returns, which is a tuple of them"
                 )
-        if not isinstance(self.until, int):
+        if isinstance(self.until, bool) or not isinstance(self.until, int):
             raise TypeError(f"Plan.until={shown(self.until)} is not a number of blocks")
         if self.until < 0:
             raise ValueError(f"Plan.until={self.until} is negative; use 0 for a plan that serves its own step alone")

@@ -54,9 +54,11 @@ def record_step(model: PreTrainedModel, cache: Any, monkeypatch: pytest.MonkeyPa
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (NotImplementedError('Module [Parts] is missing the required "forward" function'), False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700), True),
         (KeyError("position_embeddings"), False),
     ],
-    ids=["device memory", "host memory", "shapes", "names"],
+    ids=["device memory", "host memory", "shapes", "no forward", "a device's fault", "names"],
 )
 def test_a_fault_is_not_taken_for_another_kind_of_layer(
     error: Exception, surfaces: bool, monkeypatch: pytest.MonkeyPatch

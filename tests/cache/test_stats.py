@@ -7,7 +7,9 @@ import weakref
 
 import pytest
 import torch
+from tiny import prompt, tiny_model
 
+from hf_offload import HybridCache
 from hf_offload.cache.stats import KEEP_STEPS, LayerStats, Ledger, Tally, joined
 
 
@@ -76,3 +78,15 @@ def test_layers_of_which_some_share_their_tasks() -> None:
         assert found.pop("head_budget") == pytest.approx(0.3)
         assert found.pop("granularities") == {"16": 0.75, "32": 0.25}
         assert found == {"retrieved_bytes": 40, "device_tasks": 0.5, "cpu_busy_seconds": 2.0}
+
+
+def test_a_report_is_a_copy() -> None:
+    model = tiny_model("llama")
+    cache = HybridCache(model, "full", tier="split", resident=128)
+    with torch.no_grad():
+        model(prompt(1, 200)[0], past_key_values=cache)
+        model(prompt(1, 1)[0], past_key_values=cache)
+        report = cache.stats()
+        model(prompt(1, 1)[0], past_key_values=cache)
+    assert [len(row["cpu_ratio_by_step"]) for row in report.as_dict()["layers"]] == [1] * 4
+    assert len(cache.stats().as_dict()["layers"][0]["cpu_ratio_by_step"]) == 2

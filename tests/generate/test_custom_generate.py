@@ -70,7 +70,7 @@ def test_a_model_whose_folder_has_it_generates_so_by_itself(model: PreTrainedMod
     shutil.copytree(FOLDER / "custom_generate", tmp_path / "model" / "custom_generate")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True).eval()
     ids = prompt(1, 60)[0].clamp(min=3)
-    for _ in range(2):
-        got = loaded.generate(inputs=ids, policy="full", knobs=KNOBS, **GREEDY)
+    for given in ({"inputs": ids}, {}):
+        got = loaded.generate(*(() if given else (ids,)), policy="full", knobs=KNOBS, **given, **GREEDY)
         assert isinstance(cache_of(got), HybridCache)
         assert torch.equal(got.sequences, model.generate(ids, **GREEDY).sequences)

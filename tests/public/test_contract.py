@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from transformers import (
 
 import hf_offload
 from hf_offload import HybridCache
+from hf_offload.attention import interface
 from hf_offload.cache.layer import HybridLayer
 
 CPU = pytest.mark.skipif(DEVICE != "cpu", reason="tried on the CPU")
@@ -126,7 +128,7 @@ def test_a_layers_keys_and_values_are_what_is_cached(kind: str, family: str) -> 
     for (*both, window), (*twins, wanted) in zip(mine, other, strict=True):
         for got, want in zip(both, twins, strict=True):
             torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
-        assert (window is None) == (wanted is None)
+        assert window is wanted is None or torch.equal(window, wanted)
     assert len(mine) == len(other)
     for each in (mine, other):
         with pytest.raises(TypeError, match="not subscriptable"):
@@ -168,6 +170,43 @@ def test_a_hook_within_a_forward_reads_the_tokens_so_far(model: PreTrainedModel)
             hook.remove()
         assert [(length, keys.shape[2]) for length, keys in seen] == [(50, 50)] * 4 + [(51, 51)] * 4
         assert all(torch.equal(keys, cache.layers[i].keys) for i, (_, keys) in enumerate(seen[4:]))
+
+
+def test_keys_that_are_announced_are_there(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between `update` and the attention function `get_seq_length` counts them, too."""
+    cache, seen = make(model, "one memory"), list[tuple[int, torch.Size]]()
+
+    def attend(layer: HybridLayer, *args: Any, **kwargs: Any) -> Any:
+        seen.append((layer.get_seq_length(), layer.keys.shape))
+        return real(layer, *args, **kwargs)
+
+    real = interface.decode
+    monkeypatch.setattr(interface, "decode", attend)
+    feed(model, cache, prompt(1, 50)[0])
+    feed(model, cache, prompt(1, 1)[0])
+    assert seen == [(51, (1, 2, 51, 16))] * 4
+
+
+def test_another_threads_reading_is_refused_while_the_cache_works(model: PreTrainedModel) -> None:
+    cache, told = make(model, "one memory"), list[BaseException]()
+
+    def read() -> None:
+        try:
+            _ = cache.layers[0].keys
+        except RuntimeError as error:
+            told.append(error)
+
+    def run(*_: Any) -> None:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    feed(model, cache, prompt(1, 50)[0])
+    run()
+    assert not told
+    with model.model.layers[2].mlp.register_forward_pre_hook(run):
+        feed(model, cache, prompt(1, 1)[0])
+    assert "one thread at a time" in str(told[0])
 
 
 def test_int8_blocks_are_read_in_the_models_dtype(model: PreTrainedModel) -> None:

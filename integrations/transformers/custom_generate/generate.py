@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 from typing import Any
 
 from hf_offload import enabled
 
+_local = threading.local()
+"""`model`: the model for which this thread is in `generate` already."""
 
-def generate(model: Any, policy: str = "scout", knobs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+
+def generate(*args: Any, model: Any, policy: str = "scout", knobs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     """Generate with a fresh `HybridCache`, or go on with the one that is given as `past_key_values`.
 
     The model may have been loaded with any attention function; it has that again afterwards.
@@ -17,7 +20,7 @@ def generate(model: Any, policy: str = "scout", knobs: dict[str, Any] | None = N
         model: the model.
         policy: as for `hf_offload.HybridCache`.
         knobs: the other arguments of `HybridCache`, such as `{"budget": 1024}`.
-        kwargs: as for the model's own `generate()`.
+        args, kwargs: as for the model's own `generate()`.
 
     Returns:
         What the model's own `generate()` returns.
@@ -25,13 +28,12 @@ def generate(model: Any, policy: str = "scout", knobs: dict[str, Any] | None = N
     Raises:
         ValueError: a knob that is not allowed, or a model that `HybridCache` does not support.
     """
-    loaded = model.__dict__.get("generate")
-    own = isinstance(loaded, functools.partial) and loaded.func is generate  # the model was loaded with this file
-    if own:
-        del model.generate
+    outer = getattr(_local, "model", None)
+    if outer is model:  # the model was loaded with this file, so that its own `generate` is this function
+        return type(model).generate(model, *args, **kwargs)
+    _local.model = model
     try:
         with enabled(model, policy, **(knobs or {})):
-            return model.generate(**kwargs)
+            return model.generate(*args, **kwargs)
     finally:
-        if own:
-            model.generate = loaded
+        _local.model = outer
