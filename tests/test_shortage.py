@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention import prefill as dense
+from hf_offload.attention import prefill_host
 from hf_offload.cache import block_store as store
 from hf_offload.cache import digests, host_pool
 from hf_offload.cache import prefill_tiles as tiles
@@ -65,6 +66,7 @@ HOST = [
 ATTENTION = pytest.param(
     dense, "attend", r"no device memory left for attention of.*in chunks.*CUDA out", id="attention"
 )
+KERNEL = pytest.param(prefill_host, "prefill_attention", "no host memory left", id="kernel")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ ATTENTION = pytest.param(
         pytest.param({**SPLIT, "host_dtype": "int8"}, 2, id="int8-2", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize(("module", "name", "told"), [*HOST, ATTENTION])
+@pytest.mark.parametrize(("module", "name", "told"), [*HOST, ATTENTION, KERNEL])
 def test_an_append_that_had_no_memory_can_be_repeated(
     llama: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
@@ -92,6 +94,8 @@ def test_an_append_that_had_no_memory_can_be_repeated(
         pytest.skip("one memory gathers tile by tile")
     if module is store and memory:
         pytest.skip("with two, tiles come ahead, and digests are built from the keys at hand")
+    if module in (tiles, store, dense):  # as on a device, or for a dense mask
+        monkeypatch.setattr(prefill_host, "serves", lambda *_: False)
     ids, mask = prompt(ROWS, LAST)
     given = [{"attention_mask": mask[:, :stop]} for stop in (FIRST, LAST)]
     with torch.no_grad():

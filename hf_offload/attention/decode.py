@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_offload.attention import decode_split
+from hf_offload.attention import decode_split, prefill_host
 from hf_offload.attention.prefill import append_attention
 from hf_offload.attention.step_cpu import CpuStep, Form
 from hf_offload.attention.step_split import SplitStep
@@ -53,21 +53,18 @@ def append(
         layer.state.before_append(layer)
     tile = layer.settings.prefill_tile
     few = fresh and 0 < query.shape[2] <= FEW_QUERIES and past > 0 and (mask is None or mask.ndim == 2)
-    attended_past = _attend_past(layer, query, scores) if few and store.device.type == "cpu" else None
-    tiles = read_tiles(store, past, tile) if attended_past is None else ()
-    out = append_attention(
-        query,
-        key,
-        value,
-        past,
-        tiles,
-        mask,
-        scores=scores,
-        sinks=sinks,
-        tile=tile,
-        before=attended_past,
-        attended=_progress(layer, past, query.shape[2]) if fresh else None,
-    )
+    attended = _progress(layer, past, query.shape[2]) if fresh else None
+    if not few and prefill_host.serves(query, mask, scores):
+        out = prefill_host.attend_append(
+            store, query, key, value, past, mask, scores=scores, sinks=sinks, tile=tile, attended=attended
+        )
+    else:
+        attended_past = _attend_past(layer, query, scores) if few and store.device.type == "cpu" else None
+        tiles = read_tiles(store, past, tile) if attended_past is None else ()
+        out = append_attention(
+            query, key, value, past, tiles, mask, scores=scores, sinks=sinks, tile=tile, before=attended_past,
+            attended=attended,
+        )  # fmt: skip
     layer.pending = None
     if fresh:
         store.append(key, value)

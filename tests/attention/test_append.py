@@ -12,6 +12,7 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache
 
 from hf_offload import HybridCache, WorkerError
+from hf_offload.attention import prefill_host
 from hf_offload.attention.decode import FEW_QUERIES
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cpu.launch import Launch
@@ -58,7 +59,14 @@ def test_slow_threads_change_no_logit(host_dtype: str | None) -> None:
 def test_a_gather_that_fails_in_a_thread_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     ids, _ = prompt(1, 300)
-    cache = HybridCache(model, "full", block_size=16, prefill_tile=48, tier="split", resident=96)
+    knobs: dict[str, Any] = {
+        "block_size": 16,
+        "prefill_tile": 48,
+        "tier": "split",
+        "resident": 96,
+        "host_dtype": "int8",
+    }
+    cache, sound = (HybridCache(model, "full", **knobs) for _ in range(2))  # packed: in tiles
     real, calls = BlockStore.gathering, [0]
 
     def later(*args: Any) -> Launch:
@@ -67,9 +75,32 @@ def test_a_gather_that_fails_in_a_thread_can_be_repeated(monkeypatch: pytest.Mon
 
     with torch.no_grad():
         model(ids[:, :200], past_key_values=cache)
+        model(ids[:, :200], past_key_values=sound)
         with monkeypatch.context() as patch:
             patch.setattr(BlockStore, "gathering", later)
             with pytest.raises(WorkerError, match=r"gathering tokens \d+ to \d+ failed: .*" + UNDONE):
+                model(ids[:, 200:], past_key_values=cache)
+        assert cache.get_seq_length() == 200
+        got = model(ids[:, 200:], past_key_values=cache).logits
+        assert torch.equal(got, model(ids[:, 200:], past_key_values=sound).logits)
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_attention_that_leaves_tasks_undone_can_be_repeated(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+    model = tiny_model("llama")
+    ids, _ = prompt(1, 300)
+    cache = HybridCache(model, "full", block_size=16, tier=tier)
+    real, calls = prefill_host.prefill_attention, [0]
+
+    def later(*args: Any, **kwargs: Any) -> Launch:
+        calls[0] += 1
+        return real(*args, **kwargs) if calls[0] != 3 else broken_launch()
+
+    with torch.no_grad():
+        model(ids[:, :200], past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(prefill_host, "prefill_attention", later)
+            with pytest.raises(MemoryError, match=UNDONE):
                 model(ids[:, 200:], past_key_values=cache)
         assert cache.get_seq_length() == 200
         got = model(ids[:, 200:], past_key_values=cache).logits

@@ -12,6 +12,7 @@ import tqdm.auto
 from tiny import DEVICE, prompt, tiny_model
 
 import hf_offload
+from hf_offload.cpu.kernels import prefill
 
 LAYERS, TOKENS = 4, 300
 
@@ -79,14 +80,19 @@ def test_it_waits_for_five_seconds(bars, model):
     assert bars[0].asked["delay"] == 5
 
 
-def test_a_long_layer_shows_its_tiles(bars, model):
-    cache = hf_offload.HybridCache(model, progress=True, prefill_tile=100)
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """Launches of at most 288 queries, as of a long context."""
+    monkeypatch.setattr(prefill, "_GIGA", 1)
+
+
+def test_a_long_layer_shows_its_pieces(bars, model, short_pieces):
+    cache = hf_offload.HybridCache(model, progress=True)
     run(model, cache)
     run(model, cache)
     later = bars[1]
     assert "tokens 301 to 600" in later.stderr.getvalue()
-    # Three tiles of cached tokens, then the new ones.
-    assert later.positions[:4] == [50, 100, 150, TOKENS]
+    assert later.positions[:2] == [288, TOKENS]
     assert later.positions[-1] == later.total == LAYERS * TOKENS
 
 
@@ -168,12 +174,12 @@ def test_layers_of_other_kinds_do_not_count(bars):
     assert bars[0].positions[-1] == bars[0].total == 2 * TOKENS
 
 
-def test_padded_rows_reach_the_end(bars, model):
+def test_padded_rows_reach_the_end(bars, model, short_pieces):
     ids, mask = prompt(2, TOKENS)
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=hf_offload.HybridCache(model, progress=True, prefill_tile=128))
+        model(ids, attention_mask=mask, past_key_values=hf_offload.HybridCache(model, progress=True))
     assert bars[0].positions[-1] == bars[0].total == LAYERS * TOKENS
-    assert bars[0].positions[:3] == [128, 256, TOKENS]
+    assert bars[0].positions[:2] == [288, TOKENS]
 
 
 def test_two_memories_show_it_too(bars, model):

@@ -1,0 +1,165 @@
+"""How fast is a prompt? The attention kernel beside torch's, and whole prompts beside `DynamicCache` with sdpa.
+
+    python eval/prefill.py
+    python eval/prefill.py --lengths 2k,8k --shapes 9x3x64 --dtypes bfloat16,float32 --contexts 2k,8k --threads 2
+
+Attention: exact causal attention of so many tokens to themselves, of random queries, keys and values; GFLOP/s of the
+causal half, and as a share of what a matrix product of the same dtype reaches in the same turns. `torch` is its flash
+attention for the CPU, with keys and values repeated for the heads of a group beforehand. Prompts: seconds of a model's
+forward over a text, at once and in chunks, and the most memory that the process had meanwhile. All take turns; shown
+are medians.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import numpy as np
+import psutil
+import torch
+import typer
+from transformers import DynamicCache, PreTrainedModel
+
+import common
+import hf_offload
+from hf_offload.attention.hooks import cache_argument
+from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CHUNKS = (0, 1024, 4096)  # 0: at once
+
+
+def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Calls that attend the same tensors, and a matrix product of about as many operations."""
+    generator = torch.Generator().manual_seed(length)
+    query, key, value = (
+        torch.randn(1, count, length, dim, generator=generator).to(dtype) for count in (heads, kv_heads, kv_heads)
+    )
+    out, lse = torch.empty(1, length, heads, dim), torch.empty(1, heads, length)
+    repeated = [x.repeat_interleave(heads // kv_heads, 1) for x in (key, value)]
+    one, two = torch.randn(length, length).to(dtype), torch.randn(length, heads * dim).to(dtype)
+    nothing = np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
+
+    def ours() -> None:
+        for first, count in pieces_of(length, 0, heads, dim):
+            prefill_attention(
+                query, key, value, *nothing, None, out, lse, block_size=32, cached=0, fresh_first=0, position=0,
+                first_query=first, queries=count, scale=dim**-0.5, softcap=None, sinks=None,
+            ).run()  # fmt: skip
+
+    def flash() -> None:
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *repeated, 0.0, True, scale=dim**-0.5)
+
+    return {"hf_offload": ours, "torch": flash, "matmul": lambda: one @ two}
+
+
+def time_attention(shape: tuple[int, int, int], length: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
+    """One record a way."""
+    heads, kv_heads, dim = shape
+    ways = attention(heads, kv_heads, dim, length, DTYPES[dtype])
+    work = {"matmul": 2 * heads * dim * length**2}  # of the causal half two products
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for call in ways.values():
+        call()
+    for _, (way, call) in common.in_turns(list(ways.items()), rounds):
+        start = time.perf_counter()
+        call()
+        seconds[way].append(time.perf_counter() - start)
+    records = []
+    for way, found in seconds.items():
+        spread = common.percentiles(found)
+        rate = work.get(way, 2 * heads * dim * length**2) / spread["p50"] / 1e9
+        records.append({
+            "way": way, "heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "dtype": dtype, **spread,
+            "gflops": rate,
+        })  # fmt: skip
+    whole = {record["way"]: record["gflops"] for record in records}
+    return [
+        record | {"of_torch": record["gflops"] / whole["torch"], "of_matmul": record["gflops"] / whole["matmul"]}
+        for record in records
+    ]
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[float]]:
+    """The most MiB that the process had inside beyond those from before, in a list that is filled at the end."""
+    process, found, ended = psutil.Process(os.getpid()), list[float](), threading.Event()
+    before = most = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.wait(0.01):
+            most = max(most, process.memory_info().rss)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+        found.append((most - before) / 2**20)
+
+
+def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> tuple[float, float]:
+    """Seconds and MiB of a prompt that is read with a cache of its own."""
+    model.set_attn_implementation("sdpa" if way == "DynamicCache" else "hybrid_sparse")
+    cache: Any = DynamicCache(config=model.config) if way == "DynamicCache" else hf_offload.HybridCache(model, "full")
+    gc.collect()
+    given = cache_argument(model, cache)
+    with torch.inference_mode(), peak_memory() as peak:
+        start = time.perf_counter()
+        for part in ids.split(chunk or ids.shape[1], 1):
+            model(part, **given, logits_to_keep=1)
+        seconds = time.perf_counter() - start
+    return seconds, peak[0]
+
+
+def main(
+    lengths: Annotated[str, typer.Option(help="Tokens that attend themselves.")] = "2k,8k",
+    shapes: Annotated[str, typer.Option(help="Query heads x KV heads x head size.")] = "9x3x64,16x4x128",
+    dtypes: Annotated[str, typer.Option(help="Of queries, keys and values.")] = "bfloat16,float16,float32",
+    contexts: Annotated[str, typer.Option(help="Lengths of whole prompts; none: no model is loaded.")] = "2k,8k",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 5,
+    *,
+    setting: common.TextSetting,
+) -> None:
+    """Time attention and prompts."""
+    if setting.threads:
+        torch.set_num_threads(setting.threads)
+    records: list[dict[str, Any]] = []
+    for shape in shapes.split(","):
+        sizes = tuple(int(size) for size in shape.split("x"))
+        for dtype in dtypes.split(","):
+            for length in common.numbers(lengths):
+                records += time_attention(sizes, length, dtype, rounds)  # type: ignore[arg-type]
+    common.write_csv(setting.out, records)
+    common.show("attention", records, ("way", "heads", "dim", "length", "dtype", "gflops", "of_torch", "of_matmul"))
+    if not contexts:
+        return
+    model, tokenizer = setting.load()
+    prompts: list[dict[str, Any]] = []
+    ways = "hf_offload", "DynamicCache"
+    for context in common.numbers(contexts):
+        ids = setting.window(tokenizer, "code", 0, context)
+        read(model, ways[0], ids[:, :600], 0)  # compiles
+        rows = [(way, chunk) for chunk in CHUNKS if chunk < context for way in ways]
+        found: dict[Any, list[tuple[float, float]]] = {row: [] for row in rows}
+        for _, row in common.in_turns(rows, max(rounds // 2, 1)):
+            found[row].append(read(model, row[0], ids, row[1]))
+        for (way, chunk), each in found.items():
+            seconds, peaks = (list(one) for one in zip(*each, strict=True))
+            spread = common.percentiles(seconds)
+            prompts.append({"way": way, "context": context, "chunk": chunk, **spread, "peak_mib": max(peaks)})
+    setting.write(prompts, "_prompts")
+    common.show("prompts", prompts, ("way", "context", "chunk", "p50", "peak_mib"))
+
+
+if __name__ == "__main__":
+    common.command(main)()

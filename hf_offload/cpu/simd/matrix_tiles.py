@@ -1,0 +1,157 @@
+"""Operations of matrix products on register tiles: bfloat16 dot products, transposes, interleaving, rounding.
+
+A pair is two bfloat16 in 32 bits. Kernels treat pairs as float32 lanes, whose bits alone count: `load_columns` and
+`spread` of `register_tiles.py` read them, too. With AVX512_BF16 an instruction adds both products of a pair.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.registry import cpu_target
+
+from hf_offload.cpu.simd.register_tiles import _pack, _unpack
+from hf_offload.cpu.simd.vectors import (
+    BITS16,
+    FLOATS,
+    LANES,
+    VECTOR,
+    WORDS,
+    emit_fma,
+    emit_widen,
+    lowered,
+    pointer,
+    shuffle,
+)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+_ROUNDED = ir.VectorType(_BFloat(), LANES)
+_SHORTS = ir.VectorType(BITS16, LANES)
+_LONG = ir.IntType(64)
+
+
+def has_pairs() -> bool:
+    """Whether code is compiled for a CPU with AVX512_BF16."""
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return triple.startswith("x86_64") and "+avx512bf16" in features
+
+
+@lowered
+def outer_dot(typing: Any, tile: Any, columns: Any, heads: Any) -> Any:
+    """tile[head, column] += the products of two pairs, columns[column] · heads[head]; with AVX512_BF16 only."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        old, x, y = (_unpack(builder, arg, kind) for arg, kind in zip(args, (tile, columns, heads), strict=True))
+        x, y = ([builder.bitcast(vector, _PAIRS) for vector in vectors] for vectors in (x, y))
+        function = ir.FunctionType(FLOATS, [FLOATS, _PAIRS, _PAIRS])
+        dot = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512bf16.dpbf16ps.512")
+        return _pack(
+            context, builder, [builder.call(dot, [z, y[i // len(x)], x[i % len(x)]]) for i, z in enumerate(old)]
+        )
+
+    return tile(tile, columns, heads), emit
+
+
+@lowered
+def add_faded(typing: Any, tile: Any, old: Any, fades: Any) -> Any:
+    """tile[head, column] + old[head, column] · fades[head]."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        new, before, factors = (_unpack(builder, arg, kind) for arg, kind in zip(args, (tile, old, fades), strict=True))
+        columns = len(new) // len(factors)
+        joined = [
+            emit_fma(builder, x, factors[i // columns], z) for i, (x, z) in enumerate(zip(before, new, strict=True))
+        ]
+        return _pack(context, builder, joined)
+
+    return tile(tile, old, fades), emit
+
+
+@lowered
+def store_pairs(typing: Any, address: Any, vector: Any) -> Any:
+    """Write 16 lanes as bfloat16, rounded to the nearest; with AVX512_BF16 only."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        function = ir.FunctionType(_ROUNDED, [FLOATS])
+        narrow = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+        shorts = builder.bitcast(builder.call(narrow, [args[1]]), _SHORTS)
+        builder.store(shorts, pointer(builder, args[0], _SHORTS), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, VECTOR), emit
+
+
+@lowered
+def transpose(typing: Any, tag: Any, rows: Any, offset: Any, target: Any, step: Any, words: Any) -> Any:
+    """Transpose 16 rows of 16 or 8 (`words`, a literal) elements of the tag's dtype, as float32 or pairs.
+
+    Args:
+        rows: address of 16 int64, the rows' addresses.
+        offset: bytes of a row before the first element.
+        target: address of the first column's 16 float32; step: bytes from one column to the next.
+    """
+    count = words.literal_value
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lines = []
+        for i in range(LANES):
+            place = builder.add(args[1], ir.Constant(_LONG, 8 * i))
+            row = builder.add(builder.load(pointer(builder, place, _LONG), align=8), args[2])
+            if count == LANES:
+                line = emit_widen(context, builder, tag.dtype, row)
+            else:  # what lies beyond the row may be no memory
+                half = builder.load(pointer(builder, row, ir.VectorType(ir.FloatType(), count)), align=2)
+                line = shuffle(builder, half, half, [lane % count for lane in range(LANES)])
+            lines.append(builder.bitcast(line, WORDS))
+        for width in (1, 2, 4, 8):
+            old = list(lines)
+            for i in (i for i in range(LANES) if not i & width):
+                low = [lane if not lane & width else LANES + (lane ^ width) for lane in range(LANES)]
+                high = [lane ^ width if not lane & width else LANES + lane for lane in range(LANES)]
+                lines[i] = shuffle(builder, old[i], old[i | width], low)
+                lines[i | width] = shuffle(builder, old[i], old[i | width], high)
+        for i, line in enumerate(lines[:count]):
+            place = builder.add(args[3], builder.mul(args[4], ir.Constant(_LONG, i)))
+            builder.store(builder.bitcast(line, FLOATS), pointer(builder, place, FLOATS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(tag, types.int64, types.int64, types.int64, types.int64, words), emit
+
+
+@lowered
+def interleave(typing: Any, first: Any, second: Any, target: Any) -> Any:
+    """Write 16 pairs of the bfloat16 at two addresses."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        one, two = (builder.load(pointer(builder, place, _SHORTS), align=2) for place in args[:2])
+        lanes = [lane for i in range(LANES) for lane in (i, LANES + i)]
+        both = shuffle(builder, one, two, lanes)
+        builder.store(both, pointer(builder, args[2], both.type), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@lowered
+def lane_numbers(typing: Any) -> Any:
+    """0 … 15."""
+    return VECTOR(), lambda c, b, sig, args: ir.Constant(FLOATS, [float(lane) for lane in range(LANES)])
