@@ -6,22 +6,17 @@
 Attention: exact causal attention of so many tokens to themselves, of random queries, keys and values; GFLOP/s of the
 causal half, and as a share of what a matrix product of the same dtype reaches in the same turns. `torch` is its flash
 attention for the CPU, with keys and values repeated for the heads of a group beforehand. Prompts: seconds of a model's
-forward over a text, at once and in chunks, and the most memory that the process had meanwhile. All take turns; shown
-are medians.
+forward over a text, at once and in chunks. All take turns; shown are medians.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
-import psutil
 import torch
 import typer
 from transformers import DynamicCache, PreTrainedModel
@@ -86,39 +81,17 @@ def time_attention(shape: tuple[int, int, int], length: int, dtype: str, rounds:
     ]
 
 
-@contextmanager
-def peak_memory() -> Iterator[list[float]]:
-    """The most MiB that the process had inside beyond those from before, in a list that is filled at the end."""
-    process, found, ended = psutil.Process(os.getpid()), list[float](), threading.Event()
-    before = most = process.memory_info().rss
-
-    def watch() -> None:
-        nonlocal most
-        while not ended.wait(0.01):
-            most = max(most, process.memory_info().rss)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        ended.set()
-        thread.join()
-        found.append((most - before) / 2**20)
-
-
-def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> tuple[float, float]:
-    """Seconds and MiB of a prompt that is read with a cache of its own."""
+def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> float:
+    """Seconds of a prompt that is read with a cache of its own."""
     model.set_attn_implementation("sdpa" if way == "DynamicCache" else "hybrid_sparse")
     cache: Any = DynamicCache(config=model.config) if way == "DynamicCache" else hf_offload.HybridCache(model, "full")
     gc.collect()
     given = cache_argument(model, cache)
-    with torch.inference_mode(), peak_memory() as peak:
+    with torch.inference_mode():
         start = time.perf_counter()
         for part in ids.split(chunk or ids.shape[1], 1):
             model(part, **given, logits_to_keep=1)
-        seconds = time.perf_counter() - start
-    return seconds, peak[0]
+        return time.perf_counter() - start
 
 
 def main(
@@ -150,15 +123,13 @@ def main(
         ids = setting.window(tokenizer, "code", 0, context)
         read(model, ways[0], ids[:, :600], 0)  # compiles
         rows = [(way, chunk) for chunk in CHUNKS if chunk < context for way in ways]
-        found: dict[Any, list[tuple[float, float]]] = {row: [] for row in rows}
+        found: dict[Any, list[float]] = {row: [] for row in rows}
         for _, row in common.in_turns(rows, max(rounds // 2, 1)):
             found[row].append(read(model, row[0], ids, row[1]))
-        for (way, chunk), each in found.items():
-            seconds, peaks = (list(one) for one in zip(*each, strict=True))
-            spread = common.percentiles(seconds)
-            prompts.append({"way": way, "context": context, "chunk": chunk, **spread, "peak_mib": max(peaks)})
+        for (way, chunk), seconds in found.items():
+            prompts.append({"way": way, "context": context, "chunk": chunk, **common.percentiles(seconds)})
     setting.write(prompts, "_prompts")
-    common.show("prompts", prompts, ("way", "context", "chunk", "p50", "peak_mib"))
+    common.show("prompts", prompts, ("way", "context", "chunk", "p50"))
 
 
 if __name__ == "__main__":
