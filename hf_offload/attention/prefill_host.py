@@ -21,7 +21,7 @@ def serves(query: torch.Tensor, mask: torch.Tensor | None, scores: Scores) -> bo
     """Whether the compiled kernel attends these queries: it reads host memory and no dense mask, and is the faster."""
     dim = query.shape[3]
     fits = query.device.type == "cpu" and dim % 16 == 0 and 16 <= dim <= 256 and scores.scale > 0
-    return fits and (mask is None or mask.ndim == 2) and faster_than_torch(query.dtype, query.shape[2])
+    return fits and (mask is None or mask.ndim == 2) and faster_than_torch(query.dtype)
 
 
 def attend_append(

@@ -44,7 +44,7 @@ def reference(
 @pytest.fixture(params=["products", "pairs"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """bfloat16 by dot products of pairs, whatever is faster here, or by products of float32."""
-    if request.param == "pairs" and not prefill.has_pairs():
+    if request.param == "pairs" and not prefill.has_feature("avx512bf16"):
         pytest.skip("this CPU has no AVX512_BF16")
     monkeypatch.setattr(prefill, "_dots_are_fast", lambda: request.param == "pairs")
     return str(request.param)
@@ -61,8 +61,14 @@ CASES = [  # rows, query heads, KV heads, head size, block size, cached, new, pa
 ]
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
+# Each dtype, with a softcap and without, is compiled anew: the quick set has float32 with, bfloat16 without.
+every_dtype = pytest.mark.parametrize(
+    "dtype", [dtype if dtype != torch.float16 else pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES]
+)
+
+
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 3])
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_attention_in_float64(case: tuple[Any, ...], dtype: torch.dtype, threads: int, way: str) -> None:
     batch, heads, kv_heads, dim, size, cached, new, padding, holes = case
@@ -86,7 +92,7 @@ def test_equals_attention_in_float64(case: tuple[Any, ...], dtype: torch.dtype, 
     old = blocks.permute(3, 0, 2, 1, 4, 5).flatten(3, 4)[:, :, :, :cached]
     seen = (torch.arange(total) <= torch.arange(cached, total)[:, None]) & (valid[:, None, None, :total] != 0)
     out, lse = torch.full((batch, new, heads, dim), math.nan), torch.full((batch, heads, new), math.nan)
-    for softcap, sinks in ((None, None), (3.0, torch.randn(heads))):
+    for softcap, sinks in ((None, None), (3.0 if dtype != torch.bfloat16 else None, torch.randn(heads))):
         for first, count in ((0, new // 3), (new // 3, new - new // 3)):
             launch = prefill_attention(
                 query, key, value, pool.block_ptr, pool.table.numpy(), valid.numpy() if padding or holes else None, out,
@@ -120,7 +126,7 @@ def test_tokens_in_tensors_alone_of_which_the_first_has_a_position() -> None:
         torch.testing.assert_close(lse.double(), want[1], atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize(("heads", "dim", "length"), [(9, 64, 700), (4, 128, 400)])
 def test_the_error_is_no_larger_than_torchs(heads: int, dim: int, length: int, dtype: torch.dtype, way: str) -> None:
     torch.manual_seed(1)
@@ -187,3 +193,13 @@ def test_other_instruction_sets(level: str) -> None:
     root = Path(__file__).parents[2]
     ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:]
+
+
+def test_torch_serves_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for amx, wide, dtype, ours in (
+        (False, True, torch.bfloat16, True), (True, True, torch.bfloat16, False), (True, True, torch.float32, True),
+        (False, False, torch.float32, False), (False, True, torch.float64, False),
+    ):  # fmt: skip
+        monkeypatch.setattr(prefill, "_has_amx", lambda amx=amx: amx)
+        monkeypatch.setattr(prefill, "has_feature", lambda name, wide=wide: wide)
+        assert prefill.faster_than_torch(dtype) is ours

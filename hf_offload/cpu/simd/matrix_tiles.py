@@ -49,10 +49,10 @@ _SHORTS = ir.VectorType(BITS16, LANES)
 _LONG = ir.IntType(64)
 
 
-def has_pairs() -> bool:
-    """Whether code is compiled for a CPU with AVX512_BF16."""
+def has_feature(name: str) -> bool:
+    """Whether code is compiled for x86-64 with a feature of LLVM's, such as `avx512bf16`."""
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return triple.startswith("x86_64") and "+avx512bf16" in features
+    return triple.startswith("x86_64") and f"+{name}" in features
 
 
 @lowered
