@@ -150,4 +150,4 @@ def test_suites_under_other_defaults(suite: str, name: str) -> None:
         command += ["-k", "not gemma3"]
     ended = subprocess.run(command, cwd=PACKAGE.parent, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:]
-    assert int(re.search(r"(\d+) passed", ended.stdout)[1]) > 4
+    assert int(re.search(r"(\d+) passed", ended.stdout)[1]) >= 4
