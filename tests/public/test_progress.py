@@ -83,7 +83,7 @@ def test_it_waits_for_five_seconds(bars, model):
 @pytest.fixture
 def short_pieces(monkeypatch):
     """Launches of at most 288 queries, as of a long context."""
-    monkeypatch.setattr(prefill, "_GIGA", 1)
+    monkeypatch.setattr(prefill, "_LAUNCH_OPERATIONS", 1)
 
 
 def test_a_long_layer_shows_its_pieces(bars, model, short_pieces):

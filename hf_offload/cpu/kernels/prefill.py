@@ -53,7 +53,7 @@ ROWS = 288  # most query rows of a task: their sums fill about half of a second-
 _HEIGHT = (0,) * 12  # rows of a register tile
 _TALL = len(_HEIGHT)
 _FLOAT = TAGS[torch.float32]
-_GIGA = 2e10  # products of a launch at most: between two launches a prompt can be interrupted
+_LAUNCH_OPERATIONS = 2e10  # of a launch at most: between two launches a prompt can be interrupted
 
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def pieces_of(length: int, past: int, heads: int, dim: int) -> list[tuple[int, i
     """Cut queries into (first, count) whose launches are short enough that Ctrl-C is heeded between them."""
     cut, first = [], 0
     while first < length:
-        count = max(int(_GIGA / (4 * heads * dim * (past + length))), ROWS)
+        count = max(int(_LAUNCH_OPERATIONS / (4 * heads * dim * (past + length))), ROWS)
         cut.append((first, min(count, length - first)))
         first += count
     return cut
