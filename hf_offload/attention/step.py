@@ -209,6 +209,17 @@ class Step(ABC):
         """Copy host blocks to the device, tile by tile, and attend them there; with two memories only."""
         raise RuntimeError("attend_fetched needs two memories; check step.layer.has_slots first")
 
+    def attend_drawn(self, join: str, samples: int) -> tuple[Partial, ...]:
+        """Attend pairs of keys that are drawn by their estimated attention (`cpu.kernels.draw_pairs`); one memory only.
+
+        Sinks, recent blocks and what has no digest are attended whole.
+
+        Args:
+            join: how the query heads of a KV head are joined, `"max"` or `"mean"`.
+            samples: the number of points; a pair with more than 1 / samples of a head's attention is always attended.
+        """
+        raise RuntimeError("attend_drawn needs one memory; check step.layer.has_slots first")
+
     def attend_early(self, host: Selection, *, correct: bool) -> Any:
         """Start the CPU part with this step's (predicted) query; with two memories only.
 

@@ -15,7 +15,7 @@ from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.view import View
-from hf_offload.cpu.kernels import block_topk
+from hf_offload.cpu.kernels import block_topk, draw_pairs, pair_decode
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, Digest
@@ -342,10 +342,7 @@ class CpuStep(Step):
             buffers.make_room(store.num_kv_heads, sealed)
             buffers.score[:, :, :sealed] = -np.inf
             return None if blocks is None else self.select(buffers.score, blocks)
-        # The launch is valid for numbers of blocks that give the same number of tasks.
-        chunk = CHUNK_BLOCKS
-        first = (sealed - 1) // chunk * chunk + 1
-        last = min(first + chunk - 1, self.view.table.shape[1], self.view.holes.shape[1] - 1)
+        last = self._last_sealed()
         buffers.make_room(store.num_kv_heads, last)
         unsealed, select, selection = None, None, None
         if join != "raw" and sealed * size < store.length:  # without the token of a predicted query
@@ -360,12 +357,22 @@ class CpuStep(Step):
             **self.scores._asdict(), kv_dtype=store.dtype, unsealed=unsealed, select=select,
         )  # fmt: skip
         self.add(launch, "the choice of blocks", length=unsealed is not None)
+        self._number_blocks(launch)
+        return selection
+
+    def _last_sealed(self) -> int:
+        """The largest number of sealed blocks that gives a scoring launch as many tasks as now; serve no others."""
+        first = (self.store.sealed - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS + 1
+        last = min(first + CHUNK_BLOCKS - 1, self.view.table.shape[1], self.view.holes.shape[1] - 1)
+        self.serve(range(first + 1, last + 2))
+        return last
+
+    def _number_blocks(self, launch: Launch) -> None:
+        """Write the numbers of sealed and of all blocks into a launch, now and in later steps."""
         numbers = launch.word("n_sealed"), launch.word("n_blocks")
-        for (words, i), value in zip(numbers, (sealed, self.num_blocks), strict=True):
+        for (words, i), value in zip(numbers, (self.store.sealed, self.num_blocks), strict=True):
             words[i] = value
         self._block_numbers.append(numbers)
-        self.serve(range(first + 1, last + 2))
-        return selection
 
     def _digest(self) -> Digest:
         """Return the digest arrays for scoring. If they depend on the query, queue their computation in Python."""
@@ -464,6 +471,36 @@ class CpuStep(Step):
         )  # fmt: skip
         self.add(launch, what, length=True)
         return to
+
+    def attend_drawn(self, join: str, samples: int) -> tuple[Partial, ...]:
+        store, view, buffers, digests = self.store, self.view, self.buffers, self.digests
+        if not digests.frozen or store.sealed == 0:  # no block has a digest, or all are padding
+            self.serve_this_block()
+            return (self.attention(self.all_blocks(), "CPU attention"),)
+        batch, heads, _ = buffers.query.shape
+        last, pairs = self._last_sealed(), self.block_size // 2
+        (low, high), group = self.sinks, heads // store.num_kv_heads
+        always = max((high - low).tolist(), default=0) + self.recent_blocks + self.num_blocks - store.sealed
+        most = min(always * pairs + draw_pairs.most_pairs(samples, group), (last + 1) * pairs)
+        shape = batch, store.num_kv_heads, most
+        drawn, weights, counts = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape[:2], np.int32)
+        room = batch, heads, -(-last // 16) * 16 * pairs
+        masses = self.layer.settings.room("masses of pairs", room, draw_pairs.MASSES)
+        draw = draw_pairs.draw_pairs(
+            buffers.query, self._digest(), view.block_ptr, store.table, view.holes, view.valid, last,
+            min((last + 1) * self.block_size, view.covered), masses, low, high, self.recent_blocks, drawn, weights,
+            counts, samples=samples, join=join, block_size=self.block_size, **self.scores._asdict(),
+            kv_dtype=store.dtype,
+        )  # fmt: skip
+        self.add(draw, "the draw of pairs", length=True)
+        self._number_blocks(draw)
+        to = self.room()
+        launch = pair_decode.attend_pairs(
+            buffers.query, view.block_ptr, view.table, drawn, weights, counts, view.holes, view.valid, view.covered,
+            *to, kv_dtype=store.dtype, block_size=self.block_size, **self.scores._asdict(), packed=store.format.packed,
+        )  # fmt: skip
+        self.add(launch, "CPU attention", length=True)
+        return (to,)
 
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend blocks now with this step's query.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from hf_offload.cache.device_mirror import DeviceMirror
@@ -82,6 +84,7 @@ class Settings:
         device_budget: gives the size of the resident sets in place of `resident`, or None.
         drafts: state of draft tokens.
         progress: progress bar of prompts, or None.
+        scratch: memory that the steps of all layers use in turn, by name.
     """
 
     policy: Policy
@@ -96,9 +99,17 @@ class Settings:
     mirrors: dict[torch.device, DeviceMirror] = field(default_factory=dict)
     drafts: Drafts = field(default_factory=Drafts)
     progress: PromptProgress | None = None
+    scratch: dict[str, np.ndarray] = field(default_factory=dict)
 
     def mirror(self, device: torch.device) -> DeviceMirror:
         """The `DeviceMirror` of a device, made at the first call."""
         if device not in self.mirrors:
             self.mirrors[device] = DeviceMirror(self.padding, device, self.worker)
         return self.mirrors[device]
+
+    def room(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Uninitialised scratch of a shape and dtype; a later, larger one leaves the arrays that were given alone."""
+        count = math.prod(shape)
+        if name not in self.scratch or self.scratch[name].size < count:
+            self.scratch[name] = np.empty(count * 5 // 4, dtype)
+        return self.scratch[name][:count].reshape(shape)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_tokens
 from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
+from hf_offload.policies.drawing import check_draw_memories, check_samples, draw
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -26,10 +27,12 @@ class Quest(Policy):
     and values are offloaded, the first two layers are sparse, too, and the query heads of a KV head share a choice.
 
     Args:
-        budget: tokens that each row and KV head attends; sinks, recent tokens and the open block included.
-        digest: `"quest"`, `"submean"` or `"mean"`.
+        budget: tokens that each row and KV head attends; sinks, recent tokens and the open block included. None: 2048,
+            unless `samples` says how many.
+        samples: as for `Scout`.
+        digest: `"quest"`, `"submean"` or `"mean"`. None: `"quest"`, with `samples` `"submean"`.
         join: how the query heads of a KV head are joined: `"raw"`: the mean of their scores; `"max"`, `"mean"`: of the
-            softmax of each head's scores.
+            softmax of each head's scores. None: `"raw"`, with `samples` `"max"`.
         sinks: first tokens of a row that are always attended and resident.
         recent: newest tokens in sealed blocks that are always attended and resident.
 
@@ -39,14 +42,18 @@ class Quest(Policy):
 
     name = "quest"
     block_size = 16
-    budget: int = 2048
-    digest: str = "quest"
-    join: Literal["max", "mean", "raw"] = "raw"
+    budget: int | None = None
+    samples: int | None = None
+    digest: str | None = None
+    join: Literal["max", "mean", "raw"] | None = None
     sinks: int = 0
     recent: int = 0
 
     def __post_init__(self) -> None:
-        check_tokens("budget", self.budget)
+        drawn = self.samples is not None
+        object.__setattr__(self, "digest", ("submean" if drawn else "quest") if self.digest is None else self.digest)
+        object.__setattr__(self, "join", ("max" if drawn else "raw") if self.join is None else self.join)
+        object.__setattr__(self, "budget", check_samples(self))
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("recent", self.recent, least=0)
         check_choice("digest", self.digest, sorted(DIGESTS))
@@ -55,11 +62,20 @@ class Quest(Policy):
     @property
     def requirements(self) -> Requirements:
         return Requirements(
-            budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, capturable=True
-        )
+            budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, leaves_out=True,
+            capturable=True,
+        )  # fmt: skip
+
+    def check(self, *, block_size: int, two: bool) -> None:
+        super().check(block_size=block_size, two=two)
+        check_draw_memories(self.samples, two=two)
 
     def plan(self, step: Step) -> Plan:
         """Choose blocks by the real query, fetch them and attend them."""
+        assert self.join is not None
+        if self.samples is not None:
+            return draw(step, self.join, self.samples)
+        assert self.budget is not None
         return Plan(step.fetch(*step.choose(self.join, self.budget // step.block_size)), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:

@@ -12,6 +12,7 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection
+from hf_offload.policies.drawing import check_draw_memories, check_samples, draw
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -65,7 +66,11 @@ class Scout(Policy):
     running CPU ratio.
 
     Args:
-        budget: tokens that each row and KV head attends; sinks, recent tokens and the open block included.
+        budget: tokens that each row and KV head attends; sinks, recent tokens and the open block included. None: 2048,
+            unless `samples` says how many.
+        samples: attend pairs of keys drawn by their estimated attention in place of the best blocks: a pair with at
+            least 1 / samples of a head's attention, and of the others one for each 1 / samples of their sum, with the
+            weight of what it stands for (`cpu.kernels.draw_pairs`). It needs one memory and `digest="submean"`.
         digest: `"submean"`, `"quest"` (the paper's) or `"mean"`.
         join: how the query heads of a KV head are joined: `"max"`, `"mean"`: of the softmax of each head's scores;
             `"raw"`: the mean of the scores (the paper's).
@@ -91,7 +96,8 @@ class Scout(Policy):
     """
 
     name = "scout"
-    budget: int = 2048
+    budget: int | None = None
+    samples: int | None = None
     digest: str = "submean"
     join: Literal["max", "mean", "raw"] = "max"
     sinks: int = 32
@@ -106,7 +112,7 @@ class Scout(Policy):
     place_queries: int = 16
 
     def __post_init__(self) -> None:
-        check_tokens("budget", self.budget)
+        object.__setattr__(self, "budget", check_samples(self))
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("recent", self.recent, least=0)
         check_tokens("place_queries", self.place_queries)
@@ -150,7 +156,7 @@ class Scout(Policy):
     @property
     def requirements(self) -> Requirements:
         return Requirements(
-            budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest,
+            budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, leaves_out=True,
             query_window=self.place_queries, capturable=True,
         )  # fmt: skip
 
@@ -164,6 +170,7 @@ class Scout(Policy):
 
     def check(self, *, block_size: int, two: bool) -> None:
         super().check(block_size=block_size, two=two)
+        check_draw_memories(self.samples, two=two)
         if not two and self.lookahead in ("attend", "select"):
             raise ValueError(
                 f'lookahead={self.lookahead!r} needs two memories; use tier="split", a model on a GPU, or '
@@ -183,10 +190,14 @@ class Scout(Policy):
     def looks_ahead(self, index: int, *, two: bool, beside_device: bool) -> bool:
         return self.mode(index, two=two, beside_device=beside_device) != "off"
 
+    def _blocks(self, step: Step) -> int:
+        assert self.budget is not None
+        return self.budget // step.block_size
+
     def before_layer(self, step: Step) -> None:
         """Choose the next layer's blocks by its predicted query and start the CPU part (algorithm 1, lines 3-7)."""
         state: ScoutState = step.state
-        state.predicted = step.choose(self.join, self.budget // step.block_size)[1]
+        state.predicted = step.choose(self.join, self._blocks(step))[1]
         layer = step.layer
         if self.mode(layer.index, two=layer.has_slots, beside_device=layer.has_device) == "attend":
             state.ahead = step.attend_early(step.split(state.predicted)[1], correct=self.correction)
@@ -195,13 +206,16 @@ class Scout(Policy):
 
     def plan(self, step: Step) -> Plan:
         """Attend resident blocks and join the CPU part, or split the real query's choice (algorithm 1, lines 8-12)."""
+        if self.samples is not None:
+            return draw(step, self.join, self.samples)
         state: ScoutState = step.state
         predicted, ahead = state.predicted, state.ahead
-        if predicted is None and not step.layer.has_slots and step.num_blocks <= self.budget // step.block_size:
+        blocks = self._blocks(step)
+        if predicted is None and not step.layer.has_slots and step.num_blocks <= blocks:
             # The budget covers all blocks, and there is no resident set whose worth needs scores.
-            return Plan(step.attend(step.all_blocks()), until=self.budget // step.block_size + 1)
+            return Plan(step.attend(step.all_blocks()), until=blocks + 1)
         state.predicted = state.ahead = None
-        score, selection = step.choose(self.join, self.budget // step.block_size)
+        score, selection = step.choose(self.join, blocks)
         step.learn(score, self.smoothing)
         if predicted is not None:
             step.compare(predicted, selection)

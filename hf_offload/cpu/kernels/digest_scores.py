@@ -333,6 +333,38 @@ def soften_chunk(runs: Any, scores: int, blocks: int, raw: bool, masses: int) ->
 
 
 @jit
+def chunk_shares(
+    masses: Array, peaks: Array, chunks: int, tail: float, n_blocks: int, parts: int, factors: Array
+) -> bool:
+    """Write what turns each chunk's masses of one query head into shares of its attention, over `parts`.
+
+    Args:
+        masses: float32 [N] from `soften_chunk`; peaks: float32 [chunks] of them.
+        tail: log of the mass of tokens that have no digest.
+        factors: float32 [chunks], written.
+
+    Returns:
+        Whether there is any mass; otherwise all factors are 0.
+    """
+    padded = 4 * ((n_blocks + 15) & ~15)
+    top = tail
+    for chunk in range(chunks):
+        top = max(top, peaks[chunk])
+        factors[chunk] = np.float32(0.0)
+    if top < NOTHING:
+        return False
+    total = np.float32(math.exp(tail - top))
+    for chunk in range(chunks):
+        part = splat(np.float32(0.0))
+        for n in range(4 * chunk * CHUNK_BLOCKS, min(4 * (chunk + 1) * CHUNK_BLOCKS, padded), 64):
+            part = part + load_f32(address_of(masses) + n)
+        total += lane_sum(part) * np.float32(math.exp(peaks[chunk] - top))
+    for chunk in range(chunks):
+        factors[chunk] = np.float32(math.exp(peaks[chunk] - top)) / (total * np.float32(parts))
+    return True
+
+
+@jit
 def join_chunks(masses: Array, peaks: Array, tail: Array, n_blocks: int, mode: int, score: Array) -> None:
     """Join the masses of a KV head's query heads into one score for each block.
 
@@ -349,7 +381,7 @@ def join_chunks(masses: Array, peaks: Array, tail: Array, n_blocks: int, mode: i
     joined = address_of(score)
     for n in range(0, padded, 64):
         store(joined + n, zero)
-    best = np.zeros(padded // 4 + 16, np.float32)
+    best, factors = np.zeros(padded // 4 + 16, np.float32), np.empty(chunks, np.float32)
     for g in range(group):
         mine = address_of(masses[g])
         if mode == 2:
@@ -357,20 +389,10 @@ def join_chunks(masses: Array, peaks: Array, tail: Array, n_blocks: int, mode: i
                 share = load_f32(mine + n) * splat(np.float32(1.0) / np.float32(group))
                 store(joined + n, load_f32(joined + n) + share)
             continue
-        top = tail[g]
-        for chunk in range(chunks):
-            top = max(top, peaks[g, chunk])
-        if top < NOTHING:
+        if not chunk_shares(masses[g], peaks[g], chunks, tail[g], n_blocks, 1 if mode == 0 else group, factors):
             continue
-        total = np.float32(math.exp(tail[g] - top))
         for chunk in range(chunks):
-            part = zero
-            for n in range(4 * chunk * CHUNK_BLOCKS, min(4 * (chunk + 1) * CHUNK_BLOCKS, padded), 64):
-                part = part + load_f32(mine + n)
-            total += lane_sum(part) * np.float32(math.exp(peaks[g, chunk] - top))
-        for chunk in range(chunks):
-            share = np.float32(math.exp(peaks[g, chunk] - top)) / (total if mode == 0 else total * np.float32(group))
-            share = max(share, _LEAST)
+            share = max(factors[chunk], _LEAST)
             for n in range(4 * chunk * CHUNK_BLOCKS, min(4 * (chunk + 1) * CHUNK_BLOCKS, padded), 64):
                 mass = load_f32(mine + n)
                 store(address_of(best) + n, vmax(load_f32(address_of(best) + n), mass))

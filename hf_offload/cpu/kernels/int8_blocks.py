@@ -266,8 +266,6 @@ class Int8Records(NamedTuple):
     record_bytes: int
 
 
-READERS[Int8Records] = Reader(_score, _add_values, _add_keys, _spare_bytes)
-
 _TOP = np.float32(3e38)
 _CHUNK_BYTES = 1 << 16
 
@@ -372,6 +370,9 @@ def _unpack(tag: Any, address: int, key: int, value: int, token: int, count: int
             codes = load_key_codes(record + key_place(token + i, d, dim))
             store(key + at, codes * load(SCALES, scales + 2 * d))
             store(value + at, load_value_codes(record + value_place(token + i, d, dim, block_size)) * share)
+
+
+READERS[Int8Records] = Reader(_score, _add_values, _add_keys, _unpack, _spare_bytes)
 
 
 @kernel

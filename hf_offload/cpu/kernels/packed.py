@@ -24,12 +24,15 @@ class Reader(NamedTuple):
         add_values: (heads, record, ahead, dim, block_size, weights, stride, sums, spare): adds all values of a record
             times the weights, as `block.add_block`; a weight of 0 excludes a token.
         add_keys: (heads, record, dim, block_size, weights, stride, sums, spare), the same for the keys.
+        unpack: (tag, address, key, value, token, count, dim, block_size), writes tokens of a record, packed (with the
+            mark) or plain in the tag's dtype, as float32 at the addresses `key` and `value`.
         spare_bytes: (dim, block_size), bytes of scratch (`spare`) that these need for one register tile of heads.
     """
 
     score: Callable[..., None]
     add_values: Callable[..., None]
     add_keys: Callable[..., None]
+    unpack: Callable[..., None]
     spare_bytes: Callable[[int, int], int]
 
 
@@ -58,6 +61,11 @@ def add_packed_keys(packed: Any, *args: Any) -> None:
     raise TypeError("for compiled code")
 
 
+def unpack_tokens(packed: Any, *args: Any) -> None:
+    """`Reader.unpack` of a format."""
+    raise TypeError("for compiled code")
+
+
 def spare_bytes(packed: Any, dim: int, block_size: int) -> int:
     """`Reader.spare_bytes` of a format; 0 without packed blocks."""
     raise TypeError("for compiled code")
@@ -74,4 +82,5 @@ def _call_reader(packed: Any, function: str) -> Callable[..., Any]:
 overload(score_packed)(lambda packed, *args: _call_reader(packed, "score"))
 overload(add_packed_values)(lambda packed, *args: _call_reader(packed, "add_values"))
 overload(add_packed_keys)(lambda packed, *args: _call_reader(packed, "add_keys"))
+overload(unpack_tokens)(lambda packed, *args: _call_reader(packed, "unpack"))
 overload(spare_bytes)(lambda packed, *args: _call_reader(packed, "spare_bytes"))

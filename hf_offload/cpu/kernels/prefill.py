@@ -53,7 +53,7 @@ ROWS = 288  # most query rows of a task: their sums fill about half of a second-
 _HEIGHT = (0,) * 12  # rows of a register tile
 _TALL = len(_HEIGHT)
 _FLOAT = TAGS[torch.float32]
-_LAUNCH_OPERATIONS = 2e10  # of a launch at most: between two launches a prompt can be interrupted
+_LAUNCH_OPERATIONS = 1e11  # of a launch at most, half a second: between two launches a prompt can be interrupted
 
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -91,35 +91,31 @@ def pack_values(tag: Any, pairs: Any, rows: Array, keys: int, dim: int, target: 
 # --- the microkernel -------------------------------------------------------------------------------------------------
 
 
-@jit
-def _column_pair(pairs: Any, tile: Any, a: int, a_step: int, b: int, b_step: int, depth: int) -> Any:
-    for _ in range(depth):
-        columns, heads = load_columns(_FLOAT, b, 2), spread(a, a_step, _HEIGHT)
-        if pairs is None:
-            tile = outer_fma(tile, columns, heads)
-        else:
-            tile = outer_dot(tile, columns, heads)
-        a, b = a + 4, b + b_step
-    return tile
+def _multiplier(columns: int) -> Any:
+    """The microkernel for register tiles of twelve rows by so many vectors."""
+
+    @jit
+    def multiply(pairs: Any, tile: Any, a: int, a_step: int, b: int, b_step: int, depth: int) -> Any:
+        for _ in range(depth):
+            right, left = load_columns(_FLOAT, b, columns), spread(a, a_step, _HEIGHT)
+            if pairs is None:
+                tile = outer_fma(tile, right, left)
+            else:
+                tile = outer_dot(tile, right, left)
+            a, b = a + 4, b + b_step
+        return tile
+
+    return multiply
 
 
-@jit
-def _column(pairs: Any, tile: Any, a: int, a_step: int, b: int, b_step: int, depth: int) -> Any:
-    for _ in range(depth):
-        columns, heads = load_columns(_FLOAT, b, 1), spread(a, a_step, _HEIGHT)
-        if pairs is None:
-            tile = outer_fma(tile, columns, heads)
-        else:
-            tile = outer_dot(tile, columns, heads)
-        a, b = a + 4, b + b_step
-    return tile
+_multiply_wide, _multiply_narrow = _multiplier(2), _multiplier(1)
 
 
 @jit
 def score_rows(pairs: Any, query: int, query_step: int, keys: int, depth: int, scores: int, count: int) -> None:
     """scores[row, key] = query[row] · keys[key] for twelve rows and `count` keys, a multiple of 32."""
     for key in range(0, count, 32):
-        tile = _column_pair(pairs, zeros(_HEIGHT, 2), query, query_step, keys + 4 * key, 4 * TILE, depth)
+        tile = _multiply_wide(pairs, zeros(_HEIGHT, 2), query, query_step, keys + 4 * key, 4 * TILE, depth)
         store_tile(scores + 4 * key, 4 * TILE, _HEIGHT, tile)
 
 
@@ -133,11 +129,11 @@ def add_values(
     """
     wide, faded = dim & ~31, spread(fades, 4, _HEIGHT)
     for d in range(0, wide, 32):
-        tile = _column_pair(pairs, zeros(_HEIGHT, 2), weights, weight_step, values + 4 * d, 4 * dim, depth)
+        tile = _multiply_wide(pairs, zeros(_HEIGHT, 2), weights, weight_step, values + 4 * d, 4 * dim, depth)
         tile = add_faded(tile, load_tile(sums + 4 * d, 4 * dim, _HEIGHT, 2), faded)
         store_tile(sums + 4 * d, 4 * dim, _HEIGHT, tile)
     if wide < dim:
-        tile = _column(pairs, zeros(_HEIGHT, 1), weights, weight_step, values + 4 * wide, 4 * dim, depth)
+        tile = _multiply_narrow(pairs, zeros(_HEIGHT, 1), weights, weight_step, values + 4 * wide, 4 * dim, depth)
         tile = add_faded(tile, load_tile(sums + 4 * wide, 4 * dim, _HEIGHT, 1), faded)
         store_tile(sums + 4 * wide, 4 * dim, _HEIGHT, tile)
 

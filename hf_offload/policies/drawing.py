@@ -1,0 +1,64 @@
+"""Drawn keys (`samples`) as a choice of policies that otherwise attend the best blocks: the knob and the plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from hf_offload.knobs import check_tokens, shown
+from hf_offload.policies.base import EVER, Plan
+
+if TYPE_CHECKING:
+    from hf_offload.attention.step import Step
+
+BUDGET = 2048
+"""Tokens of a budget that neither `budget` nor `samples` gives."""
+
+
+class Drawing(Protocol):
+    """The knobs that `check_samples` reads."""
+
+    @property
+    def budget(self) -> int | None: ...
+    @property
+    def samples(self) -> int | None: ...
+    @property
+    def digest(self) -> str | None: ...
+    @property
+    def join(self) -> str | None: ...
+
+
+def check_samples(knobs: Drawing) -> int | None:
+    """Check `budget` and `samples`; return the budget in tokens, None with samples.
+
+    Raises:
+        ValueError: a wrong value, both of them, or another knob that does not go with samples.
+    """
+    if knobs.samples is None:
+        budget = BUDGET if knobs.budget is None else knobs.budget
+        check_tokens("budget", budget)
+        return budget
+    check_tokens("samples", knobs.samples)
+    if knobs.budget is not None:
+        raise ValueError(
+            f"budget={shown(knobs.budget)} and samples={knobs.samples}: a budget attends the best blocks of so many "
+            "tokens, samples draws keys to a precision; give one of them"
+        )
+    if knobs.digest != "submean":
+        raise ValueError(f'digest={shown(knobs.digest)} has no score for pairs of keys; samples needs digest="submean"')
+    if knobs.join == "raw":
+        raise ValueError('join="raw" is no share of the attention; samples needs join="max" or "mean"')
+    return None
+
+
+def check_draw_memories(samples: int | None, *, two: bool) -> None:
+    """Raise ValueError for samples with two memories."""
+    if samples is not None and two:
+        raise ValueError(f'samples={samples} needs one memory; with two use budget=, or tier="one" for a model on a CPU')
+
+
+def draw(step: Step, join: str, samples: int) -> Plan:
+    """Attend drawn pairs; every token where there are no more than `samples`."""
+    blocks = samples // step.block_size
+    if step.num_blocks <= blocks:
+        return Plan(step.attend(step.all_blocks()), until=blocks + 1)
+    return Plan(step.attend_drawn(join, samples), until=EVER)
