@@ -102,6 +102,7 @@ def check_profiling(
         raise ValueError(f"recall={knobs['recall']!r} would hide what is measured; leave recall out")
     policy = cast(Scout, make_policy("scout", {"lookahead": "attend", **knobs, "recall": 0}))
     policy.check(block_size=block_size, two=True)
+    assert policy.budget is not None  # with two memories there is one
     resident = resident_tokens(resident, policy, block_size)
     if tokens <= max(resident, policy.budget):
         raise ValueError(
@@ -158,6 +159,7 @@ def profile_intervals(
             curves.append(_run(model.base_model, cache, part.to(model.device), tokens, bar))
     means: dict[int, np.ndarray] = {layer: np.mean([curve[layer] for curve in curves], 0) for layer in curves[0]}
     every = range(len(cache.layers))
+    assert policy.budget is not None
     return Profile(
         model=_fingerprint(model),
         budget=policy.budget,

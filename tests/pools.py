@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_offload.cache.host_pool import HostPool
+from hf_offload.cpu import reference
+from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
 from hf_offload.cpu.launch import Launch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -77,3 +80,32 @@ def make_case(
     block_ptr = np.array([slab.data_ptr() + i * record for slab in slabs for i in range(len(slab))], np.int64)
     valid[:, length:] = 1  # beyond the length nothing may depend on it
     return Case(slabs, torch.where(keep, content, torch.zeros((), dtype=dtype)), block_ptr, table, valid, holes, length)
+
+
+def packed_pool(
+    kv_heads: int, dim: int, block_size: int, blocks: int, dtype: torch.dtype, large: float = 10.0
+) -> tuple[HostPool, torch.Tensor]:
+    """A pool whose odd blocks are packed, and what it holds, float64 [blocks, Hkv, 2, block_size, D].
+
+    The channels have different sizes, up to `large`.
+    """
+    pool = HostPool(kv_heads, block_size, dim, dtype, packed_bytes=packed_bytes(dim, block_size))
+    ids = pool.allocate(blocks)
+    content = torch.randn(blocks, *pool.block_shape) * torch.linspace(0.1, large, dim)
+    slab = pool.slabs[0][:blocks]
+    slab.copy_(content)
+    held = slab.double()
+    odd = ids[1::2]
+    heads, step = np.arange(kv_heads), dim * dtype.itemsize
+
+    def pack(old: np.ndarray, new: np.ndarray) -> None:  # type: ignore[type-arg]
+        keys = (old[:, None] + pool.record_bytes * heads).ravel()
+        records = (new[:, None] + pool.packed_record_bytes * heads).ravel()
+        pack_records(
+            keys, keys + pool.record_bytes // 2, step, step, records, kv_dtype=dtype, dim=dim, block_size=block_size
+        ).run()
+
+    pool.repack(odd, pack)
+    held[1::2, :, 0], held[1::2, :, 1] = reference.pack_block(held[1::2, :, 0], held[1::2, :, 1])
+    slab[1::2] = float("nan")  # nobody reads these places any more
+    return pool, held

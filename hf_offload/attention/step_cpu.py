@@ -365,7 +365,7 @@ class CpuStep(Step):
         first = (self.store.sealed - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS + 1
         last = min(first + CHUNK_BLOCKS - 1, self.view.table.shape[1], self.view.holes.shape[1] - 1)
         self.serve(range(first + 1, last + 2))
-        return last
+        return int(last)
 
     def _number_blocks(self, launch: Launch) -> None:
         """Write the numbers of sealed and of all blocks into a launch, now and in later steps."""

@@ -81,6 +81,53 @@ def sparse_decode(
     return out.view(query.shape), lse.view(query.shape[:2]), kbar.view(query.shape)
 
 
+def attend_pairs(
+    query: Tensor,
+    pool: Tensor,
+    table: Tensor,
+    pairs: Tensor,
+    weights: Tensor,
+    counts: Tensor,
+    valid: Tensor,
+    length: int,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return out [B, Hq, D] and lse [B, Hq], float64, of `kernels.pair_decode.attend_pairs`."""
+    group, size = query.shape[1] // pool.shape[1], pool.shape[3]
+    out = torch.zeros(query.shape, dtype=torch.float64, device="cpu")
+    lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64, device="cpu")
+    for b, heads in enumerate(query.double()):
+        for hq, vector in enumerate(heads):
+            h = hq // group
+            listed = pairs[b, h, : int(counts[b, h])].long()
+            tokens = torch.stack((2 * listed, 2 * listed + 1), 1).flatten()
+            added = weights[b, h, : len(listed)].double().repeat_interleave(2)
+            there = (tokens < length) & valid[b, tokens.clamp(max=valid.shape[1] - 1)].bool()
+            tokens, added = tokens[there], added[there]
+            if len(tokens):
+                keys, values = pool[table[b].long()[tokens // size], h, :, tokens % size].double().unbind(1)
+                scores = Scores(scale, softcap).of(keys @ vector) + added
+                out[b, hq], lse[b, hq] = scores.softmax(0) @ values, scores.logsumexp(0)
+    return out, lse
+
+
+def draw_pairs(shares: Tensor, samples: int) -> list[tuple[int, float]]:
+    """Return (index, log weight) of the drawn ones of candidates with shares [n]: `kernels.draw_pairs.draw_head`."""
+    tau, drawn = 1 / samples, []
+    left = tau / 2
+    for i, share in enumerate(shares.tolist()):
+        if share >= tau:
+            drawn.append((i, 0.0))
+            continue
+        left -= share
+        if left <= 0:
+            drawn.append((i, math.log(tau / share)))
+            left += tau
+    return drawn
+
+
 def listed_scores(
     query: Tensor,
     pool: Tensor,

@@ -53,7 +53,7 @@ def check_samples(knobs: Drawing) -> int | None:
 def check_draw_memories(samples: int | None, *, two: bool) -> None:
     """Raise ValueError for samples with two memories."""
     if samples is not None and two:
-        raise ValueError(f'samples={samples} needs one memory; with two use budget=, or tier="one" for a model on a CPU')
+        raise ValueError(f'samples={samples} needs one memory; use budget=, or tier="one" for a model on a CPU')
 
 
 def draw(step: Step, join: str, samples: int) -> Plan:

@@ -49,8 +49,8 @@ from hf_offload.cpu.launch import (
     require,
     tag_of,
 )
-from hf_offload.cpu.memory import address_of, count_up, get, hold
-from hf_offload.cpu.simd.vectors import choose_less, lane_max, lane_sum, load, load_f32, splat, store, store_upper, vmax
+from hf_offload.cpu.memory import address_of, count_up, hold
+from hf_offload.cpu.simd.vectors import lane_max, lane_sum, load, load_f32, splat, store, store_upper, vmax
 
 MASSES = np.dtype(np.uint16)
 """Of kept masses: bfloat16, as bits."""
@@ -86,7 +86,7 @@ def draw_head(
         tau: share of the attention between two points.
         pairs: int32 [C], weights: float32 [C], logarithms: the list, written from `count` on.
     """
-    room, left, bound = len(pairs), 0.5 * tau, splat(np.float32(tau))
+    room, left = len(pairs), 0.5 * tau
     lanes, zero = np.empty(16, np.float32), splat(np.float32(0.0))
     for chunk in range(first // each, (last + each - 1) // each):
         begin, end = max(first, chunk * each), min(last, (chunk + 1) * each)

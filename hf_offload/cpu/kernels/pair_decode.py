@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from hf_offload.cpu.kernels.block import clear_scores, shrink_sums, soften_scores, softmax_step
-from hf_offload.cpu.kernels.packed import is_packed, unpack_tokens
+from hf_offload.cpu.kernels.packed import unpack_tokens
 from hf_offload.cpu.kernels.parts import (
-
     PART_TOKENS,
     PARTS,
     clear_part,
@@ -42,7 +41,7 @@ from hf_offload.cpu.launch import (
     require,
     tag_of,
 )
-from hf_offload.cpu.memory import LINE, address_of, count_up, get, hold, prefetch, put
+from hf_offload.cpu.memory import LINE, address_of, count_up, hold, prefetch
 from hf_offload.cpu.simd.register_tiles import (
     dot_quad,
     load_columns,
@@ -67,7 +66,9 @@ def _fetch(row: int, values: int, size: int) -> None:
 
 
 @jit
-def _score_rows(tag: Any, heads: Any, rows: Array, first: int, tokens: int, query: int, dim: int, scores: int, stride: int) -> None:  # fmt: skip
+def _score_rows(
+    tag: Any, heads: Any, rows: Array, first: int, tokens: int, query: int, dim: int, scores: int, stride: int
+) -> None:
     """scores[head, token] = query[head] · the keys at rows[first + token]."""
     for i in range(0, tokens, 4):
         at = first + i
@@ -76,7 +77,9 @@ def _score_rows(tag: Any, heads: Any, rows: Array, first: int, tokens: int, quer
 
 
 @jit
-def _add_rows(tag: Any, heads: Any, rows: Array, first: int, tokens: int, dim: int, weights: int, stride: int, sums: int) -> None:  # fmt: skip
+def _add_rows(
+    tag: Any, heads: Any, rows: Array, first: int, tokens: int, dim: int, weights: int, stride: int, sums: int
+) -> None:
     """sums[head] += weights[head, token] · the values at rows[first + token]."""
     wide = dim - dim % 64
     for d in range(0, wide, 64):
