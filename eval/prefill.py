@@ -36,7 +36,7 @@ def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dty
     query, key, value = (
         torch.randn(1, count, length, dim, generator=generator).to(dtype) for count in (heads, kv_heads, kv_heads)
     )
-    out, lse = torch.empty(1, length, heads, dim), torch.empty(1, heads, length)
+    out, lse = torch.empty(1, length, heads, dim), torch.empty(heads * length)
     repeated = [x.repeat_interleave(heads // kv_heads, 1) for x in (key, value)]
     one, two = torch.randn(length, length).to(dtype), torch.randn(length, heads * dim).to(dtype)
     nothing = np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
@@ -44,8 +44,9 @@ def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dty
     def ours() -> None:
         for first, count in pieces_of(length, 0, heads, dim):
             prefill_attention(
-                query, key, value, *nothing, None, out, lse, block_size=32, cached=0, fresh_first=0, position=0,
-                first_query=first, queries=count, scale=dim**-0.5, softcap=None, sinks=None,
+                query[:, :, first : first + count], key, value, *nothing, None, out[:, first : first + count],
+                lse[: heads * count].view(1, heads, count), block_size=32, cached=0, fresh_first=0, position=first,
+                scale=dim**-0.5, softcap=None, sinks=None,
             ).run()  # fmt: skip
 
     def flash() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -62,19 +63,23 @@ def attend_append(
     done = 0
 
     def attend(
-        k: torch.Tensor, v: torch.Tensor, cached: int, first: int, sinks: np.ndarray | None
+        k: torch.Tensor, v: torch.Tensor, cached: int, first: int, sinks: np.ndarray | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal done
-        with memory_for(f"attention of {length} queries", _REMEDY, query.numel() * 4):
-            out = torch.empty(batch, length, heads, dim, dtype=torch.float32, device="cpu")
-            lse = torch.empty(batch, heads, length, dtype=torch.float32, device="cpu")
+        room = functools.partial(torch.empty, device="cpu")
+        with memory_for(f"attention of {length} queries", _REMEDY, query.numel() * dtype.itemsize):
+            out, lse = room(batch, length, heads, dim, dtype=dtype), room(batch, heads, length, dtype=torch.float32)
         keys, begun = cached + k.shape[2], done
         for start, count in pieces_of(length, keys, batch * heads, dim):
+            piece = slice(start, start + count)
+            with memory_for(f"attention of {count} queries", _REMEDY):
+                sums, masses = room(batch, count, heads, dim), room(batch, heads, count)
             prefill_attention(
-                query, k, v, store.pool.block_ptr, store.table, valid, out, lse, block_size=store.block_size,
-                cached=cached, fresh_first=first, position=past, first_query=start, queries=count, sinks=sinks,
+                query[:, :, piece], k, v, store.pool.block_ptr, store.table, valid, sums, masses,
+                block_size=store.block_size, cached=cached, fresh_first=first, position=past + start, sinks=sinks,
                 **scores._asdict(),
             ).run()  # fmt: skip
+            out[:, piece], lse[:, :, piece] = sums, masses
             share = begun + keys * (start + count) // length - done
             done += share
             if attended is not None:
@@ -83,10 +88,10 @@ def attend_append(
 
     store.settle()
     if not (past and store.packed_blocks):
-        return attend(key, value, past, past, logits)[0].to(query.dtype)
+        return attend(key, value, past, past, logits, query.dtype)[0]
     total: tuple[torch.Tensor, torch.Tensor] | None = None
     for first, k, v in (*read_tiles(store, past, tile), (past, key, value)):
-        out, lse = attend(k, v, 0, first, logits if total is None else None)
+        out, lse = attend(k, v, 0, first, logits if total is None else None, torch.float32)
         partial = out, lse.transpose(1, 2)
         total = partial if total is None else merge_partials([total, partial])
     assert total is not None

@@ -210,7 +210,6 @@ def prefill_kernel(
     fresh: int,
     fresh_first: int,
     position: int,
-    first_query: int,
     queries: int,
     each: int,
     kv_heads: int,
@@ -252,8 +251,8 @@ def prefill_kernel(
         if task >= tasks:
             break
         piece, b, h = pieces - 1 - task // (batch * kv_heads), task // kv_heads % batch, task % kv_heads
-        q0 = first_query + piece * each
-        q1 = min(q0 + each, first_query + queries)
+        q0 = piece * each
+        q1 = min(q0 + each, queries)
         count = (q1 - q0) * group
         padded = (count + _TALL - 1) // _TALL * _TALL
         for r in range(padded):
@@ -347,26 +346,23 @@ def prefill_attention(
     cached: int,
     fresh_first: int,
     position: int,
-    first_query: int,
-    queries: int,
     scale: float,
     softcap: float | None,
     sinks: Array | None,
 ) -> Launch:
-    """Prepare the attention of some queries to cached tokens where they lie, and to tokens in tensors.
+    """Prepare the attention of queries to cached tokens where they lie, and to tokens in tensors.
 
     Args:
         query: `[B, Hq, Q, D]`; key, value: `[B, Hkv, T, D]`, tokens `fresh_first` … of every row; float32, float16 or
             bfloat16 CPU tensors of one dtype, the last dimension contiguous.
         block_ptr: int64 [blocks], addresses of plain blocks; table: int32 [B, n], the blocks of tokens 0 … cached - 1.
         valid: uint8 [B, tokens or more], 0 where a token is attended by none; None: all are.
-        out: float32 `[B, Q, Hq, D]`, lse: float32 `[B, Hq, Q]` (natural log): written for these queries; 0 and −inf
-            where a query attends nothing.
+        out: float32 `[B, Q, Hq, D]`, lse: float32 `[B, Hq, Q]` (natural log), written: 0 and −inf where a query attends
+            nothing.
         block_size: tokens in a block.
         cached: tokens read from blocks.
         fresh_first: position of the first token of `key` and `value`.
         position: position of query 0; query i attends tokens up to position + i.
-        first_query, queries: which queries are attended.
         scale: of the scores; softcap: c in c · tanh(score / c), or None.
         sinks: float32 [Hq], logits that take weight and give nothing, or None.
 
@@ -386,8 +382,6 @@ def prefill_attention(
         raise ValueError("query, key and value need a contiguous last dimension, in host memory")
     if not 0 <= cached <= table.shape[1] * block_size or (cached and fresh_first != cached) or scale <= 0:
         raise ValueError(f"cached={cached} tokens, the next at {fresh_first}, or scale={scale}, cannot be")
-    if not 0 <= first_query <= first_query + queries <= length:
-        raise ValueError(f"queries {first_query}..{first_query + queries} are not within {length}")
     stop = fresh_first + key.shape[2]
     valid, sinks = _NO_VALID if valid is None else valid, _NO_SINKS if sinks is None else sinks
     require("block_ptr", block_ptr, I64, block_ptr.shape[:1])
@@ -397,16 +391,16 @@ def prefill_attention(
     require("out", out.numpy(), F32, (batch, length, heads, dim))
     require("lse", lse.numpy(), F32, (batch, heads, length))
     group, item = heads // kv_heads, query.element_size()
-    each = min(max(ROWS // group, 1), max(queries, 1))
+    each = min(max(ROWS // group, 1), max(length, 1))
     pairs = True if query.dtype == torch.bfloat16 and _dots_are_fast() else None
     places = [(address, strides[:3]) for address, strides, _ in map(layout_of, (query, key, value))]
     args = (
         tag, pairs, *places, block_ptr, table, valid, block_size, cached, key.shape[2], fresh_first, position,
-        first_query, queries, each, kv_heads, group, dim, float(scale), None if softcap is None else float(softcap),
+        length, each, kv_heads, group, dim, float(scale), None if softcap is None else float(softcap),
         sinks, out.numpy(), lse.numpy(),
     )  # fmt: skip
-    tasks = -(-queries // each) * batch * kv_heads
-    cost = max(2 * batch * kv_heads * stop * dim * item, queries * heads * stop)
+    tasks = -(-length // each) * batch * kv_heads
+    cost = max(2 * batch * kv_heads * stop * dim * item, length * heads * stop)
     return Launch(prefill_kernel, tasks, args, cost, keep=(query, key, value, out, lse), label="a prompt's attention")
 
 
