@@ -11,6 +11,7 @@ likely token is the same. Beside that stands what a step costs:
 host    MiB that a step reads in host memory: what the CPU attends, what is brought to the device, digests there
 device  MiB of keys, values and digests in the device's memory
 ms      median of a step
+attended  mean number of tokens that a row and KV head attends, of rows with `samples`, which run with one memory alone
 
 Without a GPU all but the time come from two memories on the CPU (`tier="split"`), and the time from one memory, where a
 row allows that and `--tier` asks for no other. A row is on the front of a cost if none is nearer to full attention for
@@ -52,6 +53,7 @@ BUDGETS = (
     "full:host=fetch",
     *(f"window:budget={budget}" for budget in (512, 1024, 2048)),
     *(f"scout:budget={budget}" for budget in (256, 512, 1024, 2048)),
+    *(f"scout:samples={samples}" for samples in (64, 128, 256, 512, 1024)),
     *(f"quest:budget={budget}" for budget in (512, 1024, 2048)),
     *(f"infinigen:alpha={alpha}" for alpha in (2, 4, 6)),
     *(f"h2o:heavy={share},recent={share}" for share in (0.05, 0.1, 0.2)),
@@ -75,6 +77,7 @@ def measure(model: PreTrainedModel, row: common.Row, reading: measuring.Reading,
     """What one row loses and costs behind one reading."""
     tiers = [tier] if tier or model.device.type != "cpu" else ["split", "one"]
     tiers = [row.options["tier"]] if "tier" in row.options else tiers
+    tiers = ["one"] if "samples" in row.options else tiers
     each = [
         measuring.cost(model, row.policy, {**row.options, **({} if one is None else {"tier": one})}, reading)
         for one in tiers
@@ -85,6 +88,7 @@ def measure(model: PreTrainedModel, row: common.Row, reading: measuring.Reading,
         "host": (each[0].host_bytes or 0) / 2**20,
         "device": each[0].device_bytes / 2**20,
         "ms": 1000 * each[-1].seconds,
+        "attended": each[0].tokens,
     }
 
 

@@ -54,6 +54,7 @@ class Cost:
         host_bytes: mean bytes that a step reads in host memory: blocks that the CPU attends, recalled blocks, digests;
             None with one memory.
         device_bytes: bytes of KV and digests in the model's memory.
+        tokens: mean number of tokens that a row and KV head attends in a step; None: not counted (a budget tells).
     """
 
     kl: torch.Tensor
@@ -61,6 +62,7 @@ class Cost:
     seconds: float
     host_bytes: float | None
     device_bytes: int
+    tokens: float | None = None
 
 
 @torch.inference_mode()
@@ -125,7 +127,8 @@ def cost(model: PreTrainedModel, policy: str, options: dict[str, Any], reading: 
     logprobs, seconds = follow(model, cache, reading.following)
     kl, top1 = divergence(logprobs, reading.full)
     stats = cache.stats().as_dict()
-    return Cost(kl, top1, statistics.median(seconds[WARM_UP:] or seconds), host_bytes(cache), stats["device_bytes"])
+    pace = statistics.median(seconds[WARM_UP:] or seconds)
+    return Cost(kl, top1, pace, host_bytes(cache), stats["device_bytes"], stats["attended_tokens"])
 
 
 def host_bytes(cache: HybridCache) -> float | None:

@@ -490,7 +490,7 @@ class CpuStep(Step):
             buffers.query, self._digest(), view.block_ptr, store.table, view.holes, view.valid, last,
             min((last + 1) * self.block_size, view.covered), masses, low, high, self.recent_blocks, drawn, weights,
             counts, samples=samples, join=join, block_size=self.block_size, **self.scores._asdict(),
-            kv_dtype=store.dtype,
+            kv_dtype=store.dtype, tally=self.layer.stats.drawn,
         )  # fmt: skip
         self.add(draw, "the draw of pairs", length=True)
         self._number_blocks(draw)

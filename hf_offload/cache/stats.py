@@ -31,6 +31,8 @@ class LayerStats:
         recalls: exchanges of resident blocks; recall_blocks: blocks moved; recall_bytes: bytes moved.
         placements: placements of the resident set after a prompt or append; placement_bytes: bytes copied.
         wait_seconds: time that the model's thread waited for the CPU part and for copies.
+        drawn: int64 `[2]`: pairs of tokens attended where keys are drawn (`samples`), and the number of lists of them:
+            one for each step, row and KV head.
         query_cosine: sum over steps of the cosine between predicted and real query; queries: number of these steps.
         selection_overlap: share of the real query's blocks that the predicted query selected, summed over steps;
             selections: number of these steps.
@@ -60,6 +62,7 @@ class LayerStats:
     placements: int = 0
     placement_bytes: int = 0
     wait_seconds: float = 0.0
+    drawn: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
     query_cosine: float = 0.0
     queries: int = 0
     selection_overlap: float = 0.0
@@ -93,6 +96,8 @@ class LayerStats:
         row["cpu_ratio_by_step"] = list(self.cpu_ratio_by_step)
         row["query_cosine"] = _mean(self.query_cosine, row.pop("queries"))
         row["selection_overlap"] = _mean(self.selection_overlap, row.pop("selections"))
+        pairs, lists = row.pop("drawn").tolist()
+        row["attended_tokens"] = _mean(2 * pairs, lists)
         row["recall_interval"] = _mean(self.steps, self.recalls)
         row["kept_share"] = _mean(sum(self.kept_share_by_head), len(self.kept_share_by_head))
         return row
@@ -240,7 +245,7 @@ class Stats:
         """
         rows = [layer.as_dict() for layer in self.layers]
         total: dict[str, Any] = {"steps": max((row["steps"] for row in rows), default=0)}
-        for key in ("cpu_ratio", "query_cosine", "selection_overlap", "kept_share"):
+        for key in ("cpu_ratio", "attended_tokens", "query_cosine", "selection_overlap", "kept_share"):
             seen = [row[key] for row in rows if row[key] is not None]
             total[key] = _mean(sum(seen), len(seen))
         for key in (
@@ -262,14 +267,16 @@ class Stats:
         whole |= {"layer": "all", "kept_share_by_head": [s for row in self.layers for s in row.kept_share_by_head]}
         table = Table(title="HybridCache", caption=_caption(whole), caption_justify="left")
         columns = {
-            "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "recalls": "recalls",
+            "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "attended_tokens": "tokens",
+            "recalls": "recalls",
             "recall_bytes": "recalled MiB", "resident_bytes": "resident MiB", "host_bytes": "host MiB",
             "context_bytes": "kept MiB", "kept_share": "kept share", "kept_share_by_head": "by head",
             "digest_bytes": "digest MiB",
             "retrievals": "retrieved", "wait_seconds": "waited s", "query_cosine": "query cosine",
             "selection_overlap": "overlap",
         }  # fmt: skip
-        for key in ("context_bytes", "kept_share", "kept_share_by_head", "retrievals"):  # of some policies
+        # Of some policies.
+        for key in ("attended_tokens", "context_bytes", "kept_share", "kept_share_by_head", "retrievals"):
             if not whole[key]:
                 del columns[key]
         for title in columns.values():

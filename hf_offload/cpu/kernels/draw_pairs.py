@@ -38,6 +38,7 @@ from hf_offload.cpu.kernels.digest_scores import (
 from hf_offload.cpu.launch import (
     F32,
     I32,
+    I64,
     TAGS,
     Array,
     Launch,
@@ -49,7 +50,7 @@ from hf_offload.cpu.launch import (
     require,
     tag_of,
 )
-from hf_offload.cpu.memory import address_of, count_up, hold
+from hf_offload.cpu.memory import add_to, address_of, count_up, hold
 from hf_offload.cpu.simd.vectors import lane_max, lane_sum, load, load_f32, splat, store, store_upper, vmax
 
 MASSES = np.dtype(np.uint16)
@@ -150,6 +151,7 @@ def draw_kernel(
     pairs: Array,
     weights: Array,
     counts: Array,
+    tally: Array,
 ) -> None:
     """One task = one (row, KV head, up to 128 blocks)."""
     kv_heads = counts.shape[1]
@@ -199,7 +201,10 @@ def draw_kernel(
                     address_of(masses[b, h * group]), step, group, factors[b, heads], mode, CHUNK_BLOCKS * size,
                     high * size, late * size, tau, listed, weight, count,
                 )  # fmt: skip
-            counts[b, h] = _whole(late * size, (length + 1) // 2, listed, weight, count)
+            count = _whole(late * size, (length + 1) // 2, listed, weight, count)
+            counts[b, h] = count
+            add_to(tally, 0, count)
+            add_to(tally, 1, 1)
         count_up(ticket, 1)
     hold(scores)
 
@@ -227,6 +232,7 @@ def draw_pairs(
     scale: float,
     softcap: float | None,
     kv_dtype: torch.dtype,
+    tally: Array | None = None,
 ) -> Launch:
     """Prepare the draw of pairs of consecutive tokens for each (row, KV head), in ascending order.
 
@@ -244,6 +250,7 @@ def draw_pairs(
         samples: 1 / τ.
         join: "max" or "mean".
         block_size, scale, softcap, kv_dtype: as in `sparse_decode`.
+        tally: int64 [2] or None: the numbers of listed pairs and of lists are added to it.
 
     Raises:
         ValueError: an unknown join, a digest without pairs, or shapes that contradict each other or have no room.
@@ -267,6 +274,8 @@ def draw_pairs(
     require("counts", counts, I32, (batch, kv_heads))
     require("sink_lo", sink_lo, I32, (batch,))
     require("sink_hi", sink_hi, I32, (batch,))
+    tally = np.zeros(2, np.int64) if tally is None else tally
+    require("tally", tally, I64, (2,))
     cost = check_digest(digest, query.shape, kv_heads, n_sealed)
     check_tail(block_ptr, holes, valid, table, dim, n_sealed, length, block_size)
     padded = -(-n_sealed // 16) * 16
@@ -286,5 +295,6 @@ def draw_pairs(
         digest, tag_of(kv_dtype), full, rest, query, block_ptr, table, holes, valid, int(n_sealed), n_blocks,
         int(length), int(block_size), float(scale), cap_of(softcap), JOINS[join], 1.0 / samples, masses, totals, peaks,
         tail, factors, finished, sink_lo, sink_hi, int(recent), pairs, weights, counts,
+        tally,
     )  # fmt: skip
     return Launch(draw_kernel, batch * kv_heads * chunks, args, cost, counters=finished)
