@@ -58,33 +58,40 @@ _FLOAT = TAGS[torch.float32]
 
 
 @jit
-def _fetch(row: int, values: int, size: int) -> None:
-    """Prefetch the keys and the values of a pair, `size` bytes each."""
+def _fetch(row: int, size: int) -> None:
+    """Prefetch the keys or the values of a pair."""
     for line in range(0, size, LINE):
         prefetch(row + line, 2)
-        prefetch(values + line, 2)
 
 
 @jit
 def _score_rows(
-    tag: Any, heads: Any, rows: Array, first: int, tokens: int, query: int, dim: int, scores: int, stride: int
-) -> None:
-    """scores[head, token] = query[head] · the keys at rows[first + token]."""
+    tag: Any, heads: Any, rows: Array, first: int, tokens: int, ahead: int, query: int, dim: int, scores: int,
+    stride: int,
+) -> None:  # fmt: skip
+    """scores[head, token] = query[head] · the keys at rows[first + token]; prefetch as many rows from `ahead` on."""
+    size = 2 * dim * tag.itemsize
     for i in range(0, tokens, 4):
         at = first + i
+        if ahead + i + 4 <= len(rows):
+            _fetch(rows[ahead + i], size)
+            _fetch(rows[ahead + i + 2], size)
         sums = dot_quad(tag, heads, (rows[at], rows[at + 1], rows[at + 2], rows[at + 3]), query, dim)
         store_quads(scores + 4 * i, stride, heads, sums)
 
 
 @jit
 def _add_rows(
-    tag: Any, heads: Any, rows: Array, first: int, tokens: int, dim: int, weights: int, stride: int, sums: int
-) -> None:
-    """sums[head] += weights[head, token] · the values at rows[first + token]."""
-    wide = dim - dim % 64
+    tag: Any, heads: Any, rows: Array, first: int, tokens: int, ahead: int, dim: int, weights: int, stride: int,
+    sums: int,
+) -> None:  # fmt: skip
+    """sums[head] += weights[head, token] · the values at rows[first + token]; prefetch as `_score_rows` does."""
+    wide, share = dim - dim % 64, 64 * tag.itemsize
     for d in range(0, wide, 64):
         tile = load_tile(sums + 4 * d, 4 * dim, heads, 4)
         for i in range(tokens):
+            if ahead + i < len(rows):
+                _fetch(rows[ahead + i] + d * tag.itemsize, share)
             columns = load_columns(tag, rows[first + i] + d * tag.itemsize, 4)
             tile = outer_fma(tile, columns, spread(weights + 4 * i, stride, heads))
         store_tile(sums + 4 * d, 4 * dim, heads, tile)
@@ -99,12 +106,13 @@ def _add_rows(
 @jit
 def attend_rows(
     tag: Any, full: Any, rest: Any, group: int, keys: Array, values: Array, added: Array, first: int, tokens: int,
-    query: int, dim: int, cap: float, scores: int, state: int, sums: int,
+    ahead: int, query: int, dim: int, cap: float, scores: int, state: int, sums: int,
 ) -> None:  # fmt: skip
     """Attend the tokens first..first+tokens-1 of the lists as one softmax step.
 
     Args:
         keys, values: int64, the tokens' addresses; added: float32, what is added to their scores, MASKED: none.
+        ahead: place in the lists of the tokens to prefetch; beyond the end: none.
         query: address of the scaled queries [G, D].
         scores: address of scratch float32 [G, 2 · STEP].
         state: peaks, masses and fades [G] each; sums: float32 [G, D].
@@ -115,10 +123,10 @@ def attend_rows(
     while done < group:
         at, to = query + 4 * done * dim, scores + done * stride
         if done + len(full) <= group:
-            _score_rows(tag, full, keys, first, tokens, at, dim, to, stride)
+            _score_rows(tag, full, keys, first, tokens, ahead if done == 0 else len(keys), at, dim, to, stride)
             done += len(full)
         else:
-            _score_rows(tag, rest, keys, first, tokens, at, dim, to, stride)
+            _score_rows(tag, rest, keys, first, tokens, ahead if done == 0 else len(keys), at, dim, to, stride)
             done += len(rest)
     if cap > 0.0:
         soften_scores(group, scores, stride, padded, cap)
@@ -134,10 +142,10 @@ def attend_rows(
     while done < group:
         at, to = scores + done * stride, sums + 4 * done * dim
         if done + len(full) <= group:
-            _add_rows(tag, full, values, first, tokens, dim, at, stride, to)
+            _add_rows(tag, full, values, first, tokens, ahead if done == 0 else len(values), dim, at, stride, to)
             done += len(full)
         else:
-            _add_rows(tag, rest, values, first, tokens, dim, at, stride, to)
+            _add_rows(tag, rest, values, first, tokens, ahead if done == 0 else len(values), dim, at, stride, to)
             done += len(rest)
 
 
@@ -214,18 +222,18 @@ def pair_kernel(
                 else:
                     keys[at] = place + (offset + j) * line
                     values[at] = keys[at] + block_size * line
-            if packed is None and i < STEP and not checked:
-                _fetch(keys[2 * i], values[2 * i], 2 * line)
-        for at in range(2 * mine, 2 * mine + 4):
+            if packed is None and i < STEP:
+                _fetch(keys[2 * i], 2 * line)
+                _fetch(values[2 * i], 2 * line)
+        for at in range(2 * mine, 2 * (mine + STEP)):  # is scored, or prefetched, and not attended
             keys[at] = values[at] = zero
         for first in range(0, 2 * mine, 2 * STEP):
             tokens = min(2 * STEP, 2 * mine - first)
             if packed is None:
-                for i in range(first + 2 * STEP, min(first + 4 * STEP, 2 * mine), 2):
-                    _fetch(keys[i], values[i], 2 * line)
                 attend_rows(
-                    tag, full, rest, group, keys, values, added, first, tokens, queries, dim, cap, scores, state, sums
-                )
+                    tag, full, rest, group, keys, values, added, first, tokens, first + 2 * STEP, queries, dim, cap,
+                    scores, state, sums,
+                )  # fmt: skip
             else:
                 for i in range(first, first + tokens):
                     if added[i] > NOTHING:
@@ -233,8 +241,8 @@ def pair_kernel(
                         unpack_tokens(packed, tag, keys[i], key, value, values[i], 1, dim, block_size)
                         keys[i], values[i] = key, value
                 attend_rows(
-                    _FLOAT, full, rest, group, keys, values, added, first, tokens, queries, dim, cap, scores, state,
-                    sums,
+                    _FLOAT, full, rest, group, keys, values, added, first, tokens, len(keys), queries, dim, cap, scores,
+                    state, sums,
                 )  # fmt: skip
         if count_up(finished, head) == parts - 1:
             merge_parts(
