@@ -66,9 +66,9 @@ def attend_append(
         k: torch.Tensor, v: torch.Tensor, cached: int, first: int, sinks: np.ndarray | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal done
-        room = functools.partial(torch.empty, device="cpu")
+        room = functools.partial(torch.empty, dtype=torch.float32, device="cpu")
         with memory_for(f"attention of {length} queries", _REMEDY, query.numel() * dtype.itemsize):
-            out, lse = room(batch, length, heads, dim, dtype=dtype), room(batch, heads, length, dtype=torch.float32)
+            out, lse = room(batch, length, heads, dim, dtype=dtype), room(batch, heads, length)
         keys, begun = cached + k.shape[2], done
         for start, count in pieces_of(length, keys, batch * heads, dim):
             piece = slice(start, start + count)
