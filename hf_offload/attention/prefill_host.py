@@ -66,14 +66,14 @@ def attend_append(
         k: torch.Tensor, v: torch.Tensor, cached: int, first: int, sinks: np.ndarray | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal done
-        room = functools.partial(torch.empty, dtype=torch.float32, device="cpu")
+        buffer = functools.partial(torch.empty, dtype=torch.float32, device="cpu")
         with memory_for(f"attention of {length} queries", _REMEDY, query.numel() * dtype.itemsize):
-            out, lse = room(batch, length, heads, dim, dtype=dtype), room(batch, heads, length)
+            out, lse = buffer(batch, length, heads, dim, dtype=dtype), buffer(batch, heads, length)
         keys, begun = cached + k.shape[2], done
         for start, count in pieces_of(length, keys, batch * heads, dim):
             piece = slice(start, start + count)
             with memory_for(f"attention of {count} queries", _REMEDY):
-                sums, masses = room(batch, count, heads, dim), room(batch, heads, count)
+                sums, masses = buffer(batch, count, heads, dim), buffer(batch, heads, count)
             prefill_attention(
                 query[:, :, piece], k, v, store.pool.block_ptr, store.table, valid, sums, masses,
                 block_size=store.block_size, cached=cached, fresh_first=first, position=past + start, sinks=sinks,

@@ -484,8 +484,8 @@ class CpuStep(Step):
         most = min(always * pairs + draw_pairs.most_pairs(samples, group), (last + 1) * pairs)
         shape = batch, store.num_kv_heads, most
         drawn, weights, counts = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape[:2], np.int32)
-        room = batch, heads, -(-last // 16) * 16 * pairs
-        masses = self.layer.settings.room("masses of pairs", room, draw_pairs.MASSES)
+        width = -(-last // 16) * 16 * pairs
+        masses = self.layer.settings.buffer("masses of pairs", (batch, heads, width), draw_pairs.MASSES)
         draw = draw_pairs.draw_pairs(
             buffers.query, self._digest(), view.block_ptr, store.table, view.holes, view.valid, last,
             min((last + 1) * self.block_size, view.covered), masses, low, high, self.recent_blocks, drawn, weights,

@@ -107,7 +107,7 @@ class Settings:
             self.mirrors[device] = DeviceMirror(self.padding, device, self.worker)
         return self.mirrors[device]
 
-    def room(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Uninitialised scratch of a shape and dtype; a later, larger one leaves the arrays that were given alone."""
         count = math.prod(shape)
         if name not in self.scratch or self.scratch[name].size < count:

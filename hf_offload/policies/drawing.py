@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hf_offload.knobs import check_tokens, shown
 from hf_offload.policies.base import EVER, Plan
@@ -14,38 +14,25 @@ BUDGET = 2048
 """Tokens of a budget that neither `budget` nor `samples` gives."""
 
 
-class Drawing(Protocol):
-    """The knobs that `check_samples` reads."""
-
-    @property
-    def budget(self) -> int | None: ...
-    @property
-    def samples(self) -> int | None: ...
-    @property
-    def digest(self) -> str | None: ...
-    @property
-    def join(self) -> str | None: ...
-
-
-def check_samples(knobs: Drawing) -> int | None:
-    """Check `budget` and `samples`; return the budget in tokens, None with samples.
+def check_samples(budget: int | None, samples: int | None, digest: str, join: str) -> int | None:
+    """Check the knobs of these names; return the budget in tokens, None with samples.
 
     Raises:
         ValueError: a wrong value, both of them, or another knob that does not go with samples.
     """
-    if knobs.samples is None:
-        budget = BUDGET if knobs.budget is None else knobs.budget
+    if samples is None:
+        budget = BUDGET if budget is None else budget
         check_tokens("budget", budget)
         return budget
-    check_tokens("samples", knobs.samples)
-    if knobs.budget is not None:
+    check_tokens("samples", samples)
+    if budget is not None:
         raise ValueError(
-            f"budget={shown(knobs.budget)} and samples={knobs.samples}: a budget attends the best blocks of so many "
+            f"budget={shown(budget)} and samples={samples}: a budget attends the best blocks of so many "
             "tokens, samples draws keys to a precision; give one of them"
         )
-    if knobs.digest != "submean":
-        raise ValueError(f'digest={shown(knobs.digest)} has no score for pairs of keys; samples needs digest="submean"')
-    if knobs.join == "raw":
+    if digest != "submean":
+        raise ValueError(f'digest={shown(digest)} has no score for pairs of keys; samples needs digest="submean"')
+    if join == "raw":
         raise ValueError('join="raw" is no share of the attention; samples needs join="max" or "mean"')
     return None
 

@@ -51,9 +51,11 @@ class Quest(Policy):
 
     def __post_init__(self) -> None:
         drawn = self.samples is not None
-        object.__setattr__(self, "digest", ("submean" if drawn else "quest") if self.digest is None else self.digest)
-        object.__setattr__(self, "join", ("max" if drawn else "raw") if self.join is None else self.join)
-        object.__setattr__(self, "budget", check_samples(self))
+        digest = ("submean" if drawn else "quest") if self.digest is None else self.digest
+        join = ("max" if drawn else "raw") if self.join is None else self.join
+        budget = check_samples(self.budget, self.samples, digest, join)
+        for name, value in (("digest", digest), ("join", join), ("budget", budget)):
+            object.__setattr__(self, name, value)
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("recent", self.recent, least=0)
         check_choice("digest", self.digest, sorted(DIGESTS))

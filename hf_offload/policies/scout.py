@@ -112,7 +112,7 @@ class Scout(Policy):
     place_queries: int = 16
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", check_samples(self))
+        object.__setattr__(self, "budget", check_samples(self.budget, self.samples, self.digest, self.join))
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("recent", self.recent, least=0)
         check_tokens("place_queries", self.place_queries)

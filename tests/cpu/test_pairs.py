@@ -31,7 +31,19 @@ def test_the_rule(first: int, last: int, samples: int) -> None:
     shares = (masses.float() * factors.repeat_interleave(chunk, 1)).amax(0)[first:last]
     pairs, weights = np.full(1024, -1, np.int32), np.full(1024, 7, np.float32)
     count = draw_head(
-        bits(masses).ctypes.data, 2048, group, factors.numpy(), 0, chunk, first, last, 1 / samples, pairs, weights, 0
+        bits(masses).ctypes.data,
+        2048,
+        group,
+        factors.numpy(),
+        0,
+        chunk,
+        first,
+        last,
+        1 / samples,
+        pairs,
+        weights,
+        0,
+        1024,
     )
     want = reference.draw_pairs(shares, samples)
     assert pairs[:count].tolist() == [first + i for i, _ in want]
@@ -54,7 +66,9 @@ def _digests(physical: int, count: int, dim: int) -> tuple[SubMeans, tuple[torch
 class Drawn:
     """A draw, of 150 blocks or more where there are chunks, and what it is to be compared with."""
 
-    def __init__(self, group: int, count: int, dim: int, blocks: int, samples: int, join: str, threads: int) -> None:
+    def __init__(
+        self, group: int, count: int, dim: int, blocks: int, samples: int, join: str, threads: int, nan: bool = False
+    ) -> None:
         torch.manual_seed(blocks)
         batch, kv_heads, size, recent = 2, 2, 2 * count, 2
         length = blocks * size + 5
@@ -64,7 +78,10 @@ class Drawn:
         low = np.array([0, 1], np.int32)
         most = (3 + recent + 1) * count + most_pairs(samples, group)
         room = min(most, (blocks + 1) * count)
-        self.pairs = torch.full((batch, kv_heads, room), -1, dtype=torch.int32)
+        if nan:
+            query[:] = math.nan
+        whole = torch.full((batch * kv_heads * room + 1000,), -1, dtype=torch.int32)  # nothing is written at its end
+        self.pairs = whole[:-1000].view(batch, kv_heads, room)
         self.weights, self.counts = (
             torch.full(self.pairs.shape, math.nan),
             torch.zeros(batch, kv_heads, dtype=torch.int32),
@@ -76,6 +93,8 @@ class Drawn:
             samples=samples, join=join, block_size=size, scale=dim**-0.5, softcap=None, kv_dtype=torch.float32,
         )  # fmt: skip
         run(launch, threads)
+        assert (whole[-1000:] == -1).all()
+        assert (self.counts <= room).all()
         table = (case.table[:, :, None] * count + torch.arange(count)).flatten(1)
         logmass = reference.score_submeans(query, *parts, table, blocks * count, scale=dim**-0.5)
         tail = reference.tail_lse(query, case.clean, case.table, blocks, length, case.valid, scale=dim**-0.5)
@@ -123,6 +142,11 @@ def test_a_draw(group: int, count: int, dim: int, blocks: int, samples: int, joi
             points = tau * (torch.arange(len(steps)).double() + 0.5)
             assert len(steps) >= small[-1] / tau - 2
             torch.testing.assert_close(steps, points, rtol=0.02, atol=1.02 * tau)
+
+
+def test_a_query_of_nan_lists_no_more_pairs_than_there_is_room_for() -> None:
+    found = Drawn(3, 16, 64, 300, 20, "max", threads=1, nan=True)
+    assert (found.pairs[-1, -1, -1] >= 300 * 16).all()  # the list ends with the newest tokens
 
 
 def test_threads_do_not_change_a_draw() -> None:

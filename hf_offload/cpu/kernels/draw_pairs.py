@@ -7,9 +7,9 @@ the mean. With τ = 1 / samples, in the order of the positions:
     p < τ: it is attended where the running sum of such p passes the next point, (k + 1/2) · τ; log(τ / p) is then added
         to its two scores, so that it stands for the τ of attention between two points.
 
-So every pair is attended with probability min(p / τ, 1), and with its weight the sum over the drawn pairs is without
-bias, whatever the digest's errors. Nothing is sorted and nothing is random. At most group · samples + 1 pairs are
-drawn; sinks, the newest blocks and the blocks without digest are attended whole.
+If the first point were random, every pair would be attended with probability min(p / τ, 1), and the weighted sums would
+have no bias, whatever the digest's errors. The first point is fixed at τ / 2: nothing is random. At most
+group · samples + 1 pairs are drawn; sinks, the newest blocks and the blocks without digest are attended whole.
 
 Tasks are chunks of blocks, as in `block_topk.choose_blocks`; the thread that finishes the last one of a (row, KV head)
 draws. Between the two a pair's mass is kept in 16 bits for each query head.
@@ -75,7 +75,7 @@ def _whole(first: int, last: int, pairs: Array, weights: Array, count: int) -> i
 @jit
 def draw_head(
     masses: int, step: int, group: int, factors: Array, mode: int, each: int, first: int, last: int, tau: float,
-    pairs: Array, weights: Array, count: int,
+    pairs: Array, weights: Array, count: int, limit: int,
 ) -> int:  # fmt: skip
     """List the drawn ones of the pairs first..last-1 of one (row, KV head); return the list's new length.
 
@@ -86,8 +86,9 @@ def draw_head(
         each: pairs of a chunk.
         tau: share of the attention between two points.
         pairs: int32 [C], weights: float32 [C], logarithms: the list, written from `count` on.
+        limit: the list is no longer; shares that are NaN would list all pairs.
     """
-    room, left = len(pairs), 0.5 * tau
+    left = 0.5 * tau
     lanes, zero = np.empty(16, np.float32), splat(np.float32(0.0))
     for chunk in range(first // each, (last + each - 1) // each):
         begin, end = max(first, chunk * each), min(last, (chunk + 1) * each)
@@ -110,7 +111,7 @@ def draw_head(
                     if left > 0.0:
                         continue
                     left += tau
-                if count < room:
+                if count < limit:
                     pairs[count] = i + lane
                     weights[count] = np.float32(0.0) if sure else np.float32(math.log(tau / p))
                     count += 1
@@ -194,14 +195,14 @@ def draw_kernel(
             low = min(max(sink_lo[b], 0), n_blocks)
             high = min(max(sink_hi[b], low), n_blocks)
             late = min(n_sealed, max(low, n_sealed - recent))
-            listed, weight = pairs[b, h], weights[b, h]
+            listed, weight, end_pair = pairs[b, h], weights[b, h], (length + 1) // 2
             count = _whole(low * size, min(high, late) * size, listed, weight, 0)
             if high < late:
                 count = draw_head(
                     address_of(masses[b, h * group]), step, group, factors[b, heads], mode, CHUNK_BLOCKS * size,
-                    high * size, late * size, tau, listed, weight, count,
+                    high * size, late * size, tau, listed, weight, count, len(listed) - (end_pair - late * size),
                 )  # fmt: skip
-            count = _whole(late * size, (length + 1) // 2, listed, weight, count)
+            count = _whole(late * size, end_pair, listed, weight, count)
             counts[b, h] = count
             add_to(tally, 0, count)
             add_to(tally, 1, 1)

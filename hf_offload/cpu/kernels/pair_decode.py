@@ -24,16 +24,14 @@ from hf_offload.cpu.kernels.parts import (
     partial_state,
 )
 from hf_offload.cpu.kernels.record import record_of
+from hf_offload.cpu.kernels.sparse_decode import check_lists
 from hf_offload.cpu.launch import (
     F32,
     I32,
-    I64,
     TAGS,
-    U8,
     Array,
     Launch,
     cap_of,
-    check_geometry,
     group_size,
     head_tiles,
     jit,
@@ -291,20 +289,11 @@ def attend_pairs(
     """
     batch, query_heads, dim = query.shape
     kv_heads, room = pairs.shape[1:]
-    check_geometry(dim, block_size)
     full, rest = head_tiles(group_size(query_heads, kv_heads))
-    require("query", query, F32, (batch, query_heads, dim))
-    require("block_ptr", block_ptr, I64, block_ptr.shape[:1])
-    require("table", table, I32, (batch, table.shape[-1]))
+    check_lists(query, block_ptr, table, holes, valid, length, out, lse, block_size)
     require("pairs", pairs, I32, (batch, kv_heads, room))
     require("weights", weights, F32, (batch, kv_heads, room))
     require("counts", counts, I32, (batch, kv_heads))
-    require("holes", holes, U8, (batch, holes.shape[-1]))
-    require("valid", valid, U8, (batch, valid.shape[-1]))
-    require("out", out, F32, query.shape)
-    require("lse", lse, F32, (batch, query_heads))
-    if min(valid.shape[1], holes.shape[1] * block_size) < length:
-        raise ValueError(f"valid {valid.shape} or holes {holes.shape} covers fewer tokens than length {length}")
     tag = tag_of(kv_dtype)
     heads = batch * kv_heads
     parts = max(1, min(-(-2 * room // PART_TOKENS), PARTS // heads))  # of shapes alone, as in `sparse_decode`

@@ -249,6 +249,24 @@ def decode_kernel(
     hold(partial)
 
 
+def check_lists(
+    query: Array, block_ptr: Array, table: Array, holes: Array, valid: Array, length: int, out: Array, lse: Array,
+    block_size: int,
+) -> None:  # fmt: skip
+    """Raise unless arguments of `sparse_decode` fit together; lists of pairs have the same."""
+    batch, query_heads, dim = query.shape
+    check_geometry(dim, block_size)
+    require("query", query, F32, (batch, query_heads, dim))
+    require("block_ptr", block_ptr, I64, block_ptr.shape[:1])
+    require("table", table, I32, (batch, table.shape[-1]))
+    require("holes", holes, U8, (batch, holes.shape[-1]))
+    require("valid", valid, U8, (batch, valid.shape[-1]))
+    require("out", out, F32, query.shape)
+    require("lse", lse, F32, (batch, query_heads))
+    if min(valid.shape[1], holes.shape[1] * block_size) < length:
+        raise ValueError(f"valid {valid.shape} or holes {holes.shape} covers fewer tokens than length {length}")
+
+
 def sparse_decode(
     query: Array,
     block_ptr: Array,
@@ -303,17 +321,10 @@ def sparse_decode(
     """
     batch, query_heads, dim = query.shape
     kv_heads, capacity = blocks.shape[1:]
-    check_geometry(dim, block_size)
     full, rest = head_tiles(group_size(query_heads, kv_heads))
-    require("query", query, F32, (batch, query_heads, dim))
-    require("block_ptr", block_ptr, I64, block_ptr.shape[:1])
-    require("table", table, I32, (batch, table.shape[-1]))
+    check_lists(query, block_ptr, table, holes, valid, length, out, lse, block_size)
     require("blocks", blocks, I32, (batch, kv_heads, capacity))
     require("counts", counts, I32, (batch, kv_heads))
-    require("holes", holes, U8, (batch, holes.shape[-1]))
-    require("valid", valid, U8, (batch, valid.shape[-1]))
-    require("out", out, F32, query.shape)
-    require("lse", lse, F32, (batch, query_heads))
     if kbar is None:
         kbar = NO_KBAR
     else:
@@ -322,8 +333,6 @@ def sparse_decode(
         scores = _NO_SCORES
     else:
         require("scores", scores, F32, (batch, query_heads, capacity * block_size))
-    if min(valid.shape[1], holes.shape[1] * block_size) < length:
-        raise ValueError(f"valid {valid.shape} or holes {holes.shape} covers fewer tokens than length {length}")
     tag = tag_of(kv_dtype)
     heads, tokens = batch * kv_heads, capacity * block_size
     # The split depends on shapes and counts alone, so that results are the same on any number of threads.
