@@ -1,7 +1,7 @@
 """The one place where scripts look inside the package: the launches of a step, the blocks that caches hold.
 
 Scripts that import it measure the package of this checkout alone; the others run on older commits, too (`versus.py`).
-Beside it `bench_cpu.py` calls the kernels, and `fidelity.py` and `context_attention.py` use `hf_offload.measuring`.
+Beside it `bench_cpu.py` calls the kernels, and `quality.py` and `context_attention.py` use `hf_offload.measuring`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,15 @@ class Watch:
 def layers_of(cache: Any) -> list[HybridLayer]:
     """The layers of a cache that hold blocks."""
     return [layer for layer in hybrid_layers(cache) if layer.store is not None]
+
+
+def digest_bytes(cache: Any) -> int:
+    """Bytes of the digests of all full blocks, which a step scores."""
+    return sum(
+        layer.store.sealed * layer.store.batch * layer.store.digests.block_bytes
+        for layer in layers_of(cache)
+        if layer.store is not None and layer.store.digests is not None
+    )
 
 
 def used_bytes(caches: Iterable[Any]) -> int:

@@ -31,6 +31,7 @@ from hf_offload.attention.model_support import (
     stock_layers,
     two_memories,
 )
+from hf_offload.cache.checks import Checks
 from hf_offload.cache.conversion import device_of, fork_layers, give_back, take_over
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.fingerprint import difference, fingerprint, likeness
@@ -83,6 +84,8 @@ class HybridCache(Cache):
             process but one, at most 16, shared among the processes that a launcher started. Work that the model waits
             for runs on torch's threads (`torch.set_num_threads`).
         timeout: seconds to wait for a worker thread; then a `WorkerError`.
+        check_every: compare a step of one layer in turn with full attention, every so many steps, and tell in `stats()`
+            what was missed; for a model on the CPU. A check takes as long as full attention in that layer. None: never.
         progress: show a `tqdm.auto` bar on stderr for prompts and appends that take longer than five seconds, by layer
             and tile. Each chunk of a chunked prompt has a bar of its own; the five seconds count from the first chunk.
         knobs: the policy's knobs; see its class.
@@ -109,6 +112,7 @@ class HybridCache(Cache):
         cuda_graph: bool = False,
         threads: int | None = None,
         timeout: float = 120.0,
+        check_every: int | None = None,
         progress: bool = False,
         **knobs: Any,
     ) -> None:
@@ -127,6 +131,11 @@ class HybridCache(Cache):
         check_held(type(model).__name__, stock, held)
         least = least_blocks(self.policy, block_size)
         budget = make_budget(device_budget, resident, sum(held), least, two_memories=two)
+        checks = None
+        if check_every is not None:
+            checks = Checks(check_every, tuple(i for i, ours in enumerate(held) if ours))
+            if two:
+                raise ValueError(f"check_every={check_every} needs one memory; leave it out, or check on a CPU")
         settings = Settings(
             policy=self.policy,
             tier=tier,
@@ -138,6 +147,7 @@ class HybridCache(Cache):
             host_dtype=host_dtype,
             device_budget=budget,
             progress=PromptProgress() if check_progress(progress) else None,
+            checks=checks,
         )
         self.settings = settings
         self._config = config
@@ -517,6 +527,7 @@ class HybridCache(Cache):
             self.policy,
             threads=worker.threads,
             timeout=worker.timeout,
+            check_every=None if self.settings.checks is None else self.settings.checks.every,
             progress=self.settings.progress is not None,
             **self._knobs,
         )
@@ -574,7 +585,7 @@ class HybridCache(Cache):
             verify: whether all blocks are compared with their checksums. False: with one memory, a step reads a block
                 when it first needs it, and nobody notices that its keys and values were altered.
             knobs: these knobs of `HybridCache`, in place of the saved ones: `tier`, `resident`, `device_budget`,
-                `prefill_tile`, `cuda_graph`, `threads`, `timeout`, `progress`.
+                `prefill_tile`, `cuda_graph`, `threads`, `timeout`, `check_every`, `progress`.
 
         Raises:
             ValueError: no saved cache, a file that was cut short, altered or forged, another model, or another knob.

@@ -21,16 +21,21 @@ from hf_offload.measuring import Reading, cost, follow, hold, read
 from hf_offload.policies.fluxion.predictor import read_about
 from hf_offload.policies.registry import POLICIES
 
-LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
-    "scout": tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096)),
-    "hgca": tuple(
-        {"gpu_ratio": ratio, "beta": beta}
-        for ratio, beta in ((0.05, 1.0), (0.1, 1.0), (0.25, 1.0), (0.25, 0.5), (0.5, 0.25))
+Ladders = tuple[tuple[str, tuple[dict[str, Any], ...]], ...]
+LADDERS: Ladders = (
+    ("scout", tuple({"samples": samples} for samples in (64, 128, 256, 512, 1024, 2048))),
+    ("scout", tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096))),
+    (
+        "hgca",
+        tuple(
+            {"gpu_ratio": ratio, "beta": beta}
+            for ratio, beta in ((0.05, 1.0), (0.1, 1.0), (0.25, 1.0), (0.25, 0.5), (0.5, 0.25))
+        ),
     ),
-    "fixed_hybrid": tuple({"budget": share} for share in (0.02, 0.05, 0.1, 0.2, 0.4)),
-    "quest": tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096)),
-}
-"""Settings to try for each policy, from the least attended tokens to the most."""
+    ("fixed_hybrid", tuple({"budget": share} for share in (0.02, 0.05, 0.1, 0.2, 0.4))),
+    ("quest", tuple({"budget": budget} for budget in (256, 512, 1024, 2048, 4096))),
+)
+"""Policies, and settings of each to try, from the least attended tokens to the most."""
 FETCHES = ("quest",)
 """Policies that are tried with two memories only: with one they fetch nothing, and Scout chooses blocks better."""
 BLOCK_SIZES = (16, 32, 64)
@@ -191,9 +196,10 @@ def tune(
 ) -> Tuning:
     """Find the fastest setting whose KL to full attention stays below a target on a text.
 
-    For each policy, a binary search finds the first setting of its ladder that meets the target, assuming that the KL
-    falls along the ladder. For the best policy, other block sizes and (with two memories) recalls are tried. `window`
-    is not tried: it drops the middle of the context, which a text's KL hardly shows and questions do.
+    For each ladder, a binary search finds the first setting of a policy that meets the target, assuming that the KL
+    falls along the ladder; of drawn keys that is the smallest `samples`. For the best policy, other block sizes and
+    (with two memories) recalls are tried. `window` is not tried: it drops the middle of the context, which a text's KL
+    hardly shows and questions do.
 
     Args:
         model: a model with `attn_implementation="hybrid_sparse"`.
@@ -213,7 +219,7 @@ def tune(
         FileNotFoundError: there is no such predictor.
     """
     check_tuning(target, tokens=tokens, steps=steps, windows=windows, tier=tier)
-    ladders = LADDERS if predictor is None else LADDERS | {"fluxion": _by_deviation(predictor)}
+    ladders = LADDERS if predictor is None else (*LADDERS, ("fluxion", _by_deviation(predictor)))
     stretches = cut(ids, tokens + steps, windows)
     others = [] if held_out is None else cut(held_out, tokens + steps, windows)
     two = two_memories(model, tier)
@@ -244,7 +250,7 @@ def tune(
                 "attention here; use a larger one, or another dtype"
             )
         meeting: list[Trial] = []
-        for policy, ladder in ladders.items():
+        for policy, ladder in ladders:
             if two or policy not in FETCHES:
                 meeting += _first_meeting(
                     attempt, policy, [rung for rung in ladder if rung.get("budget", 0) < tokens], target
@@ -264,9 +270,9 @@ def tune(
     return found
 
 
-def _most_work(ladders: dict[str, tuple[dict[str, Any], ...]], windows: int, held_out: int) -> int:
+def _most_work(ladders: Ladders, windows: int, held_out: int) -> int:
     """Return the most steps of the progress bar: windows read, settings, and the comparison of times."""
-    settings = 1 + sum(len(ladder).bit_length() for ladder in ladders.values())
+    settings = 1 + sum(len(ladder).bit_length() for _, ladder in ladders)
     variants = len(BLOCK_SIZES) - 1 + len(RECALLS) - 1
     return windows + settings + variants + 1 + (held_out + 1 if held_out else 0)
 

@@ -70,6 +70,11 @@ POLICIES = {
     "fixed-hybrid": ("fixed_hybrid", {"budget": 1, "sinks": 16, "local": 16, "resident": None}),
     "fluxion": ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=16), "resident": None}),
     "hgca": ("hgca", {"window": 40, "beta": 0.0, "resident": None}),
+    "scout-drawn": ("scout", {"lookahead": "off", "samples": 2 * 10**9}),
+    "scout-drawn-select": (
+        "scout",
+        {"lookahead": "select", "samples": 2 * 10**9, "synchronous_layers": (0,), "recall": 3},
+    ),
     "scout-all": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "attend_resident": "all"}),
 }
 
@@ -77,7 +82,8 @@ POLICIES = {
 def knobs_of(name: str) -> tuple[str, dict[str, Any]]:
     policy, knobs = POLICIES[name]
     if policy == "scout":
-        knobs = {"budget": 256, "sinks": 16, "recent": 0, **knobs}
+        knobs = {"sinks": 16, "recent": 0, **knobs}
+        knobs |= {} if "samples" in knobs else {"budget": 256}
     return policy, knobs
 
 
@@ -102,8 +108,8 @@ def combinations() -> list[Any]:
     rows = []
     for row in itertools.product(FAMILIES, POLICIES, (1, 3), (None, 17), ("one", "split")):
         family, policy, batch, chunk, tier = row
-        if policy in ("scout-select", "scout-all") and tier == "one":
-            continue  # scout-off
+        if policy in ("scout-select", "scout-drawn-select", "scout-all") and tier == "one":
+            continue  # scout-off, scout-drawn
         elsewhere = policy in ("full-fetch", "quest", "h2o", "infinigen", "hgca", "fixed-hybrid", "fluxion")
         turn = FAMILIES.index(family) + list(POLICIES).index(policy)
         if family == "llama":
@@ -147,8 +153,9 @@ def test_covering_budget_is_full_attention(
         for batch in (1, 3)
     ],
 )
+@pytest.mark.parametrize("attended", [{"budget": 256}, {"samples": 2 * 10**9}], ids=["budget", "samples"])
 def test_attending_ahead_with_the_real_query_is_full_attention(
-    oracle: dict[Any, Any], monkeypatch: pytest.MonkeyPatch, family: str, batch: int
+    oracle: dict[Any, Any], monkeypatch: pytest.MonkeyPatch, family: str, batch: int, attended: dict[str, int]
 ) -> None:
     """The CPU part starts a layer early; fed the query that will really come, it changes nothing."""
     model, ids, mask, want = reference(oracle, family, batch)
@@ -165,7 +172,7 @@ def test_attending_ahead_with_the_real_query_is_full_attention(
     decode_logits(model, hf_offload.HybridCache(model, "full", block_size=BLOCK), ids, mask, None)
     monkeypatch.setattr(function, "decode", decode)
 
-    knobs = {"budget": 256, "sinks": 16, "recent": 0, "lookahead": "attend", "synchronous_layers": (0,)}
+    knobs: dict[str, Any] = {"sinks": 16, "recent": 0, "lookahead": "attend", "synchronous_layers": (0,), **attended}
     cache = hf_offload.HybridCache(model, "scout", tier="split", block_size=BLOCK, **FOUR_BLOCKS, **knobs)
 
     def real_query(target: int, *_: Any) -> torch.Tensor:

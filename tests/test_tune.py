@@ -22,11 +22,11 @@ from hf_offload.policies.registry import POLICIES
 from hf_offload.tune import Trial, Tuning, tune
 
 SMALL = {"tokens": 200, "steps": 12, "windows": 2}
-LADDERS = {
-    "scout": tuple({"budget": budget, "recent": 0} for budget in (64, 96, 128, 160, 192)),
-    "fixed_hybrid": tuple({"budget": share, "sinks": 16, "local": 32} for share in (0.05, 0.2, 0.5)),
-    "quest": ({"budget": 64}, {"budget": 176}),
-}
+LADDERS = (
+    ("scout", tuple({"budget": budget, "recent": 0} for budget in (64, 96, 128, 160, 192))),
+    ("fixed_hybrid", tuple({"budget": share, "sinks": 16, "local": 32} for share in (0.05, 0.2, 0.5))),
+    ("quest", ({"budget": 64}, {"budget": 176})),
+)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_predictor_brings_its_deviations(ladders: None, tmp_path: Path) -> Non
 
 def test_every_setting_around_every_rung_makes_a_cache() -> None:
     model, predictor = tiny_model("llama"), ConstantPredictor(sinks=16, local=32)
-    for policy, ladder in (tuning.LADDERS | {"fluxion": ({"predictor": predictor},)}).items():
+    for policy, ladder in (*tuning.LADDERS, ("fluxion", ({"predictor": predictor},))):
         for rung in ladder:
             best = Trial(policy, rung | {"tier": "split"}, 0.0, 0.0, 0.0, 1.0, 1.0, 5.0, 1)
             tried = list(tuning._variants(best, two=True))
@@ -111,6 +111,19 @@ def test_every_setting_around_every_rung_makes_a_cache() -> None:
             )
             for options in tried:
                 HybridCache(model, policy, **options)
+
+
+def test_the_smallest_number_of_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(model: Any, policy: str, options: dict[str, Any], readings: Any) -> Trial:
+        kl = 0.7 / options["samples"] if "samples" in options else 0.0 if policy == "full" else 1.0
+        return Trial(policy, options, kl, 0.0, kl, 1.0, 1.0 if "samples" in options else 2.0, None, 7)
+
+    monkeypatch.setattr(tuning, "_trial", fake)
+    monkeypatch.setattr(tuning, "_time", lambda *_: None)
+    found = tune(tiny_model("llama"), prompt(1, 500)[0], 0.003, **SMALL)
+    met = [trial.options["samples"] for trial in found.trials if "samples" in trial.options and trial.meets(0.003)]
+    assert min(met) == 256
+    assert (found.chosen.policy, found.chosen.options["samples"]) == ("scout", 256)
 
 
 def test_what_the_held_out_text_says() -> None:

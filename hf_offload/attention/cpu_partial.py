@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,33 +46,43 @@ class CpuPartial(RunningPartial):
         self.shape, self.capacity = query.shape, capacity
         heads = (store.batch, store.num_kv_heads)
         pin = store.device.type == "cuda"
-
-        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            with torch.inference_mode(False):
-                return host_empty(shape, dtype, pin=pin, brief=True, what="the CPU's part of a step")
-
-        self.query = buffer(*query.shape)
-        self.blocks, self.counts = buffer(*heads, capacity, dtype=torch.int32), buffer(*heads, dtype=torch.int32)
-        self.out, self.lse, self.kbar = buffer(*query.shape), buffer(*query.shape[:2]), buffer(*query.shape)
-        # Checked here, since few calls are allowed in a capture.
-        buffers = (self.query, self.blocks, self.counts, self.out, self.lse, self.kbar)
-        self.reachable = not pin or all_pinned(buffers)
-        """Whether GPU kernels can read and write the buffers."""
-        arrived = None
-        if self.reachable:
-            with torch.inference_mode(False):
-                arrived = torch.zeros(1, dtype=torch.int32, device=store.device)
-        self._inbox = Inbox(self.query, self.blocks, self.counts, arrived)
+        self._buffers: list[torch.Tensor] = []
+        self.query = self._buffer(*query.shape)
+        self.blocks = self._buffer(*heads, capacity, dtype=torch.int32)
+        self.counts = self._buffer(*heads, dtype=torch.int32)
+        self.out, self.lse = self._buffer(*query.shape), self._buffer(*query.shape[:2])
+        self.kbar = self._buffer(*query.shape)
+        self._inbox = self._make_inbox(self.query, self.blocks, self.counts)
         self._streams: list[torch.cuda.Stream] = []
         """The stream that uses the buffers. A CUDA graph that uses them keeps this part alive until its replay ends."""
         if pin:
-            weakref.finalize(self, _settle, self._streams).atexit = False
+            weakref.finalize(self, _synchronize, self._streams).atexit = False
         self.host: Selection | None = None
         self.predicted: torch.Tensor | None = None
         """The query of the running job, on the device."""
         self._correct = False
         self._job: Job | None = None
-        self._planned: tuple[View, tuple[Scores, bool], Launch] | None = None
+        self._planned: dict[tuple[object, ...], tuple[View, tuple[Launch, ...]]] = {}
+        """The launches of eager steps by what they depend on, and the view that they were made for."""
+
+    def _buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a new buffer that CPU and device access."""
+        pin = self.layer.device.type == "cuda"
+        with torch.inference_mode(False):
+            self._buffers.append(host_empty(shape, dtype, pin=pin, brief=True, what="the CPU's part of a step"))
+        return self._buffers[-1]
+
+    def _make_inbox(
+        self, query: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor, tail: torch.Tensor | None = None
+    ) -> Inbox:
+        """Return an inbox of buffers. Whether kernels reach these is asked here: a capture allows few questions."""
+        # Whether GPU kernels can read and write the buffers.
+        self.reachable = self.layer.device.type != "cuda" or all_pinned(tuple(self._buffers))
+        arrived = None
+        if self.reachable:
+            with torch.inference_mode(False):
+                arrived = torch.zeros(1, dtype=torch.int32, device=self.layer.device)
+        return Inbox(query, blocks, counts, arrived, tail)
 
     @property
     def layer(self) -> HybridLayer:
@@ -94,22 +105,50 @@ class CpuPartial(RunningPartial):
             label: the job's name in error messages.
         """
         self.host, self.predicted, self._correct = host, step.query, correct
+        self._drop()
+        self._job = self._submit(step, functools.partial(self._send, step.query, host), self.make_launches, label)
+        return self
+
+    def _submit(
+        self,
+        step: Step,
+        send: Callable[..., None],
+        make: Callable[[Scores], tuple[Launch, ...]],
+        label: str,
+        *,
+        key: object = None,
+        after: object = None,
+        before: Job | None = None,
+    ) -> Job | None:
+        """Hand over and run launches, one after the other; return the job, None in a capture.
+
+        Args:
+            step: the step.
+            send: hands over, announced by a flag if it gets one and an epoch.
+            make: makes the launches; kept as long as the view is the same.
+            label: the job's name in error messages.
+            key: tells this work from others of the part in a capture; None: the part, whose result is waited for.
+            after: the key of earlier work that must be done first, in a capture; before: its job, in an eager step.
+        """
         capture = self.layer.mirror.capture
         if capture is not None:
-            launching = functools.partial(self.make_launch, step.scores)
-            self._send(step.query, host, capture.flag_of(self, launching, step.label(label)), capture.epoch)
-            return self
-        self._send(step.query, host)
-        arrived, launch = self._arrived(), self.launch(step.scores)
+            making = functools.partial(make, step.scores)
+            flag = capture.flag_of(self, making, step.label(label), key=self if key is None else key, after=after)
+            send(flag, capture.epoch)
+            return None
+        send()
+        arrived, launches = self._arrived(), self._launches(step.scores, make)
         worker = self.layer.settings.worker
 
-        def attend() -> None:
+        def work() -> None:
+            if before is not None:
+                before.result()
             if arrived is not None:
                 arrived.synchronize()
-            worker.divide(launch)
+            for launch in launches:
+                worker.divide(launch)
 
-        self._job = worker.submit(attend, step.label(label), keep=(step.store.pool, self))
-        return self
+        return worker.submit(work, step.label(label), keep=(step.store.pool, self))
 
     def _send(
         self,
@@ -119,7 +158,6 @@ class CpuPartial(RunningPartial):
         epoch: torch.Tensor | None = None,
     ) -> None:
         assert host is not None
-        self.cancel()
         self.layer.mirror.pause()
         hand_over(self._inbox, query, host.blocks, host.counts, flag=flag, epoch=epoch)
 
@@ -134,33 +172,39 @@ class CpuPartial(RunningPartial):
 
     def rehearse(self, capture: Any) -> None:
         """Hand over an empty part: the first launch loads the kernel, which a capture may refuse."""
-        buffers = self.query, self.blocks, self.counts
+        inbox = self._inbox
+        buffers = inbox.query, inbox.blocks, inbox.counts, *(() if inbox.tail is None else (inbox.tail,))
         zeros = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
-        hand_over(self._inbox, *zeros, flag=capture.flags[0, :1], epoch=capture.epoch)
+        hand_over(inbox, *zeros, flag=capture.flags[0, :1], epoch=capture.epoch)
 
-    def launch(self, scores: Scores) -> Launch:
-        """Return the launch of an eager step; it is reused as long as the store's view stays the same."""
+    def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:
+        """Return the launches of an eager step; they are reused as long as the store's view stays the same."""
         store = self.layer.store
         assert store is not None
-        view, form = store.view(store.length), (scores, self._correct)
-        if self._planned is None or self._planned[0] is not view or self._planned[1] != form:
-            self._planned = view, form, self.make_launch(scores)
-        return self._planned[2]
+        view, key = store.view(store.length), (make.__name__, scores, self._correct)
+        known = self._planned.get(key)
+        if known is None or known[0] is not view:
+            known = self._planned[key] = view, make(scores)
+        return known[1]
 
-    def make_launch(self, scores: Scores) -> Launch:
-        """Return a new launch that attends the buffers' blocks, with its own counters and scratch memory."""
+    def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
+        """Return new launches that attend the buffers' blocks, with their own counters and scratch memory."""
         store = self.layer.store
         assert store is not None
         view = store.view(store.length)
         # Host blocks are full: the length need not be exact.
-        return cpu_decode.sparse_decode(
-            self.query.numpy(), view.block_ptr, view.table, self.blocks.numpy(), self.counts.numpy(), view.holes,
-            view.valid, view.covered, self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None,
-            kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.format.packed,
+        return (
+            cpu_decode.sparse_decode(
+                self.query.numpy(), view.block_ptr, view.table, self.blocks.numpy(), self.counts.numpy(), view.holes,
+                view.valid, view.covered, self.out.numpy(), self.lse.numpy(),
+                self.kbar.numpy() if self._correct else None, kv_dtype=store.dtype, block_size=store.block_size,
+                **scores._asdict(), packed=store.format.packed,
+            ),
         )  # fmt: skip
 
     def read(self, step: Step, host: Selection) -> None:
         """Start a job that reads host blocks into the CPU's caches, off the critical path."""
+        self._drop()
         self._send(step.query, host)
         arrived, store = self._arrived(), step.store
         blocks, counts = self.blocks.numpy(), self.counts.numpy()
@@ -203,13 +247,25 @@ class CpuPartial(RunningPartial):
         Raises:
             WorkerError: the job still uses these buffers after the timeout.
         """
-        if self._job is not None:
-            try:
-                self._job.result()
-            except WorkerError:  # the result is dropped, its error too
-                if not self._job.done():
-                    raise
-            self._job = None
+        self._drop()
+
+    def _drop(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            settle(job)
+
+
+def settle(job: Job) -> None:
+    """Wait for a job whose result, and error, is dropped.
+
+    Raises:
+        WorkerError: it still runs after the timeout.
+    """
+    try:
+        job.result()
+    except WorkerError:
+        if not job.done():
+            raise
 
 
 def all_pinned(buffers: tuple[torch.Tensor, ...]) -> bool:
@@ -217,7 +273,7 @@ def all_pinned(buffers: tuple[torch.Tensor, ...]) -> bool:
     return all(tensor.is_pinned() for tensor in buffers if tensor.numel())
 
 
-def _settle(streams: list[torch.cuda.Stream]) -> None:
+def _synchronize(streams: list[torch.cuda.Stream]) -> None:
     """Wait until the device no longer uses buffers that are freed, which it knows by address alone.
 
     This waits for one stream, not for the device, on which another thread may be capturing.

@@ -57,6 +57,8 @@ class StepGraph:
         self._inputs: dict[str, torch.Tensor] = {}
         self._limits: tuple[torch.Tensor, ...] = ()
         """Lengths in the next step, which kernels read."""
+        self._on_device: list[bool] = []
+        """By layer, whether all blocks of the next step are resident: no CPU part is captured then."""
         self._output: Any = None
         self._finalizer: Any = None
         self._warned = False
@@ -96,7 +98,7 @@ class StepGraph:
         device, worker = self.layers[0].device, self.layers[0].settings.worker
         if device.type != "cuda" or all((*pools, *parts)):
             with self.layers[0].mirror.current():
-                self._next = Capture(device, len(self.layers), worker.timeout)
+                self._next = Capture(device, 2 * len(self.layers), worker.timeout)  # a draw and its attention
             if self._next.reachable:
                 return True
         if not self._warned:
@@ -175,6 +177,7 @@ class StepGraph:
         assert first.store is not None
         length, sealed, limits = first.store.length, first.store.sealed, first.mirror.limits
         self._limits = limits("step", length + 1, sealed), limits("ahead", length, sealed)
+        self._on_device = [layer.fits_device(length + 1) for layer in self.layers]
         first.mirror.sinks(first.requirements.sinks)
         first.mirror.valid()
 
@@ -187,7 +190,8 @@ class StepGraph:
         shared = (*self._limits, *sinks, *(() if valid is None else (valid,)))
         shapes = tuple((name, value.shape) for name, value in sorted(inputs.items()))
         sizes = [(tensor.data_ptr(), tensor.shape) for tensor in shared]
-        return views, sizes, shapes, {name: value for name, value in fixed.items() if name not in CACHE_NAMES}
+        others = {name: value for name, value in fixed.items() if name not in CACHE_NAMES}
+        return views, self._on_device, sizes, shapes, others
 
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
         capture, self._next = self._next, None

@@ -154,6 +154,9 @@ def decode(
         step = layer.steps[fresh] = CpuStep(layer, view, Form(*form), query, length, key, value)
     out = step.run(query, key, value, sinks, length)
     assert step.plan is not None
+    checks = layer.settings.checks
+    if checks is not None and checks.due(layer.index, layer.stats.steps):
+        step.check(checks)
     layer.ahead = None
     layer.stats.steps += 1
     if store.format.packs:

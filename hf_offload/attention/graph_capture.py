@@ -6,8 +6,9 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hf_offload.attention.cpu_partial import CpuPartial
@@ -23,6 +24,16 @@ LOOKS = 1_000_000
 """Polls of a flag by the device in a second, roughly."""
 LINE = 16  # int32 entries of a cache line: each flag has its own, since different threads write them
 _CAPTURE_LOCK = threading.Lock()
+
+
+class Announced(NamedTuple):
+    """Work of the CPU that a flag starts; fields as for `Capture.flag_of`, `after` as a number."""
+
+    part: CpuPartial
+    launches: Callable[[], tuple[Launch, ...]]
+    label: str
+    key: object
+    after: int | None
 
 
 class Recorder:
@@ -74,7 +85,7 @@ class Capture:
 
     Args:
         device: the device of the step.
-        parts: the most CPU parts of a step.
+        parts: the most pieces of CPU work in a step.
         timeout: seconds that the device waits for a part.
     """
 
@@ -90,7 +101,7 @@ class Capture:
         """Whether GPU kernels can read and write the flags."""
         if self.reachable:  # the first launch loads the kernel, which a capture may refuse
             handover.wait_for_flag(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
-        self.parts: list[tuple[CpuPartial, Callable[[], Launch], str]] = []
+        self.parts: list[Announced] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
         self._ledger: Ledger | None = None
         self._side = stream_for(CAPTURE_SIDE, device) if pin else None
@@ -106,15 +117,27 @@ class Capture:
         """Keep tensors that the recall stream reads alive until the capture has ended."""
         self._kept.append(value)
 
-    def flag_of(self, part: CpuPartial, launch: Callable[[], Launch], label: str) -> torch.Tensor:
-        """Register one more part; return its flag, int32 `[1]`, which starts the CPU's work when set to the epoch."""
-        self.parts.append((part, launch, label))
+    def flag_of(
+        self, part: CpuPartial, launches: Callable[[], tuple[Launch, ...]], label: str, *, key: object, after: object
+    ) -> torch.Tensor:
+        """Register one more piece of CPU work; return its flag, int32 `[1]`, which starts it when set to the epoch.
+
+        Args:
+            part: the part whose buffers it uses.
+            launches: makes its launches, which run one after the other.
+            label: its name in error messages.
+            key: tells it from other work; after: the key of earlier work that must be done first, or None.
+        """
+        self.parts.append(Announced(part, launches, label, key, None if after is None else self._number(after)))
         return self.flags[2 * len(self.parts) - 2, :1]
 
-    def wait(self, part: CpuPartial) -> None:
-        """Make the device wait for the CPU's result of a part."""
-        number = next(i for i, (known, _, _) in enumerate(self.parts) if known is part)
-        handover.wait_for_flag(self.flags[2 * number + 1, :1], self.epoch, self.late, spins=self._spins)
+    def _number(self, key: object) -> int:
+        return next(i for i, known in enumerate(self.parts) if known.key is key)
+
+    def wait(self, key: object) -> None:
+        """Make the device wait for the CPU's result of a piece of work."""
+        done = self.flags[2 * self._number(key) + 1, :1]
+        handover.wait_for_flag(done, self.epoch, self.late, spins=self._spins)
 
     def count(self, layer: HybridLayer, name: str, value: torch.Tensor) -> None:
         """Register a tensor whose sum each replay adds to a layer's statistics."""
@@ -146,9 +169,17 @@ class Capture:
         self._ledger.add(self.counted.clone())
 
     def items(self) -> list[Item]:
-        """Return the parts as a doorbell's items, in the order in which the device announces them."""
+        """Return the work as a doorbell's items, in the order in which the device announces it."""
         address = [int(flag.data_ptr()) for flag in self.flags]
-        return [
-            Item(address[2 * i], address[2 * i + 1], address[-2], launch(), label, keep=(self.flags, part))
-            for i, (part, launch, label) in enumerate(self.parts)
-        ]
+        items = []
+        for i, each in enumerate(self.parts):
+            launches = each.launches()
+            between = np.zeros((len(launches) - 1, LINE), np.int32)  # flags that no device reads
+            flags = [address[2 * i], *(int(flag.ctypes.data) for flag in between), address[2 * i + 1]]
+            for number, launch in enumerate(launches):
+                after = address[2 * each.after + 1] if number == 0 and each.after is not None else 0
+                keep = self.flags, between, each.part
+                items.append(
+                    Item(flags[number], flags[number + 1], address[-2], launch, each.label, after=after, keep=keep)
+                )
+        return items

@@ -161,6 +161,15 @@ class Step(ABC):
     def all_blocks(self) -> Selection:
         """Select every block."""
 
+    @property
+    def all_resident(self) -> bool:
+        """Whether all blocks are resident; False with one memory."""
+        return False
+
+    def attend_resident(self) -> Partial:
+        """Attend all blocks on the device, where all are resident (`all_resident`)."""
+        raise RuntimeError("attend_resident needs two memories; check step.all_resident first")
+
     @abstractmethod
     def resident_blocks(self) -> Selection | None:
         """Select every resident block; None with one memory."""
@@ -209,16 +218,32 @@ class Step(ABC):
         """Copy host blocks to the device, tile by tile, and attend them there; with two memories only."""
         raise RuntimeError("attend_fetched needs two memories; check step.layer.has_slots first")
 
-    def attend_drawn(self, join: str, samples: int) -> tuple[Partial, ...]:
-        """Attend pairs of keys that are drawn by their estimated attention (`cpu.kernels.draw_pairs`); one memory only.
+    @abstractmethod
+    def attend_drawn(self, join: str, samples: int, ahead: Any = None) -> tuple[Partial | RunningPartial, ...]:
+        """Attend pairs of keys that are drawn by their estimated attention (`cpu.kernels.draw_pairs`).
 
-        Sinks, recent blocks and what has no digest are attended whole.
+        With one memory sinks, recent blocks and what has no digest are attended whole; with two all that is resident,
+        on the device.
 
         Args:
             join: how the query heads of a KV head are joined, `"max"` or `"mean"`.
             samples: the number of points; a pair with more than 1 / samples of a head's attention is always attended.
+            ahead: what `draw_early` returned for this step.
         """
-        raise RuntimeError("attend_drawn needs one memory; check step.layer.has_slots first")
+
+    def draw_early(self, join: str, samples: int, *, attend: bool, correct: bool) -> Any:
+        """Draw with this step's (predicted) query on the CPU; with two memories only.
+
+        Args:
+            join, samples: as for `attend_drawn`.
+            attend: whether the CPU attends with it, too; else it waits for the real query.
+            correct: whether the merge corrects the result to the real query, to first order.
+        """
+        raise RuntimeError("draw_early needs two memories; check step.layer.has_slots first")
+
+    def block_shares(self, plan: Plan) -> Any:
+        """Return the blocks' shares of the attention by this step's draw, for `learn`; None with one memory."""
+        return None
 
     def attend_early(self, host: Selection, *, correct: bool) -> Any:
         """Start the CPU part with this step's (predicted) query; with two memories only.

@@ -13,6 +13,7 @@ import torch
 
 from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
+from hf_offload.cache.checks import Checks
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.view import View
 from hf_offload.cpu.kernels import block_topk, draw_pairs, pair_decode
@@ -20,7 +21,7 @@ from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, Digest
 from hf_offload.cpu.kernels.merge import join_parts
-from hf_offload.cpu.launch import TAGS, Launch, LaunchSequence
+from hf_offload.cpu.launch import TAGS, Launch, LaunchSequence, tag_of
 from hf_offload.cpu.simd.convert import SHORT, narrow, widen
 from hf_offload.policies.base import EVER, Partial, Plan, RunningPartial, Selection
 from hf_offload.scores import Scores
@@ -173,6 +174,8 @@ class CpuStep(Step):
         self._block_numbers: list[tuple[Word, Word]] = []
         self._all_counts: np.ndarray | None = None
         self._partials = 0
+        self._drawn: tuple[draw_pairs.PairLists, np.ndarray] | None = None
+        """Drawn pairs, and the estimated errors `[B, Hq]` of their attention."""
         self._valid_blocks = range(EVER)
         """Numbers of blocks for which the launches are valid."""
         self._conditions: list[Callable[[], bool]] = []
@@ -472,7 +475,7 @@ class CpuStep(Step):
         self.add(launch, what, length=True)
         return to
 
-    def attend_drawn(self, join: str, samples: int) -> tuple[Partial, ...]:
+    def attend_drawn(self, join: str, samples: int, ahead: None = None) -> tuple[Partial, ...]:
         store, view, buffers, digests = self.store, self.view, self.buffers, self.digests
         if not digests.frozen or store.sealed == 0:  # no block has a digest, or all are padding
             self.serve_this_block()
@@ -482,25 +485,68 @@ class CpuStep(Step):
         (low, high), group = self.sinks, heads // store.num_kv_heads
         always = max((high - low).tolist(), default=0) + self.recent_blocks + self.num_blocks - store.sealed
         most = min(always * pairs + draw_pairs.most_pairs(samples, group), (last + 1) * pairs)
-        shape = batch, store.num_kv_heads, most
-        drawn, weights, counts = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape[:2], np.int32)
-        width = -(-last // 16) * 16 * pairs
+        drawn = draw_pairs.PairLists.of(batch, store.num_kv_heads, most)
+        width = draw_pairs.kept_masses(last, pairs)
         masses = self.layer.settings.buffer("masses of pairs", (batch, heads, width), draw_pairs.MASSES)
+        whole = draw_pairs.Whole(low, high, self.recent_blocks)
+        covered = min((last + 1) * self.block_size, view.covered)
         draw = draw_pairs.draw_pairs(
-            buffers.query, self._digest(), view.block_ptr, store.table, view.holes, view.valid, last,
-            min((last + 1) * self.block_size, view.covered), masses, low, high, self.recent_blocks, drawn, weights,
-            counts, samples=samples, join=join, block_size=self.block_size, **self.scores._asdict(),
-            kv_dtype=store.dtype, tally=self.layer.stats.drawn,
+            buffers.query, self._digest(), store.table, self.unsealed(), whole, last, covered, masses, *drawn,
+            samples=samples, join=join, **self.scores._asdict(), tally=self.layer.stats.drawn,
         )  # fmt: skip
         self.add(draw, "the draw of pairs", length=True)
         self._number_blocks(draw)
-        to = self.room()
+        to, errors = self.room(), np.zeros((batch, heads), np.float32)
+        self._drawn = drawn, errors
         launch = pair_decode.attend_pairs(
-            buffers.query, view.block_ptr, view.table, drawn, weights, counts, view.holes, view.valid, view.covered,
-            *to, kv_dtype=store.dtype, block_size=self.block_size, **self.scores._asdict(), packed=store.format.packed,
+            buffers.query, view.block_ptr, view.table, *drawn, view.holes, view.valid, view.covered, *to, None,
+            kv_dtype=store.dtype, block_size=self.block_size, **self.scores._asdict(), packed=store.format.packed,
+            errors=errors, tally=self.layer.stats.errors,
         )  # fmt: skip
         self.add(launch, "CPU attention", length=True)
         return (to,)
+
+    def unsealed(self) -> draw_pairs.Unsealed:
+        """The tokens without digest."""
+        view = self.view
+        return draw_pairs.Unsealed(tag_of(self.store.dtype), view.block_ptr, view.holes, view.valid, self.block_size)
+
+    def check(self, checks: Checks) -> None:
+        """Compare the result of the step that has just run with full attention, for the statistics."""
+        store, view, buffers = self.store, self.view, self.buffers
+        arrays = buffers.query, view.block_ptr, view.table
+        padding = view.holes, view.valid, self.length
+        form = {"kv_dtype": store.dtype, "block_size": self.block_size, **self.scores._asdict()}
+        shape = store.batch, store.num_kv_heads, self.num_blocks
+        blocks = np.broadcast_to(np.arange(self.num_blocks, dtype=np.int32), shape).copy()
+        out, lse = np.empty_like(buffers.out), np.empty_like(buffers.lse)
+        full = cpu_decode.sparse_decode(
+            *arrays, blocks, np.full(shape[:2], self.num_blocks, np.int32), *padding, out, lse, None, **form,
+            packed=store.format.packed,
+        )  # fmt: skip
+        full.run(self.label("the check"))
+        attended, estimated = buffers.lse, None
+        if self._drawn is not None:
+            lists, estimated = self._drawn
+            attended = np.empty_like(lse)
+            plain = lists._replace(weights=np.zeros_like(lists.weights))
+            listed = pair_decode.attend_pairs(
+                *arrays, *plain, *padding, np.empty_like(out), attended, None, **form, packed=store.format.packed
+            )
+            listed.run(self.label("the check"))
+        if self.form.sinks:
+            assert self.model_sinks is not None
+            both = torch.from_numpy(out), torch.from_numpy(lse)
+            out = merge_partials([both], self.model_sinks.float().view(1, -1))[0].numpy()
+        there = np.isfinite(lse)  # not a row of padding
+        true = np.abs(np.expm1(buffers.lse[there] - lse[there]))
+        missed = -np.expm1(np.minimum(attended[there] - lse[there], 0))
+        size = np.maximum(np.linalg.norm(out[there], axis=-1), np.finfo(np.float32).tiny)
+        error = np.linalg.norm(buffers.out[there] - out[there], axis=-1) / size
+        estimated = None if estimated is None else estimated[there]
+        self.layer.stats.checked.add(missed, error, estimated, true)
+        if estimated is not None:
+            checks.compare(estimated, true)
 
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend blocks now with this step's query.

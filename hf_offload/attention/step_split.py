@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_offload.attention.cpu_partial import CpuPartial
+from hf_offload.attention.drawn_partial import DrawnPartial
 from hf_offload.attention.step import Step, fp32
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.device_mirror import sent
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import LOWER_TILE, TILE, memory_for
+from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.gpu.block_topk import select_blocks, split_blocks
 from hf_offload.gpu.digest_scores import join_heads
 from hf_offload.gpu.merge import merge
@@ -68,8 +71,27 @@ class SplitStep(Step):
         kv_heads = store.num_kv_heads
         if not digests.frozen:  # no block has a digest, or all are padding
             return query.new_full((store.batch, kv_heads, store.table.shape[1]), float("-inf"))
+        if store.scored_on_host:
+            return self._score_on_host(query, join)
         masses = digests.score(query, self.resident.tables.table(), self.limits, self.scores)
         return join_heads(masses, self._tail(query), self.limits, kv_heads=kv_heads, join=join)
+
+    def _score_on_host(self, query: torch.Tensor, join: str) -> torch.Tensor:
+        """Score on the CPU, whose digests these are; this waits for the device."""
+        digests, store = self.digests, self.store
+        width = store.table.shape[1]
+        asked, tail = query.cpu().numpy(), self._tail(query).cpu().numpy()
+        score = torch.full((store.batch, store.num_kv_heads, width), float("-inf"), device="cpu")
+        choose_blocks(
+            asked, digests.arrays(asked, self.scores.scale), store.table, store.sealed,
+            np.empty((*query.shape[:2], width), np.float32), tail, score.numpy(), join=join,
+            **self.scores._asdict(), kv_dtype=store.dtype,
+        ).run(self.label("the scores of blocks"))  # fmt: skip
+        return score.to(query.device)
+
+    def tail(self) -> torch.Tensor:
+        """Return the log mass `[B, Hq]` of the tail for this step's query."""
+        return self._tail(self.query)
 
     def _tail(self, query: torch.Tensor) -> torch.Tensor:
         """Return the log mass `[B, Hq]` of the tail, the block without a digest."""
@@ -134,6 +156,16 @@ class SplitStep(Step):
         block, offset = divmod(self.length - 1, self.block_size)
         key, value = self.resident.block(block)[:, :, :, offset].unbind(2)
         return key, value
+
+    @property
+    def all_resident(self) -> bool:
+        return self.layer.fits_device(self.length)
+
+    def attend_resident(self) -> Partial:
+        held = self.resident.block_of
+        slots = self.mirror.numbers(held.shape[2]).expand_as(held).contiguous()
+        counts = (held >= 0).sum(-1, dtype=torch.int32)  # while all blocks are resident, free slots come last
+        return self.attend_device(Selection(held, counts, slots))
 
     def resident_blocks(self) -> Selection:
         no_block = torch.iinfo(torch.int32).max
@@ -201,6 +233,32 @@ class SplitStep(Step):
         part = self._cpu_partial(host.blocks.shape[2]).start(self, host, correct=correct, label="early CPU attention")
         self.layer.ahead = part
         return part
+
+    def attend_drawn(
+        self, join: str, samples: int, ahead: DrawnPartial | None = None
+    ) -> tuple[Partial | RunningPartial, ...]:
+        if self.all_resident:
+            return (self.attend_resident(),)
+        part = ahead
+        if part is None and self.digests.frozen:
+            part = DrawnPartial.of(self, samples, join).attend(self, correct=False, label="CPU attention")
+        elif part is not None and part.awaits_query:
+            part.attend_drawn(self)
+        found = self.attend_device(self.resident_blocks())
+        return (found,) if part is None else (found, part)
+
+    def draw_early(self, join: str, samples: int, *, attend: bool, correct: bool) -> DrawnPartial | None:
+        if self.all_resident or not self.digests.frozen:  # not frozen: all but the (resident) tail is padding
+            return None
+        part = DrawnPartial.of(self, samples, join)
+        if not attend:
+            return part.draw(self)
+        self.layer.ahead = part.attend(self, correct=correct, label="early CPU attention")
+        return part
+
+    def block_shares(self, plan: Plan) -> torch.Tensor | None:
+        part = running(plan)
+        return part.block_shares() if isinstance(part, DrawnPartial) else None
 
     def read_ahead(self, host: Selection) -> None:
         if self.mirror.capture is None:

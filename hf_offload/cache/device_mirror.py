@@ -76,6 +76,10 @@ class DeviceMirror:
         """
         return self._mirror(role, (length, sealed), np.array([length, sealed], np.int32))
 
+    def numbers(self, count: int) -> torch.Tensor:
+        """The int32 numbers from 0 to `count` - 1."""
+        return self._mirror(("numbers", count), None, np.arange(count, dtype=np.int32))
+
     def valid(self) -> torch.Tensor | None:
         """`[B, T]` uint8, 1 where a token may be attended; None while all may."""
         padding = self.padding

@@ -296,6 +296,10 @@ class HybridLayer(CacheLayerMixin):
             self._device_view = DeviceView(parts)
         return self._device_view
 
+    def fits_device(self, length: int) -> bool:
+        """Whether there is a slot for each block of `length` tokens, so that all of them are resident."""
+        return self.resident is not None and -(-length // self.settings.block_size) <= self.resident.slots
+
     def drain_ahead(self) -> None:
         """Wait for the CPU part that was started a layer ahead, and drop it."""
         ahead, self.ahead = getattr(self, "ahead", None), None

@@ -43,7 +43,9 @@ _MEMORY = "a saved cache", 'a shorter context, fewer rows or host_dtype="int8" w
 _SUMS_BYTES = 1024  # larger than any valid file
 _UNSOUND = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 """The exceptions that reading a damaged or forged file may raise."""
-RUNNING = {"tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout", "progress"}
+RUNNING = {
+    "tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout", "check_every", "progress",
+}  # fmt: skip
 """Knobs that may be given on loading: they change how a cache runs, not what it holds."""
 
 

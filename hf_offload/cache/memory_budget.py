@@ -166,7 +166,7 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
     least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
     if resident is None:
         wants = policy.requirements
-        only_always = wants.scored_on_host or not wants.attends_blocks
+        only_always = (wants.scored_on_host and not wants.chooses_resident) or not wants.attends_blocks
         wanted = least if only_always else wants.budget or DEFAULT_RESIDENT
         if least > most:
             raise ValueError(

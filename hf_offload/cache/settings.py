@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from hf_offload.cache.checks import Checks
 from hf_offload.cache.device_mirror import DeviceMirror
 from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.memory_budget import DeviceBudget
@@ -84,6 +85,7 @@ class Settings:
         device_budget: gives the size of the resident sets in place of `resident`, or None.
         drafts: state of draft tokens.
         progress: progress bar of prompts, or None.
+        checks: when steps are checked against full attention, or None.
         scratch: memory that the steps of all layers use in turn, by name.
     """
 
@@ -99,6 +101,7 @@ class Settings:
     mirrors: dict[torch.device, DeviceMirror] = field(default_factory=dict)
     drafts: Drafts = field(default_factory=Drafts)
     progress: PromptProgress | None = None
+    checks: Checks | None = None
     scratch: dict[str, np.ndarray] = field(default_factory=dict)
 
     def mirror(self, device: torch.device) -> DeviceMirror:

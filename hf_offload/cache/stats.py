@@ -15,6 +15,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from hf_offload.cache.checks import Checked
+from hf_offload.cpu.kernels.pair_decode import ERROR_BINS, ERROR_STEPS, LEAST_ERROR
+
 KEEP_STEPS = 4096
 """Newest steps of which each layer keeps a number."""
 
@@ -31,8 +34,10 @@ class LayerStats:
         recalls: exchanges of resident blocks; recall_blocks: blocks moved; recall_bytes: bytes moved.
         placements: placements of the resident set after a prompt or append; placement_bytes: bytes copied.
         wait_seconds: time that the model's thread waited for the CPU part and for copies.
-        drawn: int64 `[2]`: pairs of tokens attended where keys are drawn (`samples`), and the number of lists of them:
-            one for each step, row and KV head.
+        drawn: int64 `[3]`: pairs of tokens attended where keys are drawn (`samples`), the number of lists of them, one
+            for each step, row and KV head, and the tokens cached in their rows.
+        errors: int64, estimated errors of the softmax's sum: a tally of `cpu.kernels.pair_decode.attend_pairs`.
+        checked: what the checks against full attention found (`check_every`).
         query_cosine: sum over steps of the cosine between predicted and real query; queries: number of these steps.
         selection_overlap: share of the real query's blocks that the predicted query selected, summed over steps;
             selections: number of these steps.
@@ -62,7 +67,9 @@ class LayerStats:
     placements: int = 0
     placement_bytes: int = 0
     wait_seconds: float = 0.0
-    drawn: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
+    drawn: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
+    errors: np.ndarray = field(default_factory=lambda: np.zeros(2 + ERROR_BINS, np.int64))
+    checked: Checked = field(default_factory=Checked)
     query_cosine: float = 0.0
     queries: int = 0
     selection_overlap: float = 0.0
@@ -91,13 +98,19 @@ class LayerStats:
 
     def as_dict(self) -> dict[str, Any]:
         """The counters as a dict, with means in place of sums (None where nothing was counted)."""
-        row = asdict(replace(self, cpu_ratio_by_step=deque()))
+        row = asdict(replace(self, cpu_ratio_by_step=deque(), checked=Checked()))
         row["cpu_ratio"] = _mean(self.cpu_ratio, row.pop("ratio_steps"))
         row["cpu_ratio_by_step"] = list(self.cpu_ratio_by_step)
         row["query_cosine"] = _mean(self.query_cosine, row.pop("queries"))
         row["selection_overlap"] = _mean(self.selection_overlap, row.pop("selections"))
-        pairs, lists = row.pop("drawn").tolist()
+        pairs, lists, tokens = row.pop("drawn").tolist()
         row["attended_tokens"] = _mean(2 * pairs, lists)
+        row["attended_share"] = _mean(2 * pairs, tokens)
+        row["estimated_error"], row["estimated_error_p99"] = _errors(row.pop("errors"))
+        del row["checked"]
+        row["missed_mass"] = _mean(self.checked.missed_mass, self.checked.heads)
+        row["output_error"] = _mean(self.checked.output_error, self.checked.heads)
+        row["checked_errors"] = list(self.checked.errors)
         row["recall_interval"] = _mean(self.steps, self.recalls)
         row["kept_share"] = _mean(sum(self.kept_share_by_head), len(self.kept_share_by_head))
         return row
@@ -220,6 +233,15 @@ def _mean(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
+def _errors(tally: np.ndarray) -> tuple[float | None, float | None]:
+    """The mean and the 99th percentile (to a quarter octave) of a tally of errors; None: it is empty."""
+    count, total = tally[:2].tolist()
+    if not count:
+        return None, None
+    upper = int(np.searchsorted(tally[2:].cumsum(), 0.99 * count)) + 1
+    return total / 2**32 / count, 2 ** (upper / ERROR_STEPS + LEAST_ERROR)
+
+
 class Stats:
     """The statistics of a cache, as `cache.stats()` returns them: `str()` is a table, `as_dict()` is for a log.
 
@@ -245,9 +267,14 @@ class Stats:
         """
         rows = [layer.as_dict() for layer in self.layers]
         total: dict[str, Any] = {"steps": max((row["steps"] for row in rows), default=0)}
-        for key in ("cpu_ratio", "attended_tokens", "query_cosine", "selection_overlap", "kept_share"):
+        for key in (
+            "cpu_ratio", "attended_tokens", "attended_share", "missed_mass", "output_error", "query_cosine",
+            "selection_overlap", "kept_share",
+        ):  # fmt: skip
             seen = [row[key] for row in rows if row[key] is not None]
             total[key] = _mean(sum(seen), len(seen))
+        errors = np.sum([layer.errors for layer in self.layers], 0) if self.layers else np.zeros(2 + ERROR_BINS)
+        total["estimated_error"], total["estimated_error_p99"] = _errors(errors)
         for key in (
             "recalls", "recall_blocks", "recall_bytes", "placements", "placement_bytes", "wait_seconds",
             "resident_bytes", "host_bytes", "digest_bytes", "shared_bytes", "context_bytes", "salience_bytes",
@@ -268,7 +295,8 @@ class Stats:
         table = Table(title="HybridCache", caption=_caption(whole), caption_justify="left")
         columns = {
             "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "attended_tokens": "tokens",
-            "recalls": "recalls",
+            "attended_share": "of all", "estimated_error": "error", "estimated_error_p99": "p99",
+            "missed_mass": "missed", "output_error": "output error", "recalls": "recalls",
             "recall_bytes": "recalled MiB", "resident_bytes": "resident MiB", "host_bytes": "host MiB",
             "context_bytes": "kept MiB", "kept_share": "kept share", "kept_share_by_head": "by head",
             "digest_bytes": "digest MiB",
@@ -276,7 +304,10 @@ class Stats:
             "selection_overlap": "overlap",
         }  # fmt: skip
         # Of some policies.
-        for key in ("attended_tokens", "context_bytes", "kept_share", "kept_share_by_head", "retrievals"):
+        for key in (
+            "attended_tokens", "attended_share", "estimated_error", "estimated_error_p99", "missed_mass",
+            "output_error", "context_bytes", "kept_share", "kept_share_by_head", "retrievals",
+        ):  # fmt: skip
             if not whole[key]:
                 del columns[key]
         for title in columns.values():

@@ -52,6 +52,7 @@ class Item:
         launch: the work; its buffers must not move.
         label: its name in error messages.
         keep: owners of the flags' memory, kept alive as long as the item.
+        after: address of another int32 in which the epoch must stand, too, before the launch begins; 0: of none.
     """
 
     ready: int
@@ -60,11 +61,12 @@ class Item:
     launch: Launch
     label: str
     keep: tuple[Any, ...] = field(default=())
+    after: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("ready", "done", "status"):
+        for name in ("ready", "done", "status", "after"):
             address = getattr(self, name)
-            if address <= 0 or address % 4:
+            if address < 0 or address % 4 or (address == 0 and name != "after"):
                 raise ValueError(f"{self.label}: {name}={address:#x} is not the address of an int32")
 
 
@@ -172,9 +174,9 @@ class _Crew:
         self._rows = np.zeros((len(items), serving.WIDTH), np.int64)
         for row, item, launch in zip(self._rows, self.items, self._launches, strict=True):
             counters = launch.counters
-            row[: serving.COUNT + 1] = (
+            row[: serving.AFTER + 1] = (
                 item.ready, item.done, item.status, *launch.address, launch.tasks,
-                0 if counters is None else counters.ctypes.data, 0 if counters is None else len(counters),
+                0 if counters is None else counters.ctypes.data, 0 if counters is None else len(counters), item.after,
             )  # fmt: skip
 
     def open(self, epoch: int) -> None:

@@ -90,27 +90,47 @@ def attend_pairs(
     counts: Tensor,
     valid: Tensor,
     length: int,
+    portion: Tensor,
+    skipped: Tensor | None = None,
     *,
     scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Return out [B, Hq, D] and lse [B, Hq], float64, of `kernels.pair_decode.attend_pairs`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out [B, Hq, D], lse [B, Hq], kbar [B, Hq, D] and errors [B, Hq] of `kernels.pair_decode.attend_pairs`."""
     group, size = query.shape[1] // pool.shape[1], pool.shape[3]
     out = torch.zeros(query.shape, dtype=torch.float64, device="cpu")
+    kbar, errors = torch.zeros_like(out), torch.zeros(query.shape[:2], dtype=torch.float64, device="cpu")
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64, device="cpu")
     for b, heads in enumerate(query.double()):
         for hq, vector in enumerate(heads):
             h = hq // group
-            listed = pairs[b, h, : int(counts[b, h])].long()
-            tokens = torch.stack((2 * listed, 2 * listed + 1), 1).flatten()
-            added = weights[b, h, : len(listed)].double().repeat_interleave(2)
+            listed, added = (x[b, h, : int(counts[b, h])].repeat_interleave(2) for x in (pairs.long(), weights))
+            tokens = 2 * listed + torch.arange(len(listed)) % 2
             there = (tokens < length) & valid[b, tokens.clamp(max=valid.shape[1] - 1)].bool()
-            tokens, added = tokens[there], added[there]
-            if len(tokens):
-                keys, values = pool[table[b].long()[tokens // size], h, :, tokens % size].double().unbind(1)
-                scores = Scores(scale, softcap).of(keys @ vector) + added
-                out[b, hq], lse[b, hq] = scores.softmax(0) @ values, scores.logsumexp(0)
-    return out, lse
+            if skipped is not None:
+                there &= skipped[b, h, tokens.clamp(max=skipped.shape[2] - 1)] == 0
+            used = tokens[there]
+            if not len(used):
+                continue
+            keys, values = pool[table[b].long()[used // size], h, :, used % size].double().unbind(1)
+            raw = Scores(scale, softcap).of(keys @ vector)
+            scores = raw + added[there].double()
+            shares, lse[b, hq] = scores.softmax(0), scores.logsumexp(0)
+            slope = 1.0 if softcap is None else 1 - (raw / softcap) ** 2
+            out[b, hq], kbar[b, hq] = shares @ values, (shares * slope) @ keys
+            masses = torch.zeros(len(tokens), dtype=torch.float64).masked_scatter(there, shares).view(-1, 2).sum(1)
+            drawn = masses[added[::2] > 0]
+            errors[b, hq] = _sampling_error(drawn) * portion[b, hq]
+    return out, lse, kbar, errors
+
+
+def _sampling_error(drawn: Tensor) -> float:
+    """Return the standard error of the sum of drawn masses [k]."""
+    k = len(drawn)
+    if k < 2:
+        return float(drawn.sum())
+    variance = k * drawn.var(correction=1) + drawn.mean() ** 2 / 12
+    return float(variance.sqrt())
 
 
 def draw_pairs(shares: Tensor, samples: int) -> list[tuple[int, float]]:

@@ -22,9 +22,9 @@ from .launch import Array, jit
 from .memory import load_flag, peek, put_word, store_flag, swap_if
 from .openmp_team import call_entry
 
-# A row of `items` int64 [n, WIDTH]: addresses of the flags, the launch's entry and argument, the counters to clear. The
-# state, which threads write, lies on cache lines of its own.
-READY, DONE, STATUS, ENTRY, PLACE, TASKS, COUNTERS, COUNT = range(8)
+# A row of `items` int64 [n, WIDTH]: addresses of the flags, the launch's entry and argument, the counters to clear, the
+# flag of earlier work. The state, which threads write, lies on cache lines of its own.
+READY, DONE, STATUS, ENTRY, PLACE, TASKS, COUNTERS, COUNT, AFTER = range(9)
 STATE, FAILED, FAILED_IN, UNDONE = range(16, 20)
 WIDTH = 32
 TICKET_WIDTH = 16  # a row of `tickets` int64 [n, TICKET_WIDTH] begins with a `Launch.ticket`
@@ -89,6 +89,14 @@ def _after(epoch: int) -> int:
 
 
 @jit
+def _announced(items: Array, item: int, epoch: int) -> bool:
+    if np.int32(load_flag(items[item, READY]) - epoch) < 0:
+        return False
+    after = items[item, AFTER]
+    return after == 0 or np.int32(load_flag(after) - epoch) >= 0
+
+
+@jit
 def _arrive(items: Array, tickets: Array, control: Array, item: int, epoch: int) -> int:
     """Wait for an item's announcement of the epoch and enter it, unless it is closed or all tasks are taken."""
     at, ticket = item * WIDTH, item * TICKET_WIDTH
@@ -99,7 +107,7 @@ def _arrive(items: Array, tickets: Array, control: Array, item: int, epoch: int)
         if ahead > 0:
             return _OVER
         # While the previous epoch is not closed (ahead < 0), wait as if this one were not announced yet.
-        if ahead == 0 and np.int32(load_flag(items[item, READY]) - epoch) >= 0:
+        if ahead == 0 and _announced(items, item, epoch):
             inside = state & _MANY
             if inside == _CLOSING or (inside > 0 and peek(tickets, ticket) >= items[item, TASKS]):
                 return _OVER

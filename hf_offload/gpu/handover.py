@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import no_type_check
 
@@ -30,12 +31,14 @@ class Inbox:
         counts: `[B, Hkv]` int32.
         arrived: `[1]` int32 on the device, 0, for this inbox alone; None: the memory is not pinned, so that kernels
             cannot reach it and copies do the work.
+        tail: `[B, Hq]` fp32, or None: it takes in none.
     """
 
     query: torch.Tensor
     blocks: torch.Tensor
     counts: torch.Tensor
     arrived: torch.Tensor | None
+    tail: torch.Tensor | None = None
 
 
 def hand_over(
@@ -43,11 +46,12 @@ def hand_over(
     query: torch.Tensor,
     blocks: torch.Tensor,
     counts: torch.Tensor,
+    tail: torch.Tensor | None = None,
     *,
     flag: torch.Tensor | None = None,
     epoch: torch.Tensor | None = None,
 ) -> None:
-    """Bring a query and the blocks to attend into host memory, and announce them there if there is a flag.
+    """Bring a query and a list of blocks into host memory, and announce them there if there is a flag.
 
     The host may read the inbox when it has waited for the stream, or has seen the epoch in the flag.
 
@@ -56,6 +60,7 @@ def hand_over(
         query: `[B, Hq, D]` fp32.
         blocks: `[B, Hkv, C]` int32; entries from the counts on may be anything.
         counts: `[B, Hkv]` int32.
+        tail: `[B, Hq]` fp32, the log mass of the tail; None exactly where `to` has none.
         flag: `[1]` int32, takes the epoch when all of it is visible to the host; pinned memory if the epoch is on a
             GPU. None: nobody is told.
         epoch: `[1]` int32, None without a flag.
@@ -66,17 +71,17 @@ def hand_over(
         TypeError: another dtype.
     """
     batch, heads = counts.shape
+    if (tail is None) != (to.tail is None):
+        raise ValueError("tail and to.tail belong together: the one is stored in the other, or neither is given")
     kinds = {
         "query": (F32, query.shape),
         "blocks": (I32, (batch, heads, blocks.shape[-1])),
         "counts": (I32, counts.shape),
     }
-    require(
-        query.device,
-        query=(query, *kinds["query"]),
-        blocks=(blocks, *kinds["blocks"]),
-        counts=(counts, *kinds["counts"]),
-    )
+    sent = {"query": query, "blocks": blocks, "counts": counts}
+    if tail is not None:
+        kinds["tail"], sent["tail"] = (F32, query.shape[:2]), tail
+    require(query.device, **{name: (tensor, *kinds[name]) for name, tensor in sent.items()})
     require(None, **{f"to.{name}": (getattr(to, name), *kind) for name, kind in kinds.items()})
     if query.ndim != 3 or query.shape[0] != batch or query.shape[1] % heads:
         raise ValueError(f"query {tuple(query.shape)} does not fit counts {tuple(counts.shape)}")
@@ -85,11 +90,12 @@ def hand_over(
     if flag is not None and epoch is not None:
         _check_flag(flag, epoch)
     if to.arrived is None or not on_triton(query):
-        _by_copies(to, query, blocks, counts, flag, epoch)
+        _by_copies(((to.query, query), (to.blocks, blocks), (to.counts, counts), (to.tail, tail), (flag, epoch)))
         return
+    group = query.shape[1] // heads
     hand_over_kernel[(batch * heads,)](
-        query, blocks, counts, to.query, to.blocks, to.counts, None if flag is None else to.arrived, flag, epoch,
-        blocks.shape[2], NUMBERS=query.shape[1] // heads * query.shape[2], CHUNK=_CHUNK, num_warps=4,
+        query, blocks, counts, tail, to.query, to.blocks, to.counts, to.tail, None if flag is None else to.arrived,
+        flag, epoch, blocks.shape[2], NUMBERS=group * query.shape[2], GROUP=group, CHUNK=_CHUNK, num_warps=4,
     )  # fmt: skip
 
 
@@ -128,11 +134,8 @@ def _check_flag(flag: torch.Tensor, epoch: torch.Tensor) -> None:
         raise ValueError(f"the flag lies on {flag.device} and is not pinned; use torch.zeros(..., pin_memory=True)")
 
 
-def _by_copies(
-    to: Inbox, query: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor, flag: torch.Tensor | None,
-    epoch: torch.Tensor | None,
-) -> None:  # fmt: skip
-    for target, source in ((to.query, query), (to.blocks, blocks), (to.counts, counts), (flag, epoch)):
+def _by_copies(copies: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
+    for target, source in copies:
         if target is not None and source is not None:
             target.copy_(source, non_blocking=True)
 
@@ -166,14 +169,17 @@ def hand_over_kernel(
     query,  # [B, Hq, D]
     blocks,  # [B, Hkv, C]
     counts,  # [B, Hkv]
-    to_query,  # these three in host memory
+    tail,  # [B, Hq] or None
+    to_query,  # these four in host memory
     to_blocks,
     to_counts,
+    to_tail,
     arrived,  # [1] or None, like the two that follow
     flag,  # [1] in host memory
     epoch,  # [1]
     capacity,  # C
     NUMBERS: tl.constexpr,  # of the query, for one KV head
+    GROUP: tl.constexpr,  # Hq / Hkv
     CHUNK: tl.constexpr,
 ):
     """One program = one row and KV head; the last one to arrive announces all of them."""
@@ -185,6 +191,9 @@ def hand_over_kernel(
         there = start + at < NUMBERS
         place = line * NUMBERS + start + at
         tl.store(to_query + place, tl.load(query + place, mask=there), mask=there)
+    if tail is not None:
+        place = line * GROUP + at
+        tl.store(to_tail + place, tl.load(tail + place, mask=at < GROUP), mask=at < GROUP)
     at = tl.arange(0, CHUNK // 4)  # one for each thread: where the list ends no thread may write several
     for start in range(0, count, CHUNK // 4):
         there = start + at < count

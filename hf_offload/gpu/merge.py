@@ -10,12 +10,17 @@ import torch
 from .backend import FLOATS, jit, next_power_of_2, on_triton, require, tl
 from .paged_attention import LN2, LOG2E
 
+_TILE = 1024  # numbers of the shares that a program, one warp, has in its registers at a time
+
 
 @dataclass(frozen=True)
 class HostPartial:
     """What the CPU attended; fp32 tensors on the device or in pinned host memory, which the kernel reads where it lies.
 
-    With pinned memory, whatever orders the CPU's writes before the merge stands in the same stream.
+    Ordinary loads of pinned memory see what the CPU wrote: the CPU stores its flag in release order behind its results.
+    A kernel that stands before this one in the stream (`handover.wait_kernel`) reads the flag in acquire order at
+    system scope. Its end comes before the start of this kernel, and no cache of the device keeps host memory from one
+    kernel to the next. (`tests/gpu/test_graph_cuda.py` replays steps whose partial the CPU changes each time.)
 
     Args:
         out: `[B, Hq, D]`.
@@ -79,16 +84,16 @@ def merge(
     # Triton takes pinned CPU tensors as they are and refuses other CPU tensors beside a GPU.
     parts = (None,) * 4 if host is None else (host.out, host.lse, host.kbar, host.predicted)
     merge_kernel[(batch * heads,)](
-        out, lse, *parts, sinks, query, merged, total, scale, splits, **merge_sizes(heads, splits, dim), num_warps=4
+        out, lse, *parts, sinks, query, merged, total, scale, splits, **merge_sizes(heads, splits, dim), num_warps=1
     )
     return merged, total
 
 
 def merge_sizes(heads: int, splits: int, dim: int) -> dict[str, int]:
     """The compile-time sizes of the kernel; the number of shares is rounded up, so that few variants are compiled."""
-    padded = next_power_of_2(splits)
+    padded, width = next_power_of_2(splits), next_power_of_2(dim)
     return {
-        "HEADS": heads, "D": dim, "D_PAD": next_power_of_2(dim), "S_PAD": padded, "CHUNK": min(padded, 16),
+        "HEADS": heads, "D": dim, "D_PAD": width, "S_PAD": padded, "CHUNK": max(min(padded, _TILE // width), 1),
     }  # fmt: skip
 
 
@@ -156,20 +161,19 @@ def merge_kernel(
     S_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program = one query head of one row."""
+    """One program, one warp = one query head of one row."""
     head = tl.program_id(0)
     dim = tl.arange(0, D_PAD)
     real = dim < D
     split = tl.arange(0, S_PAD)
     lse += head * splits
     peak = tl.max(tl.load(lse + split, mask=split < splits, other=float("-inf")), 0)
-    # The host's tensors may be pinned memory that is written while this graph runs: volatile loads are never cached.
     if host_out is not None:
-        there = tl.load(host_lse + head, volatile=True)
-        host = tl.load(host_out + head * D + dim, mask=real, other=0.0, volatile=True)  # here: one wait for all reads
+        there = tl.load(host_lse + head)
+        host = tl.load(host_out + head * D + dim, mask=real, other=0.0)  # here: one wait for all reads across the bus
         if kbar is not None:
-            bar = tl.load(kbar + head * D + dim, mask=real, other=0.0, volatile=True)
-            guess = tl.load(predicted + head * D + dim, mask=real, other=0.0, volatile=True)
+            bar = tl.load(kbar + head * D + dim, mask=real, other=0.0)
+            guess = tl.load(predicted + head * D + dim, mask=real, other=0.0)
             drift = tl.load(query + head * D + dim, mask=real, other=0.0).to(tl.float32) - guess
             there = tl.where(there == float("-inf"), there, there + scale * tl.sum(drift * bar, 0))
         peak = tl.maximum(peak, there)

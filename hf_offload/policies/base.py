@@ -245,8 +245,10 @@ class Requirements:
         sinks: first valid tokens of each row that are always attended and resident.
         recent: newest sealed tokens that are always attended and resident, in addition to the unsealed tail.
         digest: the name of the blocks' digest (`cache.digests.DIGESTS`), or None.
-        digest_memory: the memory in which blocks are scored when there are two. With `"host"` the CPU chooses the
-            blocks that it attends, and only blocks that are always attended are resident.
+        digest_memory: the memory in which blocks are scored when there are two. With `"host"` the CPU chooses what it
+            attends.
+        chooses_resident: whether more blocks are resident than those that are always attended, although blocks are
+            scored on the host.
         leaves_out: whether a step may leave out cached tokens; set to True with a budget.
         attends_blocks: whether steps attend blocks; False: the states hold copies of all attended tokens.
         query_window: number of a prompt's last queries to keep, for `Policy.place` and the states.
@@ -259,6 +261,7 @@ class Requirements:
     recent: int = 0
     digest: str | None = None
     digest_memory: Literal["device", "host"] = "device"
+    chooses_resident: bool = False
     leaves_out: bool = False
     attends_blocks: bool = True
     query_window: int = 0
@@ -276,7 +279,7 @@ class Requirements:
             object.__setattr__(self, "leaves_out", True)
         for name in ("sinks", "recent", "query_window"):
             check_count(name, getattr(self, name), least=0)
-        for name in ("leaves_out", "attends_blocks", "learns_from_prompts", "capturable"):
+        for name in ("chooses_resident", "leaves_out", "attends_blocks", "learns_from_prompts", "capturable"):
             check_flag(name, getattr(self, name))
         check_choice("digest_memory", self.digest_memory, ("device", "host"))
         if not (self.digest is None or isinstance(self.digest, str)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_offload.knobs import check_tokens, shown
 from hf_offload.policies.base import EVER, Plan
@@ -37,15 +37,14 @@ def check_samples(budget: int | None, samples: int | None, digest: str, join: st
     return None
 
 
-def check_draw_memories(samples: int | None, *, two: bool) -> None:
-    """Raise ValueError for samples with two memories."""
-    if samples is not None and two:
-        raise ValueError(f'samples={samples} needs one memory; use budget=, or tier="one" for a model on a CPU')
+def draw(step: Step, join: str, samples: int, ahead: Any = None) -> Plan:
+    """Attend drawn pairs; with one memory every token where there are no more than `samples`.
 
-
-def draw(step: Step, join: str, samples: int) -> Plan:
-    """Attend drawn pairs; every token where there are no more than `samples`."""
+    Args:
+        step, join, samples: as for `Step.attend_drawn`.
+        ahead: what was drawn early, or None.
+    """
     blocks = samples // step.block_size
-    if step.num_blocks <= blocks:
+    if not step.layer.has_slots and step.num_blocks <= blocks:
         return Plan(step.attend(step.all_blocks()), until=blocks + 1)
-    return Plan(step.attend_drawn(join, samples), until=EVER)
+    return Plan(step.attend_drawn(join, samples, ahead), until=EVER)

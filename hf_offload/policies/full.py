@@ -39,6 +39,8 @@ class Full(Policy):
         return Requirements(capturable=True)
 
     def plan(self, step: Step) -> Plan:
+        if step.all_resident:
+            return Plan((step.attend_resident(),))
         device, host = step.split(step.all_blocks())
         if self.host == "fetch" and step.layer.has_slots:
             return Plan((*step.attend_split(device, None), step.attend_fetched(host)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_tokens
 from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
-from hf_offload.policies.drawing import check_draw_memories, check_samples, draw
+from hf_offload.policies.drawing import check_samples, draw
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -70,7 +70,10 @@ class Quest(Policy):
 
     def check(self, *, block_size: int, two: bool) -> None:
         super().check(block_size=block_size, two=two)
-        check_draw_memories(self.samples, two=two)
+        if self.samples is not None and two:
+            raise ValueError(
+                f"samples={self.samples}: the device fetches whole blocks; use budget= with two memories, or scout"
+            )
 
     def plan(self, step: Step) -> Plan:
         """Choose blocks by the real query, fetch them and attend them."""

@@ -12,7 +12,7 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection
-from hf_offload.policies.drawing import check_draw_memories, check_samples, draw
+from hf_offload.policies.drawing import check_samples, draw
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -70,25 +70,28 @@ class Scout(Policy):
             unless `samples` says how many.
         samples: attend pairs of keys drawn by their estimated attention in place of the best blocks: a pair with at
             least 1 / samples of a head's attention, and of the others one for each 1 / samples of their sum, with the
-            weight of what it stands for (`cpu.kernels.draw_pairs`). It needs one memory and `digest="submean"`.
+            weight of what it stands for (`cpu.kernels.draw_pairs`). With two memories the device attends all that is
+            resident, and the CPU draws from what is not; digests lie on the host. It needs `digest="submean"`.
         digest: `"submean"`, `"quest"` (the paper's) or `"mean"`.
         join: how the query heads of a KV head are joined: `"max"`, `"mean"`: of the softmax of each head's scores;
             `"raw"`: the mean of the scores (the paper's).
         sinks: first tokens of a row that are always attended and resident.
         recent: newest tokens in sealed blocks that are always attended and resident.
         lookahead: `"attend"`: the CPU attends one layer early with the predicted query (the paper's). `"select"`:
-            blocks are chosen and read one layer early, and attended with the real query. `"off"`: neither. `"auto"`:
-            `"attend"` for a model on a GPU, `"off"` on the CPU. The first two need two memories: there the device waits
-            for the CPU; with one memory both would wait for the same cores.
+            blocks are chosen and read, or pairs drawn, one layer early, and attended with the real query. `"off"`:
+            neither. `"auto"`: `"attend"` for a model on a GPU, `"off"` on the CPU. The first two need two memories:
+            there the device waits for the CPU; with one memory both would wait for the same cores.
         synchronous_layers: numbers of layers that use no predicted query; None: 0, 1 and 2, whose predictions are poor.
             Layer 0 never uses one.
         correction: correct the early CPU part to first order: `lse + scale·(q − q_predicted)·k̄`.
         recall: when resident blocks are exchanged: `"adaptive"`: when the CPU ratio exceeds `threshold`; a number:
             every so many steps; 0: never; a path: as the file of `hf-offload profile` says.
-        threshold: CPU ratio that adaptive recall tolerates (section 3.4: 0.12).
+        threshold: CPU ratio that adaptive recall tolerates (section 3.4: 0.12); with `samples` the CPU's share of the
+            attended tokens.
         smoothing: recall ranks blocks by scores averaged over steps, with this weight on past steps, in [0, 1); 0: the
             last query alone (the paper's).
-        attend_resident: whether the device attends the `"selected"` resident blocks or `"all"` of them.
+        attend_resident: whether the device attends the `"selected"` resident blocks or `"all"` of them; with `samples`
+            always all.
         place_queries: how many of the prompt's last queries choose the first resident set.
 
     Raises:
@@ -155,9 +158,11 @@ class Scout(Policy):
 
     @property
     def requirements(self) -> Requirements:
+        drawn = self.samples is not None
         return Requirements(
             budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, leaves_out=True,
-            query_window=self.place_queries, capturable=True,
+            digest_memory="host" if drawn else "device", chooses_resident=drawn, query_window=self.place_queries,
+            capturable=True,
         )  # fmt: skip
 
     def mode(self, index: int, *, two: bool, beside_device: bool) -> str:
@@ -170,7 +175,6 @@ class Scout(Policy):
 
     def check(self, *, block_size: int, two: bool) -> None:
         super().check(block_size=block_size, two=two)
-        check_draw_memories(self.samples, two=two)
         if not two and self.lookahead in ("attend", "select"):
             raise ValueError(
                 f'lookahead={self.lookahead!r} needs two memories; use tier="split", a model on a GPU, or '
@@ -195,20 +199,25 @@ class Scout(Policy):
         return self.budget // step.block_size
 
     def before_layer(self, step: Step) -> None:
-        """Choose the next layer's blocks by its predicted query and start the CPU part (algorithm 1, lines 3-7)."""
+        """Choose the next layer's blocks, or draw, by its predicted query; start the CPU part (alg. 1, lines 3-7)."""
         state: ScoutState = step.state
-        state.predicted = step.choose(self.join, self._blocks(step))[1]
         layer = step.layer
-        if self.mode(layer.index, two=layer.has_slots, beside_device=layer.has_device) == "attend":
+        attend = self.mode(layer.index, two=layer.has_slots, beside_device=layer.has_device) == "attend"
+        if self.samples is not None:
+            state.ahead = step.draw_early(self.join, self.samples, attend=attend, correct=self.correction)
+            return
+        state.predicted = step.choose(self.join, self._blocks(step))[1]
+        if attend:
             state.ahead = step.attend_early(step.split(state.predicted)[1], correct=self.correction)
         else:
             step.read_ahead(step.split(state.predicted)[1])
 
     def plan(self, step: Step) -> Plan:
         """Attend resident blocks and join the CPU part, or split the real query's choice (algorithm 1, lines 8-12)."""
-        if self.samples is not None:
-            return draw(step, self.join, self.samples)
         state: ScoutState = step.state
+        if self.samples is not None:
+            drawn, state.ahead = state.ahead, None
+            return draw(step, self.join, self.samples, drawn)
         predicted, ahead = state.predicted, state.ahead
         blocks = self._blocks(step)
         if predicted is None and not step.layer.has_slots and step.num_blocks <= blocks:
@@ -227,8 +236,12 @@ class Scout(Policy):
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """Recall blocks that the real query wanted, off the critical path (section 3.4)."""
-        if step.layer.has_slots:
-            step.recall(plan, step.state.clock)
+        if not step.layer.has_slots:
+            return
+        shares = step.block_shares(plan)
+        if shares is not None:
+            step.learn(shares, self.smoothing)
+        step.recall(plan, step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:
         """Return the blocks with the highest scores by the prompt's last queries."""

@@ -26,6 +26,8 @@ from hf_offload.cpu import serving
 
 from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
 
+DRAWN: dict[str, Any] = {"samples": 60, "sinks": 16, "recent": 16, "synchronous_layers": (0,)}
+
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -40,6 +42,10 @@ from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
         ("scout", {**SCOUT, "lookahead": "attend", "digest": "quest", "join": "raw", "recall": 3}),
         ("scout", {**SCOUT, "lookahead": "attend", "attend_resident": "all", "host_dtype": "int8"}),
         ("quest", {"budget": 96, "sinks": 16}),
+        *(
+            pytest.param("scout", {**DRAWN, "lookahead": lookahead}, marks=pytest.mark.slow if slow else ())
+            for lookahead, slow in (("off", True), ("select", False), ("attend", False))
+        ),
         pytest.param("full", {"host": "fetch"}, marks=pytest.mark.slow),
     ],
 )

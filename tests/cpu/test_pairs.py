@@ -12,11 +12,23 @@ from pools import Case, bits, make_case, packed_pool, run
 
 from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.digest_scores import vectors
-from hf_offload.cpu.kernels.draw_pairs import MASSES, draw_head, draw_pairs, most_pairs
+from hf_offload.cpu.kernels.draw_pairs import (
+    MASSES,
+    Kept,
+    Resident,
+    Unsealed,
+    Whole,
+    draw_head,
+    draw_missing,
+    draw_pairs,
+    finish_weights,
+    kept_masses,
+    most_pairs,
+)
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
-from hf_offload.cpu.kernels.pair_decode import STEP, attend_pairs
+from hf_offload.cpu.kernels.pair_decode import ERROR_BINS, ERROR_STEPS, LEAST_ERROR, STEP, attend_pairs
 from hf_offload.cpu.kernels.submean_scores import SubMeans, submeans
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.launch import Launch, tag_of
 from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 
 
@@ -25,26 +37,18 @@ from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 def test_the_rule(first: int, last: int, samples: int) -> None:
     generator = torch.Generator().manual_seed(samples)
     group, chunk = 3, 512
-    masses = (torch.randint(0, 9, (group, 1024), generator=generator) * 2.0 ** -torch.randint(0, 5, (1024,))).bfloat16()
+    masses = (torch.randint(0, 9, (group, 1040), generator=generator) * 2.0 ** -torch.randint(0, 5, (1040,))).bfloat16()
     masses[:, 40:200] = 0
     factors = 2.0 ** -torch.randint(6, 13, (group, 2), generator=generator).float()  # sums are exact in float32
-    shares = (masses.float() * factors.repeat_interleave(chunk, 1)).amax(0)[first:last]
+    shares = (masses[:, :1024].float() * factors.repeat_interleave(chunk, 1)).amax(0)[first:last]
     pairs, weights = np.full(1024, -1, np.int32), np.full(1024, 7, np.float32)
-    count = draw_head(
-        bits(masses).ctypes.data,
-        2048,
-        group,
-        factors.numpy(),
-        0,
-        chunk,
-        first,
-        last,
-        1 / samples,
-        pairs,
-        weights,
-        0,
-        1024,
-    )
+    count, passed = 0, np.float32(0.5)
+    for begin, end in ((first, (first + last) // 2), ((first + last) // 2, last)):  # the sum goes on
+        count, passed = draw_head(
+            bits(masses).ctypes.data, 2080, group, factors.numpy(), 0, chunk, begin, end, float(samples), passed,
+            pairs, weights, count, 1024,
+        )  # fmt: skip
+    finish_weights(weights, count)
     want = reference.draw_pairs(shares, samples)
     assert pairs[:count].tolist() == [first + i for i, _ in want]
     np.testing.assert_allclose(weights[:count], [weight for _, weight in want], rtol=1e-6)
@@ -86,13 +90,16 @@ class Drawn:
             torch.full(self.pairs.shape, math.nan),
             torch.zeros(batch, kv_heads, dtype=torch.int32),
         )
-        masses = np.empty((batch, kv_heads * group, -(-blocks // 16) * 16 * count), MASSES)
+        masses = np.empty((batch, kv_heads * group, kept_masses(blocks, count)), MASSES)
+        unsealed = Unsealed(tag_of(torch.float32), case.block_ptr, case.holes.numpy(), case.valid.numpy(), size)
+        self.tally = np.zeros(3, np.int64)
         launch = draw_pairs(
-            query.numpy(), digest, case.block_ptr, case.table.numpy(), case.holes.numpy(), case.valid.numpy(), blocks,
-            length, masses, low, low + 2, recent, self.pairs.numpy(), self.weights.numpy(), self.counts.numpy(),
-            samples=samples, join=join, block_size=size, scale=dim**-0.5, softcap=None, kv_dtype=torch.float32,
+            query.numpy(), digest, case.table.numpy(), unsealed, Whole(low, low + 2, recent), blocks, length, masses,
+            self.pairs.numpy(), self.weights.numpy(), self.counts.numpy(), samples=samples, join=join,
+            scale=dim**-0.5, softcap=None, tally=self.tally,
         )  # fmt: skip
         run(launch, threads)
+        assert self.tally.tolist() == [self.counts.sum(), batch * kv_heads, batch * kv_heads * length]
         assert (whole[-1000:] == -1).all()
         assert (self.counts <= room).all()
         table = (case.table[:, :, None] * count + torch.arange(count)).flatten(1)
@@ -146,7 +153,7 @@ def test_a_draw(group: int, count: int, dim: int, blocks: int, samples: int, joi
 
 def test_a_query_of_nan_lists_no_more_pairs_than_there_is_room_for() -> None:
     found = Drawn(3, 16, 64, 300, 20, "max", threads=1, nan=True)
-    assert (found.pairs[-1, -1, -1] >= 300 * 16).all()  # the list ends with the newest tokens
+    assert found.counts.tolist() == [[len(row)] * 2 for row in found.whole]
 
 
 def test_threads_do_not_change_a_draw() -> None:
@@ -167,6 +174,83 @@ def test_with_many_samples_every_pair_with_tokens_is_listed() -> None:
             assert there <= set(found.pairs[b, h, :n].tolist())
 
 
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    ("group", "count", "dim", "blocks", "samples", "join"),
+    [
+        (3, 16, 64, 300, 200, "max"),
+        (3, 4, 64, 129, 64, "mean"),
+        pytest.param(3, 16, 64, 9, 10**8, "max", marks=pytest.mark.slow),
+    ],
+)
+def test_a_draw_beside_resident_blocks(
+    group: int, count: int, dim: int, blocks: int, samples: int, join: str, marked: bool
+) -> None:
+    """With ragged lists of resident blocks, and a table that has room for more blocks than there are."""
+    torch.manual_seed(blocks)
+    batch, kv_heads, physical, width = 2, 2, 2 * blocks + 3, blocks + 140
+    digest, parts = _digests(physical, count, dim)
+    table = torch.full((batch, width), 2**30, dtype=torch.int32)
+    table[:, :blocks] = torch.randperm(physical)[: batch * blocks].view(batch, blocks)
+    query, tail = torch.randn(batch, kv_heads * group, dim), torch.randn(batch, kv_heads * group) + 3
+    tail[0, 0] = -math.inf
+    held = torch.full((batch, kv_heads, 40), 2**30, dtype=torch.int32)
+    numbers = torch.tensor([[1, 8], [min(40, blocks), 2]], dtype=torch.int32)
+    for b in range(batch):
+        for h in range(kv_heads):
+            n = int(numbers[b, h])
+            held[b, h, :n] = torch.cat([torch.randperm(blocks)[: n - 1].sort().values, torch.tensor([blocks])]).int()
+    room = min(most_pairs(samples, group), width * count)
+    kept, marks = None, torch.zeros(batch, kv_heads, width * 2 * count, dtype=torch.uint8)
+    if marked:
+        marks = (torch.rand(marks.shape) < 0.6).byte()
+        kept = Kept(marks.numpy(), np.array([5, 0, 1, 2], np.int64))
+    both = marks.view(batch, kv_heads, -1, 2).amin(3).bool()[:, :, : blocks * count]
+    found = []
+    for threads in (1, 3):
+        pairs, weights = torch.full((batch, kv_heads, room), -1, dtype=torch.int32), torch.zeros(batch, kv_heads, room)
+        counts, score = (
+            torch.zeros(batch, kv_heads, dtype=torch.int32),
+            torch.zeros(batch, kv_heads, -(-width // 16) * 16),
+        )
+        tally, portion = np.zeros(3, np.int64), np.zeros((batch, kv_heads * group), np.float32)
+        launch = draw_missing(
+            query.numpy(), digest, table.numpy(), Resident(held.numpy(), numbers.numpy(), score.numpy()), tail.numpy(),
+            np.empty((batch, kv_heads * group, kept_masses(width, count)), MASSES), pairs.numpy(), weights.numpy(),
+            counts.numpy(), portion, samples=samples, join=join, scale=dim**-0.5, softcap=None, kept=kept, tally=tally,
+        )  # fmt: skip
+        run(launch, threads)
+        found.append((pairs, weights, counts, score[:, :, :blocks], torch.from_numpy(portion)))
+        listed = int(counts.sum()) + int(numbers.sum()) * count + (5 if marked else 0)
+        assert tally.tolist() == [listed, batch * kv_heads, batch * kv_heads * (blocks + 1) * 2 * count]
+    assert all(map(torch.equal, *found))
+    wide = (table[:, :blocks, None] * count + torch.arange(count)).flatten(1)
+    masses = reference.score_submeans(query, *parts, wide, blocks * count, scale=dim**-0.5)
+    shares = reference.join_scores(masses, tail.double(), kv_heads, join=join).clamp(min=0)
+    whole = masses.unflatten(2, (blocks, count)).logsumexp(3)
+    want_score = reference.join_scores(whole, tail.double(), kv_heads, join=join)
+    torch.testing.assert_close(score[:, :, :blocks].double(), want_score, rtol=5e-3, atol=1e-6)
+    tau, total = 1 / samples, torch.logsumexp(torch.cat([masses, tail.double()[..., None]], 2), 2)
+    for b in range(batch):
+        for h in range(kv_heads):
+            n, here = int(counts[b, h]), held[b, h, : int(numbers[b, h]) - 1].long()
+            resident = torch.zeros(blocks, dtype=torch.bool).index_fill(0, here, True).repeat_interleave(count)
+            resident |= both[b, h]
+            drawn, share = pairs[b, h, :n].long(), shares[b, h].masked_fill(resident, 0)
+            heads = slice(h * group, (h + 1) * group)
+            part = (masses[b, heads] - total[b, heads, None]).exp()[:, ~resident].sum(1)
+            torch.testing.assert_close(torch.from_numpy(portion[b, heads]).double(), part, rtol=1e-2, atol=1e-4)
+            assert (drawn.diff() > 0).all()
+            assert not resident[drawn].any()
+            sure = set((share > 1.02 * tau).nonzero().flatten().tolist())
+            assert sure <= set(drawn.tolist())
+            torch.testing.assert_close(
+                weights[b, h, :n].double(), (tau / share[drawn]).log().clamp(min=0), rtol=0, atol=0.02
+            )
+            small = torch.where(share < tau, share, 0).sum()
+            assert abs(int((weights[b, h, :n] > 0).sum()) - small / tau) < 2 + 0.02 * small / tau
+
+
 def test_arguments_that_do_not_fit() -> None:
     case = make_case(1, 1, 32, 16, 40, torch.float32, (0,))
     digest, _ = _digests(len(case.clean), 8, 32)
@@ -175,13 +259,13 @@ def test_arguments_that_do_not_fit() -> None:
         center=digest.center[:1], sigma=digest.sigma[:1],
     )  # fmt: skip
 
-    def make(digest: Any = one, room: int = 24, samples: int = 4, join: str = "max", masses: int = 128) -> Launch:
+    def make(digest: Any = one, room: int = 24, samples: int = 4, join: str = "max", masses: int = 144) -> Launch:
         ends = np.zeros(1, np.int32)
+        unsealed = Unsealed(tag_of(torch.float32), case.block_ptr, case.holes.numpy(), case.valid.numpy(), 16)
         return draw_pairs(
-            np.zeros((1, 1, 32), np.float32), digest, case.block_ptr, case.table.numpy(), case.holes.numpy(),
-            case.valid.numpy(), 2, 40, np.empty((1, 1, masses), MASSES), ends, ends, 0,
-            np.empty((1, 1, room), np.int32), np.empty((1, 1, room), np.float32), np.empty((1, 1), np.int32),
-            samples=samples, join=join, block_size=16, scale=0.2, softcap=None, kv_dtype=torch.float32,
+            np.zeros((1, 1, 32), np.float32), digest, case.table.numpy(), unsealed, Whole(ends, ends, 0), 2, 40,
+            np.empty((1, 1, masses), MASSES), np.empty((1, 1, room), np.int32), np.empty((1, 1, room), np.float32),
+            np.empty((1, 1), np.int32), samples=samples, join=join, scale=0.2, softcap=None,
         )  # fmt: skip
 
     make()
@@ -189,11 +273,11 @@ def test_arguments_that_do_not_fit() -> None:
         np.zeros((1, 1, 32), np.float32), np.zeros((8, 1, 32), np.float32), np.zeros(8, np.float32), dtype=torch.float32
     )
     for wrong, why in (
-        ({"digest": means}, "scores for blocks of 8 pairs"),
+        ({"digest": means}, "pairs need a digest with a score for each"),
         ({"room": 10}, "up to 14 may be drawn"),
         ({"samples": 0}, "samples 0"),
         ({"join": "raw"}, "join 'raw'"),
-        ({"masses": 127}, "masses"),
+        ({"masses": 143}, "masses"),
     ):
         with pytest.raises(ValueError, match=why):
             make(**wrong)
@@ -209,11 +293,12 @@ def _lists(case_blocks: int, size: int, kv_heads: int, batch: int, room: int) ->
         for h in range(kv_heads):
             n = int(counts[b, h])
             pairs[b, h, :n] = torch.randperm(total)[:n].sort().values.int()
-            weights[b, h, :n] = torch.rand(n) * 3
+            weights[b, h, :n] = torch.rand(n) * 3 * (torch.rand(n) < 0.8)
     return pairs, weights, counts
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(
     ("group", "dim", "block_size", "dtype", "room"),
@@ -228,7 +313,9 @@ def _lists(case_blocks: int, size: int, kv_heads: int, batch: int, room: int) ->
     ],
     ids=str,
 )
-def test_attention(group: int, dim: int, block_size: int, dtype: torch.dtype, room: int, softcap: float | None) -> None:
+def test_attention(
+    group: int, dim: int, block_size: int, dtype: torch.dtype, room: int, softcap: float | None, skips: bool
+) -> None:
     torch.manual_seed(group)
     batch, kv_heads, length = 3, 2, 12 * block_size + 3
     case: Case = make_case(
@@ -236,23 +323,34 @@ def test_attention(group: int, dim: int, block_size: int, dtype: torch.dtype, ro
     )
     query = torch.randn(batch, kv_heads * group, dim) * 3
     pairs, weights, counts = _lists(13, block_size, kv_heads, batch, room)
+    portion = torch.rand(query.shape[:2])
+    skipped = (torch.rand(batch, kv_heads, 13 * block_size) < 0.3).byte() if skips else None
     found = []
     for threads in (1, 3):
-        out, lse = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0)
+        out, kbar = torch.full_like(query, 7), torch.full_like(query, 7)
+        lse, errors = torch.full(query.shape[:2], 7.0), torch.full(query.shape[:2], 7.0)
+        tally = np.zeros(2 + ERROR_BINS, np.int64)
         launch = attend_pairs(
             query.numpy(), case.block_ptr, case.table.numpy(), pairs.numpy(), weights.numpy(), counts.numpy(),
-            case.holes.numpy(), case.valid.numpy(), length, out.numpy(), lse.numpy(), kv_dtype=dtype,
-            block_size=block_size, scale=dim**-0.5, softcap=softcap,
+            case.holes.numpy(), case.valid.numpy(), length, out.numpy(), lse.numpy(), kbar.numpy(), kv_dtype=dtype,
+            block_size=block_size, scale=dim**-0.5, softcap=softcap, portion=portion.numpy(), errors=errors.numpy(),
+            tally=tally, skipped=None if skipped is None else skipped.numpy(),
         )  # fmt: skip
         run(launch, threads)
-        found.append((out, lse))
+        found.append((out, lse, kbar, errors))
+        assert tally[0] == tally[2:].sum() == errors.numel()
+        assert tally[1] / 2**32 == pytest.approx(float(errors.double().sum()), rel=1e-5, abs=1e-6)
+        bins = (ERROR_STEPS * (errors.double().clamp(min=1e-30).log2() - LEAST_ERROR)).floor().clamp(0, ERROR_BINS - 1)
+        assert (np.bincount(bins.long().flatten(), minlength=ERROR_BINS) == tally[2:]).all()
     assert all(map(torch.equal, *found))
     want = reference.attend_pairs(
-        query, case.clean, case.table, pairs, weights, counts, case.valid, length, scale=dim**-0.5, softcap=softcap
-    )
+        query, case.clean, case.table, pairs, weights, counts, case.valid, length, portion, skipped,
+        scale=dim**-0.5, softcap=softcap,
+    )  # fmt: skip
     bound = 1e-5 * (1 + want[1][want[1].isfinite()].abs().max().item())
-    torch.testing.assert_close(out.double(), want[0], rtol=0, atol=bound)
-    torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=bound)
+    for got, right in zip(found[0][:3], want, strict=False):
+        torch.testing.assert_close(got.double(), right, rtol=0, atol=bound)
+    torch.testing.assert_close(errors.double(), want[3], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.one_in(2)
@@ -271,14 +369,16 @@ def test_attention_over_packed_and_plain_blocks(dim: int, block_size: int, dtype
     pairs, weights, counts = _lists(blocks, block_size, kv_heads, 1, 90)
     counts[0] = counts[0].clamp(min=5)
     pairs, weights = pairs[:, -1:].repeat(1, 2, 1), weights[:, -1:].repeat(1, 2, 1)
-    out, lse = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0)
+    out, lse, kbar = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0), torch.full_like(query, 7)
     attend_pairs(
         query.numpy(), pool.block_ptr, table.numpy(), pairs.numpy(), weights.numpy(), counts.numpy(), holes.numpy(),
-        valid.numpy(), length, out.numpy(), lse.numpy(), kv_dtype=dtype, block_size=block_size, scale=dim**-0.5,
-        softcap=None, packed=Int8Records(packed_bytes(dim, block_size)),
+        valid.numpy(), length, out.numpy(), lse.numpy(), kbar.numpy(), kv_dtype=dtype, block_size=block_size,
+        scale=dim**-0.5, softcap=None, packed=Int8Records(packed_bytes(dim, block_size)),
     ).run()  # fmt: skip
     want = reference.attend_pairs(
-        query, held, table, pairs, weights, counts, valid, length, scale=dim**-0.5, softcap=None
-    )
+        query, held, table, pairs, weights, counts, valid, length, torch.ones(query.shape[:2]),
+        scale=dim**-0.5, softcap=None,
+    )  # fmt: skip
+    torch.testing.assert_close(kbar.double(), want[2], rtol=0, atol=1e-4)
     torch.testing.assert_close(out.double(), want[0], rtol=0, atol=1e-4)
     torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=1e-4)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import common
 import context_attention
 from hf_offload import ConstantPredictor
-from inside import Watch
+from inside import Watch, digest_bytes
 
 BLOCK = {"block_size": 32}
 TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
@@ -65,7 +65,7 @@ def test_rows_take_over_what_full_attention_has_read(policy, budget):
     assert all(0 < kernels < part < whole for kernels, part, whole in every)
     want = torch.cat([model(token, past_key_values=read).logits[:, -1] for token in ids[:, -6:].split(1, 1)])
     torch.testing.assert_close(mine[:, 0], want.log_softmax(-1).cpu(), atol=1e-4, rtol=1e-4)
-    digests = taken.stats().as_dict()["digest_bytes"]
+    digests = digest_bytes(taken)
     attended = 300 if budget is None else budget
     assert context_attention.read_bytes(model, row, taken) == (attended * TOKEN + digests, None)
     assert (digests > 0) == (policy == "scout")
@@ -114,7 +114,7 @@ def test_bytes_of_a_window_and_what_is_kept():
             return self
 
         def as_dict(self):
-            return {"kept_share": 0.25, "digest_bytes": 0, "retrievals": {}}
+            return {"kept_share": 0.25, "attended_tokens": None, "retrievals": {}}
 
     got = context_attention.read_bytes(tiny_model("llama"), common.row_of("hgca-0.1"), Kept())
     chosen = 0.25 * (1000 - 128) * TOKEN

@@ -11,10 +11,10 @@ import common
 import context_attention
 import cpu_ratio
 import decode
-import fidelity
 import frames
 import needle
 import perplexity
+import quality
 import save_load
 import second_turn
 import soak
@@ -22,9 +22,9 @@ import soak
 MAINS = [
     cpu_ratio.main,
     decode.main,
-    fidelity.main,
     needle.main,
     perplexity.main,
+    quality.main,
     save_load.main,
     second_turn.main,
 ]
@@ -73,8 +73,8 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (cpu_ratio.main, "--kind"),
         (decode.main, "--rows"),
         (decode.main, "--contexts"),
-        (fidelity.main, "--rows"),
-        (fidelity.main, "--kinds"),
+        (quality.main, "--rows"),
+        (quality.main, "--kinds"),
         (frames.main, "--context"),
         (needle.main, "--row"),
         (needle.main, "--kinds"),

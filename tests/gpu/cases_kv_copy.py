@@ -10,7 +10,7 @@ from hf_offload.gpu import kv_copy
 _INTS = {"heads": "i32", "slots": "i32"}
 _FETCH = {
     "into": "*i32", "chosen": "*i32", "counts": "*i32", "block_ptr": "*i64", "table": "*i32", **_INTS,
-    "moves": "i32", "width": "i32",
+    "lines": "i32", "moves": "i32", "width": "i32",
 }  # fmt: skip
 _WRITE = {
     "slot_of": "*i32", "limits": "*i32", "k_row": "i32", "k_head": "i32", "v_row": "i32", "v_head": "i32", **_INTS,
@@ -42,6 +42,7 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         found.append((f"store_tokens {name}", kv_copy.store_tokens_kernel, tokens_of, record, four))
         for packed in (0, packed_bytes(dim, size)):
             layout = {"PACKED": packed, "KEY_SCALES": 2 * size * dim, "VALUE_SCALES": 2 * (size + 1) * dim, "TOP": top}
+            layout |= {"LINES": 64}
             found.append(
                 (
                     f"fetch {name}{' int8' if packed else ''}",

@@ -18,5 +18,5 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         missing = {} if full else dict.fromkeys((*host, "sinks"))
         constants = {**merge.merge_sizes(32, splits, dim), **missing}
         name = f"{dtype} D {dim} shares {splits}{' host correction sinks' if full else ''}"
-        found.append((name, merge.merge_kernel, signature, constants, {"num_warps": 4}))
+        found.append((name, merge.merge_kernel, signature, constants, {"num_warps": 1}))
     return found

@@ -23,9 +23,9 @@ SIZES = [(1, 1, 1, 16, 1), (2, 3, 5, 80, 7), (3, 2, 4, 128, 130), (1, 8, 16, 64,
 def inbox(device: str, like: tuple[torch.Tensor, ...], *, by_copies: bool = False) -> Inbox:
     """Host memory for such tensors, full of what nobody may read."""
     pinned = device == "cuda"
-    query, blocks, counts = (torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in like)
+    query, blocks, counts, *tail = (torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in like)
     arrived = None if by_copies else torch.zeros(1, dtype=torch.int32, device=device)
-    return Inbox(query.fill_(math.nan), blocks.fill_(GARBAGE), counts.fill_(GARBAGE), arrived)
+    return Inbox(query.fill_(math.nan), blocks.fill_(GARBAGE), counts.fill_(GARBAGE), arrived, *tail)
 
 
 def given(device: str, batch: int, heads: int, group: int, dim: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -43,28 +43,39 @@ def settle(device: str) -> None:
 
 
 def assert_there(to: Inbox, sent: tuple[torch.Tensor, ...]) -> None:
-    query, blocks, counts = (part.cpu() for part in sent)
+    query, blocks, counts, *tail = (part.cpu() for part in sent)
     assert torch.equal(to.query, query)
     assert torch.equal(to.counts, counts)
+    if tail:
+        assert to.tail is not None
+        assert torch.equal(to.tail, tail[0])
     meant = torch.arange(blocks.shape[2]) < counts[..., None]
     assert torch.equal(to.blocks[meant], blocks[meant])
 
 
 @every_form
 @pytest.mark.parametrize("by_copies", [False, True])
+@pytest.mark.parametrize("with_tail", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_all_of_it_arrives(form: str, by_copies: bool, sizes: Any, request: pytest.FixtureRequest) -> None:
+def test_all_of_it_arrives(
+    form: str, with_tail: bool, by_copies: bool, sizes: Any, request: pytest.FixtureRequest
+) -> None:
     device = device_of(form, request)
     torch.manual_seed(sizes[3])
-    to = inbox(device, given(device, *sizes), by_copies=by_copies)
+
+    def given_all() -> tuple[torch.Tensor, ...]:
+        sent = given(device, *sizes)
+        return (*sent, torch.randn(sent[0].shape[:2]).to(device)) if with_tail else sent
+
+    to = inbox(device, given_all(), by_copies=by_copies)
     flag = torch.zeros(3, 16, dtype=torch.int32, pin_memory=device == "cuda")
     for before, epoch in zip((0, *EPOCHS), EPOCHS, strict=False):  # into the same memory, with a flag and without
-        sent = given(device, *sizes)
+        sent = given_all()
         hand_over(to, *sent)
         settle(device)
         assert_there(to, sent)
         assert int(flag[1, 0]) == before
-        sent = given(device, *sizes)
+        sent = given_all()
         hand_over(to, *sent, flag=flag[1, :1], epoch=torch.tensor([epoch], dtype=torch.int32, device=device))
         settle(device)
         assert_there(to, sent)
@@ -131,6 +142,8 @@ def test_wrong_arguments_are_named() -> None:
         hand_over(to, query, blocks[:, :, :2].contiguous(), counts)
     with pytest.raises(ValueError, match=r"query \(2, 3, 16\) does not fit"):
         hand_over(inbox("cpu", (query[:, :3], blocks, counts)), query[:, :3].contiguous(), blocks, counts)
+    with pytest.raises(ValueError, match=r"tail and to\.tail belong together"):
+        hand_over(to, query, blocks, counts, torch.zeros(2, 4))
     with pytest.raises(ValueError, match="flag and epoch belong together"):
         hand_over(to, query, blocks, counts, flag=one)
     with pytest.raises(TypeError, match=r"flag has dtype torch\.int64"):

@@ -1,10 +1,11 @@
-"""`samples`: keys drawn by their estimated attention, in whole decode steps with one memory."""
+"""`samples`: keys drawn by their estimated attention, in whole decode steps."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import prompt, tiny_model
@@ -12,6 +13,7 @@ from transformers import DynamicCache
 
 import hf_offload
 from hf_offload import Plan
+from hf_offload.cache.checks import Checks
 from hf_offload.policies import quest, scout
 from hf_offload.policies.base import EVER
 
@@ -24,7 +26,9 @@ def always_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw in short contexts, too."""
     for module in (scout, quest):
         monkeypatch.setattr(
-            module, "draw", lambda step, join, samples: Plan(step.attend_drawn(join, samples), until=EVER)
+            module,
+            "draw",
+            lambda step, join, samples, ahead=None: Plan(step.attend_drawn(join, samples, ahead), until=EVER),
         )
 
 
@@ -72,6 +76,104 @@ def test_up_to_so_many_tokens_all_are_attended() -> None:
     cache = hf_offload.HybridCache(model, "scout", block_size=BLOCK, samples=PROMPT + STEPS + BLOCK)
     assert torch.equal(decode(model, cache), want)
     assert cache.stats().as_dict()["attended_tokens"] is None
+
+
+SPLIT = {"tier": "split", "resident": 96, "block_size": BLOCK}
+
+
+@pytest.mark.parametrize("lookahead", ["off", "select", "attend"])
+@pytest.mark.parametrize("options", [{}, {"host_dtype": "int8"}], ids=["plain", "int8"])
+def test_two_memories_draw_from_what_is_not_resident(lookahead: str, options: dict[str, Any]) -> None:
+    """More samples are nearer to full attention, and the device attends all that is resident."""
+    model = tiny_model("llama")
+    knobs = {**SPLIT, "sinks": 16, "recent": 16, "lookahead": lookahead, "synchronous_layers": (0,), **options}
+    full = decode(model, hf_offload.HybridCache(model, "full", block_size=BLOCK), 3, steps=4)[:, 1:3].log_softmax(-1)
+    far, ratios = [], []
+    for samples in (20, 400):
+        cache = hf_offload.HybridCache(model, "scout", samples=samples, **knobs)
+        found = decode(model, cache, 3, steps=4)[:, 1:3].log_softmax(-1)
+        far.append(float((full.exp() * (full - found)).sum(-1).mean()))
+        stats = cache.stats().as_dict()
+        ratios.append(stats["cpu_ratio"])
+        assert stats["attended_tokens"] > 96
+        assert stats["estimated_error"] > 0
+    assert 0 < ratios[0] < ratios[1] < 0.6
+    assert 0 < far[1] < far[0]
+
+
+def test_two_memories_recall_by_the_shares_of_a_draw() -> None:
+    model = tiny_model("llama")
+    cache = hf_offload.HybridCache(model, "scout", samples=200, recall=2, sinks=16, recent=16, **SPLIT)
+    decode(model, cache)
+    assert cache.stats().as_dict()["recalls"] > 4
+    resident = cache.layers[1].resident
+    blocks = cache.layers[1].store.sealed
+    assert (resident.worth[:, :, :blocks] > 0).all()
+    assert resident.worth[:, :, :blocks].sum(-1).max() <= 2
+
+
+def test_what_stats_say_of_a_draw() -> None:
+    model = tiny_model("llama")
+    cache = hf_offload.HybridCache(model, "scout", block_size=BLOCK, check_every=1, **FEW)
+    decode(model, cache, 3)
+    stats = cache.stats().as_dict()
+    assert stats["attended_share"] == pytest.approx(stats["attended_tokens"] / (PROMPT + STEPS / 2), rel=0.1)
+    assert 0 < stats["estimated_error"] < stats["estimated_error_p99"] < 1
+    assert 0 < stats["missed_mass"] < 1 - 0.5 * stats["attended_share"]
+    assert 0 < stats["output_error"] < 1
+    errors = [pair for layer in stats["layers"] for pair in layer["checked_errors"]]
+    assert len(errors) == 3 * 4 * (STEPS - 1)  # rows and heads, of one layer in each step
+    estimated, true = torch.tensor(errors).T
+    assert (true <= 3 * estimated + 1e-3).float().mean() > 0.9
+    assert "missed" in str(cache.stats())
+    fork = cache.fork()
+    assert fork.settings.checks is not None
+    every = hf_offload.HybridCache(model, "full", block_size=BLOCK, check_every=3)
+    decode(model, every)
+    told = every.stats().as_dict()
+    assert told["missed_mass"] == pytest.approx(0, abs=1e-6)
+    assert told["output_error"] < 1e-5
+    assert told["estimated_error"] is None
+
+
+def test_a_check_tells_what_a_budget_misses() -> None:
+    model = tiny_model("gemma3")
+    missed = []
+    for budget in (64, 128):
+        cache = hf_offload.HybridCache(
+            model, "scout", block_size=BLOCK, check_every=1, budget=budget, sinks=16, recent=16
+        )
+        decode(model, cache, 3)
+        missed.append(cache.stats().as_dict()["missed_mass"])
+    assert 0 < missed[1] < missed[0] < 1
+
+
+def test_digests_that_do_not_fit_are_told() -> None:
+    checks = Checks(1, (0, 1))
+    checks.compare(np.full(200, 0.1), np.full(200, 0.9))
+    with pytest.warns(RuntimeWarning, match=r"is off by 90\.0%, estimated were 10\.0%"):
+        checks.compare(np.full(200, 0.1), np.full(200, 0.9))
+    checks.compare(np.full(200, 0.1), np.full(200, 0.9))  # once
+    assert [checks.due(layer, step) for step in range(2) for layer in range(2)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_hgca_finds_again_what_it_did_not_keep(batch: int) -> None:
+    """With all pairs drawn nothing is missed; tokens that are kept are not attended twice."""
+    model = tiny_model("llama")
+    want = decode(model, hf_offload.HybridCache(model, "full", block_size=BLOCK), batch)
+    knobs = {"block_size": BLOCK, "window": 40}
+    paper = decode(model, hf_offload.HybridCache(model, "hgca", **knobs), batch)
+    assert (paper - want).abs().max() > 1e-3
+    cache = hf_offload.HybridCache(model, "hgca", rescue=2 * 10**9, **knobs)
+    found = decode(model, cache, batch)
+    assert 0 < cache.stats().as_dict()["kept_share"] < 1
+    assert torch.equal(found.argmax(-1), want.argmax(-1))
+    assert (found - want).abs().max() <= 1e-5 * max(1.0, want.abs().max().item())
+    some = hf_offload.HybridCache(model, "hgca", rescue=40, **knobs)
+    near = decode(model, some, batch, steps=2)[:, 1]
+    assert (near - want[:, 1]).abs().max() < (paper[:, 1] - want[:, 1]).abs().max()
+    assert 40 < some.stats().as_dict()["attended_tokens"] < PROMPT + 20
 
 
 def test_threads_do_not_change_a_token() -> None:
@@ -122,8 +224,10 @@ def test_drafts_are_steps_of_their_own() -> None:
         ("scout", {"samples": 0}, "samples=0"),
         ("scout", {"samples": 64, "digest": "quest"}, 'needs digest="submean"'),
         ("scout", {"samples": 64, "join": "raw"}, "no share"),
-        ("scout", {"samples": 64, "tier": "split"}, "needs one memory"),
-        ("quest", {"samples": 64, "tier": "split"}, "needs one memory"),
+        ("quest", {"samples": 64, "tier": "split"}, "fetches whole blocks"),
+        ("hgca", {"rescue": 64, "tier": "split"}, "needs one memory"),
+        ("scout", {"samples": 64, "tier": "split", "check_every": 8}, "needs one memory"),
+        ("scout", {"check_every": 0}, "check_every=0"),
     ],
 )
 def test_what_does_not_go_together(name: str, knobs: dict[str, Any], why: str) -> None:

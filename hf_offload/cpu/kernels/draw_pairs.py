@@ -9,7 +9,8 @@ the mean. With τ = 1 / samples, in the order of the positions:
 
 If the first point were random, every pair would be attended with probability min(p / τ, 1), and the weighted sums would
 have no bias, whatever the digest's errors. The first point is fixed at τ / 2: nothing is random. At most
-group · samples + 1 pairs are drawn; sinks, the newest blocks and the blocks without digest are attended whole.
+group · samples + 1 pairs are drawn. With one memory sinks, the newest blocks and the blocks without digest are listed,
+too (`draw_pairs`); with two the resident blocks are attended elsewhere and not drawn from (`draw_missing`).
 
 Tasks are chunks of blocks, as in `block_topk.choose_blocks`; the thread that finishes the last one of a (row, KV head)
 draws. Between the two a pair's mass is kept in 16 bits for each query head.
@@ -18,7 +19,7 @@ draws. Between the two a pair's mass is kept in 16 bits for each query head.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from hf_offload.cpu.kernels.digest_scores import (
     check_digest,
     check_tail,
     chunk_shares,
+    join_chunks,
     soften_chunk,
     tail_of_head,
     write_scores,
@@ -40,6 +42,7 @@ from hf_offload.cpu.launch import (
     I32,
     I64,
     TAGS,
+    U8,
     Array,
     Launch,
     cap_of,
@@ -48,10 +51,21 @@ from hf_offload.cpu.launch import (
     jit,
     kernel,
     require,
-    tag_of,
 )
 from hf_offload.cpu.memory import add_to, address_of, count_up, hold
-from hf_offload.cpu.simd.vectors import lane_max, lane_sum, load, load_f32, splat, store, store_upper, vmax
+from hf_offload.cpu.simd.vectors import (
+    crossed,
+    crossings,
+    get_upper,
+    load,
+    load_f32,
+    log,
+    lowest_bit,
+    splat,
+    store,
+    store_upper,
+    vmax,
+)
 
 MASSES = np.dtype(np.uint16)
 """Of kept masses: bfloat16, as bits."""
@@ -63,60 +77,164 @@ def most_pairs(samples: int, group: int) -> int:
     return group * samples + group * samples // 64 + 2
 
 
+def kept_masses(n_sealed: int, size: int) -> int:
+    """Entries of a row of kept masses: of all pairs, and what the last vector reads beyond."""
+    return (-(-n_sealed // 16) * 16) * size + 16
+
+
+class PairLists(NamedTuple):
+    """Lists of pairs, as a draw writes them and attention reads them.
+
+    Args:
+        pairs: int32 [B, Hkv, C]; pair j is the tokens 2 · j and 2 · j + 1.
+        weights: float32 [B, Hkv, C]: log(τ / p) of a drawn pair, else 0.
+        counts: int32 [B, Hkv].
+    """
+
+    pairs: Array
+    weights: Array
+    counts: Array
+
+    @classmethod
+    def of(cls, batch: int, kv_heads: int, room: int) -> PairLists:
+        """Empty lists with room for so many pairs."""
+        shape = batch, kv_heads, room
+        return cls(np.empty(shape, np.int32), np.empty(shape, np.float32), np.zeros(shape[:2], np.int32))
+
+
+class Unsealed(NamedTuple):
+    """The tokens without digest, whose log mass a draw computes.
+
+    Args:
+        tag: `launch.tag_of` the pool's dtype.
+        block_ptr, holes, valid: as in `sparse_decode`.
+        block_size: tokens of a block.
+    """
+
+    tag: Array
+    block_ptr: Array
+    holes: Array
+    valid: Array
+    block_size: int
+
+
+class Whole(NamedTuple):
+    """What is attended whole and therefore listed: `sink_lo`, `sink_hi`, `recent` as in `select_blocks`."""
+
+    sink_lo: Array
+    sink_hi: Array
+    recent: int
+
+
+class Resident(NamedTuple):
+    """Blocks that are attended elsewhere.
+
+    Args:
+        blocks: int32 [B, Hkv, R], ascending. The last block of a list has no digest, all blocks before that one have.
+        counts: int32 [B, Hkv], at least 1.
+        score: float32 [B, Hkv, N], written: the share of each block, as `choose_blocks` writes it.
+    """
+
+    blocks: Array
+    counts: Array
+    score: Array
+
+
+class Kept(NamedTuple):
+    """Single tokens that are attended elsewhere.
+
+    Args:
+        marks: uint8 [B, Hkv, T], 1 for such a token. A pair of two of them is not drawn.
+        counts: int64 [B · Hkv], how many there are.
+    """
+
+    marks: Array
+    counts: Array
+
+
 @jit
 def _whole(first: int, last: int, pairs: Array, weights: Array, count: int) -> int:
-    """List pairs first..last-1 with weight 1; return the list's new length."""
+    """List pairs first..last-1, whose p / τ is more than 1; return the list's new length."""
     for i in range(first, last):
-        pairs[count], weights[count] = i, np.float32(0.0)
+        pairs[count], weights[count] = i, np.float32(2.0)
         count += 1
     return count
 
 
 @jit
-def draw_head(
-    masses: int, step: int, group: int, factors: Array, mode: int, each: int, first: int, last: int, tau: float,
-    pairs: Array, weights: Array, count: int, limit: int,
-) -> int:  # fmt: skip
-    """List the drawn ones of the pairs first..last-1 of one (row, KV head); return the list's new length.
+def _leave_out(
+    marks: Array, masses: Array, factors: Array, each: int, first: int, last: int, portion: Array
+) -> None:  # fmt: skip
+    """Set the masses [G, N] of the pairs first..last-1 of which both tokens are marked to 0; take them off `portion`.
 
     Args:
-        masses: address of a bfloat16 for each pair, query heads `step` bytes apart.
+        factors, each: as in `draw_head`; portion: [G].
+    """
+    for i in range(first, last):
+        if marks[2 * i] != 0 and marks[2 * i + 1] != 0:
+            for g in range(len(portion)):
+                portion[g] -= get_upper(address_of(masses[g]) + 2 * i) * factors[g, i // each]
+                masses[g, i] = 0
+    hold(masses)
+
+
+@jit
+def draw_head(
+    masses: int, step: int, group: int, factors: Array, mode: int, each: int, first: int, last: int, samples: float,
+    passed: float, pairs: Array, weights: Array, count: int, limit: int,
+) -> tuple[int, float]:  # fmt: skip
+    """List the drawn ones of the pairs first..last-1 of one (row, KV head), with p / τ in place of their weights.
+
+    Args:
+        masses: address of a bfloat16 for each pair, query heads `step` bytes apart; read up to 15 pairs beyond `last`.
         factors: float32 [G, chunks], what turns a chunk's masses into shares.
         mode: a value of `JOINS`: the largest or the mean of the heads' shares.
         each: pairs of a chunk.
-        tau: share of the attention between two points.
-        pairs: int32 [C], weights: float32 [C], logarithms: the list, written from `count` on.
-        limit: the list is no longer; shares that are NaN would list all pairs.
+        samples: 1 / τ.
+        passed: float32, share since the last point, in units of τ; 1/2 at first.
+        pairs: int32 [C], weights: float32 [C]: the list, written from `count` on.
+        limit: the list is no longer.
+
+    Returns:
+        The list's new length, and `passed` after these pairs.
     """
-    left = 0.5 * tau
     lanes, zero = np.empty(16, np.float32), splat(np.float32(0.0))
     for chunk in range(first // each, (last + each - 1) // each):
         begin, end = max(first, chunk * each), min(last, (chunk + 1) * each)
         for i in range(begin, end, 16):
             share = zero
             for g in range(group):
-                mine = load(_SHORT, masses + g * step + 2 * i) * splat(factors[g, chunk])
+                mine = load(_SHORT, masses + g * step + 2 * i) * splat(factors[g, chunk] * np.float32(samples))
                 share = vmax(share, mine) if mode == 0 else share + mine
-            most = lane_max(share)
-            total = np.float64(lane_sum(share))
-            if most < np.float32(tau) and total < left and i + 16 <= end:
-                left -= total
-                continue
-            store(address_of(lanes), share)
-            for lane in range(min(16, end - i)):
-                p = np.float64(lanes[lane])
-                sure = p >= tau
-                if not sure:
-                    left -= p
-                    if left > 0.0:
-                        continue
-                    left += tau
+            if i + 16 > end:
+                store(address_of(lanes), share)
+                for lane in range(end - i, 16):
+                    lanes[lane] = np.float32(0.0)
+                share = load_f32(address_of(lanes))
+            hits = crossings(share, passed)
+            passed = crossed(share, passed)
+            if hits != 0:
+                store(address_of(lanes), share)
+            while hits != 0:
+                lane = lowest_bit(hits)
+                hits &= hits - 1
                 if count < limit:
-                    pairs[count] = i + lane
-                    weights[count] = np.float32(0.0) if sure else np.float32(math.log(tau / p))
+                    pairs[count], weights[count] = i + lane, lanes[lane]
                     count += 1
     hold(lanes)
-    return count
+    return count, passed
+
+
+@jit
+def finish_weights(weights: Array, count: int) -> None:
+    """Turn p / τ into log weights: log(τ / p), 0 where p is at least τ."""
+    zero, place = splat(np.float32(0.0)), address_of(weights)
+    whole = count & ~15
+    for i in range(0, 4 * whole, 64):
+        store(place + i, vmax(zero - log(load_f32(place + i)), zero))
+    for i in range(whole, count):
+        weights[i] = max(np.float32(-math.log(weights[i])), np.float32(0.0))
+    hold(weights)
 
 
 @kernel
@@ -124,40 +242,37 @@ def draw_kernel(
     ticket: Array,
     tasks: int,
     digest: Any,
-    tag: Any,
     full: Any,
     rest: Any,
     query: Array,
-    block_ptr: Array,
     table: Array,
-    holes: Array,
-    valid: Array,
     n_sealed: int,
     n_blocks: int,
     length: int,
-    block_size: int,
     scale: float,
     cap: Any,
     mode: int,
-    tau: float,
+    samples: float,
     masses: Array,
     totals: Array,
     peaks: Array,
     tail: Array,
     factors: Array,
     finished: Array,
-    sink_lo: Array,
-    sink_hi: Array,
-    recent: int,
+    unsealed: Any,
+    whole: Any,
+    resident: Any,
+    kept: Any,
     pairs: Array,
     weights: Array,
     counts: Array,
+    portion: Array,
     tally: Array,
 ) -> None:
-    """One task = one (row, KV head, up to 128 blocks)."""
-    kv_heads = counts.shape[1]
+    """One task = one (row, KV head, up to 128 blocks). Exactly one of `whole` and `resident` is there."""
+    batch, kv_heads = counts.shape
     group = query.shape[1] // kv_heads
-    chunks = max(1, (n_sealed + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
+    chunks = tasks // (batch * kv_heads)
     runs = digest.runs
     size = len(runs)
     row = (min(CHUNK_BLOCKS, n_sealed) + SPARE_BLOCKS) * size
@@ -168,9 +283,12 @@ def draw_kernel(
         if task >= tasks:
             break
         b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
+        sealed = n_sealed
+        if resident is not None:  # the host does not know how far the device is
+            sealed = min(n_sealed, np.int64(resident.blocks[b, h, resident.counts[b, h] - 1]))
         begin = chunk * CHUNK_BLOCKS
-        end = min(begin + CHUNK_BLOCKS, n_sealed)
-        reach, at = min(end + CHUNK_BLOCKS, n_sealed), address_of(scores)
+        end = max(min(begin + CHUNK_BLOCKS, sealed), begin)
+        reach, at = min(end + CHUNK_BLOCKS, sealed), address_of(scores)
         if begin < end:
             write_scores(digest, full, rest, query, group, table, b, h, scale, cap, begin, end, reach, at, 4 * row)
         for g in range(group):
@@ -183,28 +301,59 @@ def draw_kernel(
                 store_upper(to + 2 * i, load_f32(mine + 4 * i))
         if count_up(finished, b * kv_heads + h) == chunks - 1:
             heads = slice(h * group, (h + 1) * group)
-            tail_of_head(
-                tag, full, rest, query[b, heads], block_ptr, table[b], h, kv_heads, n_sealed, length, holes[b],
-                valid[b], block_size, scale, cap, tail[b, heads],
-            )  # fmt: skip
-            for g in range(group):
-                head = h * group + g
-                parts = group if mode == 1 else 1
-                chunk_shares(totals[b, head], peaks[b, head], chunks, tail[b, head], n_sealed, parts, factors[b, head])
-            # Whole: the sinks [low, high) and [late, n_blocks); drawn: those between.
-            low = min(max(sink_lo[b], 0), n_blocks)
-            high = min(max(sink_hi[b], low), n_blocks)
-            late = min(n_sealed, max(low, n_sealed - recent))
-            listed, weight, end_pair = pairs[b, h], weights[b, h], (length + 1) // 2
-            count = _whole(low * size, min(high, late) * size, listed, weight, 0)
-            if high < late:
-                count = draw_head(
-                    address_of(masses[b, h * group]), step, group, factors[b, heads], mode, CHUNK_BLOCKS * size,
-                    high * size, late * size, tau, listed, weight, count, len(listed) - (end_pair - late * size),
+            listed, weight = pairs[b, h], weights[b, h]
+            held, each, passed, count = address_of(masses[b, h * group]), CHUNK_BLOCKS * size, np.float32(0.5), 0
+            if unsealed is not None:
+                tail_of_head(
+                    unsealed.tag, full, rest, query[b, heads], unsealed.block_ptr, table[b], h, kv_heads, sealed,
+                    length, unsealed.holes[b], unsealed.valid[b], unsealed.block_size, scale, cap, tail[b, heads],
                 )  # fmt: skip
-            count = _whole(late * size, end_pair, listed, weight, count)
+            for g in range(group):
+                head, parts = h * group + g, group if mode == 1 else 1
+                chunk_shares(totals[b, head], peaks[b, head], chunks, tail[b, head], sealed, parts, factors[b, head])
+            if whole is not None:
+                # Whole: the sinks [low, high) and [late, n_blocks); drawn: those between.
+                low = min(max(whole.sink_lo[b], 0), n_blocks)
+                high = min(max(whole.sink_hi[b], low), n_blocks)
+                late, last = min(sealed, max(low, sealed - whole.recent)), (length + 1) // 2
+                count = _whole(low * size, min(high, late) * size, listed, weight, 0)
+                if high < late:
+                    limit = len(listed) - (last - late * size)
+                    count, passed = draw_head(
+                        held, step, group, factors[b, heads], mode, each, high * size, late * size, samples, passed,
+                        listed, weight, count, limit,
+                    )  # fmt: skip
+                count = _whole(late * size, last, listed, weight, count)
+                add_to(tally, 0, count)
+                add_to(tally, 2, length)
+            if resident is not None:
+                low, beside = 0, np.int64(resident.counts[b, h]) * size
+                portion[b, heads] = np.float32(0.0)
+                for i in range(resident.counts[b, h]):
+                    high = min(np.int64(resident.blocks[b, h, i]), sealed)
+                    if low < high:
+                        for head in range(h * group, (h + 1) * group):
+                            for n in range(low, high):
+                                portion[b, head] += totals[b, head, n] * factors[b, head, n // CHUNK_BLOCKS]
+                        if kept is not None:
+                            _leave_out(
+                                kept.marks[b, h], masses[b, heads], factors[b, heads], each, low * size, high * size,
+                                portion[b, heads],
+                            )  # fmt: skip
+                        count, passed = draw_head(
+                            held, step, group, factors[b, heads], mode, each, low * size, high * size, samples, passed,
+                            listed, weight, count, len(listed),
+                        )  # fmt: skip
+                    low = high + 1
+                if mode == 1:
+                    portion[b, heads] *= np.float32(group)
+                if kept is not None:
+                    beside += (kept.counts[b * kv_heads + h] + 1) // 2
+                join_chunks(totals[b, heads], peaks[b, heads], tail[b, heads], sealed, mode, resident.score[b, h])
+                add_to(tally, 0, count + beside)
+                add_to(tally, 2, (sealed + 1) * 2 * size)
+            finish_weights(weight, count)
             counts[b, h] = count
-            add_to(tally, 0, count)
             add_to(tally, 1, 1)
         count_up(ticket, 1)
     hold(scores)
@@ -213,26 +362,20 @@ def draw_kernel(
 def draw_pairs(
     query: Array,
     digest: Digest,
-    block_ptr: Array,
     table: Array,
-    holes: Array,
-    valid: Array,
+    unsealed: Unsealed,
+    whole: Whole,
     n_sealed: int,
     length: int,
     masses: Array,
-    sink_lo: Array,
-    sink_hi: Array,
-    recent: int,
     pairs: Array,
     weights: Array,
     counts: Array,
     *,
     samples: int,
     join: str,
-    block_size: int,
     scale: float,
     softcap: float | None,
-    kv_dtype: torch.dtype,
     tally: Array | None = None,
 ) -> Launch:
     """Prepare the draw of pairs of consecutive tokens for each (row, KV head), in ascending order.
@@ -240,31 +383,109 @@ def draw_pairs(
     Args:
         query: float32 [B, Hq, D], D a multiple of 16 up to 256.
         digest: digests with a score for each pair (`SubMeans`).
-        block_ptr, table, holes, valid: as in `sparse_decode`.
+        table: int32 [B, N], physical block of each logical one.
+        unsealed: the tokens without digest; they are listed.
+        whole: blocks that are listed whole.
         n_sealed: blocks 0..n_sealed-1 have digests.
         length: tokens in every row.
-        masses: uint16 [B, Hq, N], N at least the sealed blocks' pairs rounded up to a multiple of 16: scratch.
-        sink_lo, sink_hi, recent: as in `select_blocks`.
-        pairs: int32 [B, Hkv, C], written up to the count: pair j is the tokens 2 · j and 2 · j + 1.
-        weights: float32 [B, Hkv, C], written: log(τ / p) of a drawn pair, else 0.
-        counts: int32 [B, Hkv], written.
+        masses: uint16 [B, Hq, N], N at least `kept_masses(n_sealed, block_size // 2)`: scratch.
+        pairs, weights, counts: a `PairLists`, written.
         samples: 1 / τ.
         join: "max" or "mean".
-        block_size, scale, softcap, kv_dtype: as in `sparse_decode`.
-        tally: int64 [2] or None: the numbers of listed pairs and of lists are added to it.
+        scale, softcap: as in `sparse_decode`.
+        tally: int64 [3] or None: added to it are the numbers of listed pairs, of lists, and of tokens in their rows.
 
     Raises:
         ValueError: an unknown join, a digest without pairs, or shapes that contradict each other or have no room.
         TypeError: an array of another dtype.
     """
-    batch, query_heads, dim = query.shape
-    kv_heads, room = pairs.shape[1:]
-    group = group_size(query_heads, kv_heads)
-    size = block_size // 2
+    (batch, query_heads, _), (kv_heads, room) = query.shape, pairs.shape[1:]
+    block_size, size = unsealed.block_size, unsealed.block_size // 2
+    require("sink_lo", whole.sink_lo, I32, (batch,))
+    require("sink_hi", whole.sink_hi, I32, (batch,))
+    n_blocks = -(-length // block_size)
+    always = max([0, *(whole.sink_hi - whole.sink_lo).tolist()]) + whole.recent + n_blocks - n_sealed
+    least = min(always * size + most_pairs(samples, group_size(query_heads, kv_heads)), n_blocks * size)
+    if whole.recent < 0 or room < least:
+        raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn (recent {whole.recent})")
+    tail = np.empty((batch, query_heads), np.float32)
+    return _draw(
+        query, digest, table, n_sealed, n_blocks, length, masses, tail, unsealed, whole, None, None, pairs, weights,
+        counts, tail, samples, join, scale, softcap, tally,
+    )  # fmt: skip
+
+
+def draw_missing(
+    query: Array,
+    digest: Digest,
+    table: Array,
+    resident: Resident,
+    tail: Array,
+    masses: Array,
+    pairs: Array,
+    weights: Array,
+    counts: Array,
+    portion: Array,
+    *,
+    samples: int,
+    join: str,
+    scale: float,
+    softcap: float | None,
+    unsealed: Unsealed | None = None,
+    length: int = 0,
+    kept: Kept | None = None,
+    tally: Array | None = None,
+) -> Launch:
+    """Prepare the draw of pairs for each (row, KV head) from what is not attended elsewhere, in ascending order.
+
+    The number of blocks with digests is read from the lists of resident blocks when the launch runs.
+
+    Args:
+        table: int32 [B, N]; the launch serves any number of blocks up to N.
+        resident: what is attended elsewhere.
+        tail: float32 [B, Hq], log mass of the tokens without digest. Written with `unsealed`.
+        masses: uint16 [B, Hq, M], M at least `kept_masses(N, S)`, S the pairs of a block: scratch.
+        portion: float32 [B, Hq], written: the share of each head's attention that is not attended elsewhere.
+        unsealed: the tokens without digest, whose mass fills `tail`; length: tokens in every row, with `unsealed`.
+        kept: single tokens that are attended elsewhere.
+        tally: as in `draw_pairs`; what is attended elsewhere counts as listed.
+        query, digest, pairs, weights, counts, samples, join, scale, softcap: as in `draw_pairs`.
+
+    Raises:
+        ValueError, TypeError: as in `draw_pairs`.
+    """
+    (batch, query_heads, _), (kv_heads, room) = query.shape, pairs.shape[1:]
+    most, size = table.shape[-1], len(digest.runs)
+    require("resident.blocks", resident.blocks, I32, (batch, kv_heads, resident.blocks.shape[-1]))
+    require("resident.counts", resident.counts, I32, (batch, kv_heads))
+    require("resident.score", resident.score, F32, (batch, kv_heads, resident.score.shape[-1]))
+    require("tail", tail, F32, (batch, query_heads))
+    require("portion", portion, F32, (batch, query_heads))
+    if kept is not None:
+        require("kept.marks", kept.marks, U8, (batch, kv_heads, kept.marks.shape[-1]))
+        require("kept.counts", kept.counts, I64, (batch * kv_heads,))
+    if resident.score.shape[2] < -(-most // 16) * 16:
+        raise ValueError(f"resident.score {resident.score.shape} has no room for {most} blocks in multiples of 16")
+    least = min(most_pairs(samples, group_size(query_heads, kv_heads)), most * size)
+    if room < least:
+        raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn")
+    return _draw(
+        query, digest, table, most, most, length, masses, tail, unsealed, None, resident, kept, pairs, weights, counts,
+        portion, samples, join, scale, softcap, tally,
+    )  # fmt: skip
+
+
+def _draw(
+    query: Array, digest: Digest, table: Array, n_sealed: int, n_blocks: int, length: int, masses: Array, tail: Array,
+    unsealed: Unsealed | None, whole: Whole | None, resident: Resident | None, kept: Kept | None, pairs: Array,
+    weights: Array, counts: Array, portion: Array, samples: int, join: str, scale: float, softcap: float | None,
+    tally: Array | None,
+) -> Launch:  # fmt: skip
+    (batch, query_heads, dim), (kv_heads, room) = query.shape, pairs.shape[1:]
     if join not in ("max", "mean"):
         raise ValueError(f"join {join!r} is not 'max' or 'mean'")
-    if len(digest.runs) != size:
-        raise ValueError(f"the digest has {len(digest.runs)} scores for blocks of {size} pairs")
+    if len(digest.runs) < 2:
+        raise ValueError("the digest has one score for a block; pairs need a digest with a score for each")
     if samples < 1:
         raise ValueError(f"samples {samples} is not a positive number")
     require("query", query, F32, (batch, query_heads, dim))
@@ -273,29 +494,24 @@ def draw_pairs(
     require("pairs", pairs, I32, (batch, kv_heads, room))
     require("weights", weights, F32, (batch, kv_heads, room))
     require("counts", counts, I32, (batch, kv_heads))
-    require("sink_lo", sink_lo, I32, (batch,))
-    require("sink_hi", sink_hi, I32, (batch,))
-    tally = np.zeros(2, np.int64) if tally is None else tally
-    require("tally", tally, I64, (2,))
+    tally = np.zeros(3, np.int64) if tally is None else tally
+    require("tally", tally, I64, (3,))
     cost = check_digest(digest, query.shape, kv_heads, n_sealed)
-    check_tail(block_ptr, holes, valid, table, dim, n_sealed, length, block_size)
-    padded = -(-n_sealed // 16) * 16
-    if not 0 <= n_sealed <= table.shape[1] or padded * size > masses.shape[2]:
+    if unsealed is not None:
+        if len(digest.runs) != unsealed.block_size // 2:
+            raise ValueError(f"the digest has {len(digest.runs)} scores for blocks of {unsealed.block_size // 2} pairs")
+        first = 0 if whole is None else n_sealed
+        check_tail(unsealed.block_ptr, unsealed.holes, unsealed.valid, table, dim, first, length, unsealed.block_size)
+    if not 0 <= n_sealed <= table.shape[1] or kept_masses(n_sealed, len(digest.runs)) > masses.shape[2]:
         raise ValueError(f"n_sealed {n_sealed} exceeds table {table.shape} or masses {masses.shape}")
-    n_blocks = -(-length // block_size)
-    always = max([0, *(sink_hi - sink_lo).tolist()]) + recent + n_blocks - n_sealed
-    least = min(always * size + most_pairs(samples, group), n_blocks * size)
-    if recent < 0 or room < least:
-        raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn (recent {recent})")
-    full, rest = head_tiles(group)
-    chunks = max(1, -(-n_sealed // CHUNK_BLOCKS))
+    full, rest = head_tiles(group_size(query_heads, kv_heads))
+    chunks, padded = max(1, -(-n_sealed // CHUNK_BLOCKS)), -(-n_sealed // 16) * 16
     peaks = np.empty((batch, query_heads, chunks), np.float32)
     totals, factors = np.empty((batch, query_heads, padded), np.float32), np.empty_like(peaks)
-    finished, tail = np.zeros(batch * kv_heads, np.int64), np.empty((batch, query_heads), np.float32)
+    finished = np.zeros(batch * kv_heads, np.int64)
     args = (
-        digest, tag_of(kv_dtype), full, rest, query, block_ptr, table, holes, valid, int(n_sealed), n_blocks,
-        int(length), int(block_size), float(scale), cap_of(softcap), JOINS[join], 1.0 / samples, masses, totals, peaks,
-        tail, factors, finished, sink_lo, sink_hi, int(recent), pairs, weights, counts,
-        tally,
+        digest, full, rest, query, table, int(n_sealed), n_blocks, int(length), float(scale), cap_of(softcap),
+        JOINS[join], float(samples), masses, totals, peaks, tail, factors, finished, unsealed, whole, resident, kept,
+        pairs, weights, counts, portion, tally,
     )  # fmt: skip
     return Launch(draw_kernel, batch * kv_heads * chunks, args, cost, counters=finished)

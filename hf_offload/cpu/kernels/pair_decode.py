@@ -2,18 +2,35 @@
 
 A pair is the tokens 2 · j and 2 · j + 1, which lie side by side in their block. The log weight is added to both scores.
 Otherwise as `sparse_decode.py`: parts, softmax steps and their merge.
+
+Drawn pairs, those with a weight above 0, also tell how far the softmax's sum Z may be off. Each of k drawn pairs stands
+for about the same attention; y, what it adds to Z, differs where the digest was wrong. The variance of Σ y is estimated
+as in sampling with replacement (Hansen and Hurwitz 1943), plus that of where the last point falls:
+
+    error = sqrt(k / (k - 1) · (Σ y² - (Σ y)² / k) + (Σ y / k)² / 12) / Z
+
+A single drawn pair has no variance: its error is y / Z.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_offload.cpu.kernels.block import clear_scores, shrink_sums, soften_scores, softmax_step
+from hf_offload.cpu.kernels.block import (
+    bend_weights,
+    clear_scores,
+    scale_weights,
+    shrink_sums,
+    soften_scores,
+    softmax_step,
+)
 from hf_offload.cpu.kernels.packed import unpack_tokens
 from hf_offload.cpu.kernels.parts import (
+    NO_KBAR,
     PART_TOKENS,
     PARTS,
     clear_part,
@@ -28,7 +45,9 @@ from hf_offload.cpu.kernels.sparse_decode import check_lists
 from hf_offload.cpu.launch import (
     F32,
     I32,
+    I64,
     TAGS,
+    U8,
     Array,
     Launch,
     cap_of,
@@ -37,9 +56,10 @@ from hf_offload.cpu.launch import (
     jit,
     kernel,
     require,
+    reserve,
     tag_of,
 )
-from hf_offload.cpu.memory import LINE, address_of, count_up, hold, prefetch
+from hf_offload.cpu.memory import LINE, add_to, address_of, count_up, get, hold, prefetch, put
 from hf_offload.cpu.simd.register_tiles import (
     dot_quad,
     load_columns,
@@ -49,9 +69,23 @@ from hf_offload.cpu.simd.register_tiles import (
     store_quads,
     store_tile,
 )
-from hf_offload.cpu.simd.vectors import MASKED, NOTHING, choose_less, load_f32, splat, store
+from hf_offload.cpu.simd.vectors import (
+    MASKED,
+    NOTHING,
+    choose_less,
+    fma,
+    lane_sum,
+    load_f32,
+    run_totals,
+    splat,
+    store,
+)
 
 STEP = 64  # pairs of a softmax step
+ERROR_BINS, ERROR_STEPS, LEAST_ERROR = 96, 4, -20
+"""A tally counts errors in bins, `ERROR_STEPS` an octave, from 2 ** LEAST_ERROR on."""
+_PAIR = (0, 0)
+_NO_MARKS = np.empty((0, 0, 0), np.uint8)
 _FLOAT = TAGS[torch.float32]
 
 
@@ -102,20 +136,76 @@ def _add_rows(
 
 
 @jit
+def _rows_of(
+    pair: int, block_ptr: Array, table: Array, h: int, block_size: int, line: int, holes: Array, length: int,
+    packed: Any,
+) -> tuple[int, int, int, bool]:  # fmt: skip
+    """A pair's first token, the addresses of its key and value, and whether the two tokens must be checked.
+
+    In place of the addresses, where blocks are packed: the address of the record, and the token's number in it.
+    """
+    token = 2 * np.int64(pair)
+    block, offset = token // block_size, token % block_size
+    place = record_of(block_ptr[table[block]], h, 2 * block_size * line, packed)
+    checked = holes[block] != 0 or token + 2 > length
+    if packed is not None:
+        return token, place, offset, checked
+    key = place + offset * line
+    return token, key, key + block_size * line, checked
+
+
+@jit
+def _add_all(
+    tag: Any, full: Any, rest: Any, group: int, rows: Array, first: int, tokens: int, ahead: int, dim: int,
+    weights: int, stride: int, sums: int,
+) -> None:  # fmt: skip
+    """`_add_rows` for all heads of a group."""
+    done = 0
+    while done < group:
+        at, to = weights + done * stride, sums + 4 * done * dim
+        if done + len(full) <= group:
+            _add_rows(tag, full, rows, first, tokens, ahead if done == 0 else len(rows), dim, at, stride, to)
+            done += len(full)
+        else:
+            _add_rows(tag, rest, rows, first, tokens, ahead if done == 0 else len(rows), dim, at, stride, to)
+            done += len(rest)
+
+
+@jit
+def _add_drawn(group: int, weights: int, stride: int, pairs: int, drawn: int, fades: int, sums: int) -> None:
+    """Add a step's drawn pairs to Σ y [G] and Σ y² [G] at `sums`, relative to the heads' peaks.
+
+    Args:
+        weights: address of the step's softmax weights, 0 up to a multiple of 32 tokens.
+        drawn: address of float32, 1 for a drawn pair, else 0.
+        fades: address of what multiplies earlier weights [G].
+    """
+    for g in range(group):
+        total, square = splat(np.float32(0.0)), splat(np.float32(0.0))
+        for i in range(0, pairs, 16):
+            y = run_totals(weights + g * stride + 8 * i, _PAIR) * load_f32(drawn + 4 * i)
+            total, square = total + y, fma(y, y, square)
+        fade, one, two = get(fades + 4 * g), sums + 4 * g, sums + 4 * (group + g)
+        put(one, get(one) * fade + lane_sum(total))
+        put(two, get(two) * fade * fade + lane_sum(square))
+
+
+@jit
 def attend_rows(
-    tag: Any, full: Any, rest: Any, group: int, keys: Array, values: Array, added: Array, first: int, tokens: int,
-    ahead: int, query: int, dim: int, cap: float, scores: int, state: int, sums: int,
+    tag: Any, full: Any, rest: Any, group: int, keys: Array, values: Array, added: Array, drawn: Array, first: int,
+    tokens: int, ahead: int, query: int, dim: int, cap: float, scores: int, state: int, sums: int, kbar: int,
 ) -> None:  # fmt: skip
     """Attend the tokens first..first+tokens-1 of the lists as one softmax step.
 
     Args:
         keys, values: int64, the tokens' addresses; added: float32, what is added to their scores, MASKED: none.
+        drawn: float32, by pairs, as for `_add_drawn`.
         ahead: place in the lists of the tokens to prefetch; beyond the end: none.
         query: address of the scaled queries [G, D].
-        scores: address of scratch float32 [G, 2 · STEP].
-        state: peaks, masses and fades [G] each; sums: float32 [G, D].
+        scores: address of scratch float32 [2, G, 2 · STEP].
+        state: peaks, masses, fades, Σ y and Σ y² [G] each; sums: float32 [G, D]; kbar: the same of keys, 0: not wanted.
     """
-    stride, padded = 8 * STEP, (tokens + 15) & ~15
+    stride, padded = 8 * STEP, (tokens + 31) & ~31
     nothing, none = splat(NOTHING), splat(MASKED)
     done = 0
     while done < group:
@@ -126,8 +216,11 @@ def attend_rows(
         else:
             _score_rows(tag, rest, keys, first, tokens, ahead if done == 0 else len(keys), at, dim, to, stride)
             done += len(rest)
+    bent = scores + group * stride
     if cap > 0.0:
         soften_scores(group, scores, stride, padded, cap)
+        if kbar != 0:
+            bend_weights(group, scores, bent, stride, padded, cap)
     for g in range(group):
         for i in range(0, padded, 16):
             more, place = load_f32(address_of(added) + 4 * (first + i)), scores + g * stride + 4 * i
@@ -135,16 +228,48 @@ def attend_rows(
     clear_scores(group, scores, stride, tokens, padded)
     fades = state + 8 * group
     softmax_step(group, scores, stride, padded, state, state + 4 * group, fades)
+    _add_drawn(group, scores, stride, padded // 2, address_of(drawn) + 2 * first, fades, state + 12 * group)
     shrink_sums(group, sums, dim, fades)
-    done = 0
-    while done < group:
-        at, to = scores + done * stride, sums + 4 * done * dim
-        if done + len(full) <= group:
-            _add_rows(tag, full, values, first, tokens, ahead if done == 0 else len(values), dim, at, stride, to)
-            done += len(full)
+    _add_all(tag, full, rest, group, values, first, tokens, ahead, dim, scores, stride, sums)
+    if kbar != 0:
+        shrink_sums(group, kbar, dim, fades)
+        if cap > 0.0:
+            scale_weights(group, bent, scores, stride, padded)
+            _add_all(tag, full, rest, group, keys, first, tokens, len(keys), dim, bent, stride, kbar)
         else:
-            _add_rows(tag, rest, values, first, tokens, ahead if done == 0 else len(values), dim, at, stride, to)
-            done += len(rest)
+            _add_all(tag, full, rest, group, keys, first, tokens, len(keys), dim, scores, stride, kbar)
+
+
+@jit
+def _errors(first: int, rows: int, step: int, group: int, state: int, k: int, portion: Array,
+            errors: Array, tally: Array) -> None:  # fmt: skip
+    """Write the heads' errors [G] from `rows` merged parts, and count them (see the module's description).
+
+    Args:
+        first, step: address of the first part's result and their distance; state: offset of the peaks in each.
+        k: number of drawn pairs.
+        portion: [G], as in `attend_pairs`.
+    """
+    for g in range(group):
+        total, square = 0.0, 0.0
+        for row in range(rows):
+            at = first + row * step + state + 4 * g
+            share = np.float64(get(at + 8 * group))
+            total += share * get(at + 12 * group)
+            square += share * share * get(at + 16 * group)
+        error = 0.0
+        if k == 1:
+            error = total
+        elif k > 1:
+            spread = max(square - total * total / k, 0.0) * k / (k - 1)
+            error = math.sqrt(spread + (total / k) ** 2 / 12)
+        error *= portion[g]
+        errors[g] = error
+        if error < 1e3:  # not NaN
+            octaves = math.log2(error) - LEAST_ERROR if error > 0.0 else 0.0
+            add_to(tally, 0, 1)
+            add_to(tally, 1, np.int64(error * 2.0**32))
+            add_to(tally, 2 + min(max(np.int64(octaves * ERROR_STEPS), 0), ERROR_BINS - 1), 1)
 
 
 @kernel
@@ -162,9 +287,14 @@ def pair_kernel(
     counts: Array,
     holes: Array,
     valid: Array,
+    skipped: Array,
     length: int,
     out: Array,
     lse: Array,
+    kbar: Array,
+    portion: Array,
+    errors: Array,
+    tally: Array,
     block_size: int,
     scale: float,
     cap: float,
@@ -177,60 +307,77 @@ def pair_kernel(
     dim, kv_heads = query.shape[2], counts.shape[1]
     group = query.shape[1] // kv_heads
     line = dim * tag.itemsize
-    record = 2 * block_size * line
+    wants_kbar, skips = kbar.shape[0] > 0, skipped.shape[0] > 0
     part, partial_step = 4 * group * dim, 4 * partial.shape[1]
-    state_offset = partial_state(group, dim, False)
-    most = 2 * (most_part_blocks(pairs.shape[2], parts, 2, STEP) + STEP)
-    keys, values, added = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most + 16, np.float32)
-    # Scratch: the scaled query, the scores of a step, a row of zeros, and where blocks are packed a step's keys and
-    # values in float32.
+    state_offset = partial_state(group, dim, wants_kbar)
+    most = 2 * (most_part_blocks(pairs.shape[2], parts, 2, STEP) + 2 * STEP)
+    keys, values, added = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most + 32, np.float32)
+    drawn = np.zeros(most // 2 + 16, np.float32)
+    # Scratch: the scaled query, the scores of a step twice, a row of zeros, and where blocks are packed a step's keys
+    # and values in float32.
     spare = 0 if packed is None else 16 * STEP * dim
-    scratch = np.empty((64 + part + 8 * STEP * group + 4 * dim + spare) // 4 + 16, np.float32)
+    scratch = np.empty((64 + part + 16 * STEP * group + 4 * dim + spare) // 4 + 16, np.float32)
     queries = (address_of(scratch) + 63) & ~63
     scores = queries + part
-    zero = scores + 8 * STEP * group
+    zero = scores + 16 * STEP * group
     spare = zero + 4 * dim
     for d in range(0, 4 * dim, 64):
         store(zero + d, splat(np.float32(0.0)))
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         head = task // parts
         b, h = head // kv_heads, head % kv_heads
         begin, mine = part_of(task, parts, 2, STEP, counts)
         sums = address_of(partial) + task * partial_step
+        key_sums = sums + part if wants_kbar else 0
         state = sums + state_offset
         source = address_of(query) + head * part
         for place in range(0, part, 64):
             store(queries + place, load_f32(source + place) * splat(np.float32(scale)))
-        clear_part(sums, dim, group, False)
+        clear_part(sums, dim, group, wants_kbar)
+        for i in range(2 * group):
+            put(state + 12 * group + 4 * i, np.float32(0.0))
         for i in range(mine):
-            token, weight = 2 * np.int64(pairs[b, h, begin + i]), weights[b, h, begin + i]
-            block, offset = token // block_size, token % block_size
-            place = record_of(block_ptr[table[b, block]], h, record, packed)
-            checked = holes[b, block] != 0 or token + 2 > length
+            weight = weights[b, h, begin + i]
+            token, key, value, checked = _rows_of(
+                pairs[b, h, begin + i], block_ptr, table[b], h, block_size, line, holes[b], length, packed
+            )
+            drawn[i] = np.float32(1.0) if weight > np.float32(0.0) else np.float32(0.0)
             for j in range(2):
                 at = 2 * i + j
                 added[at] = weight
-                if checked and (token + j >= length or valid[b, token + j] == 0):
+                if (checked or skips) and (
+                    token + j >= length or valid[b, token + j] == 0 or (skips and skipped[b, h, token + j] != 0)
+                ):
                     added[at], keys[at], values[at] = MASKED, zero, zero
                 elif packed is not None:
-                    keys[at], values[at] = place, offset + j
+                    keys[at], values[at] = key, value + j
                 else:
-                    keys[at] = place + (offset + j) * line
-                    values[at] = keys[at] + block_size * line
+                    keys[at], values[at] = key + j * line, value + j * line
             if packed is None and i < STEP:
                 _fetch(keys[2 * i], 2 * line)
                 _fetch(values[2 * i], 2 * line)
         for at in range(2 * mine, 2 * (mine + STEP)):  # is scored, or prefetched, and not attended
             keys[at] = values[at] = zero
+        following = reserve(ticket, tasks)
+        if packed is None and following < tasks and mine > 0:
+            # The last step prefetches the first pairs of the next part, from where its own next step would lie.
+            start, ahead = part_of(following, parts, 2, STEP, counts)
+            next_b, next_h = following // parts // kv_heads, following // parts % kv_heads
+            at = (mine + STEP - 1) // STEP * STEP
+            for i in range(min(ahead, STEP)):
+                _, key, value, _ = _rows_of(
+                    pairs[next_b, next_h, start + i], block_ptr, table[next_b], next_h, block_size, line,
+                    holes[next_b], length, packed,
+                )  # fmt: skip
+                for j in range(2):
+                    keys[2 * (at + i) + j], values[2 * (at + i) + j] = key + j * line, value + j * line
         for first in range(0, 2 * mine, 2 * STEP):
             tokens = min(2 * STEP, 2 * mine - first)
             if packed is None:
                 attend_rows(
-                    tag, full, rest, group, keys, values, added, first, tokens, first + 2 * STEP, queries, dim, cap,
-                    scores, state, sums,
+                    tag, full, rest, group, keys, values, added, drawn, first, tokens, first + 2 * STEP, queries, dim,
+                    cap, scores, state, sums, key_sums,
                 )  # fmt: skip
             else:
                 for i in range(first, first + tokens):
@@ -239,19 +386,29 @@ def pair_kernel(
                         unpack_tokens(packed, tag, keys[i], key, value, values[i], 1, dim, block_size)
                         keys[i], values[i] = key, value
                 attend_rows(
-                    _FLOAT, full, rest, group, keys, values, added, first, tokens, len(keys), queries, dim, cap, scores,
-                    state, sums,
+                    _FLOAT, full, rest, group, keys, values, added, drawn, first, tokens, len(keys), queries, dim, cap,
+                    scores, state, sums, key_sums,
                 )  # fmt: skip
         if count_up(finished, head) == parts - 1:
+            origin, heads = address_of(partial) + head * parts * partial_step, slice(h * group, (h + 1) * group)
             merge_parts(
-                address_of(partial) + head * parts * partial_step, parts, partial_step, dim, group, False,
-                lse[b, h * group : (h + 1) * group], address_of(out) + head * part, 0,
+                origin, parts, partial_step, dim, group, wants_kbar, lse[b, heads], address_of(out) + head * part,
+                address_of(kbar) + head * part,
+            )  # fmt: skip
+            k = 0
+            for i in range(counts[b, h]):
+                k += int(weights[b, h, i] > np.float32(0.0))
+            _errors(
+                origin, parts, partial_step, group, state_offset, k, portion[b, heads], errors[b, heads],
+                tally,
             )  # fmt: skip
         count_up(ticket, 1)
+        task = following if following < tasks else count_up(ticket, 0)
     hold(scratch)
     hold(keys)
     hold(values)
     hold(added)
+    hold(drawn)
     hold(partial)
 
 
@@ -267,21 +424,31 @@ def attend_pairs(
     length: int,
     out: Array,
     lse: Array,
+    kbar: Array | None,
     *,
     kv_dtype: torch.dtype,
     block_size: int,
     scale: float,
     softcap: float | None,
     packed: Any = None,
+    skipped: Array | None = None,
+    portion: Array | None = None,
+    errors: Array | None = None,
+    tally: Array | None = None,
 ) -> Launch:
     """Prepare softmax attention of one query token of each row to listed pairs.
 
     Args:
-        pairs: int32 [B, Hkv, C], each at most once; entries from the count on are ignored.
-        weights: float32 [B, Hkv, C], added to both scores of a pair, after the softcap.
-        counts: int32 [B, Hkv], number of pairs.
-        query, block_ptr, table, holes, valid, length, out, lse, kv_dtype, block_size, scale, softcap, packed: as in
-            `sparse_decode`.
+        pairs, weights, counts: a `draw_pairs.PairLists`, each pair at most once; entries from the count on are ignored.
+            Weights are added to both scores of a pair, after the softcap; above 0: the pair is drawn.
+        query, block_ptr, table, holes, valid, length, out, lse, kbar, kv_dtype, block_size, scale, softcap, packed: as
+            in `sparse_decode`.
+        skipped: uint8 [B, Hkv, T], 1 for tokens that are not attended; None: all are.
+        portion: float32 [B, Hq], the share of a head's attention that the listed pairs stand for; None: all of it.
+        errors: float32 [B, Hq] or None, written: the estimated standard error of the sum of exp(score) of all keys, as
+            a share of that sum.
+        tally: int64 [2 + ERROR_BINS] or None: added to it are the number of errors, their sum in units of 2 ** -32, and
+            how many there are in each bin.
 
     Raises:
         ValueError: shapes that contradict each other, a memory layout or a size that the kernel does not cover.
@@ -294,13 +461,29 @@ def attend_pairs(
     require("pairs", pairs, I32, (batch, kv_heads, room))
     require("weights", weights, F32, (batch, kv_heads, room))
     require("counts", counts, I32, (batch, kv_heads))
+    if kbar is None:
+        kbar = NO_KBAR
+    else:
+        require("kbar", kbar, F32, query.shape)
+    skipped = _NO_MARKS if skipped is None else skipped
+    if len(skipped):
+        require("skipped", skipped, U8, (batch, kv_heads, skipped.shape[-1]))
+        if skipped.shape[2] < length:
+            raise ValueError(f"skipped {skipped.shape} covers fewer tokens than length {length}")
+    portion = np.ones((batch, query_heads), np.float32) if portion is None else portion
+    errors = np.empty((batch, query_heads), np.float32) if errors is None else errors
+    tally = np.zeros(2 + ERROR_BINS, np.int64) if tally is None else tally
+    require("portion", portion, F32, (batch, query_heads))
+    require("errors", errors, F32, (batch, query_heads))
+    require("tally", tally, I64, (2 + ERROR_BINS,))
     tag = tag_of(kv_dtype)
     heads = batch * kv_heads
     parts = max(1, min(-(-2 * room // PART_TOKENS), PARTS // heads))  # of shapes alone, as in `sparse_decode`
-    partial = partial_results(heads * parts, query_heads // kv_heads, dim, False)
+    partial = partial_results(heads * parts, query_heads // kv_heads, dim, kbar is not NO_KBAR, 2)
     finished = np.zeros(heads, np.int64)
     args = (
-        tag, full, rest, query, block_ptr, table, pairs, weights, counts, holes, valid, int(length), out, lse,
-        int(block_size), float(scale), cap_of(softcap) or 0.0, parts, partial, finished, packed,
+        tag, full, rest, query, block_ptr, table, pairs, weights, counts, holes, valid, skipped, int(length), out, lse,
+        kbar, portion, errors, tally, int(block_size), float(scale), cap_of(softcap) or 0.0, parts, partial, finished,
+        packed,
     )  # fmt: skip
     return Launch(pair_kernel, heads * parts, args, heads * 2 * room * 2 * dim * tag.itemsize, counters=finished)

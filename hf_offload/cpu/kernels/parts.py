@@ -19,9 +19,9 @@ PART_TOKENS, PARTS = 512, 64
 NO_KBAR = np.empty((0, 0, 0), np.float32)
 
 
-def partial_results(count: int, group: int, dim: int, wants_kbar: bool) -> Array:
-    """An uninitialised array for `count` partial results, one for each row."""
-    width = group * (dim * (2 if wants_kbar else 1) + 3)
+def partial_results(count: int, group: int, dim: int, wants_kbar: bool, more: int = 0) -> Array:
+    """An uninitialised array for `count` partial results, one for each row, with `more` numbers for each head."""
+    width = group * (dim * (2 if wants_kbar else 1) + 3 + more)
     return np.empty((count, -(-width // 16) * 16), np.float32)
 
 

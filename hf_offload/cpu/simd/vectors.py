@@ -326,6 +326,53 @@ def run_totals(typing: Any, address: Any, runs: Any) -> Any:
     return VECTOR(types.int64, runs), emit
 
 
+def _emit_passed(builder: Any, x: Any, passed: Any) -> Any:
+    """The running sums of the lanes below 1, on top of what has passed before them."""
+    zero = constant(0.0)
+    sums = builder.select(builder.fcmp_ordered("<", x, constant(1.0)), x, zero)
+    for step in (1, 2, 4, 8):
+        earlier = shuffle(builder, sums, zero, [lane - step if lane >= step else LANES for lane in range(LANES)])
+        sums = builder.fadd(sums, earlier)
+    return builder.fadd(sums, emit_splat(builder, passed))
+
+
+@lowered
+def crossings(typing: Any, x: Any, passed: Any) -> Any:
+    """A bit for each lane of at least 1, and for each other one in which the running sum of those passes an integer.
+
+    The sum begins at `passed`, float32 below 1. Lanes are not negative; NaN counts as 0.
+    """
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        sums = _emit_passed(builder, *args)
+        whole = builder.fptosi(sums, WORDS)
+        none = ir.Constant(WORDS, [0] * LANES)
+        before = shuffle(builder, whole, none, [lane - 1 if lane else LANES for lane in range(LANES)])
+        sure = builder.fcmp_ordered(">=", args[0], constant(1.0))
+        hit = builder.or_(builder.icmp_signed(">", whole, before), sure)
+        return builder.zext(builder.bitcast(hit, BITS16), ir.IntType(64))
+
+    return types.int64(VECTOR, types.float32), emit
+
+
+@lowered
+def crossed(typing: Any, x: Any, passed: Any) -> Any:
+    """What has passed after the lanes of `crossings`: the fraction of the running sum, float32."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        sums = _emit_passed(builder, *args)
+        last = builder.extract_element(sums, ir.Constant(BITS32, LANES - 1))
+        return builder.fsub(last, builder.sitofp(builder.fptosi(last, BITS32), FLOAT))
+
+    return types.float32(VECTOR, types.float32), emit
+
+
+@lowered
+def lowest_bit(typing: Any, bits: Any) -> Any:
+    """The number of the lowest bit that is set, of an int64 that is not 0."""
+    return types.int64(types.int64), lambda c, b, sig, args: b.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+
 def _operator(symbol: Any, instruction: str) -> None:
     @infer_global(symbol)
     class _Typing(AbstractTemplate):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hf_offload.attention.cpu_partial import CpuPartial
+from hf_offload.cpu.kernels import draw_pairs
+from hf_offload.cpu.kernels.pair_decode import attend_pairs
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
 from hf_offload.policies.base import Partial, RunningPartial, Selection
@@ -45,10 +48,15 @@ def _attention(retained: RetainedTokens, query: np.ndarray, out: np.ndarray, lse
 # --- one memory ------------------------------------------------------------------------------------------------------
 
 
-def queue_attention(step: CpuStep, window: Selection) -> tuple[Partial, ...]:
-    """Queue attention to the window and to the retained tokens.
+def queue_attention(step: CpuStep, window: Selection, samples: int | None) -> tuple[Partial, ...]:
+    """Queue attention to the window, to the retained tokens, and to pairs drawn from the others.
 
     Where the step has a token of its own, the averages of the window's tokens take in its weights.
+
+    Args:
+        step: of the layer.
+        window: blocks of the window.
+        samples: as for `HGCA.rescue`.
     """
     mass: TokenMass = step.state
     query, scores = step.buffers.query, None
@@ -69,7 +77,39 @@ def queue_attention(step: CpuStep, window: Selection) -> tuple[Partial, ...]:
         step.add(_attention(retained, query, *target, step.scores), "attention to retained tokens")
         step.as_long_as(lambda: mass.retained is retained and all(map(operator.is_, retained.arrays, arrays)))
         found.append(target)
+    if samples is not None and window.blocks[0, 0, 0] > 0 and step.store.sealed and step.digests.frozen:
+        found.append(_queue_rescue(step, mass, window, samples))
     return tuple(found)
+
+
+def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: int) -> Partial:
+    """Queue the draw of pairs among the tokens that are neither in the window nor retained, and their attention."""
+    store, view, query = step.store, step.view, step.buffers.query
+    (batch, heads, _), kv_heads, width = query.shape, store.num_kv_heads, store.table.shape[1]
+    kept, counts = mass.kept, mass.retained.counts
+    step.as_long_as(lambda: mass.kept is kept and mass.retained.counts is counts)
+    pairs, buffer = step.block_size // 2, step.layer.settings.buffer
+    lists = draw_pairs.PairLists.of(
+        batch, kv_heads, min(draw_pairs.most_pairs(samples, heads // kv_heads), width * pairs)
+    )
+    score = buffer("scores of blocks", (batch, kv_heads, width), np.dtype(np.float32))
+    masses = buffer("masses of pairs", (batch, heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
+    tail, portion = np.empty((batch, heads), np.float32), np.empty((batch, heads), np.float32)
+    draw = draw_pairs.draw_missing(
+        query, store.digests.arrays(query, step.scores.scale), store.table,
+        draw_pairs.Resident(window.blocks, window.counts, score), tail, masses, *lists, portion, samples=samples,
+        join="max", **step.scores._asdict(), unsealed=step.unsealed(), length=step.length,
+        kept=draw_pairs.Kept(kept, counts), tally=step.layer.stats.drawn,
+    )  # fmt: skip
+    step.add(draw, "the draw of pairs", length=True)
+    target = step.room()
+    attention = attend_pairs(
+        query, view.block_ptr, view.table, *lists, view.holes, view.valid, mass.evicted * step.block_size, *target,
+        None, kv_dtype=store.dtype, block_size=step.block_size, **step.scores._asdict(), packed=store.format.packed,
+        skipped=kept, portion=portion, tally=step.layer.stats.errors,
+    )  # fmt: skip
+    step.add(attention, "attention to drawn pairs")
+    return target
 
 
 def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
@@ -138,12 +178,12 @@ class RetainedPart(CpuPartial):
         self.layer.mirror.pause()
         self.query.copy_(query, non_blocking=True)
 
-    def launch(self, scores: Scores) -> Launch:
-        return self.make_launch(scores)  # lists may have grown at any step
+    def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:
+        return make(scores)  # lists may have grown at any step
 
-    def make_launch(self, scores: Scores) -> Launch:
+    def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         assert self._retained is not None
-        return _attention(self._retained, self.query.numpy(), self.out.numpy(), self.lse.numpy(), scores)
+        return (_attention(self._retained, self.query.numpy(), self.out.numpy(), self.lse.numpy(), scores),)
 
 
 def attend_on_both_sides(step: SplitStep, window: Selection | None) -> tuple[Partial | RunningPartial, ...]:

@@ -53,6 +53,9 @@ class HGCA(Policy):
         prompt_queries: A of a prompt's tokens is the mean over so many of its last queries; None: 1/alpha.
         reevaluate: False: an append changes nothing about the host's tokens (a control).
         sinks: first tokens of a row that are always kept.
+        rescue: attend also pairs of keys drawn, as by `samples` of `Scout`, from the tokens that are neither in the
+            window nor kept, so that a query finds what it asks for. It needs one memory. None (the paper's): these
+            tokens are not attended before the next append.
 
     Raises:
         ValueError: a knob has a value that is not allowed, or both `window` and `gpu_ratio` are given.
@@ -71,6 +74,7 @@ class HGCA(Policy):
     prompt_queries: int | None = 128
     reevaluate: bool = True
     sinks: int = 0
+    rescue: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -90,6 +94,13 @@ class HGCA(Policy):
         check_flag("reevaluate", self.reevaluate)
         check_tokens("append_run", self.append_run, least=0)
         check_tokens("sinks", self.sinks, least=0)
+        if self.rescue is not None:
+            check_tokens("rescue", self.rescue)
+
+    def check(self, *, block_size: int, two: bool) -> None:
+        super().check(block_size=block_size, two=two)
+        if two and self.rescue is not None:
+            raise ValueError(f"rescue={self.rescue} needs one memory; leave it out, or use scout, which draws with two")
 
     @property
     def rule(self) -> RetentionRule:
@@ -98,7 +109,9 @@ class HGCA(Policy):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(leaves_out=self.beta > 0, learns_from_prompts=True)
+        return Requirements(
+            leaves_out=self.beta > 0, digest=None if self.rescue is None else "submean", learns_from_prompts=True
+        )
 
     def window_tokens(self, length: int) -> int | None:
         if self.gpu_ratio is not None:
@@ -134,7 +147,7 @@ class HGCA(Policy):
         if step.layer.has_slots:
             return Plan(attend_on_both_sides(cast("SplitStep", step), step.split(window)[0]))
         step.as_long_as(lambda: mass.evicted == first)
-        return Plan(queue_attention(cast("CpuStep", step), window), until=EVER)
+        return Plan(queue_attention(cast("CpuStep", step), window, self.rescue), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:
         return step.blocks_from(step.state.evicted)

@@ -11,7 +11,7 @@ from tiny import prompt, tiny_model
 from typer.testing import CliRunner
 
 import common
-import fidelity
+import quality
 from hf_offload import Scout, measuring
 
 TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
@@ -19,17 +19,18 @@ TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
 
 def lines(*points: tuple[float, float, float, float]) -> list[dict[str, Any]]:
     names = ("kl", "host", "device", "ms")
-    return [{"row": str(i), **dict(zip(names, point, strict=True))} for i, point in enumerate(points)]
+    return [{"row": str(i), "read": None, **dict(zip(names, point, strict=True))} for i, point in enumerate(points)]
 
 
 def test_fronts_and_the_cheapest() -> None:
     rows = lines((0.0, 9, 9, 9), (0.01, 2, 4, 5), (0.02, 2, 3, 6), (0.5, 1, 1, 1))
-    fidelity.fronts(rows)
+    quality.fronts(rows)
     assert [row["front"] for row in rows] == ["host device ms", "host device ms", "device", "host device ms"]
-    table = {line["KL at most"]: line for line in fidelity.best(rows)}
+    table = {line["KL at most"]: line for line in quality.best(rows)}
     assert table[0.02]["device"] == "2 (3)"
     assert table[0.02]["ms"] == "1 (5)"
     assert table[0.005]["host"] == "0 (9)"
+    assert table[0.005]["read"] is None
 
 
 def test_divergence_by_hand() -> None:
@@ -72,7 +73,7 @@ def test_every_row_is_measured_and_a_stopped_run_goes_on(tmp_path: Any, monkeypa
     monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), None))
     monkeypatch.setattr(common, "text_of", lambda kind, prose: kind)
     monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: ids[:, :tokens])
-    measure, asked = fidelity.measure, []
+    measure, asked = quality.measure, []
 
     def stops(model: Any, row: Any, *others: Any) -> dict[str, Any]:
         asked.append(row.name)
@@ -80,20 +81,37 @@ def test_every_row_is_measured_and_a_stopped_run_goes_on(tmp_path: Any, monkeypa
             raise KeyboardInterrupt
         return measure(model, row, *others)
 
-    monkeypatch.setattr(fidelity, "measure", stops)
-    out = tmp_path / "fidelity.csv"
+    monkeypatch.setattr(quality, "measure", stops)
+    out = tmp_path / "quality.csv"
     rows = ["--row", "full", "--row", "scout:budget=192,recent=0", "--row", "h2o:heavy=0.1"]
-    options = [*rows, "--tokens", "220", "--steps", "6", "--kinds", "code", "--windows", "1", "--out", str(out)]
-    assert CliRunner().invoke(common.command(fidelity.main), options).exit_code != 0
-    result = CliRunner().invoke(common.command(fidelity.main), options)
+    options = [*rows, "--contexts", "220", "--steps", "6", "--kinds", "code", "--out", str(out)]
+    assert CliRunner().invoke(common.command(quality.main), options).exit_code != 0
+    result = CliRunner().invoke(common.command(quality.main), options)
     assert result.exit_code == 0, result.output
     assert asked == ["full", "scout:budget=192,recent=0", "scout:budget=192,recent=0", "h2o:heavy=0.1"]
     with out.open(encoding="utf-8") as file:
         found = list(csv.DictReader(file))
     assert [line["row"] for line in found] == rows[1::2]
     assert float(found[0]["kl"]) < 1e-5 < float(found[1]["kl"])
+    assert float(found[0]["read"]) == pytest.approx(228 * TOKEN / 8 / 1024)
     assert out.with_suffix(".png").stat().st_size > 0
     assert not out.with_suffix(".jsonl").exists()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("row", ["scout:samples=4096,sinks=16,recent=16,block_size=16", "full"])
+def test_what_a_row_costs(row: str) -> None:
+    """In both memories; every pair is drawn, so that nothing is missed."""
+    model, ids = tiny_model("llama"), prompt(1, 300)[0]
+    context = quality.Context(model, ids, [290], 290)
+    full = context.decode(common.FULL, context.make_cache(common.FULL), 0, 6)[1]
+    line = quality.measure(context, common.row_of(row), full, 6, None)
+    assert max(line["kl"], line["kl_split"]) < 1e-5
+    assert line["top1"] == 1
+    assert line["read"] * 8 * 1024 >= 290 * TOKEN
+    assert (line["attended"] is not None) == row.startswith("scout")
+    assert line["device"] > 0
+    assert line["ms"] > 0
 
 
 @pytest.mark.parametrize(
@@ -110,15 +128,15 @@ def test_what_cannot_be_run_is_told_before_a_text_is_read(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, row: str, told: str
 ) -> None:
     monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), None))
-    monkeypatch.setattr(measuring, "read", lambda *_: pytest.fail("a text was read"))
-    options = ["--row", "full", "--row", row, "--kinds", "code", "--out", str(tmp_path / "fidelity.csv")]
-    result = CliRunner().invoke(common.command(fidelity.main), options)
+    monkeypatch.setattr(quality.Context, "__init__", lambda *_: pytest.fail("a text was read"))
+    options = ["--row", "full", "--row", row, "--kinds", "code", "--out", str(tmp_path / "quality.csv")]
+    result = CliRunner().invoke(common.command(quality.main), options)
     assert result.exit_code == 2, result.output
     assert told in " ".join(result.output.replace("│", " ").split())
 
 
 def test_the_papers_form_is_that_of_scout() -> None:
-    rows = fidelity.variants(1024)
+    rows = quality.variants(1024)
     assert Scout(**{k: v for k, v in rows["paper"].options.items() if k != "tier"}) == Scout.paper(budget=1024)
     assert Scout(**rows["paper-off"].options) == Scout.paper(budget=1024, lookahead="off")
     assert all(("tier" in row.options) == (row.options.get("lookahead", "off") != "off") for row in rows.values())

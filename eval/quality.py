@@ -1,0 +1,234 @@
+"""What does each policy and budget lose against full attention, and what does it cost: which is the best choice where?
+
+    python eval/quality.py
+    python eval/quality.py --rows budgets --contexts 2k,6k --kinds prose --windows 1 --prose novel.txt
+    python eval/quality.py --row scout:budget=1024,block_size=16 --row scout:samples=512 --contexts 32k --read 6k
+
+Full attention reads a window of real text; every row takes that over (`hgca` and others that learn from a prompt read
+it themselves) and is fed what follows, token by token, as if it had been generated: KL(full‖row) and how often the most
+likely token is the same. With `--read` longer contexts repeat a shorter text (see `context_attention.py`). Beside that
+stands what a step costs:
+
+read    KiB of keys, values and digests that a KV head of a layer reads, by arithmetic
+host    MiB that a step reads in host memory: what the CPU attends, what is brought to the device, digests there
+device  MiB of keys, values and digests in the device's memory
+ms      median of a step
+
+`attended` is the mean number of tokens that a row and KV head attends, where keys are drawn.
+
+Without a GPU `host` and `device` come from two memories on the CPU (`tier="split"`), as `kl_split` does, and all else
+from one memory, where a row allows that and `--tier` asks for no other. A row is on the front of a cost if none is
+nearer to full attention for less of it. At the end a table says which row is cheapest below each KL. A run that was
+stopped goes on where it was.
+
+`methods` are some rows of each method; `variants` the rows of ScoutAttention: choosing and attending a layer ahead,
+int8, the paper's form; `budgets` many of each policy.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+
+import common
+from context_attention import WARM_UP, Context, read_bytes
+from hf_offload import measuring
+from hf_offload.measuring import divergence
+from plotting import lines, plot
+
+PAPER = {"digest": "quest", "join": "raw", "synchronous_layers": (0,), "correction": False, "smoothing": 0.0}
+"""`Scout.paper()`, but for its budget and lookahead."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "scout-off": {"lookahead": "off"},
+    "scout-off-int8": {"lookahead": "off", "host_dtype": "int8"},
+    "scout-select": {"lookahead": "select"},
+    "scout-select-sync0": {"lookahead": "select", "synchronous_layers": (0,)},
+    "scout-attend": {"lookahead": "attend"},
+    "scout-attend-sync0": {"lookahead": "attend", "synchronous_layers": (0,)},
+    "scout-attend-uncorrected": {"lookahead": "attend", "correction": False},
+    "paper": PAPER | {"lookahead": "attend"},
+    "paper-off": PAPER | {"lookahead": "off"},
+}
+METHODS = (
+    *(f"scout:budget={budget}" for budget in (512, 1024, 2048)),
+    *(f"scout:samples={samples}" for samples in (128, 256, 512, 1024)),
+    "quest:budget=1024",
+    "hgca:gpu_ratio=0.25",
+    *(f"hgca:gpu_ratio=0.25,rescue={samples}" for samples in (128, 512)),
+    "fixed_hybrid:budget=0.1",
+    "window:budget=1024",
+)
+BUDGETS = (
+    "full",
+    "full:host=fetch",
+    *(f"window:budget={budget}" for budget in (512, 1024, 2048)),
+    *(f"scout:budget={budget}" for budget in (256, 512, 1024, 2048)),
+    *(f"scout:samples={samples}" for samples in (64, 128, 256, 512, 1024)),
+    *(f"quest:budget={budget}" for budget in (512, 1024, 2048)),
+    *(f"infinigen:alpha={alpha}" for alpha in (2, 4, 6)),
+    *(f"h2o:heavy={share},recent={share}" for share in (0.05, 0.1, 0.2)),
+    *(f"hgca:gpu_ratio={ratio}" for ratio in (0.05, 0.1, 0.25)),
+    *(f"fixed_hybrid:budget={share}" for share in (0.02, 0.05, 0.1, 0.2)),
+)
+COSTS = {
+    "read": "KiB read, a head and step",
+    "host": "MiB read of the host, a step",
+    "device": "MiB on the device",
+    "ms": "ms a step",
+}
+LIMITS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
+
+
+def variants(budget: int) -> dict[str, common.Row]:
+    """ScoutAttention's rows at a budget, and a window of it."""
+    rows = {"window": common.Row("window", "window", {"budget": budget})}
+    for name, knobs in VARIANTS.items():
+        two = {} if knobs["lookahead"] == "off" else {"tier": "split"}  # a predicted query needs two memories
+        rows[name] = common.Row(name, "scout", {"budget": budget} | knobs | two)
+    return rows
+
+
+def measure(context: Context, row: common.Row, full: torch.Tensor, steps: int, tier: str | None) -> dict[str, Any]:
+    """What one row loses and costs in one context; full attention's log-probabilities are `[N, B, V]`."""
+    model = context.model
+    tiers = [tier] if tier or model.device.type != "cpu" else ["split", "one"]
+    tiers = [row.options["tier"]] if "tier" in row.options else tiers
+    line: dict[str, Any] = {}
+    for one in tiers:
+        options = {**row.options, **({} if one is None else {"tier": one})}
+        try:
+            cache: Any = context.make_cache(common.Row(row.name, row.policy, options))
+        except ValueError:
+            if len(tiers) == 1 or one == "one":
+                raise
+            continue  # a method that needs one memory
+        times, mine = context.decode(row, cache, 0, steps)
+        kl, top1 = divergence(mine, full)
+        host, stats = measuring.host_bytes(cache), cache.stats().as_dict()
+        if host is not None:
+            line |= {"kl_split": float(kl.mean()), "host": host / 2**20, "device": stats["device_bytes"] / 2**20}
+        lines = cache.layers[0].store.num_kv_heads * len(cache.layers) * len(context.lengths)
+        line |= {"kl": float(kl.mean()), "top1": top1, "ms": statistics.median(times["step"])}
+        line |= {"read": read_bytes(model, row, cache)[0] / lines / 2**10, "attended": stats["attended_tokens"]}
+    return line
+
+
+def fronts(found: list[dict[str, Any]]) -> None:
+    """Note in each line on which fronts it is: nothing is nearer to full attention at no more of that cost."""
+    for line in found:
+        line["front"] = " ".join(
+            cost
+            for cost in COSTS
+            if line[cost] is not None
+            and not any(
+                other["kl"] <= line["kl"] and other[cost] <= line[cost]
+                and (other["kl"], other[cost]) != (line["kl"], line[cost])
+                for other in found
+                if other[cost] is not None
+            )
+        )  # fmt: skip
+
+
+def best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cheapest row of those below each KL, for each cost."""
+    table = []
+    for limit in LIMITS:
+        if near := [line for line in found if line["kl"] <= limit]:
+            told = {}
+            for cost in COSTS:
+                costly = [line for line in near if line[cost] is not None]
+                least = min(costly, key=lambda line: line[cost], default=None)
+                told[cost] = None if least is None else f"{least['row']} ({least[cost]:.4g})"
+            table.append({"KL at most": limit} | told)
+    return table
+
+
+def main(
+    rows: common.RowsOption = ["methods"],  # noqa: B006
+    budget: Annotated[int, typer.Option(help="Tokens that a step of the variants attends.")] = 1024,
+    contexts: common.ContextsOption = "6k",
+    read: Annotated[
+        str | None, typer.Option(help="Tokens of text in a longer context, which repeats them.", show_default="all")
+    ] = None,
+    steps: common.StepsOption = 192,
+    windows: Annotated[int, typer.Option(min=1, max=3, help="Windows of each kind.")] = 1,
+    kinds: common.KindsOption = common.KINDS,
+    tier: common.TierOption = None,
+    *,
+    setting: common.TextSetting = common.EXACT_TEXT,
+) -> None:
+    """Compare policies with full attention, teacher-forced, and say what they cost."""
+    own = variants(budget)
+    known = own | {"variants": tuple(own), "budgets": BUDGETS, "methods": METHODS}
+    chosen, lengths = common.rows_of(rows, known=known), common.numbers(contexts)
+    most = max(lengths) if read is None else common.numbers(read)[0]
+    places = [
+        (length, kind, start)
+        for length in lengths
+        for kind in common.kinds_of(kinds)
+        for start in common.OFFSETS[kind][:windows]
+    ]
+    size = {"text_tokens": most, "steps": steps, "tier": tier}
+    records = setting.records(("row", "context", "kind", "start"), chosen, **size, budget=budget, prose=setting.source)
+    model, tokenizer = setting.load()
+    model.set_attn_implementation("hybrid_sparse")
+    common.check_rows(chosen, model)
+    with tqdm(total=len(places) * len(chosen)) as bar, torch.inference_mode():
+        for length, kind, start in places:
+            context: Context | None = None
+            full: torch.Tensor | None = None
+            for row in chosen:
+                bar.set_description(f"{length:,} tokens of {kind}, {row.name}")
+                key = {"row": row.name, "context": length, "kind": kind, "start": start}
+                if context is None and records.key(key) not in records.found:
+                    ids = setting.window(tokenizer, kind, start, min(length, most) + steps + WARM_UP)
+                    context = Context(model, ids.to(model.device), [length], most)
+                    full = context.decode(common.FULL, context.make_cache(common.FULL), 0, steps + WARM_UP)[1]
+                records.once(
+                    key, lambda row=row, context=context, full=full: measure(context, row, full, steps + WARM_UP, tier)
+                )
+                bar.update()
+            setting.write([record | size for record in records.found.values()])
+    found = []
+    for length in lengths:
+        here = []
+        for row in chosen:
+            mine = [r for r in records.found.values() if (r["row"], r["context"]) == (row.name, length)]
+            each = {c: [r[c] for r in mine if r.get(c) is not None] for c in ("kl", "top1", "attended", *COSTS)}
+            means = {c: statistics.mean(values) if values else None for c, values in each.items()}
+            here.append({"context": length, "row": row.name, **means})
+        fronts(here)
+        common.show(f"against full attention at {length:,} tokens, means over the texts", here)
+        if table := best(here):
+            common.show("the cheapest row below each KL", table)
+        found += here
+    draw(found, setting.beside(".png"))
+    records.remove()
+
+
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """KL against what a head reads, a plot a context, and against the time of a step; a line a method."""
+    points = sorted(({**line, "method": _method(line["row"])} for line in found), key=lambda one: one["kl"])
+    contexts = list(dict.fromkeys(line["context"] for line in found))
+    panels = [(length, cost) for cost in ("read", "ms") for length in contexts]
+    with plot(path, 2, len(contexts), figsize=(5.5 * len(contexts), 8), sharey=True, squeeze=False) as axes:
+        for one, (length, cost) in zip(axes.flat, panels, strict=True):
+            lines(one, [point for point in points if point["context"] == length], cost, "kl", by="method")
+            one.set(xscale="log", yscale="log", xlabel=COSTS[cost], title=f"{length:,} tokens")
+        axes[0, 0].set(ylabel="KL to full attention")
+        axes[0, 0].legend(fontsize="small")
+
+
+def _method(row: str) -> str:
+    """The name of a row's curve: its policy, and whether keys are drawn."""
+    policy, _, knobs = row.partition(":")
+    return policy + next((f", {knob}" for knob in ("samples", "rescue") if f"{knob}=" in knobs), "")
+
+
+if __name__ == "__main__":
+    common.command(main)()
