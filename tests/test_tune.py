@@ -116,7 +116,7 @@ def test_every_setting_around_every_rung_makes_a_cache() -> None:
 def test_the_smallest_number_of_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(model: Any, policy: str, options: dict[str, Any], readings: Any) -> Trial:
         kl = 0.7 / options["samples"] if "samples" in options else 0.0 if policy == "full" else 1.0
-        return Trial(policy, options, kl, 0.0, kl, 1.0, 1.0 if "samples" in options else 2.0, None, 7)
+        return Trial(policy, options, kl, 0.0, kl, 1.0, options.get("samples", 9999) / 1000, None, 7)
 
     monkeypatch.setattr(tuning, "_trial", fake)
     monkeypatch.setattr(tuning, "_time", lambda *_: None)

@@ -154,7 +154,7 @@ class DrawnPartial(CpuPartial):
     def share(self, step: Any) -> torch.Tensor:
         """Return the drawn tokens as a share of all that were attended: fp32 `[]` on the device, after `partial`."""
         drawn = 2 * self.drawn.to(step.query.device, non_blocking=True).sum(dtype=torch.float32)
-        here = (step.resident.block_of >= 0).sum(dtype=torch.float32) * step.block_size
+        here: torch.Tensor = (step.resident.block_of >= 0).sum(dtype=torch.float32) * step.block_size
         return drawn / (drawn + here)
 
     def block_shares(self) -> torch.Tensor:

@@ -93,7 +93,7 @@ def _announced(items: Array, item: int, epoch: int) -> bool:
     if np.int32(load_flag(items[item, READY]) - epoch) < 0:
         return False
     after = items[item, AFTER]
-    return after == 0 or np.int32(load_flag(after) - epoch) >= 0
+    return bool(after == 0 or np.int32(load_flag(after) - epoch) >= 0)
 
 
 @jit

@@ -349,7 +349,7 @@ def test_a_captured_step_outlives_rejected_drafts(llama: PreTrainedModel) -> Non
     ids, mask = prompt(1, 120)
     rows = []
     for captured in (False, True):
-        knobs = AHEAD | {"block_size": 16, "sinks": 16, "recent": 16, "budget": 96, "resident": 96, "tier": "split"}
+        knobs = AHEAD | {"block_size": 16, "sinks": 16, "recent": 16, "budget": 96, "resident": 80, "tier": "split"}
         cache = HybridCache(llama, "scout", **knobs)
         if captured:
             cache.graph, cache._graphed = StepGraph(cache, CpuRecorder), graphed(llama)

@@ -181,8 +181,8 @@ def _leave_out(
 @jit
 def draw_head(
     masses: int, step: int, group: int, factors: Array, mode: int, each: int, first: int, last: int, samples: float,
-    passed: float, pairs: Array, weights: Array, count: int, limit: int,
-) -> tuple[int, float]:  # fmt: skip
+    passed: Any, pairs: Array, weights: Array, count: int, limit: int,
+) -> tuple[int, Any]:  # fmt: skip
     """List the drawn ones of the pairs first..last-1 of one (row, KV head), with p / τ in place of their weights.
 
     Args:
@@ -283,7 +283,7 @@ def draw_kernel(
         if task >= tasks:
             break
         b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
-        sealed = n_sealed
+        sealed: Any = n_sealed
         if resident is not None:  # the host does not know how far the device is
             sealed = min(n_sealed, np.int64(resident.blocks[b, h, resident.counts[b, h] - 1]))
         begin = chunk * CHUNK_BLOCKS
@@ -327,24 +327,25 @@ def draw_kernel(
                 add_to(tally, 0, count)
                 add_to(tally, 2, length)
             if resident is not None:
-                low, beside = 0, np.int64(resident.counts[b, h]) * size
+                start: Any = 0
+                beside: Any = np.int64(resident.counts[b, h]) * size
                 portion[b, heads] = np.float32(0.0)
                 for i in range(resident.counts[b, h]):
-                    high = min(np.int64(resident.blocks[b, h, i]), sealed)
-                    if low < high:
+                    stop: Any = min(np.int64(resident.blocks[b, h, i]), sealed)
+                    if start < stop:
                         for head in range(h * group, (h + 1) * group):
-                            for n in range(low, high):
+                            for n in range(start, stop):
                                 portion[b, head] += totals[b, head, n] * factors[b, head, n // CHUNK_BLOCKS]
                         if kept is not None:
                             _leave_out(
-                                kept.marks[b, h], masses[b, heads], factors[b, heads], each, low * size, high * size,
+                                kept.marks[b, h], masses[b, heads], factors[b, heads], each, start * size, stop * size,
                                 portion[b, heads],
                             )  # fmt: skip
                         count, passed = draw_head(
-                            held, step, group, factors[b, heads], mode, each, low * size, high * size, samples, passed,
+                            held, step, group, factors[b, heads], mode, each, start * size, stop * size, samples, passed,
                             listed, weight, count, len(listed),
                         )  # fmt: skip
-                    low = high + 1
+                    start = stop + 1
                 if mode == 1:
                     portion[b, heads] *= np.float32(group)
                 if kept is not None:

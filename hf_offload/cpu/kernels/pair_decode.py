@@ -139,7 +139,7 @@ def _add_rows(
 def _rows_of(
     pair: int, block_ptr: Array, table: Array, h: int, block_size: int, line: int, holes: Array, length: int,
     packed: Any,
-) -> tuple[int, int, int, bool]:  # fmt: skip
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """A pair's first token, the addresses of its key and value, and whether the two tokens must be checked.
 
     In place of the addresses, where blocks are packed: the address of the record, and the token's number in it.
@@ -267,9 +267,10 @@ def _errors(first: int, rows: int, step: int, group: int, state: int, k: int, po
         errors[g] = error
         if error < 1e3:  # not NaN
             octaves = math.log2(error) - LEAST_ERROR if error > 0.0 else 0.0
+            number: Any = min(max(np.int64(octaves * ERROR_STEPS), 0), ERROR_BINS - 1)
             add_to(tally, 0, 1)
             add_to(tally, 1, np.int64(error * 2.0**32))
-            add_to(tally, 2 + min(max(np.int64(octaves * ERROR_STEPS), 0), ERROR_BINS - 1), 1)
+            add_to(tally, 2 + number, 1)
 
 
 @kernel

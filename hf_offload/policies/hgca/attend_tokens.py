@@ -96,7 +96,7 @@ def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: in
     masses = buffer("masses of pairs", (batch, heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
     tail, portion = np.empty((batch, heads), np.float32), np.empty((batch, heads), np.float32)
     draw = draw_pairs.draw_missing(
-        query, store.digests.arrays(query, step.scores.scale), store.table,
+        query, step.digests.arrays(query, step.scores.scale), store.table,
         draw_pairs.Resident(window.blocks, window.counts, score), tail, masses, *lists, portion, samples=samples,
         join="max", **step.scores._asdict(), unsealed=step.unsealed(), length=step.length,
         kept=draw_pairs.Kept(kept, counts), tally=step.layer.stats.drawn,
