@@ -271,6 +271,31 @@ def budget_kl() -> str:
     )
 
 
+def quality_table() -> str:
+    """KL and attended tokens by text, of rows of one length."""
+    kinds, lines = ("prose", "documentation", "code"), []
+    for name in names(rows("quality")):
+        policy, knobs = setting(name)
+        cells = []
+        for kind in kinds:
+            one = row("quality", row=name, kind=kind)
+            cells += [number(one["kl"]), number(float(one["read"]))]
+        lines.append([f"{policy}, `{knobs}`", *cells])
+    return table(["", *(cell for kind in kinds for cell in (f"KL, {kind}", "KiB"))], lines)
+
+
+def samples_table() -> str:
+    """KL and attended tokens of `scout` by text."""
+    kinds, lines = ("prose", "documentation", "code"), []
+    for name in [one for one in names(rows("quality")) if one.startswith("scout:")]:
+        knobs, cells = setting(name)[1], []
+        for kind in kinds:
+            one = row("quality", row=name, kind=kind)
+            cells += [number(one["kl"]), number(one["attended"] or knobs.partition("=")[2], 4)]
+        lines.append([f"`{knobs}`", *cells])
+    return table(["", *(cell for kind in kinds for cell in (f"KL, {kind}", "tokens"))], lines)
+
+
 def needles_table() -> str:
     def found(name: str, task: str) -> str:
         one = row("needle", row=name, task=task)
@@ -656,6 +681,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "results-needles": needles_table,
     "results-second-turn": second_turn_table,
     "results-fidelity": fidelity_table,
+    "scout-samples": samples_table,
+    "choosing-quality": quality_table,
     "results-context": context_table,
     "results-perplexity": perplexity_table,
     "results-ruler": ruler_table,

@@ -125,6 +125,7 @@ class HybridCache(Cache):
             check_graph(model, self.policy, config)
         stock = stock_layers(config)
         two = two_memories(model, tier)
+        self.policy = self.policy.with_defaults(two=two)
         self.policy.check(block_size=block_size, two=two)
         check_choice("digest", self.policy.requirements.digest, (None, *DIGESTS))
         held = held_layers(config, stock)

@@ -218,6 +218,7 @@ def memory_of(
         raise ValueError(f"{', '.join(sorted(others))}: not part of a plan; leave it out")
     memory = {name: options[name] for name in MEMORY_KNOBS if name in options}
     chosen = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
+    chosen = chosen.with_defaults(two=two)
     size, tile = memory.get("block_size"), memory.get("prefill_tile", 4096)
     size = chosen.block_size if size is None else size
     check_sizes(size, tile, memory.get("host_dtype"))

@@ -341,6 +341,10 @@ class Policy(ABC):
                 f"blocks of {block_size}; raise budget or lower sinks, recent or block_size"
             )
 
+    def with_defaults(self, *, two: bool) -> Policy:
+        """Return this policy for one or two memories, with the defaults that depend on their number."""
+        return self
+
     def for_memories(self, *, two: bool) -> Policy:
         """Return this policy for a loaded cache, without knobs that need two memories and affect no token."""
         return self

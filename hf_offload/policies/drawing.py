@@ -10,20 +10,20 @@ from hf_offload.policies.base import EVER, Plan
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
 
-BUDGET = 2048
-"""Tokens of a budget that neither `budget` nor `samples` gives."""
+BUDGET, SAMPLES = 2048, 512
+"""Of policies for which neither `budget` nor `samples` is given: tokens, and points."""
 
 
-def check_samples(budget: int | None, samples: int | None, digest: str, join: str) -> int | None:
-    """Check the knobs of these names; return the budget in tokens, None with samples.
+def check_samples(budget: int | None, samples: int | None, digest: str, join: str) -> None:
+    """Check the knobs of these names.
 
     Raises:
-        ValueError: a wrong value, both of them, or another knob that does not go with samples.
+        ValueError: a wrong value, both of the first two, or another knob that does not go with samples.
     """
     if samples is None:
-        budget = BUDGET if budget is None else budget
-        check_tokens("budget", budget)
-        return budget
+        if budget is not None:
+            check_tokens("budget", budget)
+        return
     check_tokens("samples", samples)
     if budget is not None:
         raise ValueError(
@@ -34,7 +34,6 @@ def check_samples(budget: int | None, samples: int | None, digest: str, join: st
         raise ValueError(f'digest={shown(digest)} has no score for pairs of keys; samples needs digest="submean"')
     if join == "raw":
         raise ValueError('join="raw" is no share of the attention; samples needs join="max" or "mean"')
-    return None
 
 
 def draw(step: Step, join: str, samples: int, ahead: Any = None) -> Plan:

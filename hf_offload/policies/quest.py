@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_tokens
 from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
-from hf_offload.policies.drawing import check_samples, draw
+from hf_offload.policies.drawing import BUDGET, check_samples, draw
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -53,7 +53,8 @@ class Quest(Policy):
         drawn = self.samples is not None
         digest = ("submean" if drawn else "quest") if self.digest is None else self.digest
         join = ("max" if drawn else "raw") if self.join is None else self.join
-        budget = check_samples(self.budget, self.samples, digest, join)
+        budget = BUDGET if self.budget is None and not drawn else self.budget
+        check_samples(budget, self.samples, digest, join)
         for name, value in (("digest", digest), ("join", join), ("budget", budget)):
             object.__setattr__(self, name, value)
         check_tokens("sinks", self.sinks, least=0)

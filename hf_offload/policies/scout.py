@@ -12,7 +12,7 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection
-from hf_offload.policies.drawing import check_samples, draw
+from hf_offload.policies.drawing import BUDGET, SAMPLES, check_samples, draw
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -66,11 +66,12 @@ class Scout(Policy):
     running CPU ratio.
 
     Args:
-        budget: tokens that each row and KV head attends; sinks, recent tokens and the open block included. None: 2048,
-            unless `samples` says how many.
-        samples: attend pairs of keys drawn by their estimated attention in place of the best blocks: a pair with at
-            least 1 / samples of a head's attention, and of the others one for each 1 / samples of their sum, with the
-            weight of what it stands for (`cpu.kernels.draw_pairs`). With two memories the device attends all that is
+        budget: attend the best blocks of so many tokens for each row and KV head; sinks, recent tokens and the open
+            block included (the paper's).
+        samples: in place of a budget, attend pairs of keys drawn by their estimated attention: a pair with at least
+            1 / samples of a head's attention, and of the others one for each 1 / samples of their sum, with the weight
+            of what it stands for (`cpu.kernels.draw_pairs`). Neither given: samples=512 with one memory; with two, and
+            with another digest or `join="raw"`, budget=2048. With two memories the device attends all that is
             resident, and the CPU draws from what is not; digests lie on the host. It needs `digest="submean"`.
         digest: `"submean"`, `"quest"` (the paper's) or `"mean"`.
         join: how the query heads of a KV head are joined: `"max"`, `"mean"`: of the softmax of each head's scores;
@@ -115,7 +116,7 @@ class Scout(Policy):
     place_queries: int = 16
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", check_samples(self.budget, self.samples, self.digest, self.join))
+        check_samples(self.budget, self.samples, self.digest, self.join)
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("recent", self.recent, least=0)
         check_tokens("place_queries", self.place_queries)
@@ -180,6 +181,12 @@ class Scout(Policy):
                 f'lookahead={self.lookahead!r} needs two memories; use tier="split", a model on a GPU, or '
                 'lookahead="auto"'
             )
+
+    def with_defaults(self, *, two: bool) -> Scout:
+        if self.budget is not None or self.samples is not None:
+            return self
+        drawn = not two and self.digest == "submean" and self.join != "raw"
+        return replace(self, samples=SAMPLES) if drawn else replace(self, budget=BUDGET)
 
     def for_memories(self, *, two: bool) -> Scout:
         return self if two or self.lookahead == "auto" else replace(self, lookahead="off")

@@ -11,6 +11,8 @@ import common
 import context_attention
 import cpu_ratio
 import decode
+import error_estimate
+import extraction
 import frames
 import needle
 import perplexity
@@ -22,6 +24,8 @@ import soak
 MAINS = [
     cpu_ratio.main,
     decode.main,
+    error_estimate.main,
+    extraction.main,
     needle.main,
     perplexity.main,
     quality.main,

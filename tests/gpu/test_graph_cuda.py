@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +17,8 @@ import hf_offload
 from hf_offload import HybridCache, WorkerError
 from hf_offload.attention.cuda_graph import StepGraph
 from hf_offload.cpu import serving
+from hf_offload.gpu.handover import wait_for_flag
+from hf_offload.gpu.merge import HostPartial, merge
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, RECALLS, TASKS, TILES, stream_for
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +35,15 @@ POLICIES = {
     "scout-select": ("scout", {**SCOUT, "lookahead": "select", "synchronous_layers": (0,)}),
     "scout-attend": ("scout", AHEAD),
     "scout-quest": ("scout", {**AHEAD, "digest": "quest", "join": "raw", "recall": 3}),
+    "scout-drawn": ("scout", {"samples": 60, "sinks": 16, "recent": 16, "lookahead": "off"}),
+    "scout-drawn-select": (
+        "scout",
+        {"samples": 60, "sinks": 16, "recent": 16, "lookahead": "select", "synchronous_layers": (0,)},
+    ),
+    "scout-drawn-attend": (
+        "scout",
+        {"samples": 60, "sinks": 16, "recent": 16, "lookahead": "attend", "synchronous_layers": (0,)},
+    ),
     "scout-all-int8": ("scout", {**AHEAD, "attend_resident": "all", "host_dtype": "int8"}),
 }
 
@@ -81,6 +93,42 @@ def test_hand_overs_that_are_late_change_nothing(policy: str, graph: bool) -> No
     ]
     assert torch.equal(runs[0][0], runs[1][0])
     assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_a_replayed_merge_sees_what_the_cpu_wrote_last() -> None:
+    """The CPU writes another partial for each replay, for each third one while the replay waits for it."""
+    batch, heads, dim, far = 2, 8, 128, 64
+    out, lse = torch.zeros(batch, heads, 1, dim, device="cuda"), torch.zeros(batch, heads, 1, device="cuda")
+    query = torch.zeros(batch, heads, dim, device="cuda")
+    host = HostPartial(torch.zeros(batch, heads, dim).pin_memory(), torch.zeros(batch, heads).pin_memory())
+    flag, late = (torch.zeros(1, 16, dtype=torch.int32).pin_memory()[:, 0] for _ in range(2))
+    epoch = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def step() -> torch.Tensor:
+        epoch.add_(1)
+        wait_for_flag(flag, epoch, late, spins=10_000_000)
+        return merge(out, lse, host, query, None, scale=1.0, dtype=torch.float32)[0]
+
+    flag.fill_(1)
+    step()  # compiles
+    torch.cuda.synchronize()
+    epoch.zero_()
+    flag.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        merged = step()
+    for number in range(1, 201):
+        if number % 3 == 0:
+            graph.replay()
+            time.sleep(0.001)
+        host.out.fill_(float(number))
+        host.lse.fill_(float(far))  # all of the weight
+        flag.fill_(number)
+        if number % 3:
+            graph.replay()
+        torch.cuda.synchronize()
+        assert not late.item()
+        assert (merged == number).all(), number
 
 
 def test_generate_replays_turn_after_turn() -> None:

@@ -10,9 +10,11 @@ import pytest
 
 pytestmark = pytest.mark.slow  # all is compiled for a GPU
 CASES = {
+    "cases_merge": ("bf16 D 128 shares 16 host correction sinks",),
     "cases_handover": ("wait", "4 heads of 128, announced", "4 heads of 128"),
     "cases_kv_copy": (
-        "fetch bf16 D80 block 16 int8", "store_block bf16 D80 block 16", "store_tokens bf16 D80 block 16",
+        "fetch bf16 D80 block 16 int8", "fetch fp16 D128 block 32", "store_block bf16 D80 block 16",
+        "store_tokens bf16 D80 block 16",
     ),
 }  # fmt: skip
 
@@ -62,9 +64,29 @@ def test_every_program_arrives_before_the_flag(ptx: dict[str, list[str]]) -> Non
 
 
 def test_host_memory_is_read_and_written_16_bytes_at_a_time(ptx: dict[str, list[str]]) -> None:
-    fetching, storing, sending = ptx["cases_kv_copy"]
+    fetching, _, storing, sending = ptx["cases_kv_copy"]
     assert "ld.global.v4.b32" in fetching
     assert "ld.global.b8" not in fetching
     assert "st.global.v4.b32" in storing
     assert "st.global.v4.b32" in sending
     assert "st.global.b16" not in sending
+
+
+def test_the_merge_reads_the_host_in_one_round_trip(ptx: dict[str, list[str]]) -> None:
+    """By ordinary loads of 16 bytes: strong ones, which cross the bus lane by lane, are not needed behind the wait."""
+    merging = ptx["cases_merge"][0]
+    assert "volatile" not in merging
+    assert ".sys" not in merging
+    assert "bar.sync" not in merging
+    assert merging.count("ld.global.v4.b32") >= 4  # the host's output, the mean key, the predicted and the real query
+
+
+def test_a_fetch_has_four_loads_under_way(ptx: dict[str, list[str]]) -> None:
+    kinds = [
+        kind
+        for line in ptx["cases_kv_copy"][1].splitlines()
+        for kind in ("ld.global.v4", "st.global.v4")
+        if kind in line
+    ]
+    first = kinds.index("st.global.v4")
+    assert kinds[:first].count("ld.global.v4") >= 4

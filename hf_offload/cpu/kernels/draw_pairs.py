@@ -342,8 +342,8 @@ def draw_kernel(
                                 portion[b, heads],
                             )  # fmt: skip
                         count, passed = draw_head(
-                            held, step, group, factors[b, heads], mode, each, start * size, stop * size, samples, passed,
-                            listed, weight, count, len(listed),
+                            held, step, group, factors[b, heads], mode, each, start * size, stop * size, samples,
+                            passed, listed, weight, count, len(listed),
                         )  # fmt: skip
                     start = stop + 1
                 if mode == 1:
