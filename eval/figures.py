@@ -279,7 +279,7 @@ def quality_table() -> str:
         cells = []
         for kind in kinds:
             one = row("quality", row=name, kind=kind)
-            cells += [number(one["kl"]), number(float(one["read"]))]
+            cells += [number(one["kl"]), f"{float(one['read']):,.0f}"]
         lines.append([f"{policy}, `{knobs}`", *cells])
     return table(["", *(cell for kind in kinds for cell in (f"KL, {kind}", "KiB"))], lines)
 
@@ -291,7 +291,7 @@ def samples_table() -> str:
         knobs, cells = setting(name)[1], []
         for kind in kinds:
             one = row("quality", row=name, kind=kind)
-            cells += [number(one["kl"]), number(one["attended"] or knobs.partition("=")[2], 4)]
+            cells += [number(one["kl"]), f"{float(one['attended'] or knobs.partition('=')[2]):,.0f}"]
         lines.append([f"`{knobs}`", *cells])
     return table(["", *(cell for kind in kinds for cell in (f"KL, {kind}", "tokens"))], lines)
 
