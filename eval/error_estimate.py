@@ -38,9 +38,7 @@ def points_of(model: Any, samples: int, reading: measuring.Reading) -> list[dict
 def summary(points: list[dict[str, float]]) -> dict[str, float]:
     """The share within `FACTOR` of the estimate, and root mean squares."""
     within = sum(point["true"] <= FACTOR * point["estimated"] for point in points)
-    roots = {
-        f"{name} rms": math.sqrt(sum(p[name] ** 2 for p in points) / len(points)) for name in ("estimated", "true")
-    }
+    roots = {x: math.sqrt(sum(point[x] ** 2 for point in points) / len(points)) for x in ("estimated", "true")}
     return {"points": len(points), "within": within / len(points), **roots}
 
 

@@ -23,6 +23,7 @@ from hf_offload.cpu.thread_pool import Worker
 
 KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16}
 SPLIT: dict[str, Any] = {"tier": "split", "lookahead": "off", "resident": 64}
+DRAWN: dict[str, Any] = {"samples": 2 * 10**9, "budget": None}
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +44,13 @@ def broken_call(*args: Any, **kwargs: Any) -> Any:
     ("knobs", "module", "name"),
     [
         ({}, LaunchSequence, "run"),
-        ({**SPLIT}, CpuPartial, "launch"),
+        ({**SPLIT}, CpuPartial, "_launches"),
         # All blocks resident: how an early part is attended would depend on when they were placed.
-        ({**SPLIT, "resident": 512, "lookahead": "attend"}, CpuPartial, "launch"),
+        ({**SPLIT, "resident": 512, "lookahead": "attend"}, CpuPartial, "_launches"),
         ({**SPLIT, "resident": 512, "lookahead": "attend", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "divide"),
+        ({**SPLIT, **DRAWN}, CpuPartial, "_launches"),
+        ({**SPLIT, **DRAWN, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, "recall": 1}, movers, "copy_records"),
         ({"budget": 96}, LaunchSequence, "run"),
         ({**SPLIT}, tiered_step, "select_blocks"),
@@ -62,8 +65,11 @@ def test_a_kernel_that_raises_surfaces_and_the_step_can_be_repeated(
 
     def later(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        broken = broken_call if module in (tiered_step, LaunchSequence, Worker) else broken_launch
-        return (broken if calls[0] > after else real)(*args, **kwargs)
+        if calls[0] <= after:
+            return real(*args, **kwargs)
+        if module is CpuPartial:
+            return (broken_launch(),)
+        return (broken_call if module in (tiered_step, LaunchSequence, Worker) else broken_launch)(*args, **kwargs)
 
     def repeat(token: torch.Tensor) -> None:
         for _ in range(4):  # a broken recall surfaces when its blocks are to be used

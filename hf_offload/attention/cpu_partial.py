@@ -252,11 +252,11 @@ class CpuPartial(RunningPartial):
     def _drop(self) -> None:
         job, self._job = self._job, None
         if job is not None:
-            settle(job)
+            discard(job)
 
 
-def settle(job: Job) -> None:
-    """Wait for a job whose result, and error, is dropped.
+def discard(job: Job) -> None:
+    """Wait for a job and drop its result, or its error.
 
     Raises:
         WorkerError: it still runs after the timeout.

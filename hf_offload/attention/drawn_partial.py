@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import CpuPartial, settle
+from hf_offload.attention.cpu_partial import CpuPartial, discard
 from hf_offload.cpu.kernels import draw_pairs
 from hf_offload.cpu.kernels.pair_decode import attend_pairs
 from hf_offload.cpu.launch import Launch
@@ -17,7 +17,7 @@ from hf_offload.gpu.handover import hand_over
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
-    from hf_offload.attention.step_split import SplitStep
+    from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 
 
@@ -64,7 +64,7 @@ class DrawnPartial(CpuPartial):
         """Whether pairs are drawn, and attended with a query that comes later."""
 
     @classmethod
-    def of(cls, step: SplitStep, samples: int, join: str) -> DrawnPartial:
+    def of(cls, step: Step, samples: int, join: str) -> DrawnPartial:
         """Return the part of a step's layer, made anew where sizes have changed."""
         layer = step.layer
         part = layer.cpu_partial
@@ -72,15 +72,15 @@ class DrawnPartial(CpuPartial):
             part = layer.cpu_partial = DrawnPartial(layer, step.query, samples, join)
         return part
 
-    def serves(self, step: SplitStep, samples: int, join: str) -> bool:
+    def serves(self, step: Step, samples: int, join: str) -> bool:
         """Whether the buffers have a step's sizes."""
         return (
-            self.fits(step.query, step.resident.slots)
+            self.shape == step.query.shape
             and (self.samples, self.join) == (samples, join)
             and self.width == step.store.table.shape[1]
         )
 
-    def attend(self, step: SplitStep, *, correct: bool, label: str) -> DrawnPartial:
+    def attend(self, step: Step, *, correct: bool, label: str) -> DrawnPartial:
         """Start the draw and the attention with the step's query.
 
         Args:
@@ -93,7 +93,7 @@ class DrawnPartial(CpuPartial):
         self._job = self._submit(step, functools.partial(self._send_all, step), self.make_launches, label)
         return self
 
-    def draw(self, step: SplitStep) -> DrawnPartial:
+    def draw(self, step: Step) -> DrawnPartial:
         """Start the draw alone, with a predicted query; `attend_drawn` follows."""
         self._drop()
         self._correct, self.awaits_query = False, True
@@ -101,7 +101,7 @@ class DrawnPartial(CpuPartial):
         self._drawing = self._submit(step, send, self._make_draw, "draw of pairs", key=self._lists)
         return self
 
-    def attend_drawn(self, step: SplitStep) -> DrawnPartial:
+    def attend_drawn(self, step: Step) -> DrawnPartial:
         """Start the attention of what was drawn, with the step's real query."""
         self.predicted, self.awaits_query, before = step.query, False, self._drawing
         send = functools.partial(self._send_real, step.query)
@@ -110,9 +110,10 @@ class DrawnPartial(CpuPartial):
         )
         return self
 
-    def _send_all(self, step: SplitStep, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
+    def _send_all(self, step: Step, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
         self.layer.mirror.pause()
         held = step.resident_blocks()
+        assert held is not None, "with two memories"
         hand_over(self._inbox, step.query, held.blocks, held.counts, step.tail(), flag=flag, epoch=epoch)
 
     def _send_real(
@@ -151,10 +152,12 @@ class DrawnPartial(CpuPartial):
             tally=self.layer.stats.errors,
         )  # fmt: skip
 
-    def share(self, step: Any) -> torch.Tensor:
+    def share(self, step: Step) -> torch.Tensor:
         """Return the drawn tokens as a share of all that were attended: fp32 `[]` on the device, after `partial`."""
         drawn = 2 * self.drawn.to(step.query.device, non_blocking=True).sum(dtype=torch.float32)
-        here: torch.Tensor = (step.resident.block_of >= 0).sum(dtype=torch.float32) * step.block_size
+        resident = self.layer.resident
+        assert resident is not None
+        here: torch.Tensor = (resident.block_of >= 0).sum(dtype=torch.float32) * step.block_size
         return drawn / (drawn + here)
 
     def block_shares(self) -> torch.Tensor:
@@ -165,4 +168,4 @@ class DrawnPartial(CpuPartial):
         super()._drop()
         drawing, self._drawing, self.awaits_query = self._drawing, None, False
         if drawing is not None:
-            settle(drawing)
+            discard(drawing)

@@ -193,6 +193,10 @@ class Step(ABC):
         """Reuse this step's plan in later steps only while `holds()` is true; with two memories no plan is reused."""
         return
 
+    def tail(self) -> torch.Tensor:
+        """Return the log mass `[B, Hq]` of the tail for this step's query; with two memories only."""
+        raise RuntimeError("tail needs two memories; check step.layer.has_slots first")
+
     @abstractmethod
     def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
         """Split a selection into (resident blocks, host blocks); with one memory (None, all blocks)."""

@@ -81,7 +81,8 @@ class SplitStep(Step):
         digests, store = self.digests, self.store
         width = store.table.shape[1]
         asked, tail = query.cpu().numpy(), self._tail(query).cpu().numpy()
-        score = torch.full((store.batch, store.num_kv_heads, width), float("-inf"), device="cpu")
+        shape = store.batch, store.num_kv_heads, width
+        score = torch.full(shape, float("-inf"), dtype=torch.float32, device="cpu")
         choose_blocks(
             asked, digests.arrays(asked, self.scores.scale), store.table, store.sealed,
             np.empty((*query.shape[:2], width), np.float32), tail, score.numpy(), join=join,

@@ -105,7 +105,7 @@ def attend_pairs(
         for hq, vector in enumerate(heads):
             h = hq // group
             listed, added = (x[b, h, : int(counts[b, h])].repeat_interleave(2) for x in (pairs.long(), weights))
-            tokens = 2 * listed + torch.arange(len(listed)) % 2
+            tokens = 2 * listed + torch.arange(len(listed), device="cpu") % 2
             there = (tokens < length) & valid[b, tokens.clamp(max=valid.shape[1] - 1)].bool()
             if skipped is not None:
                 there &= skipped[b, h, tokens.clamp(max=skipped.shape[2] - 1)] == 0
@@ -118,7 +118,7 @@ def attend_pairs(
             shares, lse[b, hq] = scores.softmax(0), scores.logsumexp(0)
             slope = 1.0 if softcap is None else 1 - (raw / softcap) ** 2
             out[b, hq], kbar[b, hq] = shares @ values, (shares * slope) @ keys
-            masses = torch.zeros(len(tokens), dtype=torch.float64).masked_scatter(there, shares).view(-1, 2).sum(1)
+            masses = torch.zeros_like(added, dtype=torch.float64).masked_scatter(there, shares).view(-1, 2).sum(1)
             drawn = masses[added[::2] > 0]
             errors[b, hq] = _sampling_error(drawn) * portion[b, hq]
     return out, lse, kbar, errors
