@@ -295,7 +295,7 @@ class Stats:
         table = Table(title="HybridCache", caption=_caption(whole), caption_justify="left")
         columns = {
             "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "attended_tokens": "tokens",
-            "attended_share": "of all", "estimated_error": "error", "estimated_error_p99": "p99",
+            "estimated_error": "error",
             "missed_mass": "missed", "output_error": "output error", "recalls": "recalls",
             "recall_bytes": "recalled MiB", "resident_bytes": "resident MiB", "host_bytes": "host MiB",
             "context_bytes": "kept MiB", "kept_share": "kept share", "kept_share_by_head": "by head",
@@ -305,8 +305,7 @@ class Stats:
         }  # fmt: skip
         # Of some policies.
         for key in (
-            "attended_tokens", "attended_share", "estimated_error", "estimated_error_p99", "missed_mass",
-            "output_error", "context_bytes", "kept_share", "kept_share_by_head", "retrievals",
+            "attended_tokens", "estimated_error", "missed_mass", "output_error", "context_bytes", "kept_share", "kept_share_by_head", "retrievals",
         ):  # fmt: skip
             if not whole[key]:
                 del columns[key]

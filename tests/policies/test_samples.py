@@ -157,23 +157,27 @@ def test_digests_that_do_not_fit_are_told() -> None:
     assert [checks.due(layer, step) for step in range(2) for layer in range(2)] == [True, False, False, True]
 
 
+@pytest.mark.parametrize("tier", ["one", "split"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_hgca_finds_again_what_it_did_not_keep(batch: int) -> None:
+def test_hgca_finds_again_what_it_did_not_keep(batch: int, tier: str) -> None:
     """With all pairs drawn nothing is missed; tokens that are kept are not attended twice."""
     model = tiny_model("llama")
     want = decode(model, hf_offload.HybridCache(model, "full", block_size=BLOCK), batch)
-    knobs = {"block_size": BLOCK, "window": 40}
-    paper = decode(model, hf_offload.HybridCache(model, "hgca", **knobs), batch)
+    knobs = {"block_size": BLOCK, "window": 40, "tier": tier}
+    paper = decode(model, hf_offload.HybridCache(model, "hgca", rescue=0, **knobs), batch)
     assert (paper - want).abs().max() > 1e-3
-    cache = hf_offload.HybridCache(model, "hgca", rescue=2 * 10**9, **knobs)
-    found = decode(model, cache, batch)
-    assert 0 < cache.stats().as_dict()["kept_share"] < 1
-    assert torch.equal(found.argmax(-1), want.argmax(-1))
-    assert (found - want).abs().max() <= 1e-5 * max(1.0, want.abs().max().item())
+    for beta in (1.0, 50.0, 1e6):  # some, few or no tokens are kept
+        cache = hf_offload.HybridCache(model, "hgca", rescue=2 * 10**9, beta=beta, **knobs)
+        found = decode(model, cache, batch)
+        assert cache.stats().as_dict()["kept_share"] < 1
+        assert torch.equal(found.argmax(-1), want.argmax(-1))
+        assert (found - want).abs().max() <= 1e-5 * max(1.0, want.abs().max().item())
     some = hf_offload.HybridCache(model, "hgca", rescue=40, **knobs)
     near = decode(model, some, batch, steps=2)[:, 1]
     assert (near - want[:, 1]).abs().max() < (paper[:, 1] - want[:, 1]).abs().max()
     assert 40 < some.stats().as_dict()["attended_tokens"] < PROMPT + 20
+    policy = hf_offload.HybridCache(model, "hgca", **knobs).policy
+    assert policy.rescue == (128 if tier == "one" else 0)
 
 
 def test_threads_do_not_change_a_token() -> None:
@@ -225,7 +229,7 @@ def test_drafts_are_steps_of_their_own() -> None:
         ("scout", {"samples": 64, "digest": "quest"}, 'needs digest="submean"'),
         ("scout", {"samples": 64, "join": "raw"}, "no share"),
         ("quest", {"samples": 64, "tier": "split"}, "fetches whole blocks"),
-        ("hgca", {"rescue": 64, "tier": "split"}, "needs one memory"),
+        ("hgca", {"rescue": -1}, "rescue=-1"),
         ("scout", {"samples": 64, "tier": "split", "check_every": 8}, "needs one memory"),
         ("scout", {"check_every": 0}, "check_every=0"),
     ],

@@ -11,6 +11,7 @@ import torch
 
 from hf_offload.attention.cpu_partial import CpuPartial
 from hf_offload.cpu.kernels import draw_pairs
+from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.kernels.pair_decode import attend_pairs
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
@@ -48,7 +49,7 @@ def _attention(retained: RetainedTokens, query: np.ndarray, out: np.ndarray, lse
 # --- one memory ------------------------------------------------------------------------------------------------------
 
 
-def queue_attention(step: CpuStep, window: Selection, samples: int | None) -> tuple[Partial, ...]:
+def queue_attention(step: CpuStep, window: Selection, samples: int) -> tuple[Partial, ...]:
     """Queue attention to the window, to the retained tokens, and to pairs drawn from the others.
 
     Where the step has a token of its own, the averages of the window's tokens take in its weights.
@@ -56,7 +57,7 @@ def queue_attention(step: CpuStep, window: Selection, samples: int | None) -> tu
     Args:
         step: of the layer.
         window: blocks of the window.
-        samples: as for `HGCA.rescue`.
+        samples: as `HGCA.rescue`; 0: no pairs are drawn.
     """
     mass: TokenMass = step.state
     query, scores = step.buffers.query, None
@@ -77,39 +78,73 @@ def queue_attention(step: CpuStep, window: Selection, samples: int | None) -> tu
         step.add(_attention(retained, query, *target, step.scores), "attention to retained tokens")
         step.as_long_as(lambda: mass.retained is retained and all(map(operator.is_, retained.arrays, arrays)))
         found.append(target)
-    if samples is not None and window.blocks[0, 0, 0] > 0 and step.store.sealed and step.digests.frozen:
+    if samples and mass.evicted and step.digests.frozen:
         found.append(_queue_rescue(step, mass, window, samples))
     return tuple(found)
 
 
 def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: int) -> Partial:
     """Queue the draw of pairs among the tokens that are neither in the window nor retained, and their attention."""
-    store, view, query = step.store, step.view, step.buffers.query
-    (batch, heads, _), kv_heads, width = query.shape, store.num_kv_heads, store.table.shape[1]
     kept, counts = mass.kept, mass.retained.counts
     step.as_long_as(lambda: mass.kept is kept and mass.retained.counts is counts)
-    pairs, buffer = step.block_size // 2, step.layer.settings.buffer
-    lists = draw_pairs.PairLists.of(
-        batch, kv_heads, min(draw_pairs.most_pairs(samples, heads // kv_heads), width * pairs)
-    )
-    score = buffer("scores of blocks", (batch, kv_heads, width), np.dtype(np.float32))
-    masses = buffer("masses of pairs", (batch, heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
-    tail, portion = np.empty((batch, heads), np.float32), np.empty((batch, heads), np.float32)
-    draw = draw_pairs.draw_missing(
-        query, step.digests.arrays(query, step.scores.scale), store.table,
-        draw_pairs.Resident(window.blocks, window.counts, score), tail, masses, *lists, portion, samples=samples,
-        join="max", **step.scores._asdict(), unsealed=step.unsealed(), length=step.length,
-        kept=draw_pairs.Kept(kept, counts), tally=step.layer.stats.drawn,
+    target = step.room()
+    draw, attention = _rescue(
+        step.layer, mass, step.buffers.query, (window.blocks, window.counts), samples, target, step.scores,
+        step.layer.settings.buffer, unsealed=step.unsealed(), length=step.length,
     )  # fmt: skip
     step.add(draw, "the draw of pairs", length=True)
-    target = step.room()
-    attention = attend_pairs(
-        query, view.block_ptr, view.table, *lists, view.holes, view.valid, mass.evicted * step.block_size, *target,
-        None, kv_dtype=store.dtype, block_size=step.block_size, **step.scores._asdict(), packed=store.format.packed,
-        skipped=kept, portion=portion, tally=step.layer.stats.errors,
-    )  # fmt: skip
     step.add(attention, "attention to drawn pairs")
     return target
+
+
+def _rescue(
+    layer: HybridLayer,
+    mass: TokenMass,
+    query: np.ndarray,
+    window: tuple[np.ndarray, np.ndarray],
+    samples: int,
+    target: Partial,
+    scores: Scores,
+    buffer: Callable[[str, tuple[int, ...], np.dtype], np.ndarray],
+    *,
+    tail: np.ndarray | None = None,
+    unsealed: draw_pairs.Unsealed | None = None,
+    length: int = 0,
+) -> tuple[Launch, Launch]:
+    """Prepare the draw of pairs among the tokens that are neither in the window nor retained, and their attention.
+
+    Args:
+        layer: with digests of its full blocks.
+        mass: its state.
+        query: float32 `[B, Hq, D]`.
+        window: blocks of the window and their numbers, as in `draw_pairs.Resident`.
+        samples: 1 / τ.
+        target: the result's arrays.
+        scores: the model's.
+        buffer: gives scratch by name, shape and dtype.
+        tail, unsealed, length: as in `draw_pairs.draw_missing`.
+    """
+    store = layer.store
+    assert store is not None
+    assert store.digests is not None
+    view, (batch, heads, _), width = store.view(store.length), query.shape, store.table.shape[1]
+    lines, pairs = (batch, store.num_kv_heads), store.block_size // 2
+    lists = draw_pairs.PairLists.of(*lines, min(draw_pairs.most_pairs(samples, heads // lines[1]), width * pairs))
+    score = buffer("scores of blocks", (*lines, width), np.dtype(np.float32))
+    masses = buffer("masses of pairs", (batch, heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
+    portion = np.empty((batch, heads), np.float32)
+    tail = np.empty((batch, heads), np.float32) if tail is None else tail
+    draw = draw_pairs.draw_missing(
+        query, store.digests.arrays(query, scores.scale), store.table, draw_pairs.Resident(*window, score),
+        tail, masses, *lists, portion, samples=samples, join="max", **scores._asdict(), unsealed=unsealed,
+        length=length, kept=draw_pairs.Kept(mass.kept, mass.retained.counts), tally=layer.stats.drawn,
+    )  # fmt: skip
+    attention = attend_pairs(
+        query, view.block_ptr, view.table, *lists, view.holes, view.valid, mass.evicted * store.block_size, *target,
+        None, kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.format.packed,
+        skipped=mass.kept, portion=portion, tally=layer.stats.errors,
+    )  # fmt: skip
+    return draw, attention
 
 
 def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
@@ -141,7 +176,9 @@ def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.
 
 
 class RetainedPart(CpuPartial):
-    """The CPU's part: attention to the retained tokens, for which only the query comes from the device.
+    """The CPU's part: attention to the retained tokens, and to pairs drawn from the others outside the window.
+
+    Only the query and the tail's log mass come from the device.
 
     Args:
         layer: the layer.
@@ -150,22 +187,37 @@ class RetainedPart(CpuPartial):
 
     def __init__(self, layer: HybridLayer, query: torch.Tensor) -> None:
         super().__init__(layer, query, 0)
-        self._retained: RetainedTokens | None = None
+        self.tail = self._buffer(*query.shape[:2])
+        self._drawn = Partial(np.empty(query.shape, np.float32), np.empty(query.shape[:2], np.float32))
+        nothing = np.full(query.shape[:2], -np.inf, np.float32)
+        self._nothing = Partial(np.zeros(query.shape, np.float32), nothing)
+        self._scratch: dict[str, np.ndarray] = {}
+        self._mass: TokenMass | None = None
+        self._window, self._samples = range(0), 0
 
-    def attend(self, step: SplitStep, retained: RetainedTokens) -> RetainedPart:
-        """Start attention to retained tokens with the step's query."""
+    def attend(self, step: SplitStep, mass: TokenMass, samples: int) -> RetainedPart:
+        """Start attention with the step's query.
+
+        Args:
+            step: of the layer.
+            mass: its state.
+            samples: as `HGCA.rescue`; 0: no pairs are drawn.
+        """
         self.cancel()
-        self._retained = retained
+        self._mass, self._window, self._samples = mass, range(mass.evicted, step.num_blocks), samples
+        if samples:
+            self.tail.copy_(step.tail(), non_blocking=True)
         self.start(step, None, correct=False, label="attention to retained tokens")
         return self
 
     def share(self, step: Step) -> float:
-        assert self._retained is not None
-        return float(self._retained.counts.sum() / (self._retained.lists * step.length))
+        assert self._mass is not None
+        retained = self._mass.retained
+        return float(retained.counts.sum() / (retained.lists * step.length))
 
     def cancel(self) -> None:
         super().cancel()
-        self._retained = None
+        self._mass = None
 
     def _send(
         self,
@@ -182,11 +234,32 @@ class RetainedPart(CpuPartial):
         return make(scores)  # lists may have grown at any step
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
-        assert self._retained is not None
-        return (_attention(self._retained, self.query.numpy(), self.out.numpy(), self.lse.numpy(), scores),)
+        assert self._mass is not None
+        query, result = self.query.numpy(), Partial(self.out.numpy(), self.lse.numpy())
+        retained: tuple[Launch, ...] = ()
+        if self._mass.retained.counts.any():
+            retained = (_attention(self._mass.retained, query, *result, scores),)
+        if not self._samples:
+            return retained
+        lines = (query.shape[0], self.counts.shape[1])
+        numbers = np.arange(self._window.start, self._window.stop, dtype=np.int32)
+        window = np.broadcast_to(numbers, (*lines, len(numbers))).copy(), np.full(lines, len(numbers), np.int32)
+        target = self._drawn if retained else result
+        rescue = _rescue(
+            self.layer, self._mass, query, window, self._samples, target, scores, self._keep, tail=self.tail.numpy()
+        )
+        return (*retained, *rescue, *((join_parts(*result, self._drawn, self._nothing),) if retained else ()))
+
+    def _keep(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return scratch of this part alone: parts of two layers may run at once."""
+        if name not in self._scratch or self._scratch[name].shape != shape:
+            self._scratch[name] = np.empty(shape, dtype)
+        return self._scratch[name]
 
 
-def attend_on_both_sides(step: SplitStep, window: Selection | None) -> tuple[Partial | RunningPartial, ...]:
+def attend_on_both_sides(
+    step: SplitStep, window: Selection | None, samples: int
+) -> tuple[Partial | RunningPartial, ...]:
     """Start the CPU's part, and attend the window on the device.
 
     Where the step has a token of its own, the averages of the window's tokens take in its weights.
@@ -194,18 +267,20 @@ def attend_on_both_sides(step: SplitStep, window: Selection | None) -> tuple[Par
     Args:
         step: of the layer.
         window: resident blocks.
+        samples: as `HGCA.rescue`; 0: no pairs are drawn.
 
     Returns:
-        The partial of the window, in splits, and the CPU's part, if any token is retained.
+        The partial of the window, in splits, and the CPU's part, if any token is retained or drawn from.
     """
     mass: TokenMass = step.state
     assert window is not None, "with two memories the window is resident"
     part: RetainedPart | None = None
-    if mass.retained.counts.any():
+    samples = samples if samples and mass.evicted and step.digests.frozen else 0
+    if samples or mass.retained.counts.any():
         part = step.layer.cpu_partial
         if part is None or not part.fits(step.query, 0):
             part = step.layer.cpu_partial = RetainedPart(step.layer, step.query)
-        part.attend(step, mass.retained)
+        part.attend(step, mass, samples)
     found = step.attend_device(window)
     if step.fresh:
         assert mass.resident is not None

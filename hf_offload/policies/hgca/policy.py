@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from hf_offload.attention.step_cpu import CpuStep
     from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
+
+
+RESCUE = 128
+"""Points with one memory, if `HGCA.rescue` says nothing."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class HGCA(Policy):
         reevaluate: False: an append changes nothing about the host's tokens (a control).
         sinks: first tokens of a row that are always kept.
         rescue: attend also pairs of keys drawn, as by `samples` of `Scout`, from the tokens that are neither in the
-            window nor kept, so that a query finds what it asks for. It needs one memory. None (the paper's): these
-            tokens are not attended before the next append.
+            window nor kept, so that a query finds what it asks for. 0 (the paper's): these tokens
+            are not attended before the next append. None: 128 with one memory, 0 with two.
 
     Raises:
         ValueError: a knob has a value that is not allowed, or both `window` and `gpu_ratio` are given.
@@ -95,12 +99,10 @@ class HGCA(Policy):
         check_tokens("append_run", self.append_run, least=0)
         check_tokens("sinks", self.sinks, least=0)
         if self.rescue is not None:
-            check_tokens("rescue", self.rescue)
+            check_tokens("rescue", self.rescue, least=0)
 
-    def check(self, *, block_size: int, two: bool) -> None:
-        super().check(block_size=block_size, two=two)
-        if two and self.rescue is not None:
-            raise ValueError(f"rescue={self.rescue} needs one memory; leave it out, or use scout, which draws with two")
+    def with_defaults(self, *, two: bool) -> HGCA:
+        return replace(self, rescue=0 if two else RESCUE) if self.rescue is None else self
 
     @property
     def rule(self) -> RetentionRule:
@@ -110,7 +112,11 @@ class HGCA(Policy):
     @property
     def requirements(self) -> Requirements:
         return Requirements(
-            leaves_out=self.beta > 0, digest=None if self.rescue is None else "submean", learns_from_prompts=True
+            leaves_out=self.beta > 0,
+            digest="submean" if self.rescue else None,
+            digest_memory="host",
+            chooses_resident=True,
+            learns_from_prompts=True,
         )
 
     def window_tokens(self, length: int) -> int | None:
@@ -145,9 +151,9 @@ class HGCA(Policy):
         first = mass.evicted
         window = step.blocks_from(first)
         if step.layer.has_slots:
-            return Plan(attend_on_both_sides(cast("SplitStep", step), step.split(window)[0]))
+            return Plan(attend_on_both_sides(cast("SplitStep", step), step.split(window)[0], self.rescue or 0))
         step.as_long_as(lambda: mass.evicted == first)
-        return Plan(queue_attention(cast("CpuStep", step), window, self.rescue), until=EVER)
+        return Plan(queue_attention(cast("CpuStep", step), window, self.rescue or 0), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:
         return step.blocks_from(step.state.evicted)

@@ -26,7 +26,7 @@ def model() -> PreTrainedModel:
 
 def converse(model: PreTrainedModel, pieces: list[Piece], tier: str, **knobs: Any) -> HybridCache:
     """A cache that has taken in pieces of tokens and masks, `[B, n]` each."""
-    cache = HybridCache(model, "hgca", window=80, block_size=BLOCK, tier=tier, **knobs)
+    cache = HybridCache(model, "hgca", window=80, block_size=BLOCK, tier=tier, rescue=0, **knobs)
     mask = pieces[0][1][:, :0]
     for ids, real in pieces:
         mask = torch.cat([mask, real], 1)
