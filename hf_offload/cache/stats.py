@@ -295,13 +295,11 @@ class Stats:
         table = Table(title="HybridCache", caption=_caption(whole), caption_justify="left")
         columns = {
             "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "attended_tokens": "tokens",
-            "estimated_error": "error",
-            "missed_mass": "missed", "output_error": "output error", "recalls": "recalls",
+            "estimated_error": "error", "missed_mass": "missed", "output_error": "output error", "recalls": "recalls",
             "recall_bytes": "recalled MiB", "resident_bytes": "resident MiB", "host_bytes": "host MiB",
             "context_bytes": "kept MiB", "kept_share": "kept share", "kept_share_by_head": "by head",
-            "digest_bytes": "digest MiB",
-            "retrievals": "retrieved", "wait_seconds": "waited s", "query_cosine": "query cosine",
-            "selection_overlap": "overlap",
+            "digest_bytes": "digest MiB", "retrievals": "retrieved", "wait_seconds": "waited s",
+            "query_cosine": "query cosine", "selection_overlap": "overlap",
         }  # fmt: skip
         # Of some policies.
         for key in (
@@ -313,7 +311,7 @@ class Stats:
             table.add_column(title, justify="right")
         for row in [*whole["layers"], whole]:
             table.add_row(*(_cell(key, row[key]) for key in columns))
-        console = Console(width=160)
+        console = Console(width=180)
         with console.capture() as capture:
             console.print(table)
         return capture.get()
