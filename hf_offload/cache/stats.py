@@ -303,7 +303,8 @@ class Stats:
         }  # fmt: skip
         # Of some policies.
         for key in (
-            "attended_tokens", "estimated_error", "missed_mass", "output_error", "context_bytes", "kept_share", "kept_share_by_head", "retrievals",
+            "attended_tokens", "estimated_error", "missed_mass", "output_error", "context_bytes", "kept_share",
+            "kept_share_by_head", "retrievals",
         ):  # fmt: skip
             if not whole[key]:
                 del columns[key]
