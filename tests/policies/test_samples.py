@@ -8,17 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import prompt, tiny_model
-from transformers import DynamicCache
+from test_exactness import assert_equal, decode_logits
+from tiny import prompt, spread_weights, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_offload
 from hf_offload import Plan
 from hf_offload.cache.checks import Checks
 from hf_offload.policies import quest, scout
 from hf_offload.policies.base import EVER
+from walk import configs
 
 BLOCK, PROMPT, STEPS = 16, 150, 24
 FEW = {"samples": 40, "sinks": 16, "recent": 16}
+SPLIT = {"tier": "split", "resident": 96, "block_size": BLOCK}
 
 
 @pytest.fixture
@@ -53,6 +56,27 @@ def test_with_all_pairs_it_is_full_attention(family: str, batch: int, name: str,
         assert (found - want).abs().max() <= 1e-5 * max(1.0, want.abs().max().item())
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_softcap_and_the_models_sinks(model_type: str, always_drawn: None) -> None:
+    """Gemma 2's softcap and GPT-OSS's sinks, in both memories, with all pairs drawn."""
+    config = configs.tiny_config(model_type)
+    kinds = ["sliding_attention", "full_attention"] * config.num_hidden_layers
+    config.layer_types = kinds[: config.num_hidden_layers]
+
+    def build(attn_implementation: str) -> Any:
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
+        return spread_weights(made).eval()
+
+    ids, mask = prompt(2, PROMPT)[0].clamp(min=3), torch.ones(2, PROMPT, dtype=torch.long)
+    stock, model = build("eager"), build("hybrid_sparse")
+    want = decode_logits(stock, DynamicCache(config=stock.config), ids, mask, None, STEPS)
+    for memory in ({}, {**SPLIT, "lookahead": "select", "synchronous_layers": (0,)}):
+        knobs = {"block_size": BLOCK, "sinks": 16, "recent": 0, **memory}
+        cache = hf_offload.HybridCache(model, "scout", samples=2 * 10**9, **knobs)
+        assert_equal(decode_logits(model, cache, ids, mask, None, STEPS), want)
+
+
 @pytest.mark.parametrize("options", [{}, {"host_dtype": "int8"}], ids=["plain", "int8"])
 def test_more_samples_are_nearer_to_full_attention(options: dict[str, Any]) -> None:
     model = tiny_model("llama")
@@ -76,9 +100,6 @@ def test_up_to_so_many_tokens_all_are_attended() -> None:
     cache = hf_offload.HybridCache(model, "scout", block_size=BLOCK, samples=PROMPT + STEPS + BLOCK)
     assert torch.equal(decode(model, cache), want)
     assert cache.stats().as_dict()["attended_tokens"] is None
-
-
-SPLIT = {"tier": "split", "resident": 96, "block_size": BLOCK}
 
 
 @pytest.mark.parametrize("lookahead", ["off", "select", "attend"])
