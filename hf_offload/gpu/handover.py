@@ -192,8 +192,8 @@ def hand_over_kernel(
         place = line * NUMBERS + start + at
         tl.store(to_query + place, tl.load(query + place, mask=there), mask=there)
     if tail is not None:
-        place = line * GROUP + at
-        tl.store(to_tail + place, tl.load(tail + place, mask=at < GROUP), mask=at < GROUP)
+        head = line * GROUP + at
+        tl.store(to_tail + head, tl.load(tail + head, mask=at < GROUP), mask=at < GROUP)
     at = tl.arange(0, CHUNK // 4)  # one for each thread: where the list ends no thread may write several
     for start in range(0, count, CHUNK // 4):
         there = start + at < count

@@ -120,7 +120,7 @@ def fetch(
         return
     tokens, width = tile(size, dim, pool.dtype.itemsize)
     if slots.numel():
-        fetch_kernel[(FETCHERS,)](
+        fetch_kernel[(FETCHERS // 2, 2)](
             pool, slots, blocks, counts, block_ptr, table, batch * heads, heads, there, moves, table.shape[1],
             LINES=next_power_of_2(batch * heads), SIZE=size, D=dim, WIDTH=width, TOKENS=tokens,
             RECORD=_record_bytes(pool), PACKED=packed.record_bytes if packed else 0,
@@ -350,21 +350,21 @@ def fetch_kernel(
     LINES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     RECORD: tl.constexpr, PACKED: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Programs take tiles [TOKENS, D] of the keys or of the values of moves in turn, over all lines (row, KV head)."""
-    tiles: tl.constexpr = 2 * SIZE // TOKENS
+    """Programs take tiles [TOKENS, D] of moves in turn, over all (row, KV head): one half keys, one half values."""
+    tiles: tl.constexpr = SIZE // TOKENS
+    part, token, channel = tl.program_id(1), tl.arange(0, TOKENS), tl.arange(0, WIDTH)
+    there = (channel < D)[None, :]
     number = tl.arange(0, LINES)
     ends = tl.cumsum(tl.load(counts + number, mask=number < lines, other=0), 0)
     for tile in range(tl.program_id(0), tl.max(ends, 0) * tiles, tl.num_programs(0)):
-        work, which = tile // tiles, tile % tiles
+        work, first = tile // tiles, tile % tiles * TOKENS
         line = tl.sum((ends <= work).to(tl.int32), 0)
         before = tl.max(tl.where(number < line, ends, 0), 0)
         move = line.to(tl.int64) * moves + work - before
         row, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
         slot = tl.load(into + move)
         address = tl.load(block_ptr + tl.load(table + row * width + tl.load(chosen + move)))
-        part, token, channel = which % 2, which // 2 * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
-        there = (channel < D)[None, :]
-        place = part * (SIZE * D) + token[:, None] * D + channel[None, :]
+        place = part * (SIZE * D) + (first + token)[:, None] * D + channel[None, :]
         target = pool + (line.to(tl.int64) * slots + slot) * (2 * SIZE * D)
         plain = _aligned(address + head * RECORD, pool.dtype.element_ty)
         if PACKED == 0:
@@ -373,7 +373,7 @@ def fetch_kernel(
             if address % 2 == 0:
                 _copy(plain, target, place, there)
             else:
-                record, first = _aligned(address - 1 + head * PACKED, tl.int8), which // 2 * TOKENS
+                record = _aligned(address - 1 + head * PACKED, tl.int8)
                 if part == 0:
                     codes = _codes_of_keys(record, first, D, WIDTH, TOKENS)
                 else:
@@ -381,7 +381,7 @@ def fetch_kernel(
                 key_scales = (record + KEY_SCALES).to(tl.pointer_type(tl.int16))
                 value_scales = (record + VALUE_SCALES).to(tl.pointer_type(tl.int16))
                 keys = tl.load(key_scales + channel, mask=channel < D * (1 - part), other=0)
-                values = tl.load(value_scales + token, mask=token < SIZE * part, other=0)
+                values = tl.load(value_scales + first + token, mask=first + token < SIZE * part, other=0)
                 content = codes.to(tl.float32) * _widen(keys[None, :] | values[:, None])  # only those of this part
                 content = tl.minimum(tl.maximum(content, -TOP), TOP)
                 tl.store(target + place, content.to(pool.dtype.element_ty), mask=there)
