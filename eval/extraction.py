@@ -33,7 +33,7 @@ from hf_offload import measuring
 
 ROWS = (
     "full,scout:budget=1024,scout:budget=2048,scout:samples=128,scout:samples=256,scout:samples=512,quest:budget=1024,"
-    "hgca:gpu_ratio=0.25,hgca:gpu_ratio=0.25,rescue=256,fixed_hybrid:budget=0.1,window:budget=1024"
+    "hgca:gpu_ratio=0.25,rescue=0,hgca:gpu_ratio=0.25,rescue=128,fixed_hybrid:budget=0.1,window:budget=1024"
 )
 FIRST = """amber bitter calm dusty early fallen gentle hollow iron jade keen lunar misty narrow olive pale"""
 SECOND = """anchor bridge canyon drum engine ferry garden harbor island jungle kettle lantern meadow needle orchard"""

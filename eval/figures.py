@@ -238,6 +238,8 @@ DEFAULTS = {"infinigen": "infinigen:alpha=4", "h2o": "h2o:heavy=0.1,recent=0.1"}
 def setting(name: str) -> tuple[str, str]:
     """Policy and knobs of a row's name, `scout:budget=512`; without a predictor's file."""
     policy, _, knobs = DEFAULTS.get(name, name).partition(":")
+    if policy == "hgca" and "rescue=" not in knobs:  # measured when it was off by default
+        knobs += ",rescue=0"
     return policy, ", ".join(knob for knob in knobs.split(",") if knob and not knob.startswith("predictor="))
 
 

@@ -58,8 +58,7 @@ METHODS = (
     *(f"scout:budget={budget}" for budget in (512, 1024, 2048)),
     *(f"scout:samples={samples}" for samples in (128, 256, 512, 1024)),
     "quest:budget=1024",
-    "hgca:gpu_ratio=0.25",
-    *(f"hgca:gpu_ratio=0.25,rescue={samples}" for samples in (128, 512)),
+    *(f"hgca:gpu_ratio=0.25,rescue={samples}" for samples in (0, 128, 512)),
     "fixed_hybrid:budget=0.1",
     "window:budget=1024",
 )
