@@ -374,8 +374,8 @@ def ruler_table() -> str:
     return listing(rows("ruler", task="average"), columns)
 
 
-def ruler_policies() -> str:
-    found = sorted(by_setting("ruler", task="average").items(), key=lambda item: -float(item[1]["score"]))
+def ruler_policies(name: str = "ruler") -> str:
+    found = sorted(by_setting(name, task="average").items(), key=lambda item: -float(item[1]["score"]))
     lines = [
         [f"`{policy}`" + (f", `{knobs}`" if knobs else ""), fixed("score", 1)(one),
          "–" if policy == "full" else more_than_full(one)]
@@ -703,6 +703,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "needles-fluxion": needles_fluxion,
     "train-fluxion": train_table,
     "ruler-policies": ruler_policies,
+    "ruler-samples": partial(ruler_policies, "ruler_samples"),
     "hidden-numbers-full": partial(hidden_numbers, "full"),
     "hidden-numbers-scout-1024": partial(hidden_numbers, "scout:budget=1024"),
     "hidden-numbers-scout-512": partial(hidden_numbers, "scout:budget=512"),
