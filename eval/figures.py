@@ -298,6 +298,17 @@ def samples_table() -> str:
     return table(["", *(cell for kind in kinds for cell in (f"KL, {kind}", "tokens"))], lines)
 
 
+def extraction_table() -> str:
+    """Shares of an answer's tokens, means over the lists."""
+    lines = []
+    for name in names(rows("extraction")):
+        (policy, knobs), mine = setting(name), rows("extraction", row=name)
+        lines.append(
+            [f"{policy}, `{knobs}`" if knobs else policy, *(percent(mean(mine, c), 1) for c in ("kept", "right"))]
+        )
+    return table(["", "tokens of full attention kept", "tokens right"], lines)
+
+
 def needles_table() -> str:
     def found(name: str, task: str) -> str:
         one = row("needle", row=name, task=task)
@@ -308,9 +319,9 @@ def needles_table() -> str:
     return table(["found (by full attention)", *tasks], lines)
 
 
-def hidden_numbers(name: str) -> str:
+def hidden_numbers(name: str, file: str = "needle") -> str:
     """How many of the hidden numbers a row finds."""
-    tasks = [one for one in rows("needle", row=name) if not one["task"].startswith("average")]
+    tasks = [one for one in rows(file, row=name) if not one["task"].startswith("average")]
     samples = sum(int(one["samples"]) for one in tasks)
     return f"{sum(float(one['score']) * int(one['samples']) for one in tasks) / 100:.0f} of {samples}"
 
@@ -702,6 +713,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "losses-fluxion": fluxion_table,
     "needles-fluxion": needles_fluxion,
     "train-fluxion": train_table,
+    "extraction": extraction_table,
+    "hidden-numbers-drawn": partial(hidden_numbers, "scout:samples=512", "needle_samples"),
+    "hidden-numbers-drawn-full": partial(hidden_numbers, "full", "needle_samples"),
     "ruler-policies": ruler_policies,
     "ruler-samples": partial(ruler_policies, "ruler_samples"),
     "hidden-numbers-full": partial(hidden_numbers, "full"),
