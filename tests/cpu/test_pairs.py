@@ -117,7 +117,7 @@ class Drawn:
     ("group", "count", "dim", "blocks", "samples", "join"),
     [
         (3, 16, 64, 300, 200, "max"),
-        (3, 8, 64, 129, 64, "mean"),
+        pytest.param(3, 8, 64, 129, 64, "mean", marks=pytest.mark.slow),
         (3, 16, 64, 17, 32, "max"),
         pytest.param(5, 4, 80, 257, 100, "max", marks=pytest.mark.slow),
         pytest.param(1, 32, 16, 140, 500, "mean", marks=pytest.mark.slow),
@@ -174,12 +174,12 @@ def test_with_many_samples_every_pair_with_tokens_is_listed() -> None:
             assert there <= set(found.pairs[b, h, :n].tolist())
 
 
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("marked", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("group", "count", "dim", "blocks", "samples", "join"),
     [
         (3, 16, 64, 300, 200, "max"),
-        (3, 4, 64, 129, 64, "mean"),
+        pytest.param(3, 4, 64, 129, 64, "mean", marks=pytest.mark.slow),
         pytest.param(3, 16, 64, 9, 10**8, "max", marks=pytest.mark.slow),
     ],
 )
@@ -298,7 +298,7 @@ def _lists(case_blocks: int, size: int, kv_heads: int, batch: int, room: int) ->
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("skips", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(
     ("group", "dim", "block_size", "dtype", "room"),

@@ -230,14 +230,15 @@ def attend_rows(
     softmax_step(group, scores, stride, padded, state, state + 4 * group, fades)
     _add_drawn(group, scores, stride, padded // 2, address_of(drawn) + 2 * first, fades, state + 12 * group)
     shrink_sums(group, sums, dim, fades)
-    _add_all(tag, full, rest, group, values, first, tokens, ahead, dim, scores, stride, sums)
+    key_weights = scores
     if kbar != 0:
         shrink_sums(group, kbar, dim, fades)
         if cap > 0.0:
             scale_weights(group, bent, scores, stride, padded)
-            _add_all(tag, full, rest, group, keys, first, tokens, len(keys), dim, bent, stride, kbar)
-        else:
-            _add_all(tag, full, rest, group, keys, first, tokens, len(keys), dim, scores, stride, kbar)
+            key_weights = bent
+    for part in range(2 if kbar != 0 else 1):  # V, then K; a loop, since a second inlined copy costs compile time
+        rows, at, to = (values, scores, sums) if part == 0 else (keys, key_weights, kbar)
+        _add_all(tag, full, rest, group, rows, first, tokens, ahead if part == 0 else len(rows), dim, at, stride, to)
 
 
 @jit
