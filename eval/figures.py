@@ -273,29 +273,41 @@ def budget_kl() -> str:
     )
 
 
-def quality_table() -> str:
-    """KL and attended tokens by text, of rows of one length."""
+def by_text(
+    found: Iterable[str], label: Callable[[str, str], str], unit: str, amount: Callable[[Line, str], str]
+) -> str:
+    """KL and one more column for each text, of rows of `quality.csv`.
+
+    Args:
+        found: names of the rows; label: makes a line's first cell of policy and knobs.
+        unit: title of the other column; amount: makes its cell of a line and the knobs.
+    """
     kinds, lines = ("prose", "documentation", "code"), []
-    for name in names(rows("quality")):
+    for name in found:
         policy, knobs = setting(name)
-        cells = []
-        for kind in kinds:
-            one = row("quality", row=name, kind=kind)
-            cells += [number(one["kl"]), f"{float(one['read']):,.0f}"]
-        lines.append([f"{policy}, `{knobs}`", *cells])
-    return table(["", *(cell for kind in kinds for cell in (f"KL, {kind}", "KiB"))], lines)
+        each = [row("quality", row=name, kind=kind) for kind in kinds]
+        lines.append(
+            [label(policy, knobs), *(cell for one in each for cell in (number(one["kl"]), amount(one, knobs)))]
+        )
+    return table(["", *(title for kind in kinds for title in (f"KL, {kind}", unit))], lines)
+
+
+def quality_table() -> str:
+    """What a KV head reads, of all methods."""
+    every = names(rows("quality"))
+    return by_text(
+        every, lambda policy, knobs: f"{policy}, `{knobs}`", "KiB", lambda one, _: f"{float(one['read']):,.0f}"
+    )
 
 
 def samples_table() -> str:
-    """KL and attended tokens of `scout` by text."""
-    kinds, lines = ("prose", "documentation", "code"), []
-    for name in [one for one in names(rows("quality")) if one.startswith("scout:")]:
-        knobs, cells = setting(name)[1], []
-        for kind in kinds:
-            one = row("quality", row=name, kind=kind)
-            cells += [number(one["kl"]), f"{float(one['attended'] or knobs.partition('=')[2]):,.0f}"]
-        lines.append([f"`{knobs}`", *cells])
-    return table(["", *(cell for kind in kinds for cell in (f"KL, {kind}", "tokens"))], lines)
+    """The tokens that `scout` attends."""
+    return by_text(
+        [name for name in names(rows("quality")) if name.startswith("scout:")],
+        lambda _, knobs: f"`{knobs}`",
+        "tokens",
+        lambda one, knobs: f"{float(one['attended'] or knobs.partition('=')[2]):,.0f}",
+    )
 
 
 def extraction_table() -> str:

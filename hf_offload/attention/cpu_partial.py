@@ -172,7 +172,9 @@ class CpuPartial(RunningPartial):
 
     def rehearse(self, capture: Any) -> None:
         """Hand over an empty part: the first launch loads the kernel, which a capture may refuse."""
-        inbox = self._inbox
+        self._rehearse(capture, self._inbox)
+
+    def _rehearse(self, capture: Any, inbox: Inbox) -> None:
         buffers = inbox.query, inbox.blocks, inbox.counts, *(() if inbox.tail is None else (inbox.tail,))
         zeros = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
         hand_over(inbox, *zeros, flag=capture.flags[0, :1], epoch=capture.epoch)

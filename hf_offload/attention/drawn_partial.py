@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -109,6 +109,10 @@ class DrawnPartial(CpuPartial):
             step, send, self._make_real_attention, "CPU attention", after=self._lists, before=before
         )
         return self
+
+    def rehearse(self, capture: Any) -> None:
+        super().rehearse(capture)
+        self._rehearse(capture, self._real)  # without a tail: another kernel
 
     def _send_all(self, step: Step, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
         self.layer.mirror.pause()
