@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_offload.attention.cuda_graph import GraphedForward, graphed
 from hf_offload.attention.hooks import CACHE_NAMES
-from hf_offload.attention.model_support import NAME, check_attention, check_model, inside
+from hf_offload.attention.model_support import NAME, check_attention, check_model, inside, on_device
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies.base import Policy
 
@@ -43,7 +43,7 @@ class _CacheMaker:
         self._layers = _layers(model)
         self.displaced = model.__dict__.get(_PREPARE)
         setattr(model, _PREPARE, self)
-        self._graphed = graphed(model) if self.knobs.get("cuda_graph") else None
+        self._graphed = graphed(model) if self.knobs.get("cuda_graph", on_device(model)) else None
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         model = self._model()

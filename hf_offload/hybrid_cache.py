@@ -20,9 +20,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_offload.attention.announced_drafts import check_drafts, watch
 from hf_offload.attention.cuda_graph import StepGraph, graphed
 from hf_offload.attention.fallback import Fallback
+from hf_offload.attention.graph_support import obstacle, tell_eager
 from hf_offload.attention.hooks import attach, cache_argument, find_layers, hybrid_layers
 from hf_offload.attention.model_support import (
-    check_graph,
     check_held,
     check_model,
     held_layers,
@@ -42,8 +42,8 @@ from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.row_index import row_numbers
 from hf_offload.cache.saving import save_cache
+from hf_offload.cache.settings import AUTO, Settings, check_progress, check_sizes, check_tier
 from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
-from hf_offload.cache.settings import Settings, check_progress, check_sizes, check_tier
 from hf_offload.cache.stats import LayerStats, Pace, Stats
 from hf_offload.cache.stock_layers import copy_layer
 from hf_offload.cache.transaction import Transaction
@@ -78,8 +78,10 @@ class HybridCache(Cache):
             block's keys and for each token of its values. None: the model's dtype.
         prefill_tile: cached tokens that a prompt chunk or append reads at a time. With two memories the device holds
             two tiles.
-        cuda_graph: capture the third decode step after a prompt as a CUDA graph and replay it in later steps. Needs a
-            model on one CUDA device with full attention in all layers. Prompts and appends run without it.
+        cuda_graph: capture a decode step as a CUDA graph and replay it in later steps. `"auto"`: where a model on one
+            CUDA device has full attention in all layers and the policy allows it; a warning tells once why steps of
+            such a model run eagerly all the same. True: an error where it cannot be had; a replay calls no hooks and
+            asks no module. False: never.
         threads: CPU threads for work that runs beside the model. None: one without a GPU; with one, all cores of the
             process but one, at most 16, shared among the processes that a launcher started. Work that the model waits
             for runs on torch's threads (`torch.set_num_threads`).
@@ -109,7 +111,7 @@ class HybridCache(Cache):
         device_budget: int | str | None = None,
         host_dtype: str | None = None,
         prefill_tile: int = 4096,
-        cuda_graph: bool = False,
+        cuda_graph: bool | str = AUTO,
         threads: int | None = None,
         timeout: float = 120.0,
         check_every: int | None = None,
@@ -121,8 +123,6 @@ class HybridCache(Cache):
         block_size = self.policy.block_size if block_size is None else block_size
         check_tier(tier)
         check_sizes(block_size, prefill_tile, host_dtype, cuda_graph)
-        if cuda_graph:
-            check_graph(model, self.policy, config)
         stock = stock_layers(config)
         two = two_memories(model, tier)
         self.policy = self.policy.with_defaults(two=two)
@@ -132,6 +132,7 @@ class HybridCache(Cache):
         check_held(type(model).__name__, stock, held)
         least = least_blocks(self.policy, block_size)
         budget = make_budget(device_budget, resident, sum(held), least, two_memories=two)
+        captured = self._may_capture(model, config, cuda_graph, host_dtype)
         checks = None
         if check_every is not None:
             checks = Checks(check_every, tuple(i for i, ours in enumerate(held) if ours))
@@ -166,7 +167,11 @@ class HybridCache(Cache):
         super().__init__(layers=[HybridLayer(i, settings) if held[i] else layer for i, layer in enumerate(stock)])
         shares = bool(getattr(config, "num_kv_shared_layers", 0))
         self.fallback = Fallback(
-            type(model).__name__, self.layers, image_layers(config), compact=not shares, graphs=cuda_graph
+            type(model).__name__,
+            self.layers,
+            image_layers(config),
+            compact=not shares,
+            graphs=captured and cuda_graph is True,
         )
         self._attachment, self._watch = attach(model), watch(model)
         self._forking = threading.Lock()
@@ -179,12 +184,27 @@ class HybridCache(Cache):
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
         self._pace = Pace()
         self.transaction = Transaction(self.layers, settings, self.fallback.undo)
-        self.graph = StepGraph(self) if cuda_graph else None
-        self._graphed = graphed(model) if cuda_graph else None
+        self.graph = StepGraph(self, auto=cuda_graph == AUTO) if captured else None
+        self._graphed = graphed(model) if captured else None
         owned = weakref.WeakSet(model.modules())
         for layer in hybrid_layers(self):
             layer.modules, layer.transaction = owned.__contains__, weakref.ref(self.transaction)
             layer.size_is_asked = bool(image_layers(config))  # Mllama asks all layers for it in every forward
+
+    def _may_capture(self, model: PreTrainedModel, config: Any, wanted: bool | str, host_dtype: str | None) -> bool:
+        """Whether decode steps are to be captured; what speaks against it is an error if they must be.
+
+        Raises:
+            ValueError: `wanted` is True, and they cannot be.
+        """
+        if wanted is False:
+            return False
+        reason = obstacle(model, self.policy, config, host_dtype)
+        if reason is not None and wanted is True:
+            raise ValueError(f"cuda_graph=True: {reason}; leave it out")
+        if reason is not None and self.policy.requirements.capturable and on_device(model):
+            tell_eager(reason, stacklevel=3)
+        return reason is None
 
     # --- what the model calls -----------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from hf_offload.attention.graph_support import capture_bytes
 from hf_offload.attention.model_support import held_layers, stock_layers
 from hf_offload.cache.arrivals import unsuitable
 from hf_offload.cache.block_store import BlockStore
@@ -48,6 +49,7 @@ class Shape:
         kv_heads, query_heads, head_dim: heads and head dimension of a layer.
         dtype: dtype of keys and values.
         weights: bytes of the parameters.
+        vocabulary: number of tokens that the model knows.
     """
 
     layers: int
@@ -57,6 +59,7 @@ class Shape:
     head_dim: int
     dtype: torch.dtype
     weights: int
+    vocabulary: int
 
     def stock_bytes(self, batch: int, tokens: int) -> int:
         """Bytes of the layers that keep Transformers' own cache."""
@@ -82,6 +85,7 @@ class Memory:
             are not included.
         stock_bytes: bytes on the device of layers that keep Transformers' own cache.
         tile_bytes: bytes of the prefill tiles on the device, shared by all layers.
+        graph_bytes: bytes on the device of a captured step, roughly; 0 for what is not captured.
     """
 
     resident: int
@@ -92,10 +96,11 @@ class Memory:
     salience_bytes: int
     stock_bytes: int
     tile_bytes: int
+    graph_bytes: int
 
     @property
     def device(self) -> int:
-        """Bytes of device memory, without the prefill tiles."""
+        """Bytes of device memory, without the prefill tiles and a captured step."""
         return self.resident_bytes + self.stock_bytes + (0 if self.digests_on_host else self.digest_bytes)
 
     @property
@@ -157,7 +162,7 @@ def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> Shape:
     except Exception as error:  # the model's code may raise anything for a senseless number
         raise ValueError(f"{config.model_type}: the config describes no model that can be built ({error})") from error
     weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    return Shape(sum(held), windows, kv_heads, query_heads, dim, dtype, weights)
+    return Shape(sum(held), windows, kv_heads, query_heads, dim, dtype, weights, text.vocab_size)
 
 
 def parse_tokens(text: str) -> int:
@@ -248,6 +253,7 @@ def memory_of(
         range(slots, slots + 1),
     )  # fmt: skip
     state, state_on_host = chosen.state_bytes(sizes, slots)
+    captured = two and requirements.capturable and not shape.windows and store.format.read_by_device
     return Memory(
         resident=slots * size,
         resident_bytes=shape.layers * (lines * slots * record + state),
@@ -257,6 +263,7 @@ def memory_of(
         salience_bytes=shape.layers * state_on_host,
         stock_bytes=shape.stock_bytes(batch, context),
         tile_bytes=2 * batch * min(tile, context) * shape.token_bytes if two else 0,
+        graph_bytes=capture_bytes(shape.vocabulary, batch, shape.dtype) if captured else 0,
     )
 
 
@@ -316,15 +323,15 @@ def plan_table(
         ValueError: an option or a number of rows that is not allowed.
     """
     check_count("batch", batch, what="a number of rows", most=MOST_ROWS)
-    titles = ["cache", "resident tokens", "device: KV", "digests", "tiles", "with weights", "host"]
+    titles = ["cache", "resident tokens", "device: KV", "digests", "tiles", "graph", "with weights", "host"]
     everything = batch * context * shape.layers * shape.token_bytes + shape.stock_bytes(batch, context)
     most = 0 if device is None else max(device - shape.weights, 0) * batch // everything
-    rows = [("DynamicCache", "all", (everything, 0, 0, everything + shape.weights), 0, most)]
+    rows = [("DynamicCache", "all", (everything, 0, 0, 0, everything + shape.weights), 0, most)]
     for setting in settings:
         found = memory_of(shape, *setting, context=context, batch=batch)
         digests = 0 if found.digests_on_host else found.digest_bytes
-        total = shape.weights + found.device + found.tile_bytes
-        parts = (found.resident_bytes + found.stock_bytes, digests, found.tile_bytes, total)
+        total = shape.weights + found.device + found.tile_bytes + found.graph_bytes
+        parts = (found.resident_bytes + found.stock_bytes, digests, found.tile_bytes, found.graph_bytes, total)
         most = 0 if device is None else most_rows(shape, setting, context, device)
         rows.append((written(setting), f"{found.resident:,}", parts, found.host, most))
     table = Table(title=f"{batch} rows of {context:,} tokens; weights {size_text(shape.weights)}")

@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,9 +25,14 @@ from torch.utils._pytree import tree_map_only
 
 from hf_offload.attention.decode_split import close_step
 from hf_offload.attention.graph_capture import Capture, Recorder, undisturbed
+from hf_offload.attention.graph_support import ModelState, capture_bytes, doubt, lacking_room, tell_eager
 from hf_offload.attention.hooks import CACHE_NAMES, find_cache, hybrid_layers
 from hf_offload.cpu.host_signals import Doorbell, ItemError
 from hf_offload.cpu.thread_pool import WorkerError
+
+
+class NotCaptured(RuntimeError):
+    """A step cannot be captured as a CUDA graph."""
 
 
 class StepGraph:
@@ -36,11 +41,18 @@ class StepGraph:
     Args:
         cache: the `HybridCache`.
         recorder: returns an object that captures and replays a graph (`Recorder`).
+        auto: whether steps run eagerly, after a warning, where a replay may differ from them or cannot be had; else
+            that is an error.
     """
 
-    def __init__(self, cache: Any, recorder: Callable[[], Any] = Recorder) -> None:
-        self.layers, self.recorder = hybrid_layers(cache), recorder
+    def __init__(self, cache: Any, recorder: Callable[[], Any] = Recorder, *, auto: bool = False) -> None:
+        self.layers, self.recorder, self.auto = hybrid_layers(cache), recorder, auto
+        self.off = False
+        """Whether steps have proved not to be captured."""
         self._cache = weakref.proxy(cache)
+        self._transaction = cache.transaction
+        self._model: Callable[[], nn.Module | None] = cache._model
+        self._model_state: ModelState | None = None
         self._capture: Capture | None = None
         self._next: Capture | None = None
         """The capture of the next graph, made when host memory has proved to be pinned."""
@@ -50,6 +62,10 @@ class StepGraph:
         reads alive: a fork in another thread may replace them by larger ones.
         """
         self._next_signature: object = None
+        self._call: object = None
+        """The part of `_state` that the arguments of a step give."""
+        self._prepared: tuple[object, ...] | None = None
+        """What must still be so (`_unchanged`) for the next step to be replayed as it was prepared; or None."""
         self._arrays: object = None
         self._doorbell: Doorbell | None = None
         self._epoch = 0
@@ -61,17 +77,32 @@ class StepGraph:
         """By layer, whether all blocks of the next step are resident: no CPU part is captured then."""
         self._output: Any = None
         self._finalizer: Any = None
-        self._warned = False
+        self._told: set[str] = set()
 
     def ready(self) -> bool:
         """Whether a step can be captured or replayed: the resident set of every layer is placed."""
-        return all(layer.past and not layer.unplaced for layer in self.layers)
+        return self._unchanged() or all(layer.past and not layer.unplaced for layer in self.layers)
+
+    def tell(self, reason: str) -> None:
+        """Warn, once for each reason, that steps run eagerly."""
+        if reason not in self._told:
+            self._told.add(reason)
+            tell_eager(reason, stacklevel=2)
+
+    def _unchanged(self) -> bool:
+        """Whether the next step is prepared, and nothing has happened to the cache since."""
+        return self._prepared is not None and all(map(operator.is_, self._prepared, self._relied_on()))
+
+    def _relied_on(self) -> tuple[object, ...]:
+        """Return objects, each replaced by another when the cache or its padding is changed."""
+        padding = self.layers[0].settings.padding
+        return self._transaction.turn, padding.valid, padding.holes
 
     def prepare(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> bool:
         """Prepare a step; return whether `run` can take it, or it must run eagerly.
 
         The first step with a new signature (`_signature`) runs eagerly, since a capture allows no compilation of
-        kernels and no allocation of buffers. The second one is captured.
+        kernels and no allocation of buffers. The second one is captured. A replayed step is prepared by the one before.
 
         Args:
             inputs: the step's tensors: `input_ids` and `position_ids`, `[B, 1]`.
@@ -81,34 +112,67 @@ class StepGraph:
             WorkerError: a CPU part of the previous step failed or was late.
         """
         self.check()
+        call, model = _signature_of_call(inputs, fixed), self._same_model()
+        if self._unchanged() and model is self._model_state and call == self._call:
+            self.layers[0].mirror.valid()  # of the token that has arrived
+            return True
+        self._prepared, self._model_state = None, model
+        if call != self._call:
+            self._call, self._state = call, None
+        for layer in self.layers:
+            layer.drain_ahead()  # of an eager step
+        self._prepare_layers()
+        previous, self._next_signature = self._next_signature, self._signature()
+        return self._next_signature == self._state or (self._next_signature == previous and self._may_capture())
+
+    def _same_model(self) -> ModelState:
+        """Return the state of the model: the object of the last call as long as nothing has changed."""
+        state = self._model_state
+        if state is not None and state.holds():
+            return state
+        model = self._model()
+        assert model is not None, "the model is running"
+        return ModelState(model)
+
+    def _prepare_layers(self) -> None:
+        """Make room for the next step's token, and update the tensors that kernels read."""
         for layer in self.layers:
             assert layer.store is not None
             assert layer.resident is not None
-            layer.drain_ahead()  # of an eager step
             layer.resident.wait()
             layer.store.reserve(layer.store.length + 1)
         self._refresh()
-        previous, self._next_signature = self._next_signature, self._signature(inputs, fixed)
-        return self._next_signature == self._state or (self._next_signature == previous and self._reachable())
+
+    def _may_capture(self) -> bool:
+        """Whether the next step can be captured; if not, no later one is, for a reason that a warning tells."""
+        model = self._model()
+        reason = doubt(model) if self.auto and model is not None else None
+        if reason is None and not self._reachable():
+            reason = "pinned host memory cannot be had"
+        if reason is None and self.auto:
+            first = self.layers[0]
+            vocabulary = getattr(self._cache._config, "vocab_size", 0)
+            reason = lacking_room(first.device, capture_bytes(vocabulary, first.batch_size, first.dtype))
+        if reason is not None:
+            self.give_up(reason)
+        return reason is None
+
+    def give_up(self, reason: str) -> None:
+        """Run all further steps eagerly."""
+        self.close()
+        self.off = True
+        self.tell(reason)
 
     def _reachable(self) -> bool:
-        """Whether all host memory that a graph reads is pinned; if not, warn once."""
+        """Whether all host memory that a graph reads is pinned; if so, make the next capture."""
         pools = [layer.store.pool.pinned for layer in self.layers if layer.store is not None]
         parts = [layer.cpu_partial.reachable for layer in self.layers if layer.cpu_partial is not None]
         device, worker = self.layers[0].device, self.layers[0].settings.worker
-        if device.type != "cuda" or all((*pools, *parts)):
-            with self.layers[0].mirror.current():
-                self._next = Capture(device, 2 * len(self.layers), worker.timeout)  # a draw and its attention
-            if self._next.reachable:
-                return True
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "cuda_graph=True needs pinned host memory, which cannot be had; steps go on without a graph",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return False
+        if device.type == "cuda" and not all((*pools, *parts)):
+            return False
+        with self.layers[0].mirror.current():
+            self._next = Capture(device, 2 * len(self.layers), worker.timeout)  # a draw and its attention
+        return self._next.reachable
 
     def run(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> Any:
         """Run one decode step for which `prepare` returned True, by capture or replay.
@@ -118,16 +182,23 @@ class StepGraph:
             inputs, fixed: as in `prepare`.
 
         Returns:
-            The model's output; its tensors are valid until the next step.
+            The model's output; its tensors are valid until the next step. None: the step cannot be captured, and has
+            not run.
 
         Raises:
-            RuntimeError: the model's step cannot be captured.
+            NotCaptured: the step cannot be captured, unless `auto`.
         """
         with self.layers[0].mirror.current():
-            if self._next_signature == self._state:
+            if self._prepared is not None or self._next_signature == self._state:
                 self._replay_step(inputs)
-            else:
+                return self._output
+            try:
                 self._capture_step(forward, inputs, fixed)
+            except (NotCaptured, torch.OutOfMemoryError) as error:
+                if not self.auto:
+                    raise
+                self.give_up(f"a step cannot be captured ({error.__cause__ or error})")
+                return None
         return self._output
 
     def _capture_step(
@@ -136,28 +207,41 @@ class StepGraph:
         past = self._cache.get_seq_length()
         try:
             self._record(forward, inputs, fixed)  # this runs the forward, whose hooks count the token
-            self._state = self._signature(inputs, fixed)
+            self._state = self._signature()
             self._replay()
+            self._prepare_next()
         except BaseException:
             self.close()
             self._cache.fail(past)
             raise
 
     def _replay_step(self, inputs: dict[str, torch.Tensor]) -> None:
-        self._update_doorbell()
+        if self._prepared is None:
+            self._update_doorbell()
         for name, value in inputs.items():
             self._inputs[name].copy_(value)
         self._cache.begin()
         try:
             for layer in self.layers:
-                assert layer.store is not None
-                layer.store.length += 1
+                layer.store.length += 1  # type: ignore[union-attr]
                 layer.stats.steps += 1
             self._replay()
+            self._prepare_next()
         except Exception:  # after an interruption the next `begin` rolls back
             self._cache.end(False)
             raise
         self._cache.end(True)
+
+    def _prepare_next(self) -> None:
+        """Prepare the next replay while the device is at work on this one."""
+        self._prepared = None
+        try:
+            self._prepare_layers()
+            if self._signature() == self._state:
+                self._update_doorbell()
+                self._prepared = self._relied_on()
+        except (MemoryError, RuntimeError):
+            """The next step meets the fault, and raises it before anything has changed."""
 
     def _replay(self) -> None:
         assert self._capture is not None
@@ -181,17 +265,14 @@ class StepGraph:
         first.mirror.sinks(first.requirements.sinks)
         first.mirror.valid()
 
-    def _signature(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> object:
-        """Return all that a captured step depends on besides tensor values. It takes a few µs a layer and step."""
-        views = [layer.device_view() for layer in self.layers]
+    def _signature(self) -> object:
+        """Return all that a captured step depends on besides its arguments and the values of tensors."""
         first = self.layers[0]
         valid = first.mirror.valid()
         sinks = first.mirror.sinks(first.requirements.sinks)
         shared = (*self._limits, *sinks, *(() if valid is None else (valid,)))
-        shapes = tuple((name, value.shape) for name, value in sorted(inputs.items()))
         sizes = [(tensor.data_ptr(), tensor.shape) for tensor in shared]
-        others = {name: value for name, value in fixed.items() if name not in CACHE_NAMES}
-        return views, self._on_device, sizes, shapes, others
+        return [layer.device_view() for layer in self.layers], self._on_device, sizes, self._model_state
 
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
         capture, self._next = self._next, None
@@ -228,7 +309,7 @@ class StepGraph:
             self._capture = self._recorded = self._state = None
             if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise RuntimeError(
+            raise NotCaptured(
                 "a step of this model cannot be captured as a CUDA graph (the cause is above); leave cuda_graph out"
             ) from error
         finally:
@@ -295,7 +376,7 @@ class StepGraph:
 
     def close(self) -> None:
         """Free the graph and stop its doorbell."""
-        self._next_signature = None
+        self._next_signature = self._prepared = None
         if self._doorbell is None:
             return
         self._settle()  # an interruption here leaves the graph intact
@@ -311,6 +392,12 @@ class StepGraph:
             self._recorded.settle()
 
 
+def _signature_of_call(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> object:
+    """Return what a captured step depends on in its arguments."""
+    others = {name: value for name, value in fixed.items() if name not in CACHE_NAMES}
+    return [(name, value.shape) for name, value in inputs.items()], others
+
+
 def _let_go(recorded: Any, doorbell: Doorbell) -> None:
     """Stop the doorbell of a freed graph, after a replay in flight."""
     recorded.settle()
@@ -319,6 +406,7 @@ def _let_go(recorded: Any, doorbell: Doorbell) -> None:
 
 
 _GRAPH_INPUTS = ("input_ids", "position_ids")
+_KEPT = ("output_hidden_states", "output_attentions")
 _HOST_ARGUMENTS = ("attention_mask", "cache_position")
 """Arguments that the host reads and the graph does not."""
 
@@ -359,17 +447,16 @@ class GraphedForward:
         named = dict(zip(self._names, args, strict=False)) | kwargs
         cache = find_cache((), named)
         graph = getattr(cache, "graph", None)
-        step = None
-        if cache is not None and graph is not None and graph.ready():
-            step = None if cache.transaction.open else _split_arguments(cache, named)  # `begin` reports it
-        if graph is None or step is None:
-            if graph is not None:
-                graph.check(settle=True)
+        if cache is None or graph is None:
             return self._forward(*args, **kwargs)
-        if not graph.prepare(*step):
+        step = output = None
+        if not graph.off and graph.ready() and not cache.transaction.open:  # else `begin` reports it
+            step = _split_arguments(cache, named)
+        if step is not None and graph.prepare(*step):
+            output = graph.run(self._forward, *step)
+        if output is None:
             graph.check(settle=True)
             return self._forward(*args, **kwargs)
-        output = graph.run(self._forward, *step)
         if getattr(self._local, "graphs", None) is not None:
             self._local.graphs.add(graph)
         output = tree_map_only(torch.Tensor, torch.Tensor.clone, output)  # the next replay overwrites them
@@ -437,7 +524,11 @@ def _split_arguments(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torc
     if others or ids is None or ids.shape[1] != 1 or kwargs.get("return_dict") is False:
         return None
     if torch.is_autocast_enabled(ids.device.type):
-        return None  # a replay would use the dtypes of the capture
+        cache.graph.tell("under autocast a replay would use the dtypes of its capture")
+        return None
+    if cache.graph.auto and any(kwargs.get(name) or getattr(cache._config, name, False) for name in _KEPT):
+        cache.graph.tell("a step returns hidden states or attention weights")
+        return None
     mask, padding = kwargs.get("attention_mask"), cache.settings.padding
     if mask is not None and mask.ndim != 2:
         return None

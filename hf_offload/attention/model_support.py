@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from types import TracebackType
 from typing import Any
@@ -11,8 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
-
-from hf_offload.policies.base import Policy
 
 NAME = "hybrid_sparse"
 """Name of the attention implementation: attention function and mask function."""
@@ -103,48 +100,6 @@ def check_attention(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{type(model).__name__} ignores attn_implementation, so HybridCache cannot serve it; use DynamicCache"
         )
-
-
-def check_graph(model: PreTrainedModel, policy: Policy, config: Any) -> None:
-    """Raise ValueError with the reason if decode steps of this model cannot be captured as a CUDA graph."""
-    if not policy.requirements.capturable:
-        raise ValueError(
-            f"cuda_graph=True: in a step of policy {policy.name!r} the host decides what is attended, or Python "
-            "attends it; leave it out"
-        )
-    if ranks_of(model) > 1:
-        raise ValueError(
-            f"cuda_graph=True: {type(model).__name__} is spread over {ranks_of(model)} ranks, whose exchanges in a "
-            "step have not been tried in a graph; leave it out"
-        )
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        where = ", ".join(sorted("the host, offloaded" if d.type == "meta" else str(d) for d in devices))
-        raise ValueError(f"cuda_graph=True needs a model on one CUDA device, but this one is on {where}; leave it out")
-    if not all(held_layers(config, stock_layers(config))):
-        raise ValueError(
-            f"cuda_graph=True: {type(model).__name__} has layers with sliding windows, cross-attention or without "
-            "attention, whose stock caches cannot be captured; leave it out"
-        )
-    kinds = _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
-    if kinds & {"dynamic", "longrope"}:
-        raise ValueError(
-            f"cuda_graph=True: {type(model).__name__} has rotary positions of type {', '.join(sorted(kinds))}, which "
-            "look at the positions' values in every step; leave it out"
-        )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(
-            f"cuda_graph=True: {type(model).__name__} takes no position_ids, so that its positions cannot change from "
-            "step to step; leave it out"
-        )
-
-
-def _rope_types(parameters: Any) -> set[str]:
-    """Return the types of rotary positions in a config, which may have one for each kind of layer."""
-    if not isinstance(parameters, dict):
-        return set()
-    found = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters}
-    return found.union(*(_rope_types(value) for value in parameters.values()))
 
 
 _HOOKS = "accelerate.hooks"

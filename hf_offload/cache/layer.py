@@ -381,7 +381,6 @@ class HybridLayer(CacheLayerMixin):
             self.unplaced = True  # set first: the host has all blocks, and slots change from here on
             self.resident.clear()
         self.unplaced = True
-        self._device_view = None  # invalidates captured graphs
         self.forget_plans()
 
     def prepare_crop(self, tokens_to_remove: int) -> int:

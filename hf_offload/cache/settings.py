@@ -20,6 +20,8 @@ from hf_offload.knobs import check_choice, check_count, check_flag, shown
 from hf_offload.policies.base import Policy
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+AUTO = "auto"
+"""Capture decode steps where a GPU runs the model and nothing speaks against it."""
 
 
 def check_block_size(block_size: object) -> None:
@@ -33,7 +35,7 @@ def check_block_size(block_size: object) -> None:
         raise ValueError(f"block_size={shown(block_size)} is not supported; use one of {sizes}")
 
 
-def check_sizes(block_size: int, prefill_tile: object, host_dtype: object, cuda_graph: object = False) -> None:
+def check_sizes(block_size: int, prefill_tile: object, host_dtype: object, cuda_graph: object = AUTO) -> None:
     """Check the knobs of storage, which do not depend on the policy.
 
     Raises:
@@ -44,9 +46,8 @@ def check_sizes(block_size: int, prefill_tile: object, host_dtype: object, cuda_
     if not (host_dtype is None or isinstance(host_dtype, str)) or host_dtype not in FORMATS:
         names = ", ".join(f'"{name}"' for name in FORMATS if name)
         raise ValueError(f"host_dtype={shown(host_dtype)} is not supported; use {names}, or None for the model's dtype")
-    check_flag("cuda_graph", cuda_graph)
-    if cuda_graph and not FORMATS[host_dtype].read_by_device:
-        raise ValueError(f"cuda_graph=True: no GPU kernel reads host_dtype={host_dtype!r}; leave one of them out")
+    if cuda_graph != AUTO and not isinstance(cuda_graph, bool):
+        raise ValueError(f'cuda_graph={shown(cuda_graph)} is not True, False or "{AUTO}"; use one of these')
 
 
 def check_progress(progress: object) -> bool:

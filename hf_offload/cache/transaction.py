@@ -32,6 +32,8 @@ class Transaction:
         self._layers, self._settings, self._undo_stock = layers, settings, undo_stock
         self._holder: dict[int | None, int] = {}  # `setdefault` decides between two threads
         self._torn: str | None = None
+        self.turn = object()
+        """Another object whenever a thread has taken the cache: it may have changed since."""
         self.floor: int | None = None
         """The length to which a failed forward is rolled back; None: no forward is open."""
         self.calls: dict[int, Any] = {}
@@ -75,6 +77,7 @@ class Transaction:
         while holder != me:
             _refuse_live(holder)
             holder = self._holder.setdefault(holder, me)  # successor of a thread that has ended
+        self.turn = object()
         if self._torn is not None and not torn:
             what = self._torn
             self.leave()

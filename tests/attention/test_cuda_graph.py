@@ -398,5 +398,5 @@ def test_a_capture_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_model_that_is_not_on_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"cuda_graph=True needs a model on one CUDA device, but this one is on cpu"):
+    with pytest.raises(ValueError, match=r"cuda_graph=True: the model must be on one CUDA device, but this one is on cpu"):
         HybridCache(tiny_model("llama"), "scout", cuda_graph=True)
