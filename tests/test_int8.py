@@ -64,6 +64,20 @@ def test_logits_are_near_those_of_exact_blocks(
     assert 0 < difference.max() < 0.1 * exact[1].abs().max()
 
 
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_a_turn_behind_many_tiles_of_packed_tokens(llama: PreTrainedModel, tier: str) -> None:
+    """The next tile is gathered into the memory of the one before."""
+    ids, _ = prompt(1, 700)
+    logits = []
+    for host in (None, "int8"):
+        cache = HybridCache(llama, "full", tier=tier, prefill_tile=64, host_dtype=host, **KNOBS)
+        with torch.no_grad():
+            llama(ids[:, :660], past_key_values=cache)
+            logits.append(llama(ids[:, 660:], past_key_values=cache).logits)
+    difference = (logits[1] - logits[0]).abs().max()
+    assert 0 < difference < 0.1 * logits[0].abs().max()
+
+
 def test_memory_is_reported_as_it_is(llama: PreTrainedModel) -> None:
     ids, mask = prompt(2, 900)
     used = []

@@ -137,7 +137,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2 rows of 1,024 tokens" in said
     kv = 2 * 1024 * 4 * 2 * 2 * 16 * 4  # rows, tokens, layers, K and V, heads, channels, bytes
     assert f"DynamicCache all {kv / 2**20:.1f} MiB" in said
-    assert "scout:budget=256 256 " in said
+    assert "scout:budget=256 384 " in said
     code, said = run("--policy", "scout:bugdet=5")
     assert code == 2
     assert "bugdet: not a knob" in said

@@ -18,7 +18,7 @@ from hf_offload.cache.torch_modes import uncast
 from hf_offload.scores import Scores
 
 FEW_QUERIES = 16
-"""Appends of at most this many tokens attend the cached blocks in place; longer ones gather them into tiles."""
+"""Appends of at most this many tokens attend the cached blocks as decode steps do."""
 
 
 def append(

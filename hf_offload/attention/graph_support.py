@@ -87,15 +87,16 @@ def doubt(model: nn.Module) -> str | None:
         if hook_of(module) is not None:
             return f"accelerate's hook of {path} would not be called"
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if _root(type(hook)) != _OUR_ROOT:
+            if _root(hook) not in _KNOWN_ROOTS:  # Transformers' own record outputs that no replayed step returns
                 return f"a hook of {path} would not be called"
-        if _root(type(module)) not in (*_KNOWN_ROOTS, _root(type(model))):
+        if _root(module) not in (*_KNOWN_ROOTS, _root(model)):
             return f"{path} is a {type(module).__module__}.{type(module).__name__}, whose state a replay does not ask"
     return None
 
 
-def _root(cls: type) -> str:
-    return cls.__module__.partition(".")[0]
+def _root(thing: Any) -> str:
+    """Return the package that a function, or the class of an object, is from."""
+    return str(thing.__module__).partition(".")[0]
 
 
 def torch_version() -> tuple[int, int]:

@@ -160,7 +160,7 @@ def append_attention(
         mask: see `MaskPieces`.
         scores: parameters of the model's scores.
         sinks: `[Hq]`, logits of the model's attention sinks, or None.
-        tile: the most keys of a masked piece.
+        tile: the most keys of a piece whose mask or scores are materialized.
         before: out `[B, Hq, Q, D]` and lse `[B, Hq, Q]` over the cached tokens that are not in `tiles`.
         attended: called after each tile and masked piece with the number of its keys.
 
@@ -168,7 +168,8 @@ def append_attention(
         `[B, Q, Hq, D]` in the query's dtype.
     """
     length, pieces = query.shape[2], MaskPieces(mask, past, query.dtype)
-    step = length if mask is None else min(MASKED_QUERIES, length)
+    cut = mask is not None or scores.softcap is not None  # masks and scores are materialized
+    step, span = (min(MASKED_QUERIES, length), tile) if cut else (length, length)
     total: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * -(-length // step)
     remedy = "a smaller prefill_tile, or the prompt in chunks (generate(prefill_chunk_size=...)), needs less"
 
@@ -191,7 +192,6 @@ def append_attention(
             total[i] = before[0][:, :, q0 : q0 + step], before[1][:, :, q0 : q0 + step]
     for first, k, v in tiles:
         add(first, k, v)
-    span = length if mask is None else tile
     for first in range(0, length, span):
         add(past + first, key[:, :, first : first + span], value[:, :, first : first + span])
     parts = [part for part in total if part is not None]

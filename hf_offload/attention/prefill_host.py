@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -90,7 +91,8 @@ def attend_append(
     if not (past and store.packed_blocks):
         return attend(key, value, past, past, logits, query.dtype)[0]
     total: tuple[torch.Tensor, torch.Tensor] | None = None
-    for first, k, v in (*read_tiles(store, past, tile), (past, key, value)):
+    # One by one: a tile is valid until the next one is taken.
+    for first, k, v in itertools.chain(read_tiles(store, past, tile), [(past, key, value)]):
         out, lse = attend(k, v, 0, first, logits if total is None else None, torch.float32)
         partial = out, lse.transpose(1, 2)
         total = partial if total is None else merge_partials([total, partial])

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hf_offload.cache.block_store import BlockStore
 
 DEFAULT_RESIDENT = 2048  # tokens, for policies without a budget
+BUDGETS = 1.5
+"""Resident tokens by default, in budgets: the CPU attends half as much as with one budget, and recalls are rarer."""
 _BLOCKS = re.compile(r"(\d{1,18}) blocks?")
 _AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?(?:([KMGT])(i?))?B", re.IGNORECASE)
 _MOST_BYTES = 1 << 60
@@ -167,7 +169,9 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
     if resident is None:
         wants = policy.requirements
         only_always = (wants.scored_on_host and not wants.chooses_resident) or not wants.attends_blocks
-        wanted = least if only_always else wants.budget or DEFAULT_RESIDENT
+        wanted = DEFAULT_RESIDENT if wants.budget is None else int(BUDGETS * wants.budget)
+        if only_always:
+            wanted = least
         if least > most:
             raise ValueError(
                 f"sinks and recent (or local) tokens take {least // block_size} blocks of {block_size} for each row "

@@ -15,10 +15,10 @@ KNOBS: dict[str, Any] = {"block_size": 16, "resident": 96, "tier": "split"}
 SCOUT: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
 
 
-def graph_cache(model: PreTrainedModel, policy: str, **knobs: Any) -> HybridCache:
-    """A cache whose steps are replayed, as `cuda_graph=True` makes it on a GPU."""
+def graph_cache(model: PreTrainedModel, policy: str, *, auto: bool = False, **knobs: Any) -> HybridCache:
+    """A cache whose steps are replayed, as `cuda_graph=True` (with `auto`, `"auto"`) makes it on a GPU."""
     cache = HybridCache(model, policy, **(KNOBS | knobs))
-    cache.graph, cache._graphed = StepGraph(cache, CpuRecorder), graphed(model)
+    cache.graph, cache._graphed = StepGraph(cache, CpuRecorder, auto=auto), graphed(model)
     return cache
 
 

@@ -79,7 +79,7 @@ def test_a_deep_copy_captures_steps_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_generate_replays_and_a_turn_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_replays_and_so_does_a_short_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     records = []
     record = CpuRecorder.record
@@ -93,7 +93,7 @@ def test_generate_replays_and_a_turn_captures_again(monkeypatch: pytest.MonkeyPa
 
     want = turns(HybridCache(model, "scout", **KNOBS, **SCOUT, lookahead="attend"))
     assert torch.equal(turns(graph_cache(model, "scout", **SCOUT, lookahead="attend")), want)
-    assert len(records) == 2
+    assert len(records) == 1
 
 
 @pytest.mark.slow
@@ -398,5 +398,5 @@ def test_a_capture_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_model_that_is_not_on_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"cuda_graph=True: the model must be on one CUDA device, but this one is on cpu"):
+    with pytest.raises(ValueError, match=r"cuda_graph=True: the model must be on one CUDA device.* is on cpu"):
         HybridCache(tiny_model("llama"), "scout", cuda_graph=True)

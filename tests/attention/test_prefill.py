@@ -119,6 +119,16 @@ def peak_beyond_host(make_cache: Callable[[PreTrainedModel], Any], model: PreTra
     return memory.peak - sum(s.digest_bytes + sum(slab.nbytes for slab in s.pool.slabs) for s in stores)
 
 
+def test_scores_with_a_softcap_are_made_piece_by_piece() -> None:
+    q, k = torch.randn(1, 4, 1500, 16), torch.randn(1, 2, 1500, 16)
+    with LiveBytes() as memory:
+        got = append_attention(q, k, k, 0, (), None, scores=Scores(0.3, 5.0), tile=64)
+    assert torch.allclose(
+        got.double(), dense(q, k, k, torch.ones(1500, 1500, dtype=torch.bool).tril(), 0.3, 5.0), atol=1e-5
+    )
+    assert memory.peak < 4 * 4 * 512 * 1500  # of one piece of 512 queries to all keys
+
+
 @pytest.mark.slow
 def test_device_memory_of_a_chunked_prefill_does_not_grow_with_the_prompt() -> None:
     """It is bounded by chunk + two tiles + resident set; the same look at DynamicCache sees every token."""

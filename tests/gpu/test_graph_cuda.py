@@ -131,6 +131,18 @@ def test_a_replayed_merge_sees_what_the_cpu_wrote_last() -> None:
         assert (merged == number).all(), number
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_steps_are_captured_by_default(family: str) -> None:
+    model, (name, knobs) = tiny_model(family).cuda(), POLICIES["scout-attend"]
+    eager, captured = (
+        HybridCache(model, name, cuda_graph=False, **MEMORY, **knobs),
+        HybridCache(model, name, **MEMORY, **knobs),
+    )
+    assert_equal(decode(model, captured, 2), decode(model, eager, 2))
+    assert captured.graph is not None
+    assert captured.graph._capture is not None
+
+
 def test_generate_replays_turn_after_turn() -> None:
     model = tiny_model("llama").cuda()
     ids = prompt(1, 200)[0].cuda()

@@ -84,6 +84,7 @@ def test_it_waits_for_five_seconds(bars, model):
 def short_pieces(monkeypatch):
     """Launches of at most 288 queries, as of a long context."""
     monkeypatch.setattr(prefill, "_LAUNCH_OPERATIONS", 1)
+    monkeypatch.setattr(prefill, "LEAST", 288)
 
 
 def test_a_long_layer_shows_its_pieces(bars, model, short_pieces):

@@ -22,6 +22,7 @@ from llvmlite import binding
 from hf_offload.cpu.launch import BLOCK_SIZES, F32, I32, I64, TAGS, U8, Array, Launch, jit, kernel, require, tag_of
 from hf_offload.cpu.memory import address_of, copy_bytes, count_up, get, hold, put
 from hf_offload.cpu.simd.matrix_tiles import (
+    add,
     add_faded,
     has_feature,
     interleave,
@@ -36,7 +37,6 @@ from hf_offload.cpu.simd.vectors import (
     bend,
     choose_less,
     exp,
-    fma,
     lane_max,
     lane_sum,
     load,
@@ -49,7 +49,9 @@ from hf_offload.cpu.simd.vectors import (
 from .move_records import layout_of
 
 TILE = 256  # keys that are packed at a time
-ROWS = 288  # most query rows of a task: their sums fill about half of a second-level cache of 256 KB
+ROWS = 288  # most query rows of a task: their sums take 144 KiB at a head dimension of 128
+LEAST = 16  # queries of a launch at least: each launch packs the keys anew
+SUMMED = 128  # products that are added up one after the other: partial sums of longer rows round less
 _HEIGHT = (0,) * 12  # rows of a register tile
 _TALL = len(_HEIGHT)
 _FLOAT = TAGS[torch.float32]
@@ -115,8 +117,12 @@ _multiply_wide, _multiply_narrow = _multiplier(2), _multiplier(1)
 def score_rows(pairs: Any, query: int, query_step: int, keys: int, depth: int, scores: int, count: int) -> None:
     """scores[row, key] = query[row] · keys[key] for twelve rows and `count` keys, a multiple of 32."""
     for key in range(0, count, 32):
-        tile = _multiply_wide(pairs, zeros(_HEIGHT, 2), query, query_step, keys + 4 * key, 4 * TILE, depth)
-        store_tile(scores + 4 * key, 4 * TILE, _HEIGHT, tile)
+        for start in range(0, depth, SUMMED):
+            here, channels = keys + 4 * (key + TILE * start), min(SUMMED, depth - start)
+            tile = _multiply_wide(pairs, zeros(_HEIGHT, 2), query + 4 * start, query_step, here, 4 * TILE, channels)
+            if start > 0:
+                tile = add(tile, load_tile(scores + 4 * key, 4 * TILE, _HEIGHT, 2))
+            store_tile(scores + 4 * key, 4 * TILE, _HEIGHT, tile)
 
 
 @jit
@@ -127,15 +133,19 @@ def add_values(
 
     A tile's products are added up first: over a long context that rounds less than one sum that grows.
     """
-    wide, faded = dim & ~31, spread(fades, 4, _HEIGHT)
-    for d in range(0, wide, 32):
-        tile = _multiply_wide(pairs, zeros(_HEIGHT, 2), weights, weight_step, values + 4 * d, 4 * dim, depth)
-        tile = add_faded(tile, load_tile(sums + 4 * d, 4 * dim, _HEIGHT, 2), faded)
-        store_tile(sums + 4 * d, 4 * dim, _HEIGHT, tile)
-    if wide < dim:
-        tile = _multiply_narrow(pairs, zeros(_HEIGHT, 1), weights, weight_step, values + 4 * wide, 4 * dim, depth)
-        tile = add_faded(tile, load_tile(sums + 4 * wide, 4 * dim, _HEIGHT, 1), faded)
-        store_tile(sums + 4 * wide, 4 * dim, _HEIGHT, tile)
+    wide = dim & ~31
+    for start in range(0, depth, SUMMED):
+        first, here, keys = weights + 4 * start, values + 4 * start * dim, min(SUMMED, depth - start)
+        for d in range(0, wide, 32):
+            tile = _multiply_wide(pairs, zeros(_HEIGHT, 2), first, weight_step, here + 4 * d, 4 * dim, keys)
+            old = load_tile(sums + 4 * d, 4 * dim, _HEIGHT, 2)
+            tile = add(tile, old) if start > 0 else add_faded(tile, old, spread(fades, 4, _HEIGHT))
+            store_tile(sums + 4 * d, 4 * dim, _HEIGHT, tile)
+        if wide < dim:
+            tile = _multiply_narrow(pairs, zeros(_HEIGHT, 1), first, weight_step, here + 4 * wide, 4 * dim, keys)
+            old = load_tile(sums + 4 * wide, 4 * dim, _HEIGHT, 1)
+            tile = add(tile, old) if start > 0 else add_faded(tile, old, spread(fades, 4, _HEIGHT))
+            store_tile(sums + 4 * wide, 4 * dim, _HEIGHT, tile)
 
 
 # --- softmax ---------------------------------------------------------------------------------------------------------
@@ -173,7 +183,7 @@ def weigh_row(
     new = max(old, lane_max(most * factor))
     total, minus = splat(np.float32(0.0)), splat(-new)
     for i in range(chunks):
-        weight = exp(fma(load_f32(scores + 64 * i), factor, minus))
+        weight = exp(load_f32(scores + 64 * i) * factor + minus)  # rounded as the peak is: 1 at the peak
         total = total + weight
         if pairs is None:
             store(weights + 64 * i, weight)
@@ -271,8 +281,8 @@ def prefill_kernel(
             for d in range(0, dim, 16):
                 store(sums + 4 * (r * dim + d), splat(np.float32(0.0)))
             with_sink = sinks.shape[0] > 0
-            peaks[r] = sinks[g] if with_sink else NOTHING
-            masses[r] = np.float32(1.0) if with_sink else np.float32(0.0)
+            peaks[r] = max(sinks[g], NOTHING) if with_sink else NOTHING  # a sink of −inf weighs nothing
+            masses[r] = np.float32(math.exp(sinks[g] - peaks[r])) if with_sink else np.float32(0.0)
         end = min(stop, position + q1)
         for first in range(begin, end, TILE):
             filled = min(TILE, end - first)
@@ -432,7 +442,7 @@ def pieces_of(length: int, past: int, heads: int, dim: int) -> list[tuple[int, i
     """Cut queries into (first, count) whose launches are short enough that Ctrl-C is heeded between them."""
     cut, first = [], 0
     while first < length:
-        count = max(int(_LAUNCH_OPERATIONS / (4 * heads * dim * (past + length))), ROWS)
+        count = max(int(_LAUNCH_OPERATIONS / (4 * heads * dim * (past + length))), LEAST)
         cut.append((first, min(count, length - first)))
         first += count
     return cut

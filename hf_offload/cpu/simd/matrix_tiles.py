@@ -72,6 +72,17 @@ def outer_dot(typing: Any, tile: Any, columns: Any, heads: Any) -> Any:
 
 
 @lowered
+def add(typing: Any, tile: Any, other: Any) -> Any:
+    """The sum of two tiles."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        left, right = (_unpack(builder, arg, kind) for arg, kind in zip(args, (tile, other), strict=True))
+        return _pack(context, builder, [builder.fadd(x, y) for x, y in zip(left, right, strict=True)])
+
+    return tile(tile, other), emit
+
+
+@lowered
 def add_faded(typing: Any, tile: Any, old: Any, fades: Any) -> Any:
     """tile[head, column] + old[head, column] · fades[head]."""
 
