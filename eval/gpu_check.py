@@ -4,24 +4,36 @@
     python eval/gpu_check.py --part kernels --out results --minutes 5
     python eval/gpu_check.py --part decode --contexts 32k --batches 1,4 --replay miss=0.08,drift=0.15
 
-Four parts, each in a process of its own: a case that fails, crashes or hangs is noted and the others go on.
+Parts, each in a process of its own: a case that fails, crashes or hangs is noted and the others go on.
 
-- handoff: query and blocks to the host, the CPU's work, the wait for it: microseconds a layer. The aim is 15 for a work
-  that is nothing.
+- pieces: what a step's time is made of, each alone, microseconds. The merge with the CPU's part, whose kernel reads
+  pinned memory ("read"; "copied": a copy to the device goes before it), and replays of it whose partial the CPU changes
+  each time (`wrong` should be 0). The host's way through a replayed step of 36 layers, from its start to the end of
+  each: `mask`, `prepare`, `copies`, `launch`, `returned`, `done`. The launch of graphs of small kernels by `nodes` and
+  `forks`. Fetches by their number of programs, and 20 small kernels `alone` and `beside` one. CPU attention of 6.5 and
+  52 MB by threads, from pinned memory of ordinary and of huge pages, alone and beside fetches; the speed of pinning.
 - correctness: the tests of flags and of one graph; the others marked `gpu`; the tests of exactness with the model on
   the GPU, once more with every hand-over between CPU and GPU made late; CUDA graphs against eager steps. Of a row,
   `failed` should be 0.
 - decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: `full-resident` has all of the
-  context on the device, `dynamic` and `offloading` are Transformers' own cache on the device and on the host, `scout`
-  and what is left out of it; milliseconds a step, tokens a second; which share of the time the device computed
-  (`busy`), waited for the CPU (`waiting`), recalled (`moving`) or had nothing to do (`gaps`); under a profiler
-  (`profiled`, milliseconds), whose times by kernel are in `step_kernels.csv`. With --replay the chosen blocks follow a
-  script (`eval/gpu/replay.py`), since those of a random model drift in ways of their own; the column says so.
+  context on the device and hands nothing over, `dynamic` and `offloading` are Transformers' own cache on the device and
+  on the host, `scout` and what is left out of it; milliseconds a step, tokens a second; which share of the time the
+  device computed (`busy`), waited for the CPU (`waiting`), recalled (`moving`) or had nothing to do (`gaps`); under a
+  profiler (`profiled`, milliseconds), whose times by kernel are in `step_kernels.csv`. `between` is the time in which
+  the device ran nothing in a step without a profiler, milliseconds. The chosen blocks follow a script
+  (`eval/gpu/replay.py`), since those of a random model change nearly all in each step; the column `replay` says which.
+  10 % of the blocks are not resident and a recall comes every 4 steps, or 20 % and every step.
 - kernels: the speeds of copies and of pinning; the larger operations of `hf_offload.gpu`: p20, p50 and p80 of the time
   on the device with cold caches; the time that its bytes alone would take (`floor`: at the speed of a large copy,
   measured in the same run) and their ratio; what a launch costs the host; the time within a CUDA graph. All in
   microseconds. The aim for `paged_attention` is `of_floor` below 1.3. Of `add_one`, `in_graph` is what one more small
   kernel costs a step.
+- trained: only with --model: `full-resident` and `scout` with these weights, behind a real text, at 32k; the model
+  chooses the blocks. Columns as in decode.
+- handoff: query and blocks to the host, the CPU's work, the wait for it: microseconds a layer. The aim is 15 for a work
+  that is nothing.
+
+`eval/gpu/model.py` predicts a step from such pieces; with `--measured FOLDER` from those of a check that has ended.
 
 Results are written as they come: `<part>.csv`, `cases.csv` (what became of every case, also of those that there was no
 time for), `failed.txt` (why), `env.txt` (the machine), and all of it once more as an archive, `<out>.tar.gz`, after
@@ -52,7 +64,7 @@ import torch
 import typer
 
 from common import RESULTS, command, numbers, show
-from gpu import correctness, decoding, handoff, kernels
+from gpu import correctness, decoding, handoff, kernels, pieces, trained
 from gpu.aims import aims
 from gpu.options import Options
 from gpu.replay import parse
@@ -60,10 +72,12 @@ from gpu.results import Results
 from gpu.supervise import Listener, here, supervise
 
 PARTS: dict[str, tuple[ModuleType, float]] = {  # and each one's share of the time
-    "handoff": (handoff, 0.8),
-    "correctness": (correctness, 1.2),
-    "decode": (decoding, 5.5),
-    "kernels": (kernels, 1.5),
+    "pieces": (pieces, 1.4),
+    "correctness": (correctness, 1.0),
+    "decode": (decoding, 5.2),
+    "trained": (trained, 3.0),
+    "handoff": (handoff, 0.6),
+    "kernels": (kernels, 0.8),
 }
 
 
@@ -97,19 +111,25 @@ def main(
     budget: Annotated[
         int, typer.Option(min=8, help="Tokens that a sparse row attends, and keeps on the device.")
     ] = 2048,
-    replay: Annotated[str | None, typer.Option(help='"miss=0.08,drift=0.15[,recall=8]": choose by a script.')] = None,
+    replay: Annotated[
+        str | None, typer.Option(help='"miss=0.08,drift=0.15[,recall=8]": the script by which all rows choose.')
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name of trained weights, for one more part.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=48, help="Decode steps that are timed, per row.")] = 32,
     commit: Annotated[str | None, typer.Option(help="The commit, where the sources are no git checkout.")] = None,
 ) -> None:
     """Check and measure on a GPU."""
     started = time.monotonic()
-    wanted = list(PARTS) if part == "all" else [name.strip() for name in part.split(",")]
+    everything = [name for name in PARTS if name != "trained" or model is not None]
+    wanted = everything if part == "all" else [name.strip() for name in part.split(",")]
     chosen = tuple(name.strip() for name in rows.split(","))
     for given, allowed in ((wanted, tuple(PARTS)), (chosen, decoding.ROWS)):
         if unknown := [name for name in given if name not in allowed]:
             raise typer.BadParameter(f"unknown: {', '.join(unknown)}; choose among {', '.join(allowed)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter(f"device={device!r}: torch finds no CUDA device here; --device cpu tries the script")
+    if "trained" in wanted and model is None:
+        raise typer.BadParameter("the part trained needs --model")
     if replay is not None:
         try:
             parse(replay)
@@ -120,7 +140,7 @@ def main(
         tuple(numbers(contexts)) if contexts else ((256,) if quick else decoding.CONTEXTS),
         tuple(numbers(batches)) if batches else ((2,) if quick else decoding.BATCHES),
         chosen, min(budget, 64) if quick else budget, replay, min(steps, 4) if quick else steps,
-        host_gib,
+        host_gib, model,
     )  # fmt: skip
     results = Results(out, commit, wanted, LASTING)
     (out / "env.txt").write_text(machine(), encoding="utf-8")
@@ -162,7 +182,7 @@ def run_part(part: str, options: Options, results: Results, seconds: float) -> b
         kernels = row.pop("kernels", ())
         results.add(part, row)
         for kernel in kernels:
-            results.add("step_kernels", {key: row[key] for key in ("context", "batch", "row")} | kernel)
+            results.add("step_kernels", {key: row[key] for key in ("context", "batch", "row", "replay")} | kernel)
 
     def on_end(case: str, status: str, note: str, spent: float) -> None:
         last = note.strip().splitlines()[-1] if note.strip() else ""

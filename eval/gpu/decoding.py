@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from common import Row, percentiles
 from gpu import aims, models, timeline
@@ -28,8 +27,8 @@ FULL_BLOCK = 128  # tokens a block where all of a context is resident: a row has
 STEP_SECONDS = 15  # of it for the steps that count, if there have been a few
 
 SHOWN = (
-    "context", "batch", "row", "p50", "tokens_per_s", "busy", "waiting", "moving", "gaps", "launches", "profiled",
-    "cpu_ratio", "device_kv_gib", "note",
+    "context", "batch", "row", "replay", "p50", "tokens_per_s", "busy", "waiting", "moving", "gaps", "between",
+    "launches", "profiled", "cpu_ratio", "device_kv_gib", "note",
 )  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "scout": {},
@@ -49,17 +48,28 @@ FIRST = [(32, 1), (32, 8), (64, 8), (32, 16), (64, 1)]
 
 
 def cases(options: Options) -> dict[str, tuple[int, int, str, str | None]]:
-    """Context, batch, row and script of every case, in the order of their worth; what aims compare comes first."""
+    """Context, batch, row and script of every case, in the order of their worth; what aims compare comes first.
+
+    What chooses blocks does so by a script: choices of random weights change nearly all in each step.
+    """
     whole = (options.contexts, options.batches, options.replay) == (CONTEXTS, BATCHES, None)
+    script = options.replay or aims.FEW
     chosen = [case for case in aims.CASES if case[2] in options.rows] if whole else []
     pairs = [(context, batch) for context in options.contexts for batch in options.batches]
     order = {(context << 10, batch): place for place, (context, batch) in enumerate(FIRST)}
     pairs.sort(key=lambda pair: (order.get(pair, len(order)), pair))
-    chosen += [(context, batch, row, options.replay) for context, batch in pairs for row in options.rows]
+    chosen += [
+        (context, batch, row, script if chooses(row) else None) for context, batch in pairs for row in options.rows
+    ]
     return {
         f"{row}, {context} tokens, batch {batch}{f', {replay}' if replay else ''}": (context, batch, row, replay)
         for context, batch, row, replay in chosen
     }
+
+
+def chooses(row: str) -> bool:
+    """Whether a row chooses blocks."""
+    return row.removesuffix("-graph") in VARIANTS
 
 
 def names(options: Options) -> list[str]:
@@ -85,7 +95,7 @@ def run(options: Options, todo: Sequence[str], report: Report) -> None:
             model = model or models.build(options)
             facts = {"context": context, "batch": batch, "row": row, "replay": script or "none"}
             try:
-                found = measure(replace(options, replay=script), model, context, batch, row)
+                found = measure(options, model, context, batch, row, script)
                 report.row(**facts, **found, layers=options.layers)
             except (NotApplicable, torch.OutOfMemoryError) as reason:
                 report.row(**facts, note=str(reason).splitlines()[0], layers=options.layers)
@@ -121,11 +131,9 @@ def _small(options: Options) -> dict[str, Any]:
 
 
 @functools.cache
-def script_of(options: Options, heads: int, context: int, batch: int, block: int) -> Script | None:
-    """The script of a context and batch, or None if the model chooses."""
-    if options.replay is None:
-        return None
-    numbers, scout = parse(options.replay), Scout(**_small(options))
+def script_of(options: Options, replay: str, heads: int, context: int, batch: int, block: int) -> Script:
+    """The script of these numbers for a context and batch."""
+    numbers, scout = parse(replay), Scout(**_small(options))
     first = filled_tokens(context, block)
     # A step attends itself too; the last ones are there for a profile.
     at = [-(-(first + step + 1) // block) for step in range(2 * block)]
@@ -139,48 +147,82 @@ def script_of(options: Options, heads: int, context: int, batch: int, block: int
 _kv = functools.lru_cache(maxsize=1)(models.random_kv)  # filled into cache after cache
 
 
-def measure(options: Options, model: PreTrainedModel, context: int, batch: int, name: str) -> dict[str, Any]:
+def measure(
+    options: Options, model: PreTrainedModel, context: int, batch: int, name: str, replay: str | None
+) -> dict[str, Any]:
     """One row of results.
+
+    Args:
+        replay: numbers of the script by which the row chooses, or None.
 
     Raises:
         NotApplicable: it does not fit.
     """
-    block = 8 if options.quick else BLOCK
+    check_row(options, name)
+    block = block_of(options)
+    heads, dim = model.config.num_key_value_heads, models.head_dim(model.config)
+    script = None if replay is None else script_of(options, replay, heads, context, batch, block)
+    row = make_row(options, name, script, block, context)
+    models.check_room(options, model, row, batch, context)
+    start = time.perf_counter()
+    kv = _kv(options, heads, dim, filled_tokens(context, block) - models.PROMPT)
+    cache = models.fill(options, model, row, batch, kv)
+    filled = time.perf_counter() - start
+    tokens = torch.randint(model.config.vocab_size, (steps_of(options), batch, 1), device=options.device)
+    found = time_cache(options, model, cache, tokens) | {"fill_s": filled}
+    if script is not None:
+        found |= {"script_miss": script.miss, "script_drift": script.drift}
+    return found
+
+
+def check_row(options: Options, name: str) -> None:
+    """Refuse a row that cannot be had without a GPU.
+
+    Raises:
+        NotApplicable: there is none.
+    """
     if name.endswith("-graph") and not options.on_gpu:
         raise NotApplicable("a CUDA graph needs a GPU")
     if name == "offloading" and not options.on_gpu:
         raise NotApplicable("offloading needs a GPU")
-    hybrid = name not in ("dynamic", "offloading")
-    chooses = name.removesuffix("-graph") in VARIANTS
-    script = script_of(options, model.config.num_key_value_heads, context, batch, block) if chooses else None
-    row = make_row(options, name, script, block, context)
-    models.check_room(options, model, row, batch, context)
-    start = time.perf_counter()
-    heads, dim = model.config.num_key_value_heads, model.config.head_dim
-    kv = _kv(options, heads, dim, filled_tokens(context, block) - models.PROMPT)
-    cache = models.fill(options, model, row, batch, kv)
-    filled = time.perf_counter() - start
-    count = WARM_UP + options.steps + PROFILED
-    tokens = iter(torch.randint(model.config.vocab_size, (count, batch, 1), device=options.device))
+
+
+def block_of(options: Options) -> int:
+    """Tokens a block."""
+    return 8 if options.quick else BLOCK
+
+
+def steps_of(options: Options) -> int:
+    """Decode steps of a row at most."""
+    return WARM_UP + options.steps + PROFILED
+
+
+def time_cache(options: Options, model: PreTrainedModel, cache: Cache, tokens: torch.Tensor) -> dict[str, Any]:
+    """Time decode steps of a cache that is full, then profile some; milliseconds.
+
+    Args:
+        tokens: `[steps, B, 1]`, as many as `steps_of` says.
+    """
+    batch, coming = tokens.shape[1], iter(tokens)
     mask = torch.ones(batch, cache.get_seq_length(), dtype=torch.long, device=options.device)
 
     def step() -> None:
         nonlocal mask
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)  # as `generate()` does it
-        model(input_ids=next(tokens), attention_mask=mask, past_key_values=cache)
+        model(input_ids=next(coming), attention_mask=mask, past_key_values=cache)
 
     times = time_steps(options, step)
     spread, mean = percentiles(times), sum(times) / len(times)
     found: dict[str, Any] = {
-        "tokens_per_s": 1000 * batch / mean, **spread, "mean": mean, "steps": len(times), "fill_s": filled,
-        **(counted(cache) if hybrid else {"device_kv_gib": _stock_gib(cache)}),
+        "tokens_per_s": 1000 * batch / mean, **spread, "mean": mean, "steps": len(times),
+        **(counted(cache) if isinstance(cache, HybridCache) else {"device_kv_gib": _stock_gib(cache)}),
     }  # fmt: skip
-    if script is not None:
-        found |= {"script_miss": script.miss, "script_drift": script.drift}
     if options.on_gpu:
         slow = max(times) * PROFILED > 20_000
         events = [] if slow else timeline.profile(step, PROFILED)
-        found |= timeline.shares(events, PROFILED) | {"kernels": timeline.by_kernel(events, PROFILED)}
+        shares = timeline.shares(events, PROFILED)
+        found |= shares | {"between": timeline.between(spread["p50"], shares)}
+        found |= {"kernels": timeline.by_kernel(events, PROFILED)}
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if isinstance(cache, HybridCache):
         cache.drain()

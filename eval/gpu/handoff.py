@@ -13,7 +13,7 @@ import torch
 from common import percentiles
 from gpu.options import Options
 from gpu.supervise import Report
-from hf_offload.attention.graph_capture import Capture, Recorder, undisturbed
+from hf_offload.attention.graph_capture import Announced, Capture, Recorder, undisturbed
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cpu.host_signals import Doorbell
 from hf_offload.cpu.kernels.move_records import touch_records
@@ -125,11 +125,15 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
     launch = (work or nothing)(options.dtype)
     sent = Sent(options, FEW if work is few_blocks else 0)
 
+    def launches() -> tuple[Launch, ...]:
+        return (launch(),)
+
     def step() -> None:
         capture.parts.clear()
         capture.epoch.add_(1)
         for number, part in enumerate(parts):
-            sent.go(capture.flag_of(part, launch, f"item {number}"), capture.epoch)
+            flag = capture.flag_of(part, launches, f"item {number}", key=part, after=None)
+            sent.go(flag, capture.epoch)
             capture.wait(part)
 
     replay = step
@@ -144,7 +148,7 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
             recorder.record(step)
         replay = recorder.replay
     else:
-        capture.parts.extend((part, launch, f"item {number}") for number, part in enumerate(parts))
+        capture.parts.extend(Announced(part, launches, "an item", part, None) for part in parts)
     if work is None:
         answer(capture, layers, 1 << 30)
         return _rounds(options, replay)

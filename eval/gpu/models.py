@@ -18,22 +18,25 @@ from hf_offload.cache.sealing import seal
 
 PROMPT = 16  # tokens that really go through the model: they tell shapes and give `place` its queries
 HOST_SHARE = 0.8  # of the machine's memory
+_SAME: dict[str, Any] = {"max_position_embeddings": 1 << 18, "tie_word_embeddings": False}
 
 
 def config_of(options: Options) -> Qwen3Config:
     """Qwen3-8B's shape; with `quick` a tiny one."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
-    }  # fmt: skip
     if options.quick:
-        sizes = {
-            "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "head_dim": 16, "vocab_size": 160,
-        }  # fmt: skip
+        return narrow_config(options.layers)
     return Qwen3Config(
-        **sizes, num_hidden_layers=options.layers, max_position_embeddings=1 << 18, tie_word_embeddings=False
-    )
+        hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        vocab_size=151936, rope_theta=1e6, num_hidden_layers=options.layers, **_SAME,
+    )  # fmt: skip
+
+
+def narrow_config(layers: int) -> Qwen3Config:
+    """So many layers, each of them tiny."""
+    return Qwen3Config(
+        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=160, num_hidden_layers=layers, **_SAME,
+    )  # fmt: skip
 
 
 def build(options: Options) -> PreTrainedModel:
@@ -65,9 +68,14 @@ def random_kv(options: Options, heads: int, dim: int, tokens: int) -> tuple[torc
     return k[None].to(options.dtype).cpu(), v[None].to(options.dtype).cpu()
 
 
+def head_dim(config: Any) -> int:
+    """Channels of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def kv_bytes(config: Any, tokens: int, itemsize: int) -> int:
     """Bytes of the keys and values of so many tokens in all layers."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens * itemsize
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * tokens * itemsize
 
 
 def check_room(options: Options, model: PreTrainedModel, row: Row, batch: int, tokens: int) -> None:
@@ -95,7 +103,7 @@ def check_room(options: Options, model: PreTrainedModel, row: Row, batch: int, t
 
 def digest_bytes(config: Any, tokens: int, block: int = 32, digest: str = Scout().digest) -> int:
     """Bytes of the digests that Scout keeps of so many tokens in all layers."""
-    store = DIGESTS[digest](config.num_key_value_heads, config.head_dim, block, torch.device("cpu"))
+    store = DIGESTS[digest](config.num_key_value_heads, head_dim(config), block, torch.device("cpu"))
     store.reserve(1)
     return store.nbytes * config.num_hidden_layers * -(-tokens // block)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from gpu.inputs import Inputs, Operation
+from hf_offload.gpu.merge import HostPartial, merge
 
 
 def paged_attention(x: Inputs) -> Operation:
@@ -27,19 +28,22 @@ def _shares(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return x.floats(*size.heads, splits, size.dim), x.floats(*size.heads, splits)
 
 
-def merge_with_host(x: Inputs) -> Operation:
-    from hf_offload.gpu.merge import HostPartial
-    from hf_offload.gpu.merge import merge as operation
+def device_partial(x: Inputs, host: HostPartial) -> Callable[[], object]:
+    """The merge of the device's shares with a partial of the CPU."""
+    (out, lse), query = _shares(x), x.query()
+    return lambda: merge(out, lse, host, query, None, scale=0.1, dtype=x.options.dtype)
 
-    (out, lse), query, on_gpu = _shares(x), x.query(), x.options.on_gpu
-    there, kbar = (torch.randn(query.shape).pin_memory() if on_gpu else torch.randn(query.shape) for _ in range(2))
-    mass = torch.randn(query.shape[:2]).pin_memory() if on_gpu else torch.randn(query.shape[:2])
+
+def merge_with_host(x: Inputs) -> Operation:
+    """The partial lies in pinned memory, where the kernel reads it."""
+    pin, heads = x.options.on_gpu, x.size.heads
+    there, kbar = (torch.randn(*heads, x.size.dim, pin_memory=pin) for _ in range(2))
+    mass = torch.randn(heads, pin_memory=pin)
     host = HostPartial(there, mass, kbar, x.query())
+    out, lse = _shares(x)
+    query = x.query()
     read = out.nbytes + lse.nbytes + 2 * query.nbytes + query.numel() * x.options.dtype.itemsize
-    return Operation(
-        lambda: operation(out, lse, host, query, None, scale=0.1, dtype=x.options.dtype), read,
-        there.nbytes + mass.nbytes + kbar.nbytes,
-    )  # fmt: skip
+    return Operation(device_partial(x, host), read, there.nbytes + mass.nbytes + kbar.nbytes)
 
 
 def score_submeans(x: Inputs) -> Operation:

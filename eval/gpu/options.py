@@ -20,9 +20,11 @@ class Options:
         batches: rows decoded at once.
         rows: names of decode rows.
         budget: tokens that a sparse decode attends.
-        replay: the scripted selection's numbers ("miss=0.08,drift=0.15"), or None: the model chooses.
+        replay: the numbers of the script by which all rows choose ("miss=0.1,drift=0.15"), or None: those of
+            `aims.SCRIPTS`.
         steps: decode steps that are timed.
         host_gib: GiB of host memory that a decode row may take, or None: four fifths of the machine's.
+        model: folder or name of a model with trained weights, or None.
     """
 
     device: str = "cuda"
@@ -36,6 +38,7 @@ class Options:
     replay: str | None = None
     steps: int = 32
     host_gib: float | None = None
+    model: str | None = None
 
     @property
     def on_gpu(self) -> bool:

@@ -85,3 +85,16 @@ def shares(events: list[dict[str, Any]], steps: int) -> dict[str, float | None]:
     found: dict[str, float | None] = {kind: part / total for kind, part in told.items()}
     counted = {"launches": len(events) / steps, "profiled": total / 1000 / steps}
     return {**found, "gaps": 1 - covered / total, **counted}
+
+
+def between(milliseconds: float, found: dict[str, float | None]) -> float | None:
+    """Milliseconds of a step in which the device ran nothing: those of an unprofiled step less the union of kernels.
+
+    A profiler makes gaps longer, and with them their share, but hardly the kernels.
+
+    Args:
+        milliseconds: of a step that was not profiled.
+        found: what `shares` told of steps that were.
+    """
+    gaps, profiled = found["gaps"], found["profiled"]
+    return None if gaps is None or profiled is None else milliseconds - (1 - gaps) * profiled

@@ -33,7 +33,7 @@ class Timer:
         self.options, self.rounds = options, 3 if options.quick else rounds
         self._other = torch.zeros(FLUSH_BYTES // 4 if options.on_gpu else 1, device=options.device)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Fill the caches with something else, by reading it: what was written would go to memory during the call."""
         self._other.sum()
 
@@ -46,7 +46,7 @@ class Timer:
         for _ in range(self.rounds):
             prepare()
             # While the device is busy with this, the call and its events queue up behind it: no launch is in the time.
-            self._flush()
+            self.flush()
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
             call()
@@ -61,7 +61,7 @@ class Timer:
         times = []
         for _ in range(self.rounds):
             prepare()
-            self._flush()
+            self.flush()
             self.options.synchronize()
             start = time.perf_counter()
             call()

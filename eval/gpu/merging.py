@@ -1,0 +1,114 @@
+"""The merge with the CPU's part: its time on the device, and whether a replayed one sees what the CPU wrote last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gpu.inputs import Inputs, Operation, Size
+from gpu.operations import device_partial, merge_with_host
+from gpu.options import Options
+from gpu.timing import Timer
+from hf_offload.attention.graph_capture import Recorder, undisturbed
+from hf_offload.gpu.handover import wait_for_flag
+from hf_offload.gpu.merge import HostPartial, merge
+
+BATCHES = (1, 8, 16)
+REPLAYS = 200
+_LINE = 16  # int32 of a cache line: each flag has its own
+_SPINS = 5_000_000  # looks at the flag, some seconds
+
+
+def size_of(options: Options, batch: int) -> Size:
+    """The merge of a step; with `quick` a tiny one."""
+    return Size(batch, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16) if options.quick else Size(batch)
+
+
+def times(options: Options, batch: int) -> Iterator[dict[str, Any]]:
+    """Microseconds of one merge: the kernel reads pinned memory ("read"), or a copy to the device goes before it."""
+    timer = Timer(options)
+    variants: dict[str, Callable[[Inputs], Operation]] = {"read": merge_with_host, "copied": copied}
+    for variant, make in variants.items():
+        operation = make(Inputs(options, size_of(options, batch)))
+        yield {
+            "variant": variant, "batch": batch, **timer.device_time(operation.call),
+            "in_graph": timer.graph_time(operation.call), "link_bytes": operation.link_bytes,
+        }  # fmt: skip
+
+
+def copied(x: Inputs) -> Operation:
+    """One copy of out, mean key and lse from one pinned buffer, then the merge of what lies on the device."""
+    lines, dim = torch.Size(x.size.heads).numel(), x.size.dim
+    pinned = torch.randn(lines * (2 * dim + 1), pin_memory=x.options.on_gpu)
+    there = torch.empty_like(pinned, device=x.options.device)
+    out, kbar, lse = there.split([lines * dim, lines * dim, lines])
+    heads = x.size.heads
+    host = HostPartial(out.view(*heads, dim), lse.view(heads), kbar.view(*heads, dim), x.query())
+    call = device_partial(x, host)
+
+    def both() -> None:
+        there.copy_(pinned, non_blocking=True)
+        call()
+
+    return Operation(both, link_bytes=pinned.nbytes, keep=(pinned,))
+
+
+def replays(options: Options) -> Iterator[dict[str, Any]]:
+    """Replays of a wait and a merge whose partial the CPU changes each time, two of three while the device waits.
+
+    Raises:
+        ArithmeticError: a replay merged anything but what the CPU had written for it.
+    """
+    size = size_of(options, 2)
+    merged_by, write = _waiting_merge(options, size)
+    count = 4 if options.quick else REPLAYS
+    wrong = [number for number in range(1, count + 1) if merged_by(number, write) != {float(number)}]
+    yield {"variant": "read", "batch": size.batch, "replays": count, "wrong": len(wrong)}
+    if wrong:
+        raise ArithmeticError(f"{len(wrong)} of {count} replays merged another partial, the first is {wrong[0]}")
+
+
+def _waiting_merge(options: Options, size: Size) -> tuple[Callable[..., set[float]], Callable[[int], None]]:
+    """A step that waits for a flag and merges, and the CPU's writing of a partial, all of it one number, and flag."""
+    pin, device, (batch, heads) = options.on_gpu, options.device, size.heads
+    shares = torch.zeros(batch, heads, 1, size.dim, device=device), torch.full((batch, heads, 1), -1e30, device=device)
+    query = torch.zeros(batch, heads, size.dim, device=device)
+    host = HostPartial(torch.zeros(batch, heads, size.dim, pin_memory=pin), torch.zeros(batch, heads, pin_memory=pin))
+    flag, late = (torch.zeros(1, _LINE, dtype=torch.int32, pin_memory=pin)[:, 0] for _ in range(2))
+    epoch = torch.zeros(1, dtype=torch.int32, device=device)
+    merged = torch.empty_like(query)
+
+    def step() -> None:
+        epoch.add_(1)
+        wait_for_flag(flag, epoch, late, spins=_SPINS)
+        merged.copy_(merge(*shares, host, query, None, scale=1.0, dtype=torch.float32)[0])
+
+    flag.fill_(1)
+    step()  # compiles
+    options.synchronize()
+    epoch.zero_()
+    flag.zero_()
+    replay: Callable[[], Any] = step
+    if options.on_gpu:
+        recorder = Recorder()
+        with undisturbed():
+            recorder.record(step)
+        replay = recorder.replay
+
+    def write(number: int) -> None:
+        host.out.fill_(float(number))
+        flag.fill_(number)
+
+    def merged_by(number: int, write: Callable[[int], None]) -> set[float]:
+        before = number % 3 == 0 or not options.on_gpu  # without a device the step would wait for this very thread
+        if before:
+            write(number)
+        replay()
+        if not before:
+            write(number)
+        options.synchronize()
+        return set(merged.unique().tolist()) | {float("nan") for missed in late.tolist() if missed}
+
+    return merged_by, write
