@@ -33,7 +33,7 @@ Parts, each in a process of its own: a case that fails, crashes or hangs is note
 - handoff: query and blocks to the host, the CPU's work, the wait for it: microseconds a layer. The aim is 15 for a work
   that is nothing.
 
-`eval/gpu/model.py` predicts a step from such pieces; with `--measured FOLDER` from those of a check that has ended.
+At the end `model.csv` sets what was measured of decoding beside what `eval/gpu/model.py` says from the pieces.
 
 Results are written as they come: `<part>.csv`, `cases.csv` (what became of every case, also of those that there was no
 time for), `failed.txt` (why), `env.txt` (the machine), and all of it once more as an archive, `<out>.tar.gz`, after
@@ -66,17 +66,19 @@ import typer
 from common import RESULTS, command, numbers, show
 from gpu import correctness, decoding, handoff, kernels, pieces, trained
 from gpu.aims import aims
+from gpu.model import SHOWN as COLUMNS
+from gpu.model import check as predict
 from gpu.options import Options
 from gpu.replay import parse
 from gpu.results import Results
 from gpu.supervise import Listener, here, supervise
 
 PARTS: dict[str, tuple[ModuleType, float]] = {  # and each one's share of the time
-    "pieces": (pieces, 1.4),
+    "pieces": (pieces, 1.8),
     "correctness": (correctness, 1.0),
-    "decode": (decoding, 5.2),
+    "decode": (decoding, 4.9),
     "trained": (trained, 3.0),
-    "handoff": (handoff, 0.6),
+    "handoff": (handoff, 0.5),
     "kernels": (kernels, 0.8),
 }
 
@@ -153,8 +155,13 @@ def main(
     measured = aims(results.table if options.on_gpu else lambda name: [])  # what a CPU takes says nothing of them
     for row in measured:
         results.add("aims", row)
+    predicted = predict(results.table) if options.on_gpu else []
+    for row in predicted:
+        results.add("model", row)
     results.pack()
     show("aims", measured)
+    if predicted:
+        show("milliseconds a step", predicted, COLUMNS)
     print(f"results are in {out}; {time.monotonic() - started:.0f} s", flush=True)
     if bad or not all(map(results.complete, set(wanted) & set(LASTING))):
         raise typer.Exit(1 if bad else UNFINISHED)

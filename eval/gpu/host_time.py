@@ -145,12 +145,11 @@ def add_ones(options: Options, nodes: int, forks: int) -> Callable[[], Any]:
     """A replay of so many kernels that add one to a number; without a GPU the same as calls."""
     number, other = (torch.zeros(1, device=options.device) for _ in range(2))
     side = stream_for(CAPTURE_SIDE, torch.device("cuda", torch.cuda.current_device())) if options.on_gpu else None
-    every = nodes // forks if forks else nodes + 1
 
     def step() -> None:
         for count in range(1, nodes + 1):
             number.add_(1)
-            if side is not None and count % every == 0:
+            if side is not None and count * forks // nodes > (count - 1) * forks // nodes:
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):
                     other.add_(1)

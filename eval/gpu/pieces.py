@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,17 +43,11 @@ def names(options: Options) -> list[str]:
 
 
 def run(options: Options, todo: Sequence[str], report: Report) -> None:
-    """Measure case after case; each row is told as soon as it is there."""
+    """Measure case after case; each row is reported as soon as it is measured."""
     found = cases(options)
     for name in todo:
         if report.seconds_left < 8:
             return
         with torch.no_grad(), report.case(name, SECONDS):
-            for row in told(name, found[name](options)):
-                report.row(**row)
-
-
-def told(name: str, rows: Rows) -> Iterator[dict[str, Any]]:
-    """Rows with the piece that they are of: what stands before the comma in the case's name."""
-    for row in rows:
-        yield {"piece": name.split(", ")[0], **row}
+            for row in found[name](options):
+                report.row(piece=name.split(", ")[0], **row)

@@ -77,11 +77,7 @@ class Results:
 
     def table(self, name: str) -> list[dict[str, Any]]:
         """The rows of a table: this run's, or those that an earlier one has left in the folder."""
-        path = self.folder / f"{name}.csv"
-        if name in self.rows or not path.exists():
-            return self.rows.get(name, [])
-        with path.open(newline="", encoding="utf-8") as file:
-            return [{key: _number(text) for key, text in row.items()} for row in csv.DictReader(file)]
+        return self.rows[name] if name in self.rows else read_table(self.folder, name)
 
     def _same(self, row: Mapping[str, Any]) -> bool:
         """Whether a row comes from the same sources, as far as is known, and the same kind of device."""
@@ -101,6 +97,15 @@ class Results:
         """Add to the log."""
         with self.log.open("a", encoding="utf-8") as file:
             file.write(f"=== {part}: {case}\n{text.rstrip()}\n\n")
+
+
+def read_table(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of a table in a folder; none where there is no such table."""
+    path = folder / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{key: _number(text) for key, text in row.items()} for row in csv.DictReader(file)]
 
 
 def _number(text: str) -> Any:

@@ -14,6 +14,7 @@ from gpu.supervise import NotApplicable, Report
 from hf_offload import HybridCache
 
 SECONDS = 180  # the prompt is computed
+CHUNK = 8192  # tokens of a prompt at once
 APART = 1024  # tokens from the beginning of one row's text to that of the next
 CASES = ((32 << 10, 1, decoding.FULL), (32 << 10, 1, "scout"), (32 << 10, 8, "scout"))
 QUICK = ((256, 1, decoding.FULL), (256, 2, "scout"))
@@ -71,7 +72,7 @@ def measure(
     cache = HybridCache(model, row.policy, **row.options)
     lengths = [decoding.filled_tokens(context, block), decoding.steps_of(options)]
     prompt, tokens = texts(tokenizer, batch, sum(lengths)).to(options.device).split(lengths, 1)
-    model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+    common.prefill(model, cache, prompt, CHUNK)
     return decoding.time_cache(options, model, cache, tokens.T[..., None])
 
 

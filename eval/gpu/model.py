@@ -1,0 +1,348 @@
+"""A model of a decode step's time: the sum of its pieces, in the shape of Qwen3-8B on one GPU.
+
+    cd eval && python -m gpu.model
+    cd eval && python -m gpu.model --measured results/gpu
+
+It prints what was measured of rows in a graph, what the model says, and their ratio: of the code that the rows of
+`results/h100` were measured with ("before"), and of the code as it is ("after"), which no GPU has run. With
+`--measured` the pieces and rows of a check that has ended take the place of the numbers below, as far as it got.
+
+A piece is what one part of a step adds to the time of the model's stream, in milliseconds; pieces add up, since kernels
+of one stream follow each other. Not in the model: noise, and what kernels do to each other's caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from common import RESULTS, command, show, write_csv
+from gpu import aims
+from gpu.replay import parse
+from gpu.results import read_table
+from hf_offload.gpu.kv_copy import FETCHERS
+
+K = 1 << 10
+LAYERS, AHEAD = 36, 33  # of which so many have their queries predicted
+SCORINGS = LAYERS + AHEAD  # a layer with a predicted query scores with the real one, too
+KV_HEADS, BLOCK, CHOSEN = 8, 32, 64  # blocks of 16 KiB a KV head
+RECORD, DIGEST = 16384, 1608  # bytes of a block and KV head
+WEIGHTS = 15.14e9  # bytes that a step reads: 36 layers of 192.9 M parameters and the head's 622 M, in bf16
+QUERY_WEIGHTS = AHEAD * 33.5e6  # and for predicted queries
+MODEL_LAUNCHES, AHEAD_LAUNCHES, SCRIPT_LAUNCHES = 1680, 891, 207
+"""Small kernels of a step: of the model itself, for predicted queries, and of a script of choices."""
+OTHERS_OF_FULL, OTHERS_OF_SCOUT = 650, 1200
+"""Launches that are no small kernels: products and the package's own; they count for the gaps between kernels."""
+SHOWN = ("code", "context", "batch", "row", "replay", "measured", "predicted", "ratio", "tokens_per_s")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds of an H100 with 16 cores; GB/s and microseconds. Sources: `results/h100`, file and rows.
+
+    Args:
+        device: GB/s of a copy within the device, read and write counted (kernels: "speed: device").
+        products: GB/s at which products read weights (step_kernels, `nvjet` and `splitK`: 6.1 ms); `products_row`:
+            what a row more takes, ms a step.
+        small, small_row: a small torch kernel, and what a row more adds (step_kernels, one, 8 and 16 rows).
+        score, score_fixed: GB/s of digests that are scored, and what does not depend on them (step_kernels:
+            `score_submeans_kernel`, 22.4, 150 and 292 µs for 13, 105 and 211 MB).
+        attend_fixed: an attention of nothing (step_kernels: `paged_attention_kernel`).
+        fetch: GB/s of a recall (step_kernels and decode: `fetch_kernel`, 633 MiB in 13.5 ms).
+        cpu, cpu_fixed: GB/s of CPU attention by 15 threads (three layers of 52 MB that are waited for: 2.5 ms), and a
+            hand-over with little to do (handoff: 5 blocks a head).
+        gap: between two kernels of a graph; an estimate: `add_one` takes 1.14 µs in a graph (kernels), a kernel of
+            that size 1.1 by the profiler's own clock.
+    """
+
+    device: float = 3030.0
+    products: float = 2440.0
+    products_row: float = 0.02
+    small: float = 1.57
+    small_row: float = 0.03
+    score: float = 733.0
+    score_fixed: float = 4.2
+    attend_fixed: float = 3.3
+    fetch: float = 49.3
+    cpu: float = 61.0
+    cpu_fixed: float = 20.0
+    gap: float = 0.2
+
+
+@dataclass(frozen=True)
+class Code:
+    """What differs between two states of the package.
+
+    Args:
+        name: as it is shown.
+        merge, merge_row: microseconds of a merge with the CPU's part, and what a row more adds.
+        slowed: how many times as long small kernels take beside a fetch.
+        host: milliseconds between two replays in which the device waits for the host.
+        full_hands_over: whether `full` hands over, waits and merges where all blocks are resident.
+        launches_of_full, launches_of_scout: small kernels of the package.
+    """
+
+    name: str
+    merge: float
+    merge_row: float
+    slowed: float
+    host: float
+    full_hands_over: bool
+    launches_of_full: int
+    launches_of_scout: int
+
+
+BEFORE = Code(
+    "before",
+    merge=69.0, merge_row=4.3,  # step_kernels: `merge_kernel`, 69 to 77, 104.5 and 136.7 µs
+    slowed=20.0,  # step_kernels: one integer sum takes 1.9 µs without a recall, 30 and 57 beside one
+    host=2.7,  # `between` of full and scout, one row at 32k, less the gaps
+    full_hands_over=True, launches_of_full=612, launches_of_scout=1780,  # step_kernels
+)  # fmt: skip
+AFTER = Code(
+    "after",
+    # All estimates: a round trip of the bus and 33 KB a row at 50 GB/s; 24 of 132 processors busy with copies; the
+    # launch and what comes before it.
+    merge=4.0, merge_row=0.66, slowed=1.05, host=0.5,
+    full_hands_over=False, launches_of_full=0, launches_of_scout=1780,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step has to do.
+
+    Args:
+        context, batch: tokens, rows.
+        row: `scout-graph`, `scout-no-recall-graph` or `full-resident-graph`.
+        replay: the script of choices, or "none".
+        miss: share of the chosen blocks that the CPU attends.
+        recalled: bytes that a step recalls.
+    """
+
+    context: int
+    batch: int
+    row: str
+    replay: str
+    miss: float = 0.0
+    recalled: float = 0.0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all blocks are resident."""
+        return self.row == aims.FULL
+
+    @property
+    def recalls(self) -> float:
+        """Recalls a step: random choices ask for one in each."""
+        if self.replay == "none":
+            return float(self.recalled > 0)
+        every = parse(self.replay)["recall"]
+        return 1 / every if every else 0.0
+
+    @property
+    def lines(self) -> int:
+        """Rows and KV heads."""
+        return self.batch * KV_HEADS
+
+
+def scripted(context: int, batch: int, script: str) -> Work:
+    """A step of scout whose choices follow a script: each recall brings all that is missing then."""
+    numbers = parse(script)
+    miss, every = numbers["miss"], numbers["recall"]
+    recalled = LAYERS * batch * KV_HEADS * CHOSEN * miss * RECORD / every if every else 0.0
+    return Work(context, batch, "scout-graph", script, miss, recalled)
+
+
+def full(context: int, batch: int = 1) -> Work:
+    """A step of a full cache that is resident."""
+    return Work(context, batch, aims.FULL, "none")
+
+
+AHEAD_OF_A_RUN = (
+    full(32 * K), *(scripted(32 * K, batch, script) for batch in (1, 8) for script in aims.SCRIPTS), full(64 * K),
+    *(scripted(64 * K, batch, script) for batch in (8, 40) for script in aims.SCRIPTS),
+)  # fmt: skip
+"""What the check measures, and 40 rows at 64k, for which few machines have the memory."""
+
+
+def pieces(work: Work, code: Code, machine: Machine) -> dict[str, float]:
+    """Milliseconds of a step by piece."""
+    each = machine.small + machine.small_row * work.batch
+    found = {
+        "products": WEIGHTS / machine.products / 1e6 + machine.products_row * work.batch,
+        "small": MODEL_LAUNCHES * each / 1000,
+    }
+    found |= _full(work, code, machine, each) if work.is_full else _scout(work, code, machine, each)
+    found["between"] = code.host + launches(work, code) * machine.gap / 1000
+    return found
+
+
+def launches(work: Work, code: Code) -> int:
+    """Kernels of a step."""
+    if work.is_full:
+        return MODEL_LAUNCHES + OTHERS_OF_FULL + code.launches_of_full
+    script = 0 if work.replay == "none" else SCRIPT_LAUNCHES
+    return MODEL_LAUNCHES + AHEAD_LAUNCHES + OTHERS_OF_SCOUT + code.launches_of_scout + script
+
+
+def _full(work: Work, code: Code, machine: Machine, each: float) -> dict[str, float]:
+    attended = _attention(work.lines * (work.context // BLOCK) * RECORD, machine)
+    if not code.full_hands_over:
+        shares = 4.0  # microseconds of the merge of the device's own shares, an estimate
+        return _a_layer({"attend": attended, "merge": shares, "write": 2.1})
+    answer = 62.0  # microseconds until 15 threads have answered a list of nothing: attention and wait of the row at 32k
+    found = _a_layer({
+        "attend": attended, "merge": code.merge + code.merge_row * work.batch, "wait": max(answer - attended, 4.0),
+        "write": 2.1, "hand over": 4.0 + 2.3,  # and the split of the list
+    })  # fmt: skip
+    return found | {"package": code.launches_of_full * each / 1000}
+
+
+def _scout(work: Work, code: Code, machine: Machine, each: float) -> dict[str, float]:
+    digests = work.lines * (work.context // BLOCK) * DIGEST
+    chosen = work.lines * CHOSEN * RECORD
+    script = 0 if work.replay == "none" else SCRIPT_LAUNCHES
+    scoring = {
+        "score": machine.score_fixed + digests / machine.score / 1000,
+        "select": 11.5 + 0.3 * work.batch + 6.0 * (work.context / (32 * K) - 1),  # join and split of the list, too
+        "tail": 3.7,  # attention to the open block
+    }  # the last two: step_kernels
+    found = {name: SCORINGS * spent / 1000 for name, spent in scoring.items()}
+    found |= {
+        "query ahead": QUERY_WEIGHTS / machine.products / 1e6 + AHEAD_LAUNCHES * each / 1000,
+        "package": (code.launches_of_scout + script) * each / 1000,
+    }
+    found |= _a_layer({
+        "attend": _attention((1 - work.miss) * chosen, machine),
+        "merge": code.merge + code.merge_row * work.batch,
+        "write": 2.1,
+        "hand over": 3.9 + 0.3 * work.batch,
+        "exchange": 2.9 + 6.7 * work.recalls,  # step_kernels: each eighth step, and in each
+    })  # fmt: skip
+    recall = work.recalled / machine.fetch / 1e6 + (0.4 if work.recalled else 0.0)  # step_kernels: 36 that find nothing
+    found["recall"] = (1 - 1 / code.slowed) * recall
+    return found | {"wait": _wait(work, machine, sum(found.values()) / LAYERS)}
+
+
+def _wait(work: Work, machine: Machine, layer: float) -> float:
+    """Milliseconds that a step waits for the CPU: all of its work in three layers, in the others what is longer than
+    the device's work of a layer (milliseconds).
+    """
+    cpu = (machine.cpu_fixed + work.miss * work.lines * CHOSEN * RECORD / machine.cpu / 1000) / 1000
+    return (LAYERS - AHEAD) * cpu + AHEAD * max(cpu - layer, 0.004)
+
+
+def _attention(nbytes: float, machine: Machine) -> float:
+    """Microseconds of attention to resident blocks of so many bytes."""
+    return machine.attend_fixed + nbytes / machine.device / 1000
+
+
+def _a_layer(microseconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: LAYERS * spent / 1000 for name, spent in microseconds.items()}
+
+
+def predict(work: Work, code: Code, machine: Machine, measured: float | None = None) -> dict[str, Any]:
+    """One row of the table: milliseconds, and their pieces."""
+    parts = pieces(work, code, machine)
+    total = sum(parts.values())
+    return {
+        "code": code.name, "context": work.context, "batch": work.batch, "row": work.row, "replay": work.replay,
+        "measured": measured, "predicted": total, "ratio": measured and total / measured,
+        "tokens_per_s": 1000 * work.batch / total, **dict(sorted(parts.items())),
+    }  # fmt: skip
+
+
+def rows_of(tables: aims.Tables) -> Iterator[tuple[Work, float]]:
+    """What was measured of the rows that the model knows, with what they had to do."""
+    for row in tables("decode"):
+        known = row["row"] in (aims.FULL, "scout-graph", "scout-no-recall-graph") and row["layers"] == LAYERS
+        if known and row.get("p50"):
+            recalled = (row.get("recall_mib_per_step") or 0.0) * 2**20
+            facts = row["context"], row["batch"], row["row"], row["replay"]
+            yield Work(*facts, row.get("cpu_ratio") or 0.0, recalled), row["p50"]
+
+
+def measured_machine(tables: aims.Tables, machine: Machine) -> Machine:
+    """A machine with the speeds that a check has measured; what it did not get to stays."""
+    kernels, rows = list(tables("kernels")), list(tables("pieces"))
+    speeds = {
+        "device": [row["gb_per_s"] for row in kernels if row["operation"] == "speed: device"],
+        "cpu": [row["gb_per_s"] for row in rows if row.get("variant") == "ordinary, beside a fetch"],
+        "fetch": [row["gb_per_s"] for row in rows if _is_fetch(row)],
+    }
+    scored = [row for row in kernels if row["operation"] == "score_submeans" and row.get("in_graph")]
+    if line := _line((row["device_bytes"], row["in_graph"]) for row in scored):
+        machine = replace(machine, score=1 / line[0] / 1000, score_fixed=max(line[1], 0.0))
+    return replace(machine, **{name: max(found) for name, found in speeds.items() if found})
+
+
+def _is_fetch(row: aims.Row) -> bool:
+    """Whether a row of the pieces is a fetch with as many programs as the package's."""
+    return (row["piece"], row.get("programs")) == ("fetch", FETCHERS)
+
+
+def measured_code(tables: aims.Tables, code: Code) -> Code:
+    """The code with what a check has measured of it; what it did not get to stays."""
+    rows = list(tables("pieces"))
+    merges = [row for row in rows if (row["piece"], row.get("variant")) == ("merge", "read") and row.get("in_graph")]
+    if line := _line((row["batch"], row["in_graph"]) for row in merges):
+        code = replace(code, merge=line[1], merge_row=line[0])
+    for row in rows:
+        if _is_fetch(row) and row.get("beside"):
+            code = replace(code, slowed=max(row["beside"] / row["alone"], 1.0))
+        if (row["piece"], row.get("variant")) == ("host time of a replay", "scout"):
+            code = replace(code, host=row["launch"] / 1000)
+    return code
+
+
+def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
+    """Slope and start of the line through points; None where one point or none is there."""
+    found = np.array(list(points)).reshape(-1, 2)
+    if len(np.unique(found[:, 0])) < 2:
+        return None
+    slope, start = np.polyfit(found[:, 0], found[:, 1], 1)
+    return float(slope), float(start)
+
+
+def table_of(tables: aims.Tables, code: Code, machine: Machine) -> list[dict[str, Any]]:
+    """Rows that were measured, each beside what the model says of it."""
+    return [predict(work, code, machine, measured) for work, measured in rows_of(tables)]
+
+
+def check(tables: aims.Tables) -> list[dict[str, Any]]:
+    """What the model says with what a check has measured: of its rows, and of those that it did not get to."""
+    code, machine = measured_code(tables, AFTER), measured_machine(tables, Machine())
+    rows = table_of(tables, code, machine)
+    told = {(row["context"], row["batch"], row["row"], row["replay"]) for row in rows}
+    others = [work for work in AHEAD_OF_A_RUN if (work.context, work.batch, work.row, work.replay) not in told]
+    return rows + [predict(work, code, machine) for work in others]
+
+
+def nothing(name: str) -> list[dict[str, Any]]:
+    """The tables of a check that has measured nothing."""
+    return []
+
+
+def main(
+    measured: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder of a check that has ended.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the CSV goes.")] = RESULTS / "gpu" / "model.csv",
+) -> None:
+    """Predict decode steps on a GPU from measured pieces."""
+    rows = table_of(partial(read_table, RESULTS / "h100"), BEFORE, Machine())
+    rows += [predict(work, BEFORE, Machine()) for work in AHEAD_OF_A_RUN if not work.is_full]
+    rows += check(nothing if measured is None else partial(read_table, measured))
+    show("milliseconds a step", rows, SHOWN)
+    write_csv(out, rows)
+
+
+if __name__ == "__main__":
+    command(main)()
