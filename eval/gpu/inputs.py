@@ -41,6 +41,14 @@ class Size:
         return self.batch, self.kv_heads * self.group
 
 
+QUICK = Size(2, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16)
+
+
+def size_of(options: Options, batch: int) -> Size:
+    """What a step of so many rows has; with `quick` a tiny one."""
+    return QUICK if options.quick else Size(batch)
+
+
 @dataclass(frozen=True)
 class Operation:
     """One call to be timed.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpu.inputs import Inputs, Operation, Size
+from gpu.inputs import QUICK, Inputs, Operation, Size
 from gpu.operations import OPERATIONS
 from gpu.options import Options
 from gpu.supervise import Report
@@ -16,7 +16,6 @@ from gpu.timing import Timer, bandwidths
 
 BATCHES = (1, 16)
 LONG = 1024  # blocks: all of a context of 32k resident
-QUICK = Size(2, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16)
 SPEEDS = "bandwidths"
 SECONDS = 40
 SHOWN = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu.inputs import Inputs, Operation, Size
+from gpu.inputs import Inputs, Operation, Size, size_of
 from gpu.operations import device_partial, merge_with_host
 from gpu.options import Options
 from gpu.timing import Timer
@@ -19,11 +19,6 @@ BATCHES = (1, 8, 16)
 REPLAYS = 200
 _LINE = 16  # int32 of a cache line: each flag has its own
 _SPINS = 5_000_000  # looks at the flag, some seconds
-
-
-def size_of(options: Options, batch: int) -> Size:
-    """The merge of a step; with `quick` a tiny one."""
-    return Size(batch, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16) if options.quick else Size(batch)
 
 
 def times(options: Options, batch: int) -> Iterator[dict[str, Any]]:
@@ -62,16 +57,19 @@ def replays(options: Options) -> Iterator[dict[str, Any]]:
         ArithmeticError: a replay merged anything but what the CPU had written for it.
     """
     size = size_of(options, 2)
-    merged_by, write = _waiting_merge(options, size)
+    merged_by = _waiting_merge(options, size)
     count = 4 if options.quick else REPLAYS
-    wrong = [number for number in range(1, count + 1) if merged_by(number, write) != {float(number)}]
+    wrong = [number for number in range(1, count + 1) if merged_by(number) != {float(number)}]
     yield {"variant": "read", "batch": size.batch, "replays": count, "wrong": len(wrong)}
     if wrong:
         raise ArithmeticError(f"{len(wrong)} of {count} replays merged another partial, the first is {wrong[0]}")
 
 
-def _waiting_merge(options: Options, size: Size) -> tuple[Callable[..., set[float]], Callable[[int], None]]:
-    """A step that waits for a flag and merges, and the CPU's writing of a partial, all of it one number, and flag."""
+def _waiting_merge(options: Options, size: Size) -> Callable[[int], set[float]]:
+    """A function that replays a wait for a flag and a merge, and returns what numbers are in the result.
+
+    The CPU writes a number into all of the partial, and then into the flag.
+    """
     pin, device, (batch, heads) = options.on_gpu, options.device, size.heads
     shares = torch.zeros(batch, heads, 1, size.dim, device=device), torch.full((batch, heads, 1), -1e30, device=device)
     query = torch.zeros(batch, heads, size.dim, device=device)
@@ -101,7 +99,7 @@ def _waiting_merge(options: Options, size: Size) -> tuple[Callable[..., set[floa
         host.out.fill_(float(number))
         flag.fill_(number)
 
-    def merged_by(number: int, write: Callable[[int], None]) -> set[float]:
+    def merged_by(number: int) -> set[float]:
         before = number % 3 == 0 or not options.on_gpu  # without a device the step would wait for this very thread
         if before:
             write(number)
@@ -111,4 +109,4 @@ def _waiting_merge(options: Options, size: Size) -> tuple[Callable[..., set[floa
         options.synchronize()
         return set(merged.unique().tolist()) | {float("nan") for missed in late.tolist() if missed}
 
-    return merged_by, write
+    return merged_by

@@ -11,7 +11,7 @@ import torch
 
 from common import percentiles
 from gpu.host_time import add_ones
-from gpu.inputs import Inputs, Size
+from gpu.inputs import Inputs, size_of
 from gpu.operations import fetch_all, fetch_recall
 from gpu.options import Options
 from gpu.timing import Timer
@@ -33,7 +33,7 @@ def programs_of_a_fetch(count: int) -> Iterator[None]:
 def fetch(options: Options, programs: int) -> Iterator[dict[str, Any]]:
     """Microseconds of a fetch and its GB/s; those of `ONES` additions without (`alone`) and with it (`beside`)."""
     timer = Timer(options)
-    size = Size(2, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16) if options.quick else Size(BATCH)
+    size = size_of(options, BATCH)
     with programs_of_a_fetch(programs):
         for variant, make in (("8 % of the slots", fetch_recall), ("all slots", fetch_all)):
             operation = make(Inputs(options, size))
