@@ -65,7 +65,7 @@ def attend(options: Options, pages: str) -> Iterator[dict[str, Any]]:
                     spread = percentiles(times)
                     yield {
                         "variant": f"{pages}, {'beside a fetch' if fetches else 'alone'}", "batch": batch,
-                        "threads": threads, "megabytes": nbytes / 1e6, **spread,
+                        "host_threads": threads, "megabytes": nbytes / 1e6, **spread,
                         "gb_per_s": nbytes / spread["p50"] / 1000,
                     }  # fmt: skip
     finally:

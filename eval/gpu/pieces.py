@@ -15,7 +15,7 @@ from gpu.supervise import Report
 Rows = Iterable[dict[str, Any]]
 SECONDS = 60
 SHOWN = (
-    "piece", "variant", "batch", "programs", "nodes", "forks", "threads", "p50", "in_graph", "gb_per_s", "alone",
+    "piece", "variant", "batch", "programs", "nodes", "forks", "host_threads", "p50", "in_graph", "gb_per_s", "alone",
     "beside", "wrong", "mask", "prepare", "copies", "launch", "done",
 )  # fmt: skip
 

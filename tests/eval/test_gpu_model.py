@@ -88,8 +88,8 @@ TABLES: dict[str, list[dict[str, Any]]] = {
         {"piece": "host time of a replay", "variant": "full", "launch": 300.0},
         {"piece": "host time of a replay", "variant": "scout", "launch": 400.0},
         {"piece": "CPU attention", "variant": "ordinary, pinning", "gb_per_s": 3.0},
-        {"piece": "CPU attention", "variant": "ordinary, beside a fetch", "threads": 4, "gb_per_s": 40.0},
-        {"piece": "CPU attention", "variant": "ordinary, beside a fetch", "threads": 8, "gb_per_s": 70.0},
+        {"piece": "CPU attention", "variant": "ordinary, beside a fetch", "host_threads": 4, "gb_per_s": 40.0},
+        {"piece": "CPU attention", "variant": "ordinary, beside a fetch", "host_threads": 8, "gb_per_s": 70.0},
     ],
     "kernels": [
         {"operation": "speed: device", "gb_per_s": 2000.0},
