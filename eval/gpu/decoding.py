@@ -115,7 +115,7 @@ def make_row(options: Options, name: str, script: Script | None, block: int, con
     if name in ("dynamic", "offloading"):
         return Row(name, "dynamic", {"offloading": True} if name == "offloading" else {})
     memory = {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
-    graph = {"cuda_graph": True} if name.endswith("-graph") else {}
+    graph = {"cuda_graph": name.endswith("-graph")}
     knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, **memory, **graph}
     if name.startswith(FULL):
         return Row(name, "full", {**knobs, "resident": context, "block_size": block if options.quick else FULL_BLOCK})
