@@ -37,7 +37,7 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.fingerprint import difference, fingerprint, likeness
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.loading import SavedCache, merge_knobs
-from hf_offload.cache.memory_budget import least_blocks, make_budget, resident_tokens
+from hf_offload.cache.memory_budget import make_budget, resident_tokens
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.row_index import row_numbers
@@ -131,8 +131,7 @@ class HybridCache(Cache):
         check_choice("digest", self.policy.requirements.digest, (None, *DIGESTS))
         held = held_layers(config, stock)
         check_held(type(model).__name__, stock, held)
-        least = least_blocks(self.policy, block_size)
-        budget = make_budget(device_budget, resident, sum(held), least, two_memories=two)
+        budget = make_budget(device_budget, resident, sum(held), self.policy, block_size, two_memories=two)
         captured = self._may_capture(model, config, cuda_graph, host_dtype)
         checks = None
         if check_every is not None:

@@ -18,7 +18,7 @@ from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.cache.host_pool import growth
 from hf_offload.cache.memory import size_text
-from hf_offload.cache.memory_budget import check_slots, least_blocks, make_budget, resident_tokens
+from hf_offload.cache.memory_budget import check_slots, make_budget, resident_tokens
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.settings import check_sizes
 from hf_offload.fields import LayerSizes
@@ -275,9 +275,7 @@ def _slots(shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockSto
         slots = -(-window // size) + 1
         check_slots(slots, size, f"the window of {window} tokens")
         return slots
-    budget = make_budget(
-        memory.get("device_budget"), resident, shape.layers, least_blocks(policy, size), two_memories=two
-    )
+    budget = make_budget(memory.get("device_budget"), resident, shape.layers, policy, size, two_memories=two)
     if budget is not None:
         return budget.slots(store, context)
     return resident_tokens(resident, policy, size) // size

@@ -40,10 +40,11 @@ pytestmark = [
 ]
 
 
-def passes(when: str, arguments: list[str], least: int) -> None:
+def passes(when: str, arguments: list[str], least: int, **more: str) -> None:
     """Run tests in a process with a device that lags behind like this; so many at least have to pass, and all do."""
     pytest.importorskip("triton")
     environment = os.environ | {pretended.VARIABLE: when, "HF_OFFLOAD_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
+    environment |= more
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     root = Path(__file__).parents[1]
     ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
@@ -56,6 +57,11 @@ def passes(when: str, arguments: list[str], least: int) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_gpu_that_lags_behind(name: str) -> None:
     passes("late", *QUICK[name])
+
+
+@pytest.mark.slow
+def test_a_captured_step_launches_few_kernels() -> None:
+    passes("eager", ["tests/gpu/test_launches.py"], 2, **{pretended.KERNELS: "all"})
 
 
 @pytest.mark.slow

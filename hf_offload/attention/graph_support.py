@@ -54,6 +54,8 @@ def obstacle(model: nn.Module, policy: Policy, config: Any, host_dtype: str | No
             f"{name} has layers with sliding windows, cross-attention or without attention, whose stock caches cannot "
             "be captured"
         )
+    if getattr(config, "num_kv_shared_layers", 0):
+        return f"{name} has layers that share keys and values, which recalls beside a captured step would change"
     kinds = _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     if kinds & {"dynamic", "longrope"}:
         return (

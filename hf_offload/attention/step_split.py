@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -280,9 +281,14 @@ class SplitStep(Step):
         due = clock.due(self.cpu_ratio(plan))
         if due is None:
             return
-        moves = self.resident.exchange(self.limits, self.sinks, self.recent_blocks, due)
-        self.resident.fetch(moves, self.label("recall"))
-        self.layer.count("moves", moves.counts)
+        capture = self.mirror.capture
+        if capture is not None:
+            capture.keep(due)
+        # A captured step ends with the recalls. After an eager step the next layer-ahead step reads slots at once.
+        with nullcontext() if capture is None else self.mirror.beside():
+            moves = self.resident.exchange(self.limits, self.sinks, self.recent_blocks, due)
+            self.resident.fetch(moves, self.label("recall"))
+            self.layer.count("moves", moves.counts)
 
     def cpu_ratio(self, plan: Plan) -> Any:
         """Return the CPU's tokens as a share of the budget (without one: of all tokens), fp32 `[]` or a float."""

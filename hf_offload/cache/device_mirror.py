@@ -48,7 +48,7 @@ class DeviceMirror:
     def beside(self) -> Iterator[None]:
         """Run the body on the recall stream, after all work that the model's stream has so far."""
         stream = self.stream if self.capture is None else self.capture.beside()
-        if stream is None:
+        if stream is None or stream == torch.cuda.current_stream(self.device):
             yield
             return
         stream.wait_stream(torch.cuda.current_stream(self.device))

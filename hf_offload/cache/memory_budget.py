@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from hf_offload.cache.host_pool import MIN_SLAB_BLOCKS, growth
 from hf_offload.cache.memory import size_text
-from hf_offload.gpu.exchange import MOST_SLOTS as MOST_SLOTS
+from hf_offload.gpu.block_topk import MOST_BLOCKS as MOST_BLOCKS
+from hf_offload.gpu.exchange import MOST_EXCHANGED as MOST_EXCHANGED
 from hf_offload.knobs import shown
 from hf_offload.policies.base import Policy
 
@@ -54,6 +55,11 @@ def least_blocks(policy: Policy, block_size: int) -> int:
     return policy.requirements.always_blocks(block_size) + 2
 
 
+def most_blocks(policy: Policy) -> int:
+    """The most slots of a resident set: those that a recall sorts, or a row's blocks."""
+    return MOST_EXCHANGED if policy.requirements.recalls else MOST_BLOCKS
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
     """Device memory that the resident sets of all layers share evenly.
@@ -65,7 +71,7 @@ class DeviceBudget:
         given: the amount as the user wrote it.
         nbytes: the amount in bytes.
         layers: number of layers that share it.
-        least: least number of resident blocks for each row and KV head.
+        least, most: least and largest number of resident blocks for each row and KV head.
         blocks: the number of resident blocks, if the user gave that instead of an amount; else None.
     """
 
@@ -73,6 +79,7 @@ class DeviceBudget:
     nbytes: int
     layers: int
     least: int
+    most: int
     blocks: int | None = None
 
     def slots(self, store: BlockStore, tokens: int) -> int:
@@ -104,26 +111,27 @@ class DeviceBudget:
                 f"{store.batch} rows and {store.num_kv_heads} KV heads, and {size_text(self.layers * digests)} of "
                 f"digests of {tokens} tokens; raise it, or lower block_size, sinks, recent or the batch"
             )
-        return min(slots, MOST_SLOTS)
+        return min(slots, self.most)
 
 
 def check_slots(slots: int, block_size: int, what: str) -> None:
-    """Raise ValueError if there are more than `MOST_SLOTS` slots."""
-    if slots > MOST_SLOTS:
+    """Raise ValueError if there are more than `MOST_EXCHANGED` slots."""
+    if slots > MOST_EXCHANGED:
         raise ValueError(
-            f"{what} takes {slots} blocks of {block_size} for each row and KV head, more than {MOST_SLOTS}; use a "
+            f"{what} takes {slots} blocks of {block_size} for each row and KV head, more than {MOST_EXCHANGED}; use a "
             "smaller one, or a larger block_size"
         )
 
 
 def make_budget(
-    given: int | str | None, resident: int | None, layers: int, least: int, *, two_memories: bool
+    given: int | str | None, resident: int | None, layers: int, policy: Policy, block_size: int, *, two_memories: bool
 ) -> DeviceBudget | None:
     """Return the budget given by the user, or None.
 
     Args:
         given: the knob `device_budget`; resident: the knob `resident`, the same in tokens.
-        layers, least: see `DeviceBudget`.
+        layers: number of layers that share it.
+        policy: the policy; block_size: tokens in a block.
         two_memories: whether there are resident sets at all.
 
     Raises:
@@ -131,6 +139,7 @@ def make_budget(
     """
     if given is None:
         return None
+    least, most = least_blocks(policy, block_size), most_blocks(policy)
     if resident is not None:
         raise ValueError(
             f"resident={shown(resident)} and device_budget={shown(given)} both set the size of the resident set; use "
@@ -143,20 +152,20 @@ def make_budget(
         )
     if isinstance(given, str) and (found := _BLOCKS.fullmatch(given.strip())):
         blocks = int(found[1])
-        if not least <= blocks <= MOST_SLOTS:
+        if not least <= blocks <= most:
             raise ValueError(
                 f"device_budget={given!r} is not within {least} blocks (sinks, recent tokens, the tail, and room for "
-                f"others) and {MOST_SLOTS} for each row and KV head of a layer"
+                f"others) and {most} for each row and KV head of a layer"
             )
-        return DeviceBudget(given, 0, layers, least, blocks)
-    return DeviceBudget(given, parse_bytes("device_budget", given), layers, least)
+        return DeviceBudget(given, 0, layers, least, most, blocks)
+    return DeviceBudget(given, parse_bytes("device_budget", given), layers, least, most)
 
 
 def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> int:
     """The size of a resident set in tokens, a multiple of the block size.
 
     Raises:
-        ValueError: `resident` is too small for the always resident blocks, or more than `MOST_SLOTS` blocks.
+        ValueError: `resident` is too small for the always resident blocks, or more than `most_blocks`.
     """
     window = policy.window_tokens(0)
     if window is not None:  # plus a block that is leaving the window
@@ -165,7 +174,8 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
         slots = -(-window // block_size) + 1
         check_slots(slots, block_size, f"the window of {window} tokens")
         return slots * block_size
-    least, most = least_blocks(policy, block_size) * block_size, MOST_SLOTS * block_size
+    slots = most_blocks(policy)
+    least, most = least_blocks(policy, block_size) * block_size, slots * block_size
     if resident is None:
         wants = policy.requirements
         only_always = (wants.scored_on_host and not wants.chooses_resident) or not wants.attends_blocks
@@ -175,7 +185,7 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
         if least > most:
             raise ValueError(
                 f"sinks and recent (or local) tokens take {least // block_size} blocks of {block_size} for each row "
-                f"and KV head, more than {MOST_SLOTS}; lower sinks or recent (local), or use a larger block_size"
+                f"and KV head, more than {slots}; lower sinks or recent (local), or use a larger block_size"
             )
         resident = min(max(wanted, least), most)
     if isinstance(resident, bool) or not isinstance(resident, int) or resident < least:
@@ -185,7 +195,7 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
         )
     if resident > most:
         raise ValueError(
-            f"resident={shown(resident)} tokens are more than {MOST_SLOTS} blocks of {block_size} for each row and "
+            f"resident={shown(resident)} tokens are more than {slots} blocks of {block_size} for each row and "
             f"KV head; use at most {most}, or a larger block_size"
         )
     return resident // block_size * block_size

@@ -14,7 +14,7 @@ from hf_offload.cache.block_store import TABLE_STEP
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.memory_budget import MOST_SLOTS, least_blocks
+from hf_offload.cache.memory_budget import MOST_BLOCKS, MOST_EXCHANGED, least_blocks, most_blocks
 from hf_offload.cache.settings import Settings
 from hf_offload.fields import (
     Check,
@@ -116,7 +116,7 @@ def sizes_of(told: dict[str, Any], table: torch.Tensor | None, block_size: int, 
     width = table.shape[1] if table is not None and table.ndim == 2 else 0
     return LayerSizes(
         told["batch"], heads, query_heads, told["dim"], block_size, DTYPES[told["dtype"]], told["length"], width,
-        told["placed"], range(1, MOST_SLOTS + 1),
+        told["placed"], range(1, MOST_BLOCKS + 1),
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def check_state(layer: HybridLayer) -> None:
         return
     sizes = LayerSizes(
         store.batch, store.num_kv_heads, range(1, MOST), store.head_dim, store.block_size, store.dtype, store.length,
-        store.table.shape[1], not layer.unplaced, range(1, MOST_SLOTS + 1),
+        store.table.shape[1], not layer.unplaced, range(1, MOST_BLOCKS + 1),
     )  # fmt: skip
     try:
         check_tensors("", tensors, layer.policy.state_fields(sizes))
@@ -219,12 +219,12 @@ def _slots(settings: Settings, sizes: LayerSizes) -> range:
     if policy.window_tokens(0) is not None:
         window = policy.window_tokens(sizes.width * size)
         assert window is not None
-        return range(2, min(-(-window // size) + 1, MOST_SLOTS) + 1)
+        return range(2, min(-(-window // size) + 1, MOST_EXCHANGED) + 1)
     if budget is None:
         return range(settings.resident // size, settings.resident // size + 1)
     record = 2 * size * sizes.head_dim * sizes.dtype.itemsize
     most = budget.blocks or budget.nbytes // budget.layers // (sizes.rows * sizes.kv_heads * record)
-    return range(least_blocks(policy, size), min(most, MOST_SLOTS) + 1)
+    return range(least_blocks(policy, size), min(most, most_blocks(policy)) + 1)
 
 
 def digest_fields(digests: DigestStore | None, told: dict[str, Any]) -> dict[str, Field]:

@@ -8,6 +8,7 @@ import torch
 
 from .backend import constexpr, jit, next_power_of_2, on_triton, require, tl
 from .block_topk import (
+    MOST_BLOCKS,
     best,
     bound_of_best,
     check_width,
@@ -20,8 +21,10 @@ from .block_topk import (
 
 F32, I32 = (torch.float32,), (torch.int32,)
 FREE = -1
-MOST_SLOTS = 1024
-"""Slots of a row and KV head that a kernel sorts."""
+MOST_EXCHANGED = 1024
+"""Slots of a row and KV head that `exchange` sorts."""
+SLOT_BITS, SLOT_MASK = constexpr(14), constexpr((1 << 14) - 1)
+"""Bits of a slot's number in its rank; a slot holds one of `MOST_BLOCKS` blocks."""
 
 
 def exchange(
@@ -61,6 +64,8 @@ def exchange(
         TypeError: another dtype.
     """
     _check(worth, known, block_of, slot_of, low, high, limits, recent)
+    if block_of.shape[2] > MOST_EXCHANGED:
+        raise ValueError(f"{block_of.shape[2]} slots a KV head are more than the {MOST_EXCHANGED} that are sorted")
     if due is not None:
         require(worth.device, due=(due, I32, (1,)))
     if not on_triton(worth):
@@ -108,7 +113,7 @@ def open_block(
     (batch, heads, slots), blocks = block_of.shape, slot_of.shape[2]
     open_block_kernel[(batch * heads,)](
         worth, known, block_of, slot_of, low, high, limits, heads, blocks, slots, block_size, recent,
-        SLOTS=padded_slots(slots), num_warps=4,
+        CHUNK=min(padded_slots(slots), MOST_EXCHANGED), num_warps=4,
     )  # fmt: skip
 
 
@@ -124,8 +129,8 @@ def _check(
     batch, heads, blocks = worth.shape
     slots = block_of.shape[-1]
     check_width(blocks)
-    if not 1 <= slots <= MOST_SLOTS:
-        raise ValueError(f"{slots} slots a KV head are not within 1..{MOST_SLOTS}")
+    if not 1 <= slots <= MOST_BLOCKS:
+        raise ValueError(f"{slots} slots a KV head are not within 1..{MOST_BLOCKS}")
     require(
         worth.device,
         worth=(worth, F32, (batch, heads, blocks)),
@@ -249,7 +254,8 @@ def exchange_kernel(
     first = tl.maximum(tl.load(high_ptr + line // kv_heads), 0)
     known = tl.load(known_ptr)
     last = tl.minimum(tl.minimum(newest, known), blocks)
-    held, held_keys, ranks = look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, slots, SLOTS)
+    every_slot = tl.arange(0, SLOTS)
+    held, held_keys, ranks = look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, every_slot, slots)
     room = tl.sum((ranks != LAST).to(tl.int32), 0)
 
     # The most wanted blocks; those that are missing are brought together in the order of their numbers.
@@ -267,7 +273,7 @@ def exchange_kernel(
     kept = (held >= first) & (held < last) & is_best(held_keys, held, bound, end)
     ranks = tl.where(kept, LAST, ranks)
     count = tl.minimum(missing, tl.sum((ranks != LAST).to(tl.int32), 0))
-    slot = (tl.sort(ranks) & 0xFFF).to(tl.int32)
+    slot = (tl.sort(ranks) & SLOT_MASK).to(tl.int32)
 
     tl.debug_barrier()  # what is missing has been written by other threads
     i = tl.arange(0, SLOTS)
@@ -300,7 +306,7 @@ def open_block_kernel(
     slots,  # R
     block_size,
     recent,
-    SLOTS: tl.constexpr,  # R, up to the next power of two
+    CHUNK: tl.constexpr,  # slots that are looked at at a time
 ):
     line = tl.program_id(0).to(tl.int64)
     length = tl.load(limits_ptr)
@@ -313,11 +319,15 @@ def open_block_kernel(
     newest = tl.load(limits_ptr + 1) - recent
     low = tl.load(low_ptr + line // kv_heads)
     first = tl.maximum(tl.load(high_ptr + line // kv_heads), 0)
-    _, _, ranks = look_at_slots(worth_ptr, tl.load(known_ptr), block_of_ptr, low, first, newest, slots, SLOTS)
-    rank = tl.min(ranks, 0)
+    known = tl.load(known_ptr)
+    rank = tl.full((), LAST, tl.int64)
+    for start in range(0, slots, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        _, _, ranks = look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, slot, slots)
+        rank = tl.minimum(rank, tl.min(ranks, 0))
     if rank == LAST:
         return
-    slot = (rank & 0xFFF).to(tl.int32)
+    slot = (rank & SLOT_MASK).to(tl.int32)
     old = tl.load(block_of_ptr + slot)
     tl.debug_barrier()  # everything has been read that is written now
     if old >= 0:
@@ -328,19 +338,18 @@ def open_block_kernel(
 
 @jit
 @no_type_check
-def look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, slots, SLOTS: tl.constexpr):
-    """What the slots of a row and KV head hold, and in which order they are given up.
+def look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, slot, slots):
+    """What some slots of a row and KV head hold, and in which order they are given up.
 
     Returns:
-        held int32 [SLOTS]: the block, -1 = free; keys int32 [SLOTS]: its worth, see `ordered`; ranks int64 [SLOTS]:
-        free slots first, then by rising worth, then by block, the slot itself in the low 12 bits; LAST for those that
-        must keep their block.
+        held int32 [n]: the block, -1 = free; keys int32 [n]: its worth, see `ordered`; ranks int64 [n]: free slots
+        first, then by rising worth, then by block, the slot itself in the low `SLOT_BITS`; LAST for those that must
+        keep their block.
     """
-    slot = tl.arange(0, SLOTS)
     held = tl.load(block_of_ptr + slot, mask=slot < slots, other=-1)
     # Blocks that are newer than any score are worth most.
     worth = tl.load(worth_ptr + held, mask=(held >= 0) & (held < known), other=float("inf"))
     keys = ordered(tl.where(held < 0, float("-inf"), worth))
-    ranks = (keys.to(tl.int64) << 32) | ((held + 1).to(tl.int64) << 12) | slot
+    ranks = (keys.to(tl.int64) << 32) | ((held + 1).to(tl.int64) << SLOT_BITS) | slot
     may = (slot < slots) & ((held < 0) | (held < low) | ((held >= first) & (held < newest)))
     return held, keys, tl.where(may, ranks, LAST)

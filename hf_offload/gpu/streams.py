@@ -16,11 +16,13 @@ RECALLS, TILES, TASKS = "recalls", "the tiles of a prompt", "tasks beside the CP
 
 @functools.cache
 def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
-    """The stream for a purpose, the same for all threads; those of captures are of another priority than all others.
+    """The stream for a purpose, the same for all threads.
+
+    Those of captures are of another priority than all others, and what runs beside a capture gives way to it.
 
     Args:
         purpose: one of those above.
         device: a CUDA device with its index.
     """
-    priority = -1 if purpose in (CAPTURE, CAPTURE_SIDE) else 0
+    priority = {CAPTURE: -2, CAPTURE_SIDE: -1}.get(purpose, 0)
     return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call, unused-ignore]

@@ -253,6 +253,7 @@ class Requirements:
         attends_blocks: whether steps attend blocks; False: the states hold copies of all attended tokens.
         query_window: number of a prompt's last queries to keep, for `Policy.place` and the states.
         learns_from_prompts: whether the states depend on a prompt's queries, and not on keys and values alone.
+        recalls: whether steps exchange resident blocks by their worth, for which a device sorts the slots.
         capturable: whether a decode step can be captured as a CUDA graph, that is, the host decides nothing in it.
     """
 
@@ -266,6 +267,7 @@ class Requirements:
     attends_blocks: bool = True
     query_window: int = 0
     learns_from_prompts: bool = False
+    recalls: bool = True
     capturable: bool = False
 
     def __post_init__(self) -> None:
@@ -279,7 +281,8 @@ class Requirements:
             object.__setattr__(self, "leaves_out", True)
         for name in ("sinks", "recent", "query_window"):
             check_count(name, getattr(self, name), least=0)
-        for name in ("chooses_resident", "leaves_out", "attends_blocks", "learns_from_prompts", "capturable"):
+        flags = "chooses_resident", "leaves_out", "attends_blocks", "learns_from_prompts", "recalls", "capturable"
+        for name in flags:
             check_flag(name, getattr(self, name))
         check_choice("digest_memory", self.digest_memory, ("device", "host"))
         if not (self.digest is None or isinstance(self.digest, str)):

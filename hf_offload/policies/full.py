@@ -36,7 +36,7 @@ class Full(Policy):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(capturable=True)
+        return Requirements(recalls=False, capturable=True)
 
     def plan(self, step: Step) -> Plan:
         if step.all_resident:

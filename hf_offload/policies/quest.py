@@ -66,7 +66,7 @@ class Quest(Policy):
     def requirements(self) -> Requirements:
         return Requirements(
             budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, leaves_out=True,
-            capturable=True,
+            recalls=False, capturable=True,
         )  # fmt: skip
 
     def check(self, *, block_size: int, two: bool) -> None:

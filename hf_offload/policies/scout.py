@@ -163,7 +163,7 @@ class Scout(Policy):
         return Requirements(
             budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, leaves_out=True,
             digest_memory="host" if drawn else "device", chooses_resident=drawn, query_window=self.place_queries,
-            capturable=True,
+            recalls=self.recall != 0, capturable=True,
         )  # fmt: skip
 
     def mode(self, index: int, *, two: bool, beside_device: bool) -> str:

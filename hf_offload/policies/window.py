@@ -36,7 +36,7 @@ class Window(Policy):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(budget=self.budget, sinks=self.sinks, capturable=True)
+        return Requirements(budget=self.budget, sinks=self.sinks, recalls=False, capturable=True)
 
     def plan(self, step: Step) -> Plan:
         return Plan(step.attend(step.recent(self.budget // step.block_size)), until=EVER)

@@ -108,6 +108,22 @@ def test_blocks_that_fill_up_behind_a_long_prompt_capture_nothing_anew(monkeypat
     assert len(records) == 1
 
 
+@pytest.mark.parametrize(("policy", "knobs"), [("full", {}), ("scout", {**DRAWN, "lookahead": "attend"})])
+def test_slots_that_run_out_between_two_replays_capture_anew(
+    policy: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While all blocks are resident nothing is handed over; behind token 176 the CPU has a part."""
+    model, (ids, mask) = tiny_model("llama"), prompt(2, 195)
+    records = []
+    record = CpuRecorder.record
+    monkeypatch.setattr(CpuRecorder, "record", lambda self, step: records.append(1) or record(self, step))
+    want = logits_of(model, HybridCache(model, policy, **KNOBS | {"resident": 176}, **knobs), ids, mask)
+    cache = graph_cache(model, policy, resident=176, **knobs)
+    assert torch.equal(logits_of(model, cache, ids, mask), want)
+    assert len(records) == 2
+    assert cache.graph._capture.parts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 16))])
 def test_a_prompt_shorter_than_a_block(length: int) -> None:

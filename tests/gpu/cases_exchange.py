@@ -27,6 +27,6 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         kernel = exchange.exchange_kernel
         found.append((f"{slots} slots of {blocks} blocks", kernel, signature(kernel), constants, options))
     for slots in (16, 1024):
-        kernel, constants = exchange.open_block_kernel, {"SLOTS": padded_slots(slots)}
+        kernel, constants = exchange.open_block_kernel, {"CHUNK": padded_slots(slots)}
         found.append((f"open, {slots} slots", kernel, signature(kernel), constants, {"num_warps": 4}))
     return found

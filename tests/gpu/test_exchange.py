@@ -187,6 +187,22 @@ def test_open_block(form: str, seed: int, request: pytest.FixtureRequest) -> Non
 
 
 @every_form
+def test_a_block_is_opened_among_more_slots_than_are_sorted(form: str, request: pytest.FixtureRequest) -> None:
+    device = device_of(form, request)
+    for seed, free in ((0, 0.0), (1, 0.001)):
+        at = state(seed, 2100, 2103, known=2100, sealed=2100, high=[1], free=free, ties=False)
+        after = copy.deepcopy(at)
+        for b, h in np.ndindex(at.block_of.shape[:2]):
+            assign(after, b, h, int(given_up(at, 3, b, h)[0]), 2100)
+        given = tensors(at, device, 2100 * SIZE)
+        open_block(*given, block_size=SIZE, recent=3)
+        assert np.array_equal(given[2].cpu().numpy(), after.block_of)
+        assert np.array_equal(given[3].cpu().numpy(), after.slot_of)
+        with pytest.raises(ValueError, match="more than the 1024 that are sorted"):
+            exchange(*given, recent=3)
+
+
+@every_form
 def test_no_block_is_opened(form: str, request: pytest.FixtureRequest) -> None:
     """In the middle of a block, and where every slot must keep what it has."""
     device = device_of(form, request)

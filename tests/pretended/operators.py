@@ -58,10 +58,10 @@ def _on_device(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     _meet(name, func, given)
     inner_args, inner_kwargs = tree_unflatten([_brought(leaf) for leaf in leaves], tree)
-    if func.is_view:
+    if func.is_view or name == "_unsafe_view":
         with torch.inference_mode(given[0].is_inference()):
             return tree_map(dressed, func(*inner_args, **inner_kwargs))
-    if not given:  # nothing that the device is still to compute
+    if not given or name == "empty_like":  # nothing that the device is still to compute
         return tree_map(dressed, func(*inner_args, **inner_kwargs))
     if _asks(name, args):
         wait_here(str(func))
