@@ -57,6 +57,22 @@ class Form(NamedTuple):
         return self.query[2] in TAGS and {self.query[1][-1], *self.key[-1:], *self.value[-1:]} == {1}
 
 
+class Drawn(NamedTuple):
+    """The drawn part of a step, for checks.
+
+    Args:
+        pairs: the drawn pairs and their weights.
+        lse: float32 `[B, Hq]`, the log mass that they stand for.
+        errors: float32 `[B, Hq]`, estimated relative errors of the softmax's sum.
+        skipped: as for `pair_decode.attend_pairs`.
+    """
+
+    pairs: draw_pairs.PairLists
+    lse: np.ndarray
+    errors: np.ndarray
+    skipped: np.ndarray | None = None
+
+
 class StepBuffers:
     """Buffers of one layer for queries of one shape: query, scores and partials, valid until the next step.
 
@@ -174,7 +190,7 @@ class CpuStep(Step):
         self._block_numbers: list[tuple[Word, Word]] = []
         self._all_counts: np.ndarray | None = None
         self._partials = 0
-        self._drawn: tuple[draw_pairs.PairLists, np.ndarray] | None = None
+        self._drawn: Drawn | None = None
         """Drawn pairs, and the estimated errors `[B, Hq]` of their attention."""
         self._valid_blocks = range(EVER)
         """Numbers of blocks for which the launches are valid."""
@@ -497,12 +513,12 @@ class CpuStep(Step):
         self.add(draw, "the draw of pairs", length=True)
         self._number_blocks(draw)
         to, errors = self.room(), np.zeros((batch, heads), np.float32)
-        self._drawn = drawn, errors
         launch = pair_decode.attend_pairs(
             buffers.query, view.block_ptr, view.table, *drawn, view.holes, view.valid, view.covered, *to, None,
             kv_dtype=store.dtype, block_size=self.block_size, **self.scores._asdict(), packed=store.format.packed,
             errors=errors, tally=self.layer.stats.errors,
         )  # fmt: skip
+        self.note_drawn(Drawn(drawn, to.lse, errors))
         self.add(launch, "CPU attention", length=True)
         return (to,)
 
@@ -510,6 +526,10 @@ class CpuStep(Step):
         """The tokens without digest."""
         view = self.view
         return draw_pairs.Unsealed(tag_of(self.store.dtype), view.block_ptr, view.holes, view.valid, self.block_size)
+
+    def note_drawn(self, drawn: Drawn) -> None:
+        """Remember the drawn part of the step for its checks."""
+        self._drawn = drawn
 
     def check(self, checks: Checks) -> None:
         """Compare the result of the step that has just run with full attention, for the statistics."""
@@ -527,13 +547,17 @@ class CpuStep(Step):
         full.run(self.label("the check"))
         attended, estimated = buffers.lse, None
         if self._drawn is not None:
-            lists, estimated = self._drawn
-            attended = np.empty_like(lse)
+            lists, whole, estimated, skipped = self._drawn
+            once = np.empty_like(lse)  # the log mass of the pairs themselves, without what they stand for
             plain = lists._replace(weights=np.zeros_like(lists.weights))
             listed = pair_decode.attend_pairs(
-                *arrays, *plain, *padding, np.empty_like(out), attended, None, **form, packed=store.format.packed
-            )
+                *arrays, *plain, *padding, np.empty_like(out), once, None, **form, packed=store.format.packed,
+                skipped=skipped,
+            )  # fmt: skip
             listed.run(self.label("the check"))
+            shares = np.exp(whole - attended) - np.exp(once - attended)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                attended = attended + np.log1p(-shares)
         if self.form.sinks:
             assert self.model_sinks is not None
             both = torch.from_numpy(out), torch.from_numpy(lse)

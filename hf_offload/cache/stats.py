@@ -34,7 +34,7 @@ class LayerStats:
         recalls: exchanges of resident blocks; recall_blocks: blocks moved; recall_bytes: bytes moved.
         placements: placements of the resident set after a prompt or append; placement_bytes: bytes copied.
         wait_seconds: time that the model's thread waited for the CPU part and for copies.
-        drawn: int64 `[3]`: pairs of tokens attended where keys are drawn (`samples`), the number of lists of them, one
+        drawn: int64 `[3]`: tokens attended where keys are drawn (`samples`), the number of lists of them, one
             for each step, row and KV head, and the tokens cached in their rows.
         errors: int64, estimated errors of the softmax's sum: a tally of `cpu.kernels.pair_decode.attend_pairs`.
         checked: what the checks against full attention found (`check_every`).
@@ -103,9 +103,9 @@ class LayerStats:
         row["cpu_ratio_by_step"] = list(self.cpu_ratio_by_step)
         row["query_cosine"] = _mean(self.query_cosine, row.pop("queries"))
         row["selection_overlap"] = _mean(self.selection_overlap, row.pop("selections"))
-        pairs, lists, tokens = row.pop("drawn").tolist()
-        row["attended_tokens"] = _mean(2 * pairs, lists)
-        row["attended_share"] = _mean(2 * pairs, tokens)
+        attended, lists, cached = row.pop("drawn").tolist()
+        row["attended_tokens"] = _mean(attended, lists)
+        row["attended_share"] = _mean(attended, cached)
         row["estimated_error"], row["estimated_error_p99"] = _errors(row.pop("errors"))
         del row["checked"]
         row["missed_mass"] = _mean(self.checked.missed_mass, self.checked.heads)

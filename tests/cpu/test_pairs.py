@@ -99,7 +99,8 @@ class Drawn:
             scale=dim**-0.5, softcap=None, tally=self.tally,
         )  # fmt: skip
         run(launch, threads)
-        assert self.tally.tolist() == [self.counts.sum(), batch * kv_heads, batch * kv_heads * length]
+        tokens = int((2 * self.counts).clamp(max=length).sum())
+        assert self.tally.tolist() == [tokens, batch * kv_heads, batch * kv_heads * length]
         assert (whole[-1000:] == -1).all()
         assert (self.counts <= room).all()
         table = (case.table[:, :, None] * count + torch.arange(count)).flatten(1)
@@ -221,7 +222,11 @@ def test_a_draw_beside_resident_blocks(
         )  # fmt: skip
         run(launch, threads)
         found.append((pairs, weights, counts, score[:, :, :blocks], torch.from_numpy(portion)))
-        listed = int(counts.sum()) + int(numbers.sum()) * count + (5 if marked else 0)
+        listed = 2 * (int(counts.sum()) + int(numbers.sum()) * count)
+        if marked:  # of a listed pair one token at most
+            listed += int(kept.counts.sum())
+            for b, h in np.ndindex(batch, kv_heads):
+                listed -= int(marks.view(batch, kv_heads, -1, 2)[b, h, pairs[b, h, : counts[b, h]].long()].sum())
         assert tally.tolist() == [listed, batch * kv_heads, batch * kv_heads * (blocks + 1) * 2 * count]
     assert all(map(torch.equal, *found))
     wide = (table[:, :blocks, None] * count + torch.arange(count)).flatten(1)

@@ -169,6 +169,34 @@ def test_a_check_tells_what_a_budget_misses() -> None:
     assert 0 < missed[1] < missed[0] < 1
 
 
+def test_a_check_tells_what_a_rescue_misses() -> None:
+    """The mass of keys that were not attended, whatever those that were stand for."""
+    model = tiny_model("llama")
+    missed, tokens = [], []
+    for rescue in (0, 12, 10**6):
+        cache = hf_offload.HybridCache(model, "hgca", block_size=BLOCK, window=48, rescue=rescue, check_every=1)
+        decode(model, cache, 1)
+        told = cache.stats().as_dict()
+        missed.append(told["missed_mass"])
+        tokens.append(told["attended_share"])
+        estimated, true = torch.tensor([pair for layer in told["layers"] for pair in layer["checked_errors"]]).T
+        assert bool(estimated.isnan().all()) == (rescue == 0)
+        if rescue == 12:
+            assert (true <= 3 * estimated + 1e-3).float().mean() > 0.9
+            assert told["missed_mass"] > 1.5 * true.mean()
+    assert missed[0] > missed[1] > 0.2 * missed[0]
+    assert missed[2] == pytest.approx(0, abs=1e-5)
+    assert 0 < tokens[1] < tokens[2] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_as_many_samples_as_tokens_attend_every_token() -> None:
+    """Also if they end within a block."""
+    model = tiny_model("llama")
+    want = decode(model, hf_offload.HybridCache(model, "full", block_size=BLOCK))
+    found = decode(model, hf_offload.HybridCache(model, "scout", samples=PROMPT + STEPS, block_size=BLOCK))
+    assert (found - want).abs().max() <= 1e-5 * max(1.0, want.abs().max().item())
+
+
 def test_digests_that_do_not_fit_are_told() -> None:
     checks = Checks(1, (0, 1))
     checks.compare(np.full(200, 0.1), np.full(200, 0.9))

@@ -324,11 +324,13 @@ def draw_kernel(
                         listed, weight, count, limit,
                     )  # fmt: skip
                 count = _whole(late * size, last, listed, weight, count)
-                add_to(tally, 0, count)
+                add_to(tally, 0, min(2 * count, length))
                 add_to(tally, 2, length)
             if resident is not None:
                 start: Any = 0
-                beside: Any = np.int64(resident.counts[b, h]) * size
+                fits: Any = (sealed + 1) * 2 * size
+                missing: Any = fits - length if length > 0 else 0  # of the unsealed block, if that is known
+                beside: Any = np.int64(resident.counts[b, h]) * 2 * size - missing
                 portion[b, heads] = np.float32(0.0)
                 for i in range(resident.counts[b, h]):
                     stop: Any = min(np.int64(resident.blocks[b, h, i]), sealed)
@@ -349,10 +351,12 @@ def draw_kernel(
                 if mode == 1:
                     portion[b, heads] *= np.float32(group)
                 if kept is not None:
-                    beside += (kept.counts[b * kv_heads + h] + 1) // 2
+                    beside += kept.counts[b * kv_heads + h]
+                    for i in range(count):  # of these pairs one token at most
+                        beside -= kept.marks[b, h, 2 * listed[i]] | kept.marks[b, h, 2 * listed[i] + 1]
                 join_chunks(totals[b, heads], peaks[b, heads], tail[b, heads], sealed, mode, resident.score[b, h])
-                add_to(tally, 0, count + beside)
-                add_to(tally, 2, (sealed + 1) * 2 * size)
+                add_to(tally, 0, 2 * count + beside)
+                add_to(tally, 2, fits - missing)
             finish_weights(weight, count)
             counts[b, h] = count
             add_to(tally, 1, 1)
@@ -394,7 +398,7 @@ def draw_pairs(
         samples: 1 / τ.
         join: "max" or "mean".
         scale, softcap: as in `sparse_decode`.
-        tally: int64 [3] or None: added to it are the numbers of listed pairs, of lists, and of tokens in their rows.
+        tally: int64 [3] or None: added to it are the numbers of listed tokens, of lists, and of tokens in their rows.
 
     Raises:
         ValueError: an unknown join, a digest without pairs, or shapes that contradict each other or have no room.

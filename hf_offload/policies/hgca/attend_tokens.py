@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hf_offload.attention.cpu_partial import CpuPartial
+from hf_offload.attention.step_cpu import Drawn
 from hf_offload.cpu.kernels import draw_pairs
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.kernels.pair_decode import attend_pairs
@@ -87,13 +88,14 @@ def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: in
     """Queue the draw of pairs among the tokens that are neither in the window nor retained, and their attention."""
     kept, counts = mass.kept, mass.retained.counts
     step.as_long_as(lambda: mass.kept is kept and mass.retained.counts is counts)
-    target = step.room()
-    draw, attention = _rescue(
+    target, errors = step.room(), np.zeros(step.query_shape, np.float32)
+    draw, attention, lists = _rescue(
         step.layer, mass, step.buffers.query, (window.blocks, window.counts), samples, target, step.scores,
-        step.layer.settings.buffer, unsealed=step.unsealed(), length=step.length,
+        step.layer.settings.buffer, errors=errors, unsealed=step.unsealed(), length=step.length,
     )  # fmt: skip
     step.add(draw, "the draw of pairs", length=True)
     step.add(attention, "attention to drawn pairs")
+    step.note_drawn(Drawn(lists, target.lse, errors, kept))
     return target
 
 
@@ -107,10 +109,11 @@ def _rescue(
     scores: Scores,
     buffer: Callable[[str, tuple[int, ...], np.dtype], np.ndarray],
     *,
+    errors: np.ndarray | None = None,
     tail: np.ndarray | None = None,
     unsealed: draw_pairs.Unsealed | None = None,
     length: int = 0,
-) -> tuple[Launch, Launch]:
+) -> tuple[Launch, Launch, draw_pairs.PairLists]:
     """Prepare the draw of pairs among the tokens that are neither in the window nor retained, and their attention.
 
     Args:
@@ -122,7 +125,11 @@ def _rescue(
         target: the result's arrays.
         scores: the model's.
         buffer: gives scratch by name, shape and dtype.
+        errors: as in `attend_pairs`.
         tail, unsealed, length: as in `draw_pairs.draw_missing`.
+
+    Returns:
+        The two launches, and what they list.
     """
     store = layer.store
     assert store is not None
@@ -142,9 +149,9 @@ def _rescue(
     attention = attend_pairs(
         query, view.block_ptr, view.table, *lists, view.holes, view.valid, mass.evicted * store.block_size, *target,
         None, kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.format.packed,
-        skipped=mass.kept, portion=portion, tally=layer.stats.errors,
+        skipped=mass.kept, portion=portion, errors=errors, tally=layer.stats.errors,
     )  # fmt: skip
-    return draw, attention
+    return draw, attention, lists
 
 
 def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
@@ -245,7 +252,7 @@ class RetainedPart(CpuPartial):
         numbers = np.arange(self._window.start, self._window.stop, dtype=np.int32)
         window = np.broadcast_to(numbers, (*lines, len(numbers))).copy(), np.full(lines, len(numbers), np.int32)
         target = self._drawn if retained else result
-        rescue = _rescue(
+        *rescue, _ = _rescue(
             self.layer, self._mass, query, window, self._samples, target, scores, self._keep, tail=self.tail.numpy()
         )
         return (*retained, *rescue, *((join_parts(*result, self._drawn, self._nothing),) if retained else ()))
