@@ -25,11 +25,11 @@ from hf_offload.attention.hooks import attach, cache_argument, find_layers, hybr
 from hf_offload.attention.model_support import (
     check_held,
     check_model,
+    has_two_memories,
     held_layers,
     image_layers,
     on_device,
     stock_layers,
-    two_memories,
 )
 from hf_offload.cache.checks import Checks
 from hf_offload.cache.conversion import device_of, fork_layers, give_back, take_over
@@ -125,18 +125,18 @@ class HybridCache(Cache):
         check_tier(tier)
         check_sizes(block_size, prefill_tile, host_dtype, cuda_graph)
         stock = stock_layers(config)
-        two = two_memories(model, tier)
-        self.policy = self.policy.with_defaults(two=two)
-        self.policy.check(block_size=block_size, two=two)
+        two_memories = has_two_memories(model, tier)
+        self.policy = self.policy.with_defaults(two_memories=two_memories)
+        self.policy.check(block_size=block_size, two_memories=two_memories)
         check_choice("digest", self.policy.requirements.digest, (None, *DIGESTS))
         held = held_layers(config, stock)
         check_held(type(model).__name__, stock, held)
-        budget = make_budget(device_budget, resident, sum(held), self.policy, block_size, two_memories=two)
+        budget = make_budget(device_budget, resident, sum(held), self.policy, block_size, two_memories=two_memories)
         captured = self._may_capture(model, config, cuda_graph, host_dtype)
         checks = None
         if check_every is not None:
             checks = Checks(check_every, tuple(i for i, ours in enumerate(held) if ours))
-            if two:
+            if two_memories:
                 raise ValueError(f"check_every={check_every} needs one memory; leave it out, or check on a CPU")
         settings = Settings(
             policy=self.policy,
@@ -176,9 +176,10 @@ class HybridCache(Cache):
         self._attachment, self._watch = attach(model), watch(model)
         self._forking = threading.Lock()
         self._looks_ahead: bool | None = None
-        beside = on_device(model)
+        device = on_device(model)
         self._may_look_ahead = any(
-            self.policy.looks_ahead(layer.index, two=two, beside_device=beside) for layer in hybrid_layers(self)
+            self.policy.looks_ahead(layer.index, two_memories=two_memories, on_device=device)
+            for layer in hybrid_layers(self)
         )
         self.donors: dict[int, int] = {}
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
@@ -622,7 +623,7 @@ class HybridCache(Cache):
         if odd is not None:
             raise ValueError(f"{folder} was saved with another model than this {type(model).__name__}: {odd}")
         merged = merge_knobs(saved.about["knobs"], knobs)
-        policy = policy.for_memories(two=two_memories(model, merged["tier"]))
+        policy = policy.for_memories(two_memories=has_two_memories(model, merged["tier"]))
         made = cls(model, policy, **merged)
         place = not knobs.keys() & {"resident", "device_budget"}
         examples = made._one_token(model) if any("stock" in told for told in saved.about["layers"]) else ()
@@ -641,8 +642,8 @@ class HybridCache(Cache):
         layers = hybrid_layers(self)
         rows = [_report(layer) for layer in layers]
         near = sum(
-            (row.resident_bytes if layer.has_slots else row.host_bytes)
-            + (0 if layer.has_slots and layer.requirements.scored_on_host else row.digest_bytes)
+            (row.resident_bytes if layer.two_memories else row.host_bytes)
+            + (0 if layer.two_memories and layer.requirements.scored_on_host else row.digest_bytes)
             for layer, row in zip(layers, rows, strict=True)
             if layer.is_initialized
         )

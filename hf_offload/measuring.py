@@ -136,7 +136,7 @@ def host_bytes(cache: HybridCache) -> float | None:
     total = 0.0
     for layer in hybrid_layers(cache):
         store = layer.store
-        if store is None or not layer.has_slots:
+        if store is None or not layer.two_memories:
             return None
         layer.tally.count()
         stats, steps = layer.stats, max(layer.stats.steps, 1)

@@ -202,7 +202,7 @@ def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def memory_of(
-    shape: Shape, policy: str | Policy, options: dict[str, Any], *, context: int, batch: int, two: bool = True
+    shape: Shape, policy: str | Policy, options: dict[str, Any], *, context: int, batch: int, two_memories: bool = True
 ) -> Memory:
     """Return the memory of a cache after a prompt in one forward.
 
@@ -214,7 +214,7 @@ def memory_of(
         policy: name of the policy, or an instance.
         options: knobs of the cache (`MEMORY_KNOBS`) and of the policy.
         context: tokens of a row; batch: rows.
-        two: whether there are two memories.
+        two_memories: whether the cache has device and host memory, or one for both.
 
     Raises:
         ValueError: an option that is not allowed.
@@ -223,11 +223,11 @@ def memory_of(
         raise ValueError(f"{', '.join(sorted(others))}: not part of a plan; leave it out")
     memory = {name: options[name] for name in MEMORY_KNOBS if name in options}
     chosen = make_policy(policy, {name: value for name, value in options.items() if name not in memory})
-    chosen = chosen.with_defaults(two=two)
+    chosen = chosen.with_defaults(two_memories=two_memories)
     size, tile = memory.get("block_size"), memory.get("prefill_tile", 4096)
     size = chosen.block_size if size is None else size
     check_sizes(size, tile, memory.get("host_dtype"))
-    chosen.check(block_size=size, two=two)
+    chosen.check(block_size=size, two_memories=two_memories)
     try:
         requirements = chosen.requirements
     except RuntimeError as error:  # the requirements depend on a file that is read for a model
@@ -240,7 +240,7 @@ def memory_of(
         digest=DIGESTS[requirements.digest] if requirements.digest else None, padding=Padding(size),
         host_dtype=memory.get("host_dtype"), scored_on_host=requirements.scored_on_host,
     )  # fmt: skip
-    slots = _slots(shape, chosen, memory, store, context, two) if two else 0
+    slots = _slots(shape, chosen, memory, store, context, two_memories) if two_memories else 0
     blocks, old = -(-context // size), len(store.packed_on_arrival(0, context))
     places = free = 0
     for count in (batch * old, batch * (blocks - old)):
@@ -253,21 +253,23 @@ def memory_of(
         range(slots, slots + 1),
     )  # fmt: skip
     state, state_on_host = chosen.state_bytes(sizes, slots)
-    captured = two and requirements.capturable and not shape.windows and store.format.read_by_device
+    captured = two_memories and requirements.capturable and not shape.windows and store.format.read_by_device
     return Memory(
         resident=slots * size,
         resident_bytes=shape.layers * (lines * slots * record + state),
         host_bytes=shape.layers * lines * ((blocks - old) * record + old * packed),
         digest_bytes=0 if store.digests is None else shape.layers * places * store.digests.block_bytes,
-        digests_on_host=requirements.scored_on_host or not two,
+        digests_on_host=requirements.scored_on_host or not two_memories,
         salience_bytes=shape.layers * state_on_host,
         stock_bytes=shape.stock_bytes(batch, context),
-        tile_bytes=2 * batch * min(tile, context) * shape.token_bytes if two else 0,
+        tile_bytes=2 * batch * min(tile, context) * shape.token_bytes if two_memories else 0,
         graph_bytes=capture_bytes(shape.vocabulary, batch, shape.dtype) if captured else 0,
     )
 
 
-def _slots(shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockStore, context: int, two: bool) -> int:
+def _slots(
+    shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockStore, context: int, two_memories: bool
+) -> int:
     """Return the resident blocks of a row and KV head."""
     size, resident = store.block_size, memory.get("resident")
     window = policy.window_tokens(context)
@@ -275,7 +277,7 @@ def _slots(shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockSto
         slots = -(-window // size) + 1
         check_slots(slots, size, f"the window of {window} tokens")
         return slots
-    budget = make_budget(memory.get("device_budget"), resident, shape.layers, policy, size, two_memories=two)
+    budget = make_budget(memory.get("device_budget"), resident, shape.layers, policy, size, two_memories=two_memories)
     if budget is not None:
         return budget.slots(store, context)
     return resident_tokens(resident, policy, size) // size

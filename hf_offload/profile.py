@@ -100,8 +100,10 @@ def check_profiling(
     check_block_size(block_size)
     if "recall" in knobs:
         raise ValueError(f"recall={knobs['recall']!r} would hide what is measured; leave recall out")
-    policy = cast(Scout, make_policy("scout", {"lookahead": "attend", **knobs, "recall": 0}).with_defaults(two=True))
-    policy.check(block_size=block_size, two=True)
+    policy = cast(
+        Scout, make_policy("scout", {"lookahead": "attend", **knobs, "recall": 0}).with_defaults(two_memories=True)
+    )
+    policy.check(block_size=block_size, two_memories=True)
     assert policy.budget is not None  # with two memories there is one
     resident = resident_tokens(resident, policy, block_size)
     if tokens <= max(resident, policy.budget):

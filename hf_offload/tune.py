@@ -14,7 +14,7 @@ from rich.table import Table
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import Cache, PreTrainedModel
 
-from hf_offload.attention.model_support import two_memories
+from hf_offload.attention.model_support import has_two_memories
 from hf_offload.cache.settings import check_tier
 from hf_offload.knobs import check_count, check_number
 from hf_offload.measuring import Reading, cost, follow, hold, read
@@ -222,7 +222,7 @@ def tune(
     ladders = LADDERS if predictor is None else (*LADDERS, ("fluxion", _by_deviation(predictor)))
     stretches = cut(ids, tokens + steps, windows)
     others = [] if held_out is None else cut(held_out, tokens + steps, windows)
-    two = two_memories(model, tier)
+    two_memories = has_two_memories(model, tier)
     with tqdm(total=_most_work(ladders, windows, len(others)), disable=not progress) as bar:
 
         def read_all(parts: list[torch.Tensor], name: str) -> list[Reading]:
@@ -251,13 +251,13 @@ def tune(
             )
         meeting: list[Trial] = []
         for policy, ladder in ladders:
-            if two or policy not in FETCHES:
+            if two_memories or policy not in FETCHES:
                 meeting += _first_meeting(
                     attempt, policy, [rung for rung in ladder if rung.get("budget", 0) < tokens], target
                 )
         if meeting:
             best = min(meeting, key=lambda trial: trial.seconds)
-            for options in _variants(best, two):
+            for options in _variants(best, two_memories):
                 attempt(best.policy, {name: value for name, value in options.items() if name != "tier"})
         bar.set_description("times, in turns")
         _time(model, found, readings[0])
@@ -318,12 +318,12 @@ def _first_meeting(
         yield good
 
 
-def _variants(best: Trial, two: bool) -> Iterator[dict[str, Any]]:
+def _variants(best: Trial, two_memories: bool) -> Iterator[dict[str, Any]]:
     """Yield the best setting's options with other block sizes, and for Scout with other recalls."""
     for size in () if best.policy in ONE_SIZE else BLOCK_SIZES:
         if size != POLICIES[best.policy].block_size:
             yield best.options | {"block_size": size}
-    if best.policy == "scout" and two:
+    if best.policy == "scout" and two_memories:
         for recall in RECALLS[1:]:
             yield best.options | {"recall": recall}
 

@@ -64,7 +64,7 @@ def test_a_cache_takes_what_was_planned(family: str, setting: str, rows: int, le
 
 def test_one_memory_has_all_on_the_host() -> None:
     model = tiny_model("llama")
-    found = memory_of(shape_of(model.config, torch.float32), "scout", {}, context=300, batch=1, two=False)
+    found = memory_of(shape_of(model.config, torch.float32), "scout", {}, context=300, batch=1, two_memories=False)
     cache = HybridCache(model, "scout", tier="one")
     with torch.no_grad():
         model(prompt(1, 300)[0], past_key_values=cache)
@@ -171,7 +171,7 @@ def test_a_schedule_needs_a_device() -> None:
     options = {**knobs, "schedule": "length"}
     assert memory_of(shape, "fluxion", options, context=64, batch=1).device > 0
     with pytest.raises(ValueError, match="schedule='length' shares work with a device"):
-        memory_of(shape, "fluxion", options, context=64, batch=1, two=False)
+        memory_of(shape, "fluxion", options, context=64, batch=1, two_memories=False)
 
 
 @pytest.mark.slow

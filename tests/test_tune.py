@@ -105,7 +105,7 @@ def test_every_setting_around_every_rung_makes_a_cache() -> None:
     for policy, ladder in (*tuning.LADDERS, ("fluxion", ({"predictor": predictor},))):
         for rung in ladder:
             best = Trial(policy, rung | {"tier": "split"}, 0.0, 0.0, 0.0, 1.0, 1.0, 5.0, 1)
-            tried = list(tuning._variants(best, two=True))
+            tried = list(tuning._variants(best, two_memories=True))
             assert {options.get("block_size") for options in tried if "recall" not in options} == (
                 set() if policy == "fluxion" else {16, 32, 64} - {POLICIES[policy].block_size}
             )

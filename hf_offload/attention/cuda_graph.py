@@ -73,7 +73,7 @@ class StepGraph:
         self._inputs: dict[str, torch.Tensor] = {}
         self._limits: tuple[torch.Tensor, ...] = ()
         """Lengths in the next step, which kernels read."""
-        self._on_device: list[bool] = []
+        self._all_resident: list[bool] = []
         """By layer, whether all blocks of the next step are resident: no CPU part is captured then."""
         self._output: Any = None
         self._finalizer: Any = None
@@ -261,7 +261,7 @@ class StepGraph:
         assert first.store is not None
         length, sealed, limits = first.store.length, first.store.sealed, first.mirror.limits
         self._limits = limits("step", length + 1, sealed), limits("ahead", length, sealed)
-        self._on_device = [layer.fits_device(length + 1) for layer in self.layers]
+        self._all_resident = [layer.fits_device(length + 1) for layer in self.layers]
         first.mirror.sinks(first.requirements.sinks)
         first.mirror.valid()
 
@@ -272,7 +272,7 @@ class StepGraph:
         sinks = first.mirror.sinks(first.requirements.sinks)
         shared = (*self._limits, *sinks, *(() if valid is None else (valid,)))
         sizes = [(tensor.data_ptr(), tensor.shape) for tensor in shared]
-        return [layer.device_view() for layer in self.layers], self._on_device, sizes, self._model_state
+        return [layer.device_view() for layer in self.layers], self._all_resident, sizes, self._model_state
 
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
         capture, self._next = self._next, None

@@ -73,7 +73,7 @@ def append(
     layer.scores = scores
     window = layer.requirements.query_window
     # Of layers that share keys and values, only the layer that stored them keeps queries, in chunks as in one prompt.
-    if fresh and window and (layer.has_slots or layer.requirements.learns_from_prompts):
+    if fresh and window and (layer.two_memories or layer.requirements.learns_from_prompts):
         layer.last_queries = joined(layer.last_queries, query, past, window)
     return out
 
@@ -105,7 +105,7 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     assert store is not None
     if layer.ahead is not None or layer.cpu_partial is not None:
         layer.drain_ahead()
-    if not layer.has_slots:  # one memory: no operation that autocast would change
+    if not layer.two_memories:  # one memory: no operation that autocast would change
         layer.policy.before_layer(lone_step(layer, query, store.length + 1, layer.scores))
         return
     if query.dtype is not layer.dtype:  # under autocast
@@ -137,7 +137,7 @@ def decode(
         `[B, 1, Hq, D]` in the query's dtype.
     """
     layer.scores = scores
-    if layer.has_slots:
+    if layer.two_memories:
         with layer.mirror.current():
             return decode_split.decode(layer, query, key, value, scores=scores, sinks=sinks)
     store = layer.store

@@ -124,7 +124,7 @@ def on_device(model: nn.Module) -> bool:
     return any(device.type != "cpu" for device in compute_devices(model))
 
 
-def two_memories(model: nn.Module, tier: str | None) -> bool:
+def has_two_memories(model: nn.Module, tier: str | None) -> bool:
     """Whether a cache of the model has two memories, device and host, in any layer."""
     return tier == "split" or (tier is None and on_device(model))
 

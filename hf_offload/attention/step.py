@@ -195,7 +195,7 @@ class Step(ABC):
 
     def tail(self) -> torch.Tensor:
         """Return the log mass `[B, Hq]` of the tail for this step's query; with two memories only."""
-        raise RuntimeError("tail needs two memories; check step.layer.has_slots first")
+        raise RuntimeError("tail needs two memories; check step.layer.two_memories first")
 
     @abstractmethod
     def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
@@ -220,7 +220,7 @@ class Step(ABC):
 
     def attend_fetched(self, host: Selection) -> Partial:
         """Copy host blocks to the device, tile by tile, and attend them there; with two memories only."""
-        raise RuntimeError("attend_fetched needs two memories; check step.layer.has_slots first")
+        raise RuntimeError("attend_fetched needs two memories; check step.layer.two_memories first")
 
     @abstractmethod
     def attend_drawn(self, join: str, samples: int, ahead: Any = None) -> tuple[Partial | RunningPartial, ...]:
@@ -243,7 +243,7 @@ class Step(ABC):
             attend: whether the CPU attends with it, too; else it waits for the real query.
             correct: whether the merge corrects the result to the real query, to first order.
         """
-        raise RuntimeError("draw_early needs two memories; check step.layer.has_slots first")
+        raise RuntimeError("draw_early needs two memories; check step.layer.two_memories first")
 
     def block_shares(self, plan: Plan) -> Any:
         """Return the blocks' shares of the attention by this step's draw, for `learn`; None with one memory."""
@@ -256,18 +256,18 @@ class Step(ABC):
             host: host blocks to attend.
             correct: whether the merge corrects the result to the real query, to first order.
         """
-        raise RuntimeError("attend_early needs two memories; check step.layer.has_slots first")
+        raise RuntimeError("attend_early needs two memories; check step.layer.two_memories first")
 
     def share_of(self, host: Selection) -> torch.Tensor:
         """Return a selection's blocks as a share of the budget (without one: of all blocks), fp32 `[]`.
 
         With two memories only.
         """
-        raise RuntimeError("share_of needs two memories; check step.layer.has_slots first")
+        raise RuntimeError("share_of needs two memories; check step.layer.two_memories first")
 
     def read_ahead(self, host: Selection) -> None:
         """Start to read host blocks into the CPU's caches, off the critical path; with two memories only."""
-        raise RuntimeError("read_ahead needs two memories; check step.layer.has_slots first")
+        raise RuntimeError("read_ahead needs two memories; check step.layer.two_memories first")
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V `[B, Hkv, D]` of this step's token."""
@@ -296,7 +296,7 @@ class Step(ABC):
 
     def compare(self, predicted: Selection, wanted: Selection) -> None:
         """Count the share of the wanted blocks that was predicted (`selection_overlap`); with two memories only."""
-        raise RuntimeError("compare needs two memories; check step.layer.has_slots first")
+        raise RuntimeError("compare needs two memories; check step.layer.two_memories first")
 
     @abstractmethod
     def learn(self, score: Any, smoothing: float) -> None:

@@ -518,7 +518,7 @@ class CpuStep(Step):
             kv_dtype=store.dtype, block_size=self.block_size, **self.scores._asdict(), packed=store.format.packed,
             errors=errors, tally=self.layer.stats.errors,
         )  # fmt: skip
-        self.note_drawn(Drawn(drawn, to.lse, errors))
+        self.note_drawn(drawn, to.lse, errors)
         self.add(launch, "CPU attention", length=True)
         return (to,)
 
@@ -527,9 +527,11 @@ class CpuStep(Step):
         view = self.view
         return draw_pairs.Unsealed(tag_of(self.store.dtype), view.block_ptr, view.holes, view.valid, self.block_size)
 
-    def note_drawn(self, drawn: Drawn) -> None:
-        """Remember the drawn part of the step for its checks."""
-        self._drawn = drawn
+    def note_drawn(
+        self, pairs: draw_pairs.PairLists, lse: np.ndarray, errors: np.ndarray, skipped: np.ndarray | None = None
+    ) -> None:
+        """Remember the drawn part of the step for its checks; arguments as for `Drawn`."""
+        self._drawn = Drawn(pairs, lse, errors, skipped)
 
     def check(self, checks: Checks) -> None:
         """Compare the result of the step that has just run with full attention, for the statistics."""
@@ -614,7 +616,7 @@ class CpuStep(Step):
             TypeError, ValueError: as `checked`; or a running partial, for which a step with one memory cannot wait.
         """
         if isinstance(partial, RunningPartial):
-            raise ValueError("a running partial needs two memories; check step.layer.has_slots first")
+            raise ValueError("a running partial needs two memories; check step.layer.two_memories first")
         out, lse = self.checked(partial, splits=False)
         return Partial(out.numpy(), lse.numpy())
 

@@ -48,7 +48,7 @@ class TokenFetch:
         else:
             source = np.concatenate((source, source + store.pool.record_bytes // 2)) + np.tile(first, 2) * line
             launch = movers.copy_records(source, np.concatenate((target, target + line)), line)
-        if layer.has_slots:
+        if layer.two_memories:
             layer.stats.recall_bytes += len(first) * 2 * store.head_dim * store.dtype.itemsize
             layer.stats.recalls += 1
         worker = layer.settings.worker

@@ -74,7 +74,7 @@ class HybridLayer(CacheLayerMixin):
         with suppress(Exception):  # running work keeps its memory alive
             self.drain()
         self.is_initialized = False
-        self.has_slots = self.settings.tier == "split"
+        self.two_memories = self.settings.tier == "split"
         """Whether there are two memories, as far as that is known before `open_layer`."""
         self.store: BlockStore | None = None
         self.revision = self.settings.padding.revision
@@ -120,19 +120,19 @@ class HybridLayer(CacheLayerMixin):
         return ours
 
     @property
-    def has_device(self) -> bool:
+    def on_device(self) -> bool:
         """Whether the model is on a device other than the CPU."""
         return self.is_initialized and self.device_type != "cpu"
 
     @property
     def looks_ahead(self) -> bool:
         """Whether the policy wants this layer's query predicted."""
-        return self.policy.looks_ahead(self.index, two=self.has_slots, beside_device=self.has_device)
+        return self.policy.looks_ahead(self.index, two_memories=self.two_memories, on_device=self.on_device)
 
     @property
     def capturing(self) -> bool:
         """Whether this step is being captured as a CUDA graph."""
-        return self.has_slots and self.is_initialized and self.mirror.capture is not None
+        return self.two_memories and self.is_initialized and self.mirror.capture is not None
 
     @property
     def batch_size(self) -> int:
@@ -254,7 +254,7 @@ class HybridLayer(CacheLayerMixin):
                 "reset() or make a new cache"
             )
         tokens = store.length + key.shape[2]
-        if tokens > (MOST_BLOCKS - 2) * store.block_size and self.has_slots:  # beside the block that comes next
+        if tokens > (MOST_BLOCKS - 2) * store.block_size and self.two_memories:  # beside the block that comes next
             raise ValueError(
                 f"{tokens} tokens a row are more than the {MOST_BLOCKS - 2} blocks of {store.block_size} among which a "
                 "device chooses; use a larger block_size"
@@ -507,18 +507,19 @@ def open_layer(
     """
     settings, policy = layer.settings, layer.policy
     layer.dtype, layer.device, layer.device_type = dtype, device, device.type
-    layer.has_slots = settings.tier == "split" or (settings.tier is None and device.type != "cpu")
+    layer.two_memories = settings.tier == "split" or (settings.tier is None and device.type != "cpu")
     if settings.tier == "one" and device.type != "cpu":
         raise ValueError(f'tier="one" is for models on the CPU, but this one is on {device}; leave tier out')
-    if layer.has_slots:
+    if layer.two_memories:
         settings.worker.ready()
     name = layer.requirements.digest
     layer.store = store = BlockStore(
         batch, heads, dim, dtype, block_size=settings.block_size, device=device, digest=DIGESTS[name] if name else None,
-        padding=settings.padding, host_dtype=settings.host_dtype, worker=settings.worker if layer.has_slots else None,
+        padding=settings.padding, host_dtype=settings.host_dtype,
+        worker=settings.worker if layer.two_memories else None,
         scored_on_host=layer.requirements.scored_on_host,
     )  # fmt: skip
-    if layer.has_slots:
+    if layer.two_memories:
         budget = settings.device_budget if layer.slots is None else None
         slots = layer.slots or settings.resident // settings.block_size
         layer.mirror = settings.mirror(device)

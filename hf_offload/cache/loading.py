@@ -270,7 +270,7 @@ class SavedCache:
             return []
         start, end = (blocks.start + place for place in entry["data_offsets"])
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-        if not layer.has_slots:
+        if not layer.two_memories:
             if blocks.mapped is None:
                 with memory_for(*_MEMORY, blocks.size):
                     blocks.mapped = host_mapped(self.folder / BLOCKS)

@@ -325,7 +325,7 @@ class Policy(ABC):
         """
         return self
 
-    def check(self, *, block_size: int, two: bool) -> None:
+    def check(self, *, block_size: int, two_memories: bool) -> None:
         """Check the knobs for a block size and one or two memories.
 
         Raises:
@@ -344,21 +344,21 @@ class Policy(ABC):
                 f"blocks of {block_size}; raise budget or lower sinks, recent or block_size"
             )
 
-    def with_defaults(self, *, two: bool) -> Policy:
+    def with_defaults(self, *, two_memories: bool) -> Policy:
         """Return this policy for one or two memories, with the defaults that depend on their number."""
         return self
 
-    def for_memories(self, *, two: bool) -> Policy:
+    def for_memories(self, *, two_memories: bool) -> Policy:
         """Return this policy for a loaded cache, without knobs that need two memories and affect no token."""
         return self
 
-    def looks_ahead(self, index: int, *, two: bool, beside_device: bool) -> bool:
+    def looks_ahead(self, index: int, *, two_memories: bool, on_device: bool) -> bool:
         """Whether `before_layer` is called for a layer, with its predicted query.
 
         Args:
             index: number of the layer.
-            two: whether there are two memories.
-            beside_device: whether the model computes on a device other than the CPU.
+            two_memories: whether the cache has device and host memory, or one for both.
+            on_device: whether the model computes on a device other than the CPU.
         """
         return False
 

@@ -44,6 +44,6 @@ def draw(step: Step, join: str, samples: int, ahead: Any = None) -> Plan:
         ahead: what was drawn early, or None.
     """
     blocks = -(-samples // step.block_size)
-    if not step.layer.has_slots and step.num_blocks <= blocks:
+    if not step.layer.two_memories and step.num_blocks <= blocks:
         return Plan(step.attend(step.all_blocks()), until=blocks + 1)
     return Plan(step.attend_drawn(join, samples, ahead), until=EVER)

@@ -42,6 +42,6 @@ class Full(Policy):
         if step.all_resident:
             return Plan((step.attend_resident(),))
         device, host = step.split(step.all_blocks())
-        if self.host == "fetch" and step.layer.has_slots:
+        if self.host == "fetch" and step.layer.two_memories:
             return Plan((*step.attend_split(device, None), step.attend_fetched(host)))
         return Plan(step.attend_split(device, host), until=EVER)

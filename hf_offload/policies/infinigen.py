@@ -106,7 +106,7 @@ class InfiniGen(Policy):
             leaves_out=True, attends_blocks=False, query_window=self.prompt_queries, learns_from_prompts=True
         )
 
-    def looks_ahead(self, index: int, *, two: bool, beside_device: bool) -> bool:
+    def looks_ahead(self, index: int, *, two_memories: bool, on_device: bool) -> bool:
         return self.lookahead and index > 0
 
     def state_bytes(self, sizes: LayerSizes, slots: int) -> tuple[int, int]:

@@ -69,9 +69,9 @@ class Quest(Policy):
             recalls=False, capturable=True,
         )  # fmt: skip
 
-    def check(self, *, block_size: int, two: bool) -> None:
-        super().check(block_size=block_size, two=two)
-        if self.samples is not None and two:
+    def check(self, *, block_size: int, two_memories: bool) -> None:
+        super().check(block_size=block_size, two_memories=two_memories)
+        if self.samples is not None and two_memories:
             raise ValueError(
                 f"samples={self.samples}: the device fetches whole blocks; use budget= with two memories, or scout"
             )

@@ -166,30 +166,30 @@ class Scout(Policy):
             recalls=self.recall != 0, capturable=True,
         )  # fmt: skip
 
-    def mode(self, index: int, *, two: bool, beside_device: bool) -> str:
+    def mode(self, index: int, *, two_memories: bool, on_device: bool) -> str:
         """The lookahead that a layer uses: `"attend"`, `"select"` or `"off"`; arguments as for `looks_ahead`."""
         mode = self.lookahead
         if mode == "auto":
-            mode = "attend" if beside_device else "off"
+            mode = "attend" if on_device else "off"
         synchronous = SYNCHRONOUS if self.synchronous_layers is None else self.synchronous_layers
-        return mode if two and index > 0 and index not in synchronous else "off"
+        return mode if two_memories and index > 0 and index not in synchronous else "off"
 
-    def check(self, *, block_size: int, two: bool) -> None:
-        super().check(block_size=block_size, two=two)
-        if not two and self.lookahead in ("attend", "select"):
+    def check(self, *, block_size: int, two_memories: bool) -> None:
+        super().check(block_size=block_size, two_memories=two_memories)
+        if not two_memories and self.lookahead in ("attend", "select"):
             raise ValueError(
                 f'lookahead={self.lookahead!r} needs two memories; use tier="split", a model on a GPU, or '
                 'lookahead="auto"'
             )
 
-    def with_defaults(self, *, two: bool) -> Scout:
+    def with_defaults(self, *, two_memories: bool) -> Scout:
         if self.budget is not None or self.samples is not None:
             return self
-        drawn = not two and self.digest == "submean" and self.join != "raw"
+        drawn = not two_memories and self.digest == "submean" and self.join != "raw"
         return replace(self, samples=SAMPLES) if drawn else replace(self, budget=BUDGET)
 
-    def for_memories(self, *, two: bool) -> Scout:
-        return self if two or self.lookahead == "auto" else replace(self, lookahead="off")
+    def for_memories(self, *, two_memories: bool) -> Scout:
+        return self if two_memories or self.lookahead == "auto" else replace(self, lookahead="off")
 
     def new_state(self, layer: HybridLayer) -> ScoutState:
         return ScoutState(RecallClock.of(self.recall, self.threshold, layer.index, layer.device))
@@ -198,8 +198,8 @@ class Scout(Policy):
         clock = Field(torch.float32)
         return {"since": clock, "ratio": clock}
 
-    def looks_ahead(self, index: int, *, two: bool, beside_device: bool) -> bool:
-        return self.mode(index, two=two, beside_device=beside_device) != "off"
+    def looks_ahead(self, index: int, *, two_memories: bool, on_device: bool) -> bool:
+        return self.mode(index, two_memories=two_memories, on_device=on_device) != "off"
 
     def _blocks(self, step: Step) -> int:
         assert self.budget is not None
@@ -209,7 +209,7 @@ class Scout(Policy):
         """Choose the next layer's blocks, or draw, by its predicted query; start the CPU part (alg. 1, lines 3-7)."""
         state: ScoutState = step.state
         layer = step.layer
-        attend = self.mode(layer.index, two=layer.has_slots, beside_device=layer.has_device) == "attend"
+        attend = self.mode(layer.index, two_memories=layer.two_memories, on_device=layer.on_device) == "attend"
         if self.samples is not None:
             state.ahead = step.draw_early(self.join, self.samples, attend=attend, correct=self.correction)
             return
@@ -227,7 +227,7 @@ class Scout(Policy):
             return draw(step, self.join, self.samples, drawn)
         predicted, ahead = state.predicted, state.ahead
         blocks = self._blocks(step)
-        if predicted is None and not step.layer.has_slots and step.num_blocks <= blocks:
+        if predicted is None and not step.layer.two_memories and step.num_blocks <= blocks:
             # The budget covers all blocks, and there is no resident set whose worth needs scores.
             return Plan(step.attend(step.all_blocks()), until=blocks + 1)
         state.predicted = state.ahead = None
@@ -243,7 +243,7 @@ class Scout(Policy):
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """Recall blocks that the real query wanted, off the critical path (section 3.4)."""
-        if not step.layer.has_slots:
+        if not step.layer.two_memories:
             return
         shares = step.block_shares(plan)
         if shares is not None:

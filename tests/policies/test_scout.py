@@ -53,7 +53,7 @@ def test_policies_are_values() -> None:
 def test_mode_of_each_layer(model: PreTrainedModel, lookahead: Any, synchronous: Any, want: list[str]) -> None:
     policy = Scout(**SMALL, lookahead=lookahead, synchronous_layers=synchronous)
     cache = HybridCache(model, policy, **CACHE, tier="split")
-    assert [policy.mode(layer.index, two=True, beside_device=DEVICE != "cpu") for layer in cache.layers] == want
+    assert [policy.mode(layer.index, two_memories=True, on_device=DEVICE != "cpu") for layer in cache.layers] == want
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="beside a device there are two memories")

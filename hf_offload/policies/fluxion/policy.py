@@ -185,11 +185,11 @@ class Fluxion(Policy):
             query_window=1, learns_from_prompts=True,
         )  # fmt: skip
 
-    def check(self, *, block_size: int, two: bool) -> None:
+    def check(self, *, block_size: int, two_memories: bool) -> None:
         """Raise ValueError unless blocks have 16 tokens, or if a schedule shares work that one memory does not have."""
         if block_size != BLOCK:
             raise ValueError(f"block_size={block_size}: fluxion chooses runs of blocks of {BLOCK} tokens; leave it out")
-        if self.schedule not in (None, "none") and not two:
+        if self.schedule not in (None, "none") and not two_memories:
             raise ValueError(
                 f"schedule={self.schedule!r} shares work with a device, but one memory has none; leave it out "
                 'or use "none" (or try two memories on the CPU with tier="split")'

@@ -46,7 +46,7 @@ class Local(NamedTuple):
 
 def attend_local(step: Step) -> Local:
     """Attend the sinks and the newest blocks with the step's query."""
-    if step.layer.has_slots:
+    if step.layer.two_memories:
         return _attend_local_on_device(cast("SplitStep", step))
     host_step = cast("CpuStep", step)
     return _buffers_of(host_step).attend_local(host_step)
@@ -70,7 +70,7 @@ def select(
         schedule: with two memories, how the CPU and the device share the tasks (`scheduler.SCHEDULES`); None: see
             there.
     """
-    if step.layer.has_slots:
+    if step.layer.two_memories:
         return _select_beside_device(cast("SplitStep", step), properties, granularities, local, schedule)
     host_step = cast("CpuStep", step)
     buffers = _buffers_of(host_step)
@@ -84,7 +84,7 @@ def select(
 
 def join(step: Step, local: Local, selected: Any) -> Plan:
     """The plan that joins the local partials with `selected`, which `select` returned; None: nothing was selected."""
-    if step.layer.has_slots:
+    if step.layer.two_memories:
         parts = (Partial(*local.sinks), Partial(*local.newest))
         return Plan(parts if selected is None else (*parts, *selected.assist(step), selected))
     parts = (Partial(*local.newest), Partial(*local.sinks))

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from hf_offload.attention.cpu_partial import CpuPartial
-from hf_offload.attention.step_cpu import Drawn
 from hf_offload.cpu.kernels import draw_pairs
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.kernels.pair_decode import attend_pairs
@@ -95,7 +94,7 @@ def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: in
     )  # fmt: skip
     step.add(draw, "the draw of pairs", length=True)
     step.add(attention, "attention to drawn pairs")
-    step.note_drawn(Drawn(lists, target.lse, errors, kept))
+    step.note_drawn(lists, target.lse, errors, kept)
     return target
 
 

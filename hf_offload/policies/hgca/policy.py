@@ -101,8 +101,8 @@ class HGCA(Policy):
         if self.rescue is not None:
             check_tokens("rescue", self.rescue, least=0)
 
-    def with_defaults(self, *, two: bool) -> HGCA:
-        return replace(self, rescue=0 if two else RESCUE) if self.rescue is None else self
+    def with_defaults(self, *, two_memories: bool) -> HGCA:
+        return replace(self, rescue=0 if two_memories else RESCUE) if self.rescue is None else self
 
     @property
     def rule(self) -> RetentionRule:
@@ -150,7 +150,7 @@ class HGCA(Policy):
         mass: TokenMass = step.state
         first = mass.evicted
         window = step.blocks_from(first)
-        if step.layer.has_slots:
+        if step.layer.two_memories:
             return Plan(attend_on_both_sides(cast("SplitStep", step), step.split(window)[0], self.rescue or 0))
         step.as_long_as(lambda: mass.evicted == first)
         return Plan(queue_attention(cast("CpuStep", step), window, self.rescue or 0), until=EVER)
