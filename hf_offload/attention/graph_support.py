@@ -145,15 +145,18 @@ class ModelState:
         children = [(m._modules, name) for m in modules for name in m._modules]
         kinds = [kind for m in modules for kind in (m._parameters, m._buffers)]
         weights = [(kind, name) for kind in kinds for name, tensor in kind.items() if tensor is not None]
-        self._places: list[Any] = [place for place, _ in (*children, *weights)]
-        self._names = [name for _, name in (*children, *weights)]
+        # Tensors of a class of their own (quantised weights) may have no address: these are known as objects.
+        known: list[tuple[Any, str]] = [*children, *(w for w in weights if not _has_address(w[0][w[1]]))]
+        places = [*known, *(w for w in weights if _has_address(w[0][w[1]]))]
+        self._places, self._names = [place for place, _ in places], [name for _, name in places]
         found = self._held()
-        self._modules = found[: len(children)]
-        self._addresses = list(map(_address, found[len(children) :]))
+        self._objects = found[: len(known)]
+        self._addresses = list(map(_address, found[len(known) :]))
         self._hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._count = sum(map(len, self._hooks))
 
     def _held(self) -> list[Any]:
+        """Return the modules and weights that are there now."""
         return list(map(operator.getitem, self._places, self._names))
 
     def holds(self) -> bool:
@@ -161,9 +164,16 @@ class ModelState:
         try:
             found = self._held()
             return (
-                all(map(operator.is_, found, self._modules))  # the weights come behind them
-                and list(map(_address, found[len(self._modules) :])) == self._addresses
+                all(map(operator.is_, found, self._objects))  # the others come behind them
+                and list(map(_address, found[len(self._objects) :])) == self._addresses
                 and sum(map(len, self._hooks)) == self._count
             )
         except (KeyError, TypeError):  # a weight or module is gone
             return False
+
+
+def _has_address(tensor: Any) -> bool:
+    try:
+        return bool(tensor.data_ptr())
+    except RuntimeError:
+        return False

@@ -258,6 +258,26 @@ def test_little_is_done_before_a_replay(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(counted) <= 300, counted
 
 
+class Quantised(torch.Tensor):
+    """Stands for weights of a class of their own, which have no address."""
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("no storage")
+
+
+def test_weights_without_an_address_are_known_as_objects() -> None:
+    model = tiny_model("llama")
+    layer: Any = model.model.layers[0].mlp.up_proj
+    del layer.weight
+    layer.register_buffer("weight", torch.ones(3).as_subclass(Quantised))
+    state = support.ModelState(model)
+    assert state.holds()
+    layer.weight = torch.ones(3).as_subclass(Quantised)
+    assert not state.holds()
+    del layer.weight
+    assert not state.holds()
+
+
 def test_what_happens_to_a_cache_between_two_replays_is_heeded() -> None:
     model, (ids, mask) = tiny_model("llama"), prompt(2, 175)
     rows = []
