@@ -98,7 +98,7 @@ class StepGraph:
         padding = self.layers[0].settings.padding
         return self._transaction.turn, padding.valid, padding.holes
 
-    def prepare(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> bool:
+    def prepare(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], *, same_model: bool = False) -> bool:
         """Prepare a step; return whether `run` can take it, or it must run eagerly.
 
         The first step with a new signature (`_signature`) runs eagerly, since a capture allows no compilation of
@@ -107,12 +107,15 @@ class StepGraph:
         Args:
             inputs: the step's tensors: `input_ids` and `position_ids`, `[B, 1]`.
             fixed: the other arguments of the model's forward.
+            same_model: whether nothing but `generate()` has run since the last replay, so that weights, modules and
+                hooks are not looked at.
 
         Raises:
             WorkerError: a CPU part of the previous step failed or was late.
         """
         self.check()
-        call, model = _signature_of_call(inputs, fixed), self._same_model()
+        call = _signature_of_call(inputs, fixed)
+        model = self._model_state if same_model and self._prepared is not None else self._same_model()
         if self._unchanged() and model is self._model_state and call == self._call:
             self.layers[0].mirror.valid()  # of the token that has arrived
             return True
@@ -450,15 +453,16 @@ class GraphedForward:
         if cache is None or graph is None:
             return self._forward(*args, **kwargs)
         step = output = None
+        replayed = getattr(self._local, "graphs", ())  # by the `generate` that calls
         if not graph.off and graph.ready() and not cache.transaction.open:  # else `begin` reports it
             step = _split_arguments(cache, named)
-        if step is not None and graph.prepare(*step):
+        if step is not None and graph.prepare(*step, same_model=bool(replayed) and graph in replayed):
             output = graph.run(self._forward, *step)
         if output is None:
             graph.check(settle=True)
             return self._forward(*args, **kwargs)
-        if getattr(self._local, "graphs", None) is not None:
-            self._local.graphs.add(graph)
+        if isinstance(replayed, set):
+            replayed.add(graph)
         output = tree_map_only(torch.Tensor, torch.Tensor.clone, output)  # the next replay overwrites them
         for name in CACHE_NAMES:
             if name in output:
