@@ -121,7 +121,7 @@ class StepGraph:
             return True
         self._prepared, self._model_state = None, model
         if call != self._call:
-            self._call, self._state = call, None
+            self._call, self._state, self._next_signature = call, None, None
         for layer in self.layers:
             layer.drain_ahead()  # of an eager step
         self._prepare_layers()
@@ -226,7 +226,8 @@ class StepGraph:
         self._cache.begin()
         try:
             for layer in self.layers:
-                layer.store.length += 1  # type: ignore[union-attr]
+                assert layer.store is not None
+                layer.store.length += 1
                 layer.stats.steps += 1
             self._replay()
             self._prepare_next()
@@ -238,13 +239,11 @@ class StepGraph:
     def _prepare_next(self) -> None:
         """Prepare the next replay while the device is at work on this one."""
         self._prepared = None
-        try:
+        with suppress(MemoryError, RuntimeError):  # the next step meets them again, before anything has changed
             self._prepare_layers()
             if self._signature() == self._state:
                 self._update_doorbell()
                 self._prepared = self._relied_on()
-        except (MemoryError, RuntimeError):
-            """The next step meets the fault, and raises it before anything has changed."""
 
     def _replay(self) -> None:
         assert self._capture is not None

@@ -173,6 +173,18 @@ def test_single_steps_run_eagerly(given: dict[str, Any], told: str) -> None:
     assert cache.graph._capture is not None  # the others are captured
 
 
+def test_a_step_with_other_arguments_runs_eagerly_first() -> None:
+    """A capture allows no compilation and no new buffers: each kind of step is rehearsed."""
+    model = tiny_model("llama")
+    cache = graph_cache(model, "scout", auto=True, **SCOUT)
+    steps(model, cache, 150, 155)
+    captured = cache.graph._capture
+    steps(model, cache, 155, 156, logits_to_keep=1)
+    assert cache.graph._capture is captured
+    steps(model, cache, 156, 157, logits_to_keep=1)
+    assert cache.graph._capture is not captured
+
+
 def test_a_step_that_reads_a_value_on_the_host_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     for graph in (False, True):
