@@ -37,10 +37,11 @@ from hf_offload.cpu.simd.vectors import (
     bend,
     choose_less,
     exp,
+    fma,
     lane_max,
-    lane_sum,
     load,
     load_f32,
+    run_totals,
     splat,
     store,
     vmax,
@@ -54,6 +55,7 @@ LEAST = 16  # queries of a launch at least: each launch packs the keys anew
 SUMMED = 128  # products that are added up one after the other: partial sums of longer rows round less
 _HEIGHT = (0,) * 12  # rows of a register tile
 _TALL = len(_HEIGHT)
+_RUNS = (0,) * 16  # see `run_totals`
 _FLOAT = TAGS[torch.float32]
 _LAUNCH_OPERATIONS = 1e11  # of a launch at most, half a second: between two launches a prompt can be interrupted
 
@@ -152,38 +154,41 @@ def add_values(
 
 
 @jit
-def weigh_row(
-    pairs: Any, scores: int, weights: int, seen: int, count: int, scale: Any, cap: Any, hidden: int, peak: int,
-    mass: int, fade: int,
-) -> None:  # fmt: skip
-    """One step of a row's online softmax: weights exp(score − peak) of its `seen` keys, 0 for the others of `count`.
+def finish_scores(scores: int, seen: int, scale: Any, cap: Any, hidden: int) -> Any:
+    """Cap, hide and mask a row's scores; return their largest, float32, and what they are then to be multiplied by.
 
     Args:
-        scores: float32; weights: bfloat16 with `pairs`, else float32.
+        scores: address of float32; those from `seen` on, up to a multiple of 16, become −inf.
         scale: of the scores; cap: the softcap, or None.
         hidden: address of 0 or −inf for each key, to be added to the scores; 0: none is hidden.
-        peak, mass: addresses, updated; fade: written, exp(old peak − new peak).
     """
     chunks = (seen + 15) // 16
-    factor, none = splat(np.float32(scale)), splat(np.float32(-np.inf))
     if cap is not None:
         for i in range(chunks):
-            store(scores + 64 * i, bend(load_f32(scores + 64 * i) * factor, cap))
-        factor = splat(np.float32(1.0))
+            store(scores + 64 * i, bend(load_f32(scores + 64 * i) * splat(np.float32(scale)), cap))
     if hidden != 0:
         for i in range(chunks):
             store(scores + 64 * i, load_f32(scores + 64 * i) + load_f32(hidden + 64 * i))
+    none = splat(np.float32(-np.inf))
     if seen & 15:
         last = scores + 64 * (chunks - 1)
         store(last, choose_less(lane_numbers(), splat(np.float32(seen & 15)), load_f32(last), none))
     most = none
     for i in range(chunks):
         most = vmax(most, load_f32(scores + 64 * i))
-    old = get(peak)
-    new = max(old, lane_max(most * factor))
-    total, minus = splat(np.float32(0.0)), splat(-new)
+    return lane_max(most)
+
+
+@jit
+def weigh_row(pairs: Any, scores: int, weights: int, seen: int, count: int, factor: Any, peak: Any) -> Any:
+    """Write weights exp(factor · score − peak) of a row's `seen` keys, and 0 for the others of `count`; return their sums.
+
+    Weights are bfloat16 with `pairs`, else float32. The product is rounded as the peak is: a weight is at most 1.
+    """
+    chunks = (seen + 15) // 16
+    total, zero, times, minus = splat(np.float32(0.0)), splat(np.float32(0.0)), splat(factor), splat(-peak)
     for i in range(chunks):
-        weight = exp(load_f32(scores + 64 * i) * factor + minus)  # rounded as the peak is: 1 at the peak
+        weight = exp(load_f32(scores + 64 * i) * times + minus)
         total = total + weight
         if pairs is None:
             store(weights + 64 * i, weight)
@@ -191,13 +196,40 @@ def weigh_row(
             store_pairs(weights + 32 * i, weight)
     for i in range(chunks, count // 16):
         if pairs is None:
-            store(weights + 64 * i, splat(np.float32(0.0)))
+            store(weights + 64 * i, zero)
         else:
-            store_pairs(weights + 32 * i, splat(np.float32(0.0)))
-    less = np.float32(math.exp(old - new))
-    put(fade, less)
-    put(peak, new)
-    put(mass, get(mass) * less + lane_sum(total))
+            store_pairs(weights + 32 * i, zero)
+    return total
+
+
+@jit
+def weigh_rows(
+    pairs: Any, scores: int, weights: int, seen: Array, count: int, scale: Any, cap: Any, hidden: int, peaks: int,
+    masses: int, fades: int, tops: Array, sums: Array,
+) -> None:  # fmt: skip
+    """One step of online softmax for twelve rows.
+
+    Args:
+        scores: float32; weights, written: bfloat16 with `pairs`, else float32.
+        seen: int64 [12], the keys that each row attends, of `count`.
+        scale, cap, hidden: as `finish_scores` takes them.
+        peaks, masses: addresses of 16 float32, updated: the largest score, the sum of exp(score − peak).
+        fades: address of 16 float32, written: exp(old peak − new peak).
+        tops, sums: float32 [16] and [16, 16], written; what belongs to no row is −inf and 0, and stays so: there a
+            peak and a mass, those of other rows, do not change.
+    """
+    factor = np.float32(1.0) if cap is not None else np.float32(scale)
+    for i in range(_TALL):
+        tops[i] = finish_scores(scores + 4 * TILE * i, seen[i], scale, cap, hidden)
+    old = load_f32(peaks)
+    new = vmax(load_f32(address_of(tops)) * splat(factor), old)
+    fade = exp(old - new)
+    store(peaks, new)
+    store(fades, fade)
+    for i in range(_TALL):
+        row, line = scores + 4 * TILE * i, weights + (2 if pairs is not None else 4) * TILE * i
+        store(address_of(sums[i]), weigh_row(pairs, row, line, seen[i], count, factor, get(peaks + 4 * i)))
+    store(masses, fma(load_f32(masses), fade, run_totals(address_of(sums), _RUNS)))
 
 
 # --- a task ----------------------------------------------------------------------------------------------------------
@@ -248,8 +280,9 @@ def prefill_kernel(
     packed_keys = weights + sizes[3]
     packed_values = packed_keys + packed
     zero = packed_values + packed
-    peaks, masses, fades = np.empty(most, np.float32), np.empty(most, np.float32), np.empty(most, np.float32)
-    limits, hidden = np.empty(most, np.int64), np.empty(TILE, np.float32)
+    peaks, masses = np.zeros(most + 4, np.float32), np.zeros(most + 4, np.float32)  # in vectors of 16
+    fades, tops, row_sums = np.empty(16, np.float32), np.full(16, -np.inf, np.float32), np.zeros((16, 16), np.float32)
+    limits, seen, hidden = np.empty(most, np.int64), np.empty(_TALL, np.int64), np.empty(TILE, np.float32)
     key_rows, value_rows = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     for place in range(zero, zero + line, 4):
         put(place, np.float32(0.0))
@@ -309,19 +342,18 @@ def prefill_kernel(
                 newest = limits[min(r + _TALL, count) - 1]
                 if newest <= first:
                     continue
-                seen = min(filled, newest - first)
-                wide = (seen + 31) // 32 * 32
+                most_seen = min(filled, newest - first)
+                wide = (most_seen + 31) // 32 * 32
                 score_rows(pairs, rows + r * dim * width, dim * width, packed_keys, depth, scores, wide)
                 for i in range(_TALL):
-                    weigh_row(
-                        pairs, scores + 4 * TILE * i, weights + width * TILE * i,
-                        max(min(filled, limits[r + i] - first), 0), wide, scale, cap,
-                        address_of(hidden) if any_hidden else 0, address_of(peaks) + 4 * (r + i),
-                        address_of(masses) + 4 * (r + i), address_of(fades) + 4 * (r + i),
-                    )  # fmt: skip
+                    seen[i] = max(min(filled, limits[r + i] - first), 0)
+                weigh_rows(
+                    pairs, scores, weights, seen, wide, scale, cap, address_of(hidden) if any_hidden else 0,
+                    address_of(peaks) + 4 * r, address_of(masses) + 4 * r, address_of(fades), tops, row_sums,
+                )  # fmt: skip
                 add_values(
-                    pairs, weights, width * TILE, packed_values, dim, (seen + 1) // 2 if pairs is not None else seen,
-                    address_of(fades) + 4 * r, sums + 4 * r * dim,
+                    pairs, weights, width * TILE, packed_values, dim, (most_seen + 1) // 2 if pairs is not None else most_seen,
+                    address_of(fades), sums + 4 * r * dim,
                 )  # fmt: skip
         for r in range(count):
             q, g, mass = q0 + r // group, h * group + r % group, masses[r]
@@ -335,6 +367,10 @@ def prefill_kernel(
     hold(peaks)
     hold(masses)
     hold(fades)
+    hold(tops)
+    hold(row_sums)
+    hold(limits)
+    hold(seen)
     hold(key_rows)
     hold(value_rows)
 

@@ -29,6 +29,11 @@ FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(BITS32, LANES)
 MASKED = np.float32(-1e30)
 NOTHING = np.float32(-1e29)
 
+# 2^r for r in [-1/2, 1/2], highest power first: the polynomial of degree 5 with the least relative error, 9.2e-8, among
+# those that are 1 at 0.
+_POWER = (1.3264727e-3, 9.6715127e-3, 5.5507337e-2, 2.4022242e-1, 6.9314698e-1, 1.0)
+_LOG2_E, _LOG2_E_REST = 1.4426950216293335, 1.9259630e-08  # their sum
+
 
 class VectorType(types.Type):
     """Numba type of 16 float32 lanes."""
@@ -198,21 +203,17 @@ def choose_less(typing: Any, left: Any, right: Any, yes: Any, no: Any) -> Any:
 
 
 def _emit_exp(builder: Any, x: Any) -> Any:
-    # exp(x) = 2^n exp(r), r = x - n ln 2 in two steps (Cody-Waite), then Cephes' polynomial. ROUNDER gives n without a
-    # rounding or conversion instruction.
-    low = constant(-87.33)
-    too_low = builder.fcmp_ordered("<", x, low)
-    x = builder.select(too_low, low, x)
-    shifted = emit_fma(builder, x, constant(1.4426950408889634), ROUNDER)
-    n = builder.fsub(shifted, ROUNDER)
-    r = emit_fma(builder, n, constant(-0.693359375), x)
-    r = emit_fma(builder, n, constant(2.12194440e-4), r)
-    y = constant(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+    # exp(x) = 2^n 2^r, n = x log2(e) rounded to an integer by ROUNDER; r in two steps, since log2(e) has more digits
+    # than a float32.
+    shifted = emit_fma(builder, x, constant(_LOG2_E), ROUNDER)
+    r = emit_fma(builder, x, constant(_LOG2_E), builder.fsub(ROUNDER, shifted))
+    r = emit_fma(builder, x, constant(_LOG2_E_REST), r)
+    y = constant(_POWER[0])
+    for factor in _POWER[1:]:
         y = emit_fma(builder, y, r, constant(factor))
-    y = builder.fadd(emit_fma(builder, y, builder.fmul(r, r), r), constant(1.0))
     exponent = builder.shl(builder.add(builder.bitcast(shifted, WORDS), word_constant(127)), word_constant(23))
-    return builder.select(too_low, constant(0.0), builder.fmul(y, builder.bitcast(exponent, FLOATS)))
+    power = builder.fmul(y, builder.bitcast(exponent, FLOATS))
+    return builder.select(builder.fcmp_ordered("<", x, constant(-87.33)), constant(0.0), power)
 
 
 @lowered
