@@ -155,7 +155,7 @@ def add_values(
 
 @jit
 def finish_scores(scores: int, seen: int, scale: Any, cap: Any, hidden: int) -> Any:
-    """Cap, hide and mask a row's scores; return their largest, float32, and what they are then to be multiplied by.
+    """Cap, hide and mask a row's scores; return the largest, float32. A cap scales the scores, too.
 
     Args:
         scores: address of float32; those from `seen` on, up to a multiple of 16, become −inf.
@@ -181,9 +181,12 @@ def finish_scores(scores: int, seen: int, scale: Any, cap: Any, hidden: int) -> 
 
 @jit
 def weigh_row(pairs: Any, scores: int, weights: int, seen: int, count: int, factor: Any, peak: Any) -> Any:
-    """Write weights exp(factor · score − peak) of a row's `seen` keys, and 0 for the others of `count`; return their sums.
+    """Write the weights exp(factor · score − peak) of a row's `seen` keys, and 0 for the others of `count`.
 
-    Weights are bfloat16 with `pairs`, else float32. The product is rounded as the peak is: a weight is at most 1.
+    The weights are bfloat16 with `pairs`, else float32. The product is rounded as the peak is: a weight is at most 1.
+
+    Returns:
+        A vector whose lanes add up to the sum of the weights.
     """
     chunks = (seen + 15) // 16
     total, zero, times, minus = splat(np.float32(0.0)), splat(np.float32(0.0)), splat(factor), splat(-peak)
@@ -215,8 +218,8 @@ def weigh_rows(
         scale, cap, hidden: as `finish_scores` takes them.
         peaks, masses: addresses of 16 float32, updated: the largest score, the sum of exp(score − peak).
         fades: address of 16 float32, written: exp(old peak − new peak).
-        tops, sums: float32 [16] and [16, 16], written; what belongs to no row is −inf and 0, and stays so: there a
-            peak and a mass, those of other rows, do not change.
+        tops, sums: float32 [16] and [16, 16], buffers of the rows' largest scores and sums. Lanes 12 to 15 of `tops`
+            are −inf, rows 12 to 15 of `sums` are 0: the peaks and masses behind the twelve rows do not change.
     """
     factor = np.float32(1.0) if cap is not None else np.float32(scale)
     for i in range(_TALL):
@@ -352,8 +355,8 @@ def prefill_kernel(
                     address_of(peaks) + 4 * r, address_of(masses) + 4 * r, address_of(fades), tops, row_sums,
                 )  # fmt: skip
                 add_values(
-                    pairs, weights, width * TILE, packed_values, dim, (most_seen + 1) // 2 if pairs is not None else most_seen,
-                    address_of(fades), sums + 4 * r * dim,
+                    pairs, weights, width * TILE, packed_values, dim,
+                    (most_seen + 1) // 2 if pairs is not None else most_seen, address_of(fades), sums + 4 * r * dim,
                 )  # fmt: skip
         for r in range(count):
             q, g, mass = q0 + r // group, h * group + r % group, masses[r]

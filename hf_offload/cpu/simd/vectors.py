@@ -218,7 +218,10 @@ def _emit_exp(builder: Any, x: Any) -> Any:
 
 @lowered
 def exp(typing: Any, x: Any) -> Any:
-    """exp of lanes up to 88, within 2e-7 of the value; exactly 0 below -87.33 and at -inf; NaN stays NaN."""
+    """exp of lanes up to 88, within 2e-7 of the value; exactly 0 below -87.33 and at -inf; NaN stays NaN.
+
+    Without FMA instructions the error is at most 1e-7 · |x| more.
+    """
     return VECTOR(VECTOR), lambda c, b, sig, args: _emit_exp(b, args[0])
 
 
