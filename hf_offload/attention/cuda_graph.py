@@ -403,7 +403,7 @@ def _signature_of_call(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -
 def _let_go(recorded: Any, doorbell: Doorbell) -> None:
     """Stop the doorbell of a freed graph, after a replay in flight."""
     recorded.settle()
-    with suppress(WorkerError):
+    with suppress(WorkerError):  # of a graph that nobody can ask any more
         doorbell.stop()
 
 
