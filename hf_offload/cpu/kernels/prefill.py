@@ -208,7 +208,7 @@ def weigh_row(pairs: Any, scores: int, weights: int, seen: int, count: int, fact
 @jit
 def weigh_rows(
     pairs: Any, scores: int, weights: int, seen: Array, count: int, scale: Any, cap: Any, hidden: int, peaks: int,
-    masses: int, fades: int, tops: Array, sums: Array,
+    masses: int, fades: int, tops: Array, row_sums: Array,
 ) -> None:  # fmt: skip
     """One step of online softmax for twelve rows.
 
@@ -218,8 +218,9 @@ def weigh_rows(
         scale, cap, hidden: as `finish_scores` takes them.
         peaks, masses: addresses of 16 float32, updated: the largest score, the sum of exp(score − peak).
         fades: address of 16 float32, written: exp(old peak − new peak).
-        tops, sums: float32 [16] and [16, 16], buffers of the rows' largest scores and sums. Lanes 12 to 15 of `tops`
-            are −inf, rows 12 to 15 of `sums` are 0: the peaks and masses behind the twelve rows do not change.
+        tops, row_sums: float32 [16] and [16, 16], buffers of the rows' largest scores and sums. Lanes 12 to 15 of
+            `tops` are −inf, rows 12 to 15 of `row_sums` are 0:
+            peaks and masses behind the twelve rows do not change.
     """
     factor = np.float32(1.0) if cap is not None else np.float32(scale)
     for i in range(_TALL):
@@ -231,8 +232,8 @@ def weigh_rows(
     store(fades, fade)
     for i in range(_TALL):
         row, line = scores + 4 * TILE * i, weights + (2 if pairs is not None else 4) * TILE * i
-        store(address_of(sums[i]), weigh_row(pairs, row, line, seen[i], count, factor, get(peaks + 4 * i)))
-    store(masses, fma(load_f32(masses), fade, run_totals(address_of(sums), _RUNS)))
+        store(address_of(row_sums[i]), weigh_row(pairs, row, line, seen[i], count, factor, get(peaks + 4 * i)))
+    store(masses, fma(load_f32(masses), fade, run_totals(address_of(row_sums), _RUNS)))
 
 
 # --- a task ----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ NOTHING = np.float32(-1e29)
 # 2^r for r in [-1/2, 1/2], highest power first: the polynomial of degree 5 with the least relative error, 9.2e-8, among
 # those that are 1 at 0.
 _POWER = (1.3264727e-3, 9.6715127e-3, 5.5507337e-2, 2.4022242e-1, 6.9314698e-1, 1.0)
-_LOG2_E, _LOG2_E_REST = 1.4426950216293335, 1.9259630e-08  # their sum
+_LOG2_E, _LOG2_E_REST = 1.4426950216293335, 1.9259630e-08  # log2(e) is their sum
 
 
 class VectorType(types.Type):
