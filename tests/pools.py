@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 
@@ -17,6 +18,11 @@ from hf_offload.cpu.launch import Launch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = {torch.float32: torch.float32, torch.float16: torch.int16, torch.bfloat16: torch.uint16}
+
+
+def for_python(*functions: Any) -> tuple[Any, ...]:
+    """Functions that serve compiled code, compiled again for calls from Python."""
+    return tuple([numba.njit(error_model="numpy")(function.py_func) for function in functions])
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

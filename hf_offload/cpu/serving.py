@@ -18,7 +18,7 @@ from numba.core import cgutils, types
 
 from hf_offload.cpu.simd.vectors import BITS32, lowered
 
-from .launch import Array, jit
+from .launch import Array, jit, jit_for_python
 from .memory import load_flag, peek, put_word, store_flag, swap_if
 from .openmp_team import call_entry
 
@@ -76,7 +76,7 @@ def nap(typing: Any, microseconds: Any) -> Any:
     return types.void(types.int64), emit
 
 
-@jit
+@jit_for_python
 def state_of(epoch: int) -> int:
     """State word of an item that is open for an epoch, with no thread inside."""
     return epoch << 32
@@ -157,7 +157,7 @@ def _walk(tickets: Array, position: Array) -> None:
         position[ITEM], position[EPOCH] = 0, _after(position[EPOCH])
 
 
-@jit
+@jit_for_python
 def serve(items: Array, tickets: Array, control: Array, position: Array) -> None:
     """Serve items from a thread's position on until `control[STOP]` is set."""
     while True:
@@ -170,7 +170,7 @@ def serve(items: Array, tickets: Array, control: Array, position: Array) -> None
         _walk(tickets, position)
 
 
-@jit
+@jit_for_python
 def turn(items: Array, control: Array, turns: int) -> None:
     """Poll as a waiting thread does, `turns` times: to time it."""
     for _ in range(turns):

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from hf_offload.cpu.futex import FUTEX, LOWER, now, wait_for_change, wake
-from hf_offload.cpu.launch import Array, Launch, jit, kernel
+from hf_offload.cpu.launch import Array, Launch, jit, jit_for_python, kernel
 from hf_offload.cpu.memory import add_to, address_of, count_up, hold, peek, swap_if
 from hf_offload.cpu.openmp_team import call_entry
 from hf_offload.cpu.serving import nap, pause
@@ -147,7 +147,7 @@ _TURNS = 2000  # polls before `dismiss` sleeps between them
 _NAP = 50  # microseconds
 
 
-@jit
+@jit_for_python
 def _ring(control: Array, threads: int) -> None:
     wake(address_of(control), threads)
     hold(control)
@@ -160,7 +160,7 @@ def _take_part(calls: Array, call: int) -> None:
     add_to(calls, call * WIDTH + NANOSECONDS, now() - began)
 
 
-@jit
+@jit_for_python
 def _withdraw(calls: Array, call: int) -> None:
     """Withdraw the remaining invitations of a call: no task is left."""
     at = call * WIDTH + STATE
@@ -169,7 +169,7 @@ def _withdraw(calls: Array, call: int) -> None:
         state = peek(calls, at)
 
 
-@jit
+@jit_for_python
 def dismiss(calls: Array, call: int) -> None:
     """Withdraw the invitations of a call and wait until no helper is inside; then its row is free."""
     _withdraw(calls, call)
@@ -182,7 +182,7 @@ def dismiss(calls: Array, call: int) -> None:
             nap(_NAP)
 
 
-@jit
+@jit_for_python
 def lead(calls: Array, control: Array, call: int, entry: int, place: int, helpers: int) -> int:
     """Run a launch (`Launch.address`) with up to `helpers` helpers; return the nanoseconds of all threads together."""
     calls[call, ENTRY], calls[call, PLACE], calls[call, NANOSECONDS] = entry, place, 0
@@ -207,7 +207,7 @@ def _enter(calls: Array) -> int:
     return -1
 
 
-@jit
+@jit_for_python
 def leave(calls: Array, call: int) -> None:
     """Leave a call."""
     at = call * WIDTH + STATE
@@ -216,7 +216,7 @@ def leave(calls: Array, call: int) -> None:
         state = peek(calls, at)
 
 
-@jit
+@jit_for_python
 def serve(calls: Array, control: Array) -> None:
     """The loop of a helper: accept invitations until `control[STOP]` is set."""
     while True:

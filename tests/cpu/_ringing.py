@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hf_offload.cpu.host_signals import Item
-from hf_offload.cpu.launch import Array, Launch, jit, kernel
+from hf_offload.cpu.launch import Array, Launch, jit, jit_for_python, kernel
 from hf_offload.cpu.memory import count_up, load_flag, store_flag
 from hf_offload.cpu.serving import nap, pause
 
@@ -75,13 +75,13 @@ def answering(tasks: int) -> tuple[Launch, Array, Array]:
     return launch, question, answer
 
 
-@jit
+@jit_for_python
 def tell(place: int, epoch: int) -> None:
     """Store a flag."""
     store_flag(place, epoch)
 
 
-@jit
+@jit_for_python
 def await_flag(place: int, epoch: int, naps: int) -> bool:
     """Wait for a flag, 50 microseconds a nap; whether it came."""
     for turn in range(500 + naps):
@@ -104,7 +104,7 @@ def _is_right(done: int, epoch: int, number: int, question: Array, answer: Array
     return bool(answer[question.size] == question.size)
 
 
-@jit
+@jit_for_python
 def ring(ready: Array, done: Array, questions: Any, answers: Any, first: int, epochs: int, in_turn: bool) -> int:
     """Announce all items epoch after epoch and check the answers: how many epochs were right before the first error.
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pools import for_python
 
-from hf_offload.cpu.kernels.block_topk import SPARE, clear_marks, copy_scores, list_marked, mark_best
+from hf_offload.cpu.kernels import block_topk
+from hf_offload.cpu.kernels.block_topk import SPARE
 from hf_offload.cpu.launch import Array
+
+clear_marks, copy_scores, list_marked, mark_best = for_python(
+    block_topk.clear_marks, block_topk.copy_scores, block_topk.list_marked, block_topk.mark_best
+)
 
 
 def marked(scores: Array, want: int, before: list[int]) -> list[int]:

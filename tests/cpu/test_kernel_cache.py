@@ -20,7 +20,7 @@ from numba.core.caching import CompileResultCacheImpl
 import hf_offload.cpu as cpu
 from hf_offload.cpu import kernel_cache
 from hf_offload.cpu.kernel_cache import _described, _is_foreign, _sources_of
-from hf_offload.cpu.launch import jit
+from hf_offload.cpu.launch import jit_for_python
 
 SCRIPT = """
 import resource, sys
@@ -175,8 +175,9 @@ def test_the_sources_of_a_function_are_all_that_it_may_use(modules: Path) -> Non
 def test_what_a_closure_holds_counts(modules: Path) -> None:
     (modules / "helper.py").write_text(HELPER.format(1, 2))
     (modules / "making.py").write_text(
-        "from hf_offload.cpu.launch import jit\ndef make(factors, call):\n    @jit\n    def made(x):\n"
-        "        return call(x) * factors[0]\n    return made\n"
+        "from hf_offload.cpu.launch import jit_for_python\n"
+        "def make(factors, call):\n    @jit_for_python\n    def made(x):\n        return call(x) * factors[0]\n"
+        "    return made\n"
     )
     make, helper = importlib.import_module("making").make, importlib.import_module("helper")
     kept = [np.array([2.0]), np.array([5.0]), (2.0, np.array([3.0])), (2.0, 3), (None, b"3")]
@@ -191,7 +192,7 @@ def test_what_a_closure_holds_counts(modules: Path) -> None:
 def test_without_a_folder_kernels_are_compiled_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
     with pytest.warns(RuntimeWarning, match=r"not kept on disk.*NUMBA_CACHE_DIR"):
-        compiled = jit(lambda x: x + 1)
+        compiled = jit_for_python(lambda x: x + 1)
     assert compiled(1) == 2
     assert not compiled.stats.cache_hits  # type: ignore[attr-defined]
     compiled._cache.flush()  # type: ignore[attr-defined]

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pools import Case, bits, make_case, packed_pool, run
+from pools import Case, bits, for_python, make_case, packed_pool, run
 
 from hf_offload.cpu import reference
+from hf_offload.cpu.kernels import draw_pairs as drawing
 from hf_offload.cpu.kernels.digest_scores import vectors
 from hf_offload.cpu.kernels.draw_pairs import (
     MASSES,
@@ -18,10 +19,8 @@ from hf_offload.cpu.kernels.draw_pairs import (
     Resident,
     Unsealed,
     Whole,
-    draw_head,
     draw_missing,
     draw_pairs,
-    finish_weights,
     kept_masses,
     most_pairs,
 )
@@ -30,6 +29,8 @@ from hf_offload.cpu.kernels.pair_decode import ERROR_BINS, ERROR_STEPS, LEAST_ER
 from hf_offload.cpu.kernels.submean_scores import SubMeans, submeans
 from hf_offload.cpu.launch import Launch, tag_of
 from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
+
+draw_head, finish_weights = for_python(drawing.draw_head, drawing.finish_weights)
 
 
 @pytest.mark.parametrize("samples", [1, 8, 64, 4096])

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pools import Case, make_case, run
+from pools import Case, for_python, make_case, run
 
 from hf_offload.cpu import reference
+from hf_offload.cpu.kernels import parts as splitting
 from hf_offload.cpu.kernels.block import STEP_TOKENS
-from hf_offload.cpu.kernels.parts import PART_TOKENS, most_part_blocks, part_blocks
+from hf_offload.cpu.kernels.parts import PART_TOKENS
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
+
+most_part_blocks, part_blocks = for_python(splitting.most_part_blocks, splitting.part_blocks)
 
 
 def _choose(case: Case, kv_heads: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:

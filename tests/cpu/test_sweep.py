@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pools import for_python
 
-from hf_offload.cpu.kernels.submean_scores import sweep_from, sweep_on
+from hf_offload.cpu.kernels import submean_scores
+
+sweep_from, sweep_on = for_python(submean_scores.sweep_from, submean_scores.sweep_on)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])

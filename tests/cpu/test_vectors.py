@@ -8,25 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.cpu.launch import head_tiles, jit, tag_of
+from hf_offload.cpu.launch import head_tiles, jit_for_python, tag_of
 from hf_offload.cpu.memory import address_of
 from hf_offload.cpu.simd import vectors as vector
 
 
-@jit
+@jit_for_python
 def _map(kind: int, source: Any, target: Any) -> None:
     for i in range(0, source.size, 16):
         x = vector.load_f32(address_of(source) + 4 * i)
         vector.store(address_of(target) + 4 * i, vector.exp(x) if kind == 0 else vector.log(x))
 
 
-@jit
+@jit_for_python
 def _widen(tag: Any, address: int, target: Any) -> None:
     for i in range(0, target.size, 16):
         vector.store(address_of(target) + 4 * i, vector.load(tag, address + i * tag.itemsize))
 
 
-@jit
+@jit_for_python
 def _reduce(source: Any) -> tuple[float, float]:
     x = vector.load_f32(address_of(source))
     return vector.lane_sum(x), vector.lane_max(x)

@@ -7,21 +7,23 @@ import math
 import numpy as np
 import pytest
 import torch
-from pools import run
+from pools import for_python, run
 
 from hf_offload import ConstantPredictor
 from hf_offload.attention.merge import merge_partials
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.policies.fluxion.features import FEATURES, PROMPT_FEATURES, PromptStatistics, step_features
+from hf_offload.policies.fluxion.kernels import predictor as predictor_kernels
 from hf_offload.policies.fluxion.kernels.predictor import (
     Network,
     PromptArrays,
-    count_tokens,
     pack_network,
     predict_properties,
 )
 from hf_offload.policies.fluxion.kernels.selector import budget_of
 from hf_offload.policies.fluxion.predictor import HeadPredictor, Predictor
+
+(count_tokens,) = for_python(predictor_kernels.count_tokens)
 
 BLOCK = 16
 

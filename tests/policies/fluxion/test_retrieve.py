@@ -7,21 +7,22 @@ import math
 import numpy as np
 import pytest
 import torch
-from pools import run
+from pools import for_python, run
 
 from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.digest_scores import Digest, LogMasses, vectors
 from hf_offload.policies.fluxion.kernels import reference as reference_retrieve
+from hf_offload.policies.fluxion.kernels import selector
 from hf_offload.policies.fluxion.kernels.selector import (
     TALLIES,
     Budgets,
     budget_of,
-    choose_granularity,
     retrieve_blocks,
     runs_wanted,
-    sum_budgets,
     tally,
 )
+
+choose_granularity, sum_budgets = for_python(selector.choose_granularity, selector.sum_budgets)
 
 
 def _budgets(

@@ -19,7 +19,7 @@ from hf_offload.cpu.kernels.packed import spare_bytes
 from hf_offload.cpu.kernels.parts import clear_part, merge_parts, part_blocks, partial_state
 from hf_offload.cpu.kernels.record import record_of
 from hf_offload.cpu.kernels.sparse_decode import attend_step
-from hf_offload.cpu.launch import I32, Array, Launch, jit, kernel, require
+from hf_offload.cpu.launch import I32, Array, Launch, jit, jit_for_python, kernel, require
 from hf_offload.cpu.memory import address_of, count_up, hold, peek, swap_if
 from hf_offload.cpu.simd.vectors import load_f32, splat, store
 
@@ -61,7 +61,7 @@ def make_task_lists(most: int) -> TaskLists:
     )  # fmt: skip
 
 
-@jit
+@jit_for_python
 def take_task(lists: Any, side: int) -> int:
     """Take the next task of a worker of a side, atomically; `NOTHING_LEFT` if there is none for it.
 
@@ -88,7 +88,7 @@ def take_task(lists: Any, side: int) -> int:
             return int(lists.order[other, end - 1])
 
 
-@jit
+@jit_for_python
 def assign_tasks(volumes: Array, threads: int, thread: float, device: float, theirs: Array) -> None:
     """Assign each task, the largest first, to the worker that would end it first; write which are the device's.
 

@@ -22,7 +22,20 @@ from hf_offload.cpu.kernels.digest_scores import (
     soften_chunk,
     write_scores,
 )
-from hf_offload.cpu.launch import F32, I32, U8, Array, Launch, cap_of, group_size, head_tiles, jit, kernel, require
+from hf_offload.cpu.launch import (
+    F32,
+    I32,
+    U8,
+    Array,
+    Launch,
+    cap_of,
+    group_size,
+    head_tiles,
+    jit,
+    jit_for_python,
+    kernel,
+    require,
+)
 from hf_offload.cpu.memory import address_of, count_up, get, hold, put
 from hf_offload.cpu.simd.vectors import choose_less, exp, lane_max, load_f32, splat, store, vmax
 
@@ -56,7 +69,7 @@ class Budgets(NamedTuple):
     block_bytes: float
 
 
-@jit
+@jit_for_python
 def budget_of(budget0: float, slope: float, streams: int, tokens: float) -> float:
     """bgt(blk), the share of the host's tokens that a query head takes in runs of `tokens` (Eq. 1), within [0, 1].
 
@@ -94,13 +107,13 @@ def choose_granularity(budgets: Any, b: int, h: int, group: int) -> int:
     return best
 
 
-@jit
+@jit_for_python
 def runs_wanted(budget: float, blocks: int, span: int) -> int:
     """Runs that hold a share of so many blocks, rounded up."""
     return min(math.ceil(budget * blocks / span * _ALMOST), (blocks + span - 1) // span)
 
 
-@jit
+@jit_for_python
 def rank_tasks(budgets: Any, first: Array, end: int, spans: Array, volumes: Array, order: Array) -> int:
     """Find the tasks, (row, KV head) pairs with a budget, and order them by V(blk), largest first; return how many.
 
@@ -352,7 +365,7 @@ def retrieve_blocks(
     return Launch(retrieve_kernel, batch * kv_heads * chunks, args, cost, counters=finished)
 
 
-@jit
+@jit_for_python
 def tally(
     spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array, totals: Array
 ) -> None:
