@@ -12,12 +12,22 @@ from hf_offload.cpu.launch import head_tiles, jit_for_python, tag_of
 from hf_offload.cpu.memory import address_of
 from hf_offload.cpu.simd import vectors as vector
 
+_REST = 5e-8
+
 
 @jit_for_python
 def _map(kind: int, source: Any, target: Any) -> None:
     for i in range(0, source.size, 16):
         x = vector.load_f32(address_of(source) + 4 * i)
-        vector.store(address_of(target) + 4 * i, vector.exp(x) if kind == 0 else vector.log(x))
+        if kind == 0:
+            y = vector.exp(x)
+        elif kind == 1:
+            y = vector.log(x)
+        elif kind == 2:
+            y = vector.exp2(x, vector.splat(np.float32(_REST)))
+        else:
+            y = vector.exp2_rough(x)
+        vector.store(address_of(target) + 4 * i, y)
 
 
 @jit_for_python
@@ -43,6 +53,22 @@ def test_exp() -> None:
     got = np.empty_like(x)
     _map(0, x, got)
     assert got[0] == 1
+    assert got[1] == 0
+    assert np.isnan(got[2])
+    assert (got[3:] == 0).all()
+
+
+@pytest.mark.parametrize(("kind", "rest", "error"), [(2, _REST, 2e-7), (3, 0.0, 3e-6)])
+def test_exp2(kind: int, rest: float, error: float) -> None:
+    x = np.linspace(-126, 127, 1 << 16, dtype=np.float32)
+    got = np.empty_like(x)
+    _map(kind, x, got)
+    assert np.abs(got / np.exp2(x.astype(np.float64) * (1.0 + rest)) - 1).max() <= error
+    x = np.full(16, -1e30, np.float32)
+    x[:4] = 0, -np.inf, np.nan, -126.5
+    got = np.empty_like(x)
+    _map(kind, x, got)
+    assert abs(got[0] - 1) <= error
     assert got[1] == 0
     assert np.isnan(got[2])
     assert (got[3:] == 0).all()

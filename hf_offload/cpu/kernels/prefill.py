@@ -36,7 +36,8 @@ from hf_offload.cpu.simd.vectors import (
     NOTHING,
     bend,
     choose_less,
-    exp,
+    exp2,
+    exp2_rough,
     fma,
     lane_max,
     load,
@@ -57,6 +58,7 @@ _HEIGHT = (0,) * 12  # rows of a register tile
 _TALL = len(_HEIGHT)
 _RUNS = (0,) * 16  # see `run_totals`
 _FLOAT = TAGS[torch.float32]
+_LOG2_E = math.log2(math.e)
 _LAUNCH_OPERATIONS = 1e11  # of a launch at most, half a second: between two launches a prompt can be interrupted
 
 
@@ -180,23 +182,28 @@ def finish_scores(scores: int, seen: int, scale: Any, cap: Any, hidden: int) -> 
 
 
 @jit
-def weigh_row(pairs: Any, scores: int, weights: int, seen: int, count: int, factor: Any, peak: Any) -> Any:
-    """Write the weights exp(factor · score − peak) of a row's `seen` keys, and 0 for the others of `count`.
+def weigh_row(pairs: Any, scores: int, weights: int, seen: int, count: int, factor: Any, rest: Any, peak: Any) -> Any:
+    """Write the weights exp(unit · (score − peak)) of a row's `seen` keys, and 0 for the others of `count`.
 
-    The weights are bfloat16 with `pairs`, else float32. The product is rounded as the peak is: a weight is at most 1.
+    The weights are bfloat16 with `pairs`, else float32. They are powers of 2; the largest is 1.
+
+    Args:
+        factor, rest: factor + rest · factor is unit · log2(e): the factor is rounded to float32.
 
     Returns:
         A vector whose lanes add up to the sum of the weights.
     """
     chunks = (seen + 15) // 16
-    total, zero, times, minus = splat(np.float32(0.0)), splat(np.float32(0.0)), splat(factor), splat(-peak)
+    total, zero, times, top = splat(np.float32(0.0)), splat(np.float32(0.0)), splat(factor), splat(peak)
     for i in range(chunks):
-        weight = exp(load_f32(scores + 64 * i) * times + minus)
-        total = total + weight
+        power = (load_f32(scores + 64 * i) - top) * times
         if pairs is None:
+            weight = exp2(power, splat(rest))
             store(weights + 64 * i, weight)
         else:
+            weight = exp2_rough(power)
             store_pairs(weights + 32 * i, weight)
+        total = total + weight
     for i in range(chunks, count // 16):
         if pairs is None:
             store(weights + 64 * i, zero)
@@ -207,8 +214,8 @@ def weigh_row(pairs: Any, scores: int, weights: int, seen: int, count: int, fact
 
 @jit
 def weigh_rows(
-    pairs: Any, scores: int, weights: int, seen: Array, count: int, scale: Any, cap: Any, hidden: int, peaks: int,
-    masses: int, fades: int, tops: Array, row_sums: Array,
+    pairs: Any, scores: int, weights: int, seen: Array, count: int, scale: Any, cap: Any, hidden: int, factor: Any,
+    rest: Any, peaks: int, masses: int, fades: int, tops: Array, row_sums: Array,
 ) -> None:  # fmt: skip
     """One step of online softmax for twelve rows.
 
@@ -216,23 +223,22 @@ def weigh_rows(
         scores: float32; weights, written: bfloat16 with `pairs`, else float32.
         seen: int64 [12], the keys that each row attends, of `count`.
         scale, cap, hidden: as `finish_scores` takes them.
-        peaks, masses: addresses of 16 float32, updated: the largest score, the sum of exp(score − peak).
-        fades: address of 16 float32, written: exp(old peak − new peak).
+        factor, rest: as `weigh_row` takes them.
+        peaks, masses: addresses of 16 float32, updated: the largest score, the sum of the weights.
+        fades: address of 16 float32, written: exp(unit · (old peak − new peak)).
         tops, row_sums: float32 [16] and [16, 16], buffers of the rows' largest scores and sums. Lanes 12 to 15 of
-            `tops` are −inf, rows 12 to 15 of `row_sums` are 0:
-            peaks and masses behind the twelve rows do not change.
+            `tops` are −inf, rows 12 to 15 of `row_sums` are 0: peaks and masses behind the twelve rows do not change.
     """
-    factor = np.float32(1.0) if cap is not None else np.float32(scale)
     for i in range(_TALL):
         tops[i] = finish_scores(scores + 4 * TILE * i, seen[i], scale, cap, hidden)
     old = load_f32(peaks)
-    new = vmax(load_f32(address_of(tops)) * splat(factor), old)
-    fade = exp(old - new)
+    new = vmax(load_f32(address_of(tops)), old)
+    fade = exp2((old - new) * splat(factor), splat(rest))
     store(peaks, new)
     store(fades, fade)
     for i in range(_TALL):
         row, line = scores + 4 * TILE * i, weights + (2 if pairs is not None else 4) * TILE * i
-        store(address_of(row_sums[i]), weigh_row(pairs, row, line, seen[i], count, factor, get(peaks + 4 * i)))
+        store(address_of(row_sums[i]), weigh_row(pairs, row, line, seen[i], count, factor, rest, get(peaks + 4 * i)))
     store(masses, fma(load_f32(masses), fade, run_totals(address_of(row_sums), _RUNS)))
 
 
@@ -290,6 +296,9 @@ def prefill_kernel(
     key_rows, value_rows = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     for place in range(zero, zero + line, 4):
         put(place, np.float32(0.0))
+    unit = 1.0 if cap is not None else scale  # of scores and peaks, in logits
+    factor = np.float32(unit * _LOG2_E)
+    rest = np.float32(unit * _LOG2_E / factor - 1.0)
     pieces = (queries + each - 1) // each
     begin, stop = (0 if cached > 0 else fresh_first), (fresh_first + fresh if fresh > 0 else cached)
     batch = tasks // (pieces * kv_heads)
@@ -318,8 +327,8 @@ def prefill_kernel(
             for d in range(0, dim, 16):
                 store(sums + 4 * (r * dim + d), splat(np.float32(0.0)))
             with_sink = sinks.shape[0] > 0
-            peaks[r] = max(sinks[g], NOTHING) if with_sink else NOTHING  # a sink of −inf weighs nothing
-            masses[r] = np.float32(math.exp(sinks[g] - peaks[r])) if with_sink else np.float32(0.0)
+            peaks[r] = max(sinks[g] / unit, NOTHING) if with_sink else NOTHING  # a sink of −inf weighs nothing
+            masses[r] = np.float32(math.exp(sinks[g] - peaks[r] * unit)) if with_sink else np.float32(0.0)
         end = min(stop, position + q1)
         for first in range(begin, end, TILE):
             filled = min(TILE, end - first)
@@ -352,8 +361,8 @@ def prefill_kernel(
                 for i in range(_TALL):
                     seen[i] = max(min(filled, limits[r + i] - first), 0)
                 weigh_rows(
-                    pairs, scores, weights, seen, wide, scale, cap, address_of(hidden) if any_hidden else 0,
-                    address_of(peaks) + 4 * r, address_of(masses) + 4 * r, address_of(fades), tops, row_sums,
+                    pairs, scores, weights, seen, wide, scale, cap, address_of(hidden) if any_hidden else 0, factor,
+                    rest, address_of(peaks) + 4 * r, address_of(masses) + 4 * r, address_of(fades), tops, row_sums,
                 )  # fmt: skip
                 add_values(
                     pairs, weights, width * TILE, packed_values, dim,
@@ -364,7 +373,7 @@ def prefill_kernel(
             whole = splat(np.float32(1.0) if mass == 0.0 else mass)
             for d in range(0, dim, 16):
                 store(address_of(out[b, q, g]) + 4 * d, load_f32(sums + 4 * (r * dim + d)) / whole)
-            lse[b, g, q] = -np.inf if mass == 0.0 else peaks[r] + math.log(mass)
+            lse[b, g, q] = -np.inf if mass == 0.0 else peaks[r] * unit + math.log(mass)
         count_up(ticket, 1)
     hold(scratch)
     hold(hidden)
