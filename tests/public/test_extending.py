@@ -458,6 +458,7 @@ def test_a_policy_chooses_by_the_digest(llama: PreTrainedModel, ball: Any, tier:
     assert not torch.equal(*logits)
 
 
+@pytest.mark.one_in(3)
 @tiers
 @pytest.mark.parametrize("policy", ["full", "scout", "hgca", "fixed_hybrid"])
 def test_the_format_keeps_older_blocks_in_half_the_memory(
