@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_offload.attention.step_split import SplitStep, running
+from hf_offload.attention.step_split import SplitStep, host_partial_of
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.gpu.merge import merge
@@ -98,17 +98,17 @@ def decode(
             "attend the newest block"
         )
     out, lse = splits[0] if len(splits) == 1 else (torch.cat(parts, 2) for parts in zip(*splits, strict=True))
-    part, host = running(plan), None
-    if part is not None:
+    partial, host = host_partial_of(plan), None
+    if partial is not None:
         with stats.waiting():
-            host = part.partial()
+            host = partial.result()
     logits = None if sinks is None else sinks.float()
     merged, _ = merge(out, lse, host, step.query, logits, scale=scores.scale, dtype=query.dtype)
     stats.steps += 1
     layer.count("cpu_ratio", step.cpu_ratio(plan))
-    if part is not None and part is layer.ahead and layer.mirror.capture is None:
-        assert part.predicted is not None
-        layer.count("cosine", torch.cosine_similarity(part.predicted, step.query, dim=-1).mean())
+    if partial is not None and partial is layer.ahead and layer.mirror.capture is None:
+        assert partial.predicted is not None
+        layer.count("cosine", torch.cosine_similarity(partial.predicted, step.query, dim=-1).mean())
     layer.ahead = None
     layer.policy.after_layer(step, plan)
     if layer.mirror.capture is None:

@@ -14,7 +14,7 @@ from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.knobs import shown
-from hf_offload.policies.base import Partial, Plan, RunningPartial, Selection
+from hf_offload.policies.base import HostPartial, Partial, Plan, Selection
 from hf_offload.scores import Scores
 
 
@@ -201,15 +201,15 @@ class Step(ABC):
     def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
         """Split a selection into (resident blocks, host blocks); with one memory (None, all blocks)."""
 
-    def attend(self, selection: Selection) -> tuple[Partial | RunningPartial, ...]:
+    def attend(self, selection: Selection) -> tuple[Partial | HostPartial, ...]:
         """Attend blocks in place: resident ones on the device, concurrently the others on the CPU."""
         return self.attend_split(*self.split(selection))
 
     @abstractmethod
-    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | RunningPartial, ...]:
+    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | HostPartial, ...]:
         """Attend resident blocks on the device and host blocks on the CPU, as returned by `split`; None: no blocks."""
 
-    def fetch(self, score: Any, chosen: Selection) -> tuple[Partial | RunningPartial, ...]:
+    def fetch(self, score: Any, chosen: Selection) -> tuple[Partial | HostPartial, ...]:
         """Attend all chosen blocks on the device, fetching those that are not resident; with one memory as `attend`.
 
         Args:
@@ -223,7 +223,7 @@ class Step(ABC):
         raise RuntimeError("attend_fetched needs two memories; check step.layer.two_memories first")
 
     @abstractmethod
-    def attend_drawn(self, join: str, samples: int, ahead: Any = None) -> tuple[Partial | RunningPartial, ...]:
+    def attend_drawn(self, join: str, samples: int, ahead: Any = None) -> tuple[Partial | HostPartial, ...]:
         """Attend pairs of keys that are drawn by their estimated attention (`cpu.kernels.draw_pairs`).
 
         With one memory sinks, recent blocks and what has no digest are attended whole; with two all that is resident,
@@ -250,7 +250,7 @@ class Step(ABC):
         return None
 
     def attend_early(self, host: Selection, *, correct: bool) -> Any:
-        """Start the CPU part with this step's (predicted) query; with two memories only.
+        """Start the host partial with this step's (predicted) query; with two memories only.
 
         Args:
             host: host blocks to attend.

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import CpuPartial
-from hf_offload.attention.drawn_partial import DrawnPartial
+from hf_offload.attention.drawn_host_partial import DrawnHostPartial
+from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.attention.step import Step, fp32
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.device_mirror import sent
@@ -21,7 +21,7 @@ from hf_offload.gpu.block_topk import select_blocks, split_blocks
 from hf_offload.gpu.digest_scores import join_heads
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged_attention import paged_attention
-from hf_offload.policies.base import Partial, Plan, RunningPartial, Selection
+from hf_offload.policies.base import HostPartial, Partial, Plan, Selection
 from hf_offload.scores import Scores
 
 COMPARE_EVERY = 8  # steps between two comparisons of predicted and wanted blocks
@@ -192,12 +192,12 @@ class SplitStep(Step):
         )  # fmt: skip
         return Partial(out, lse)
 
-    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | RunningPartial, ...]:
-        part = None if host is None else self.attend_host(host)  # first, so that CPU and device work at once
+    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | HostPartial, ...]:
+        partial = None if host is None else self.attend_host(host)  # first, so that CPU and device work at once
         found = () if device is None else (self.attend_device(device),)
-        return found if part is None else (*found, part)
+        return found if partial is None else (*found, partial)
 
-    def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | RunningPartial, ...]:
+    def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | HostPartial, ...]:
         resident = self.resident
         if resident.slots > chosen.blocks.shape[2]:  # other resident blocks stay while there are slots
             score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
@@ -227,50 +227,50 @@ class SplitStep(Step):
         self.layer.count("moves", host.counts)
         return Partial(torch.stack([out for out, _ in parts], 2), torch.stack([lse for _, lse in parts], 2))
 
-    def attend_host(self, host: Selection) -> CpuPartial:
-        """Start the CPU part with this step's query."""
-        return self._cpu_partial(host.blocks.shape[2]).start(self, host, correct=False, label="CPU attention")
+    def attend_host(self, host: Selection) -> BlockHostPartial:
+        """Start the host partial with this step's query."""
+        return self._host_partial(host.blocks.shape[2]).start(self, host, correct=False, label="CPU attention")
 
-    def attend_early(self, host: Selection, *, correct: bool) -> CpuPartial:
-        part = self._cpu_partial(host.blocks.shape[2]).start(self, host, correct=correct, label="early CPU attention")
-        self.layer.ahead = part
-        return part
+    def attend_early(self, host: Selection, *, correct: bool) -> BlockHostPartial:
+        partial = self._host_partial(host.blocks.shape[2])
+        self.layer.ahead = partial.start(self, host, correct=correct, label="early CPU attention")
+        return partial
 
     def attend_drawn(
-        self, join: str, samples: int, ahead: DrawnPartial | None = None
-    ) -> tuple[Partial | RunningPartial, ...]:
+        self, join: str, samples: int, ahead: DrawnHostPartial | None = None
+    ) -> tuple[Partial | HostPartial, ...]:
         if self.all_resident:
             return (self.attend_resident(),)
-        part = ahead
-        if part is None and self.digests.frozen:
-            part = DrawnPartial.of(self, samples, join).attend(self, correct=False, label="CPU attention")
-        elif part is not None and part.awaits_query:
-            part.attend_drawn(self)
+        partial = ahead
+        if partial is None and self.digests.frozen:
+            partial = DrawnHostPartial.of(self, samples, join).attend(self, correct=False, label="CPU attention")
+        elif partial is not None and partial.awaits_query:
+            partial.attend_drawn(self)
         found = self.attend_device(self.resident_blocks())
-        return (found,) if part is None else (found, part)
+        return (found,) if partial is None else (found, partial)
 
-    def draw_early(self, join: str, samples: int, *, attend: bool, correct: bool) -> DrawnPartial | None:
+    def draw_early(self, join: str, samples: int, *, attend: bool, correct: bool) -> DrawnHostPartial | None:
         if self.all_resident or not self.digests.frozen:  # not frozen: all but the (resident) tail is padding
             return None
-        part = DrawnPartial.of(self, samples, join)
+        partial = DrawnHostPartial.of(self, samples, join)
         if not attend:
-            return part.draw(self)
-        self.layer.ahead = part.attend(self, correct=correct, label="early CPU attention")
-        return part
+            return partial.draw(self)
+        self.layer.ahead = partial.attend(self, correct=correct, label="early CPU attention")
+        return partial
 
     def block_shares(self, plan: Plan) -> torch.Tensor | None:
-        part = running(plan)
-        return part.block_shares() if isinstance(part, DrawnPartial) else None
+        partial = host_partial_of(plan)
+        return partial.block_shares() if isinstance(partial, DrawnHostPartial) else None
 
     def read_ahead(self, host: Selection) -> None:
         if self.mirror.capture is None:
-            self._cpu_partial(host.blocks.shape[2]).read(self, host)
+            self._host_partial(host.blocks.shape[2]).read(self, host)
 
-    def _cpu_partial(self, capacity: int) -> CpuPartial:
-        part: CpuPartial | None = self.layer.cpu_partial
-        if part is None or not part.fits(self.query, capacity):
-            part = self.layer.cpu_partial = CpuPartial(self.layer, self.query, capacity)
-        return part
+    def _host_partial(self, capacity: int) -> BlockHostPartial:
+        partial: BlockHostPartial | None = self.layer.host_partial
+        if partial is None or not partial.fits(self.query, capacity):
+            partial = self.layer.host_partial = BlockHostPartial(self.layer, self.query, capacity)
+        return partial
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 
@@ -293,9 +293,9 @@ class SplitStep(Step):
     def cpu_ratio(self, plan: Plan) -> Any:
         """Return the CPU's tokens as a share of the budget (without one: of all tokens), fp32 `[]` or a float."""
         if self._ratio is None:
-            part = running(plan)
+            partial, device = host_partial_of(plan), self.query.device
             self._ratio = (
-                torch.zeros((), device=self.query.device, dtype=torch.float32) if part is None else part.share(self)
+                torch.zeros((), device=device, dtype=torch.float32) if partial is None else partial.share(self)
             )
         return self._ratio
 
@@ -325,16 +325,16 @@ class SplitStep(Step):
         return marks.scatter_(2, torch.where(valid, selection.blocks, width).long(), True)[:, :, :width]
 
 
-def running(plan: Plan) -> RunningPartial | None:
-    """Return a plan's running partial, or None.
+def host_partial_of(plan: Plan) -> HostPartial | None:
+    """Return a plan's host partial, or None.
 
     Raises:
         ValueError: the plan has several.
     """
-    found = [partial for partial in plan.partials if isinstance(partial, RunningPartial)]
+    found = [partial for partial in plan.partials if isinstance(partial, HostPartial)]
     if len(found) > 1:
         raise ValueError(
-            f"a plan has {len(found)} running partials, of which one is allowed; join their blocks, or attend "
+            f"a plan has {len(found)} host partials, of which one is allowed; join their blocks, or attend "
             "one on the device"
         )
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""The merge of attention over disjoint sets of keys by log-sum-exp: the device's splits, the CPU's part, sinks."""
+"""The merge of attention over disjoint sets of keys by log-sum-exp: the device's splits, the CPU's result, sinks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TILE = 1024  # numbers of the shares that a program, one warp, has in its regis
 
 
 @dataclass(frozen=True)
-class HostPartial:
+class HostResult:
     """What the CPU attended; fp32 tensors on the device or in pinned host memory, which the kernel reads where it lies.
 
     Ordinary loads of pinned memory see what the CPU wrote: the CPU stores its flag in release order behind its results.
@@ -45,7 +45,7 @@ class HostPartial:
 def merge(
     out: torch.Tensor,
     lse: torch.Tensor,
-    host: HostPartial | None,
+    host: HostResult | None,
     query: torch.Tensor,
     sinks: torch.Tensor | None,
     *,
@@ -54,13 +54,13 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Join partials over disjoint keys into attention over all of them.
 
-    A part that was computed with a predicted query counts to first order as if it had met the real one:
+    A result that was computed with a predicted query counts to first order as if it had met the real one:
     lse + scale·(query − predicted)·kbar.
 
     Args:
         out: `[B, Hq, S, D]` fp32, the device's shares.
         lse: `[B, Hq, S]` fp32 (natural log); −inf = nothing was attended.
-        host: the CPU's part, or None.
+        host: the CPU's result, or None.
         query: `[B, Hq, D]`, the real query.
         sinks: `[Hq]` fp32, logits that take weight and give nothing, or None.
         scale: softmax scale.
@@ -98,7 +98,7 @@ def merge_sizes(heads: int, splits: int, dim: int) -> dict[str, int]:
 
 
 def _check(
-    out: torch.Tensor, lse: torch.Tensor, host: HostPartial | None, query: torch.Tensor, sinks: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, host: HostResult | None, query: torch.Tensor, sinks: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     if out.ndim != 4 or out.shape[2] < 1:
@@ -124,7 +124,7 @@ def _check(
 
 
 def _by_torch(
-    out: torch.Tensor, lse: torch.Tensor, host: HostPartial | None, query: torch.Tensor, sinks: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, host: HostResult | None, query: torch.Tensor, sinks: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     if host is not None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import CpuPartial
+from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.cpu.kernels import draw_pairs
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.kernels.pair_decode import attend_pairs
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.policies.base import Partial, RunningPartial, Selection
+from hf_offload.policies.base import HostPartial, Partial, Selection
 from hf_offload.policies.hgca.kernels.moving_average import move_averages
 from hf_offload.policies.hgca.kernels.resident_weights import update_weights
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
@@ -181,8 +181,8 @@ def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.
 # --- two memories ----------------------------------------------------------------------------------------------------
 
 
-class RetainedPart(CpuPartial):
-    """The CPU's part: attention to the retained tokens, and to pairs drawn from the others outside the window.
+class RetainedHostPartial(BlockHostPartial):
+    """Attention to the retained tokens, and to pairs drawn from the others outside the window.
 
     Only the query and the tail's log mass come from the device.
 
@@ -201,7 +201,7 @@ class RetainedPart(CpuPartial):
         self._mass: TokenMass | None = None
         self._window, self._samples = range(0), 0
 
-    def attend(self, step: SplitStep, mass: TokenMass, samples: int) -> RetainedPart:
+    def attend(self, step: SplitStep, mass: TokenMass, samples: int) -> RetainedHostPartial:
         """Start attention with the step's query.
 
         Args:
@@ -257,16 +257,14 @@ class RetainedPart(CpuPartial):
         return (*retained, *rescue, *((join_parts(*result, self._drawn, self._nothing),) if retained else ()))
 
     def _keep(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return scratch of this part alone: parts of two layers may run at once."""
+        """Return scratch of this partial alone: partials of two layers may run at once."""
         if name not in self._scratch or self._scratch[name].shape != shape:
             self._scratch[name] = np.empty(shape, dtype)
         return self._scratch[name]
 
 
-def attend_on_both_sides(
-    step: SplitStep, window: Selection | None, samples: int
-) -> tuple[Partial | RunningPartial, ...]:
-    """Start the CPU's part, and attend the window on the device.
+def attend_on_both_sides(step: SplitStep, window: Selection | None, samples: int) -> tuple[Partial | HostPartial, ...]:
+    """Start the host partial, and attend the window on the device.
 
     Where the step has a token of its own, the averages of the window's tokens take in its weights.
 
@@ -276,17 +274,17 @@ def attend_on_both_sides(
         samples: as `HGCA.rescue`; 0: no pairs are drawn.
 
     Returns:
-        The partial of the window, in splits, and the CPU's part, if any token is retained or drawn from.
+        The partial of the window, in splits, and the host partial, if any token is retained or drawn from.
     """
     mass: TokenMass = step.state
     assert window is not None, "with two memories the window is resident"
-    part: RetainedPart | None = None
+    partial: RetainedHostPartial | None = None
     samples = samples if samples and mass.evicted and step.digests.frozen else 0
     if samples or mass.retained.counts.any():
-        part = step.layer.cpu_partial
-        if part is None or not part.fits(step.query, 0):
-            part = step.layer.cpu_partial = RetainedPart(step.layer, step.query)
-        part.attend(step, mass, samples)
+        partial = step.layer.host_partial
+        if partial is None or not partial.fits(step.query, 0):
+            partial = step.layer.host_partial = RetainedHostPartial(step.layer, step.query)
+        partial.attend(step, mass, samples)
     found = step.attend_device(window)
     if step.fresh:
         assert mass.resident is not None
@@ -298,4 +296,4 @@ def attend_on_both_sides(
         )  # fmt: skip
         if before is not None:
             average[rows] = before
-    return (found,) if part is None else (found, part)
+    return (found,) if partial is None else (found, partial)

@@ -1,4 +1,4 @@
-"""The CPU's partial of a step with two memories: pinned buffers, the hand-over of a query, and the CPU's job."""
+"""The host partial of a step with two memories: pinned buffers, the hand-over of a query, and the CPU's job."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Job, WorkerError
 from hf_offload.gpu.handover import Inbox, hand_over
-from hf_offload.gpu.merge import HostPartial
-from hf_offload.policies.base import RunningPartial, Selection
+from hf_offload.gpu.merge import HostResult
+from hf_offload.policies.base import HostPartial, Selection
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
 
-class CpuPartial(RunningPartial):
-    """Host buffers of one layer that CPU and device access, and the job that uses them; one job at a time.
+class BlockHostPartial(HostPartial):
+    """Attention to host blocks: buffers of one layer that CPU and device access, and the job that uses them.
+
+    Subclasses attend something else in the same way. There is one job at a time.
 
     The device writes the query, the blocks and their counts to (pinned) host memory in stream order; the job waits for
     them, the model's thread does not. The device reads the result from host memory. The next job cannot overwrite it
@@ -42,7 +44,7 @@ class CpuPartial(RunningPartial):
     def __init__(self, layer: HybridLayer, query: torch.Tensor, capacity: int) -> None:
         store = layer.store
         assert store is not None
-        self._layer = weakref.ref(layer)  # the layer holds this part
+        self._layer = weakref.ref(layer)  # the layer holds this partial
         self.shape, self.capacity = query.shape, capacity
         heads = (store.batch, store.num_kv_heads)
         pin = store.device.type == "cuda"
@@ -54,7 +56,7 @@ class CpuPartial(RunningPartial):
         self.kbar = self._buffer(*query.shape)
         self._inbox = self._make_inbox(self.query, self.blocks, self.counts)
         self._streams: list[torch.cuda.Stream] = []
-        """The stream that uses the buffers. A CUDA graph that uses them keeps this part alive until its replay ends."""
+        """The stream that uses the buffers. A CUDA graph that uses them keeps this object until its replay ends."""
         if pin:
             weakref.finalize(self, _synchronize, self._streams).atexit = False
         self.host: Selection | None = None
@@ -69,7 +71,7 @@ class CpuPartial(RunningPartial):
         """Return a new buffer that CPU and device access."""
         pin = self.layer.device.type == "cuda"
         with torch.inference_mode(False):
-            self._buffers.append(host_empty(shape, dtype, pin=pin, brief=True, what="the CPU's part of a step"))
+            self._buffers.append(host_empty(shape, dtype, pin=pin, brief=True, what="a host partial"))
         return self._buffers[-1]
 
     def _make_inbox(
@@ -86,16 +88,16 @@ class CpuPartial(RunningPartial):
 
     @property
     def layer(self) -> HybridLayer:
-        """The layer of this part."""
+        """The layer of this partial."""
         layer = self._layer()
-        assert layer is not None, "a part outlives its layer only while a job ends"
+        assert layer is not None, "a host partial outlives its layer only while a job ends"
         return layer
 
     def fits(self, query: torch.Tensor, capacity: int) -> bool:
         """Whether the buffers have the sizes of this query and capacity."""
         return self.shape == query.shape and self.capacity == capacity
 
-    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> CpuPartial:
+    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> BlockHostPartial:
         """Start a job that attends host blocks with the step's query.
 
         Args:
@@ -127,7 +129,7 @@ class CpuPartial(RunningPartial):
             send: hands over, announced by a flag if it gets one and an epoch.
             make: makes the launches; kept as long as the view is the same.
             label: the job's name in error messages.
-            key: tells this work from others of the part in a capture; None: the part, whose result is waited for.
+            key: tells this work from others of the partial in a capture; None: the partial, whose result is waited for.
             after: the key of earlier work that must be done first, in a capture; before: its job, in an eager step.
         """
         capture = self.layer.mirror.capture
@@ -171,12 +173,12 @@ class CpuPartial(RunningPartial):
         return event
 
     def rehearse(self, capture: Any) -> None:
-        """Hand over an empty part: the first launch loads the kernel, which a capture may refuse."""
+        """Hand over an empty partial: the first launch loads the kernel, which a capture may refuse."""
         self._rehearse(capture, self._inbox)
 
     def _rehearse(self, capture: Any, inbox: Inbox) -> None:
         buffers = inbox.query, inbox.blocks, inbox.counts, *(() if inbox.tail is None else (inbox.tail,))
-        zeros = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
+        zeros = (torch.zeros(x.shape, dtype=x.dtype, device=self.layer.device) for x in buffers)
         hand_over(inbox, *zeros, flag=capture.flags[0, :1], epoch=capture.epoch)
 
     def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:
@@ -226,7 +228,7 @@ class CpuPartial(RunningPartial):
         assert self.host is not None, "blocks are known"
         return step.share_of(self.host)
 
-    def partial(self) -> HostPartial:
+    def result(self) -> HostResult:
         """Wait for the job and return its result for the merge.
 
         Raises:
@@ -241,7 +243,7 @@ class CpuPartial(RunningPartial):
         out, lse, kbar = self.out, self.lse, self.kbar
         if not self.reachable:  # GPU kernels read pinned memory only
             out, lse, kbar = (tensor.to(self.layer.device) for tensor in (out, lse, kbar))
-        return HostPartial(out, lse, kbar, self.predicted) if self._correct else HostPartial(out, lse)
+        return HostResult(out, lse, kbar, self.predicted) if self._correct else HostResult(out, lse)
 
     def cancel(self) -> None:
         """Wait for the job and drop its result, so that nothing reads blocks that are about to change.
@@ -271,7 +273,7 @@ def discard(job: Job) -> None:
 
 
 def all_pinned(buffers: tuple[torch.Tensor, ...]) -> bool:
-    """Whether all buffers are pinned; empty ones (of a part without a block list) count as pinned."""
+    """Whether all buffers are pinned; empty ones (of a partial without a block list) count as pinned."""
     return all(tensor.is_pinned() for tensor in buffers if tensor.numel())
 
 
