@@ -111,7 +111,8 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     if query.dtype is not layer.dtype:  # under autocast
         query = query.to(layer.dtype)
     with uncast(layer.device_type), layer.mirror.current():
-        decode_split.place(layer, query)
+        if layer.unplaced:
+            decode_split.place(layer, query)
         step = SplitStep(layer, query[:, :, 0], layer.past + 1, layer.scores)
         layer.policy.before_layer(step)
 

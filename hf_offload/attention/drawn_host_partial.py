@@ -75,7 +75,7 @@ class DrawnHostPartial(BlockHostPartial):
     def serves(self, step: Step, samples: int, join: str) -> bool:
         """Whether the buffers have a step's sizes."""
         return (
-            self.shape == step.query.shape
+            self.form[0] == step.query.shape
             and (self.samples, self.join) == (samples, join)
             and self.width == step.store.table.shape[1]
         )
@@ -115,7 +115,7 @@ class DrawnHostPartial(BlockHostPartial):
         self._rehearse(capture, self._real)  # without a tail: another kernel
 
     def _send_all(self, step: Step, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
-        self.layer.mirror.pause()
+        self.mirror.pause()
         held = step.resident_blocks()
         assert held is not None, "with two memories"
         hand_over(self._inbox, step.query, held.blocks, held.counts, step.tail(), flag=flag, epoch=epoch)
@@ -123,22 +123,21 @@ class DrawnHostPartial(BlockHostPartial):
     def _send_real(
         self, query: torch.Tensor, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None
     ) -> None:
-        self.layer.mirror.pause()
+        self.mirror.pause()
         hand_over(self._real, query, *self._no_blocks, flag=flag, epoch=epoch)
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         return (*self._make_draw(scores), self._attention(scores, self.query))
 
     def _make_draw(self, scores: Scores) -> tuple[Launch, ...]:
-        store = self.layer.store
-        assert store is not None
+        store = self.store
         assert store.digests is not None
         resident = draw_pairs.Resident(self.blocks.numpy(), self.counts.numpy(), self.score.numpy())
         return (
             draw_pairs.draw_missing(
                 self.query.numpy(), store.digests.arrays(self.query.numpy(), scores.scale), store.table, resident,
                 self.tail.numpy(), self._masses, *self._lists, self._portion, samples=self.samples, join=self.join,
-                **scores._asdict(), tally=self.layer.stats.drawn,
+                **scores._asdict(), tally=self.stats.drawn,
             ),
         )  # fmt: skip
 
@@ -146,27 +145,25 @@ class DrawnHostPartial(BlockHostPartial):
         return (self._attention(scores, self._real.query),)
 
     def _attention(self, scores: Scores, query: torch.Tensor) -> Launch:
-        store = self.layer.store
-        assert store is not None
-        view = store.view(store.length)
+        store, view = self.store, self.store.view(self.store.length)
         return attend_pairs(
             query.numpy(), view.block_ptr, view.table, *self._lists, view.holes, view.valid, view.covered,
             self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None, kv_dtype=store.dtype,
             block_size=store.block_size, **scores._asdict(), packed=store.format.packed, portion=self._portion,
-            tally=self.layer.stats.errors,
+            tally=self.stats.errors,
         )  # fmt: skip
 
     def share(self, step: Step) -> torch.Tensor:
         """Return the drawn tokens as a share of all that were attended: fp32 `[]` on the device, after `result`."""
         drawn = 2 * self.drawn.to(step.query.device, non_blocking=True).sum(dtype=torch.float32)
-        resident = self.layer.resident
+        resident = step.layer.resident
         assert resident is not None
         here: torch.Tensor = (resident.block_of >= 0).sum(dtype=torch.float32) * step.block_size
         return drawn / (drawn + here)
 
     def block_shares(self) -> torch.Tensor:
         """Return the shares of the blocks, fp32 `[B, Hkv, N]` on the device, after `result`."""
-        return self.score.to(self.layer.device, non_blocking=True)
+        return self.score.to(self.store.device, non_blocking=True)
 
     def _drop(self) -> None:
         super()._drop()

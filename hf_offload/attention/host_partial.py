@@ -44,10 +44,10 @@ class BlockHostPartial(HostPartial):
     def __init__(self, layer: HybridLayer, query: torch.Tensor, capacity: int) -> None:
         store = layer.store
         assert store is not None
-        self._layer = weakref.ref(layer)  # the layer holds this partial
-        self.shape, self.capacity = query.shape, capacity
-        heads = (store.batch, store.num_kv_heads)
-        pin = store.device.type == "cuda"
+        self.store, self.stats, self.mirror, self.worker = store, layer.stats, layer.mirror, layer.settings.worker
+        self.form = query.shape, capacity
+        """The sizes of the buffers: shape of the query, blocks of a row and KV head."""
+        heads, self._pin = (store.batch, store.num_kv_heads), store.device.type == "cuda"
         self._buffers: list[torch.Tensor] = []
         self.query = self._buffer(*query.shape)
         self.blocks = self._buffer(*heads, capacity, dtype=torch.int32)
@@ -57,7 +57,7 @@ class BlockHostPartial(HostPartial):
         self._inbox = self._make_inbox(self.query, self.blocks, self.counts)
         self._streams: list[torch.cuda.Stream] = []
         """The stream that uses the buffers. A CUDA graph that uses them keeps this object until its replay ends."""
-        if pin:
+        if self._pin:
             weakref.finalize(self, _synchronize, self._streams).atexit = False
         self.host: Selection | None = None
         self.predicted: torch.Tensor | None = None
@@ -69,9 +69,8 @@ class BlockHostPartial(HostPartial):
 
     def _buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a new buffer that CPU and device access."""
-        pin = self.layer.device.type == "cuda"
         with torch.inference_mode(False):
-            self._buffers.append(host_empty(shape, dtype, pin=pin, brief=True, what="a host partial"))
+            self._buffers.append(host_empty(shape, dtype, pin=self._pin, brief=True, what="a host partial"))
         return self._buffers[-1]
 
     def _make_inbox(
@@ -79,23 +78,12 @@ class BlockHostPartial(HostPartial):
     ) -> Inbox:
         """Return an inbox of buffers. Whether kernels reach these is asked here: a capture allows few questions."""
         # Whether GPU kernels can read and write the buffers.
-        self.reachable = self.layer.device.type != "cuda" or all_pinned(tuple(self._buffers))
+        self.reachable = not self._pin or all_pinned(tuple(self._buffers))
         arrived = None
         if self.reachable:
             with torch.inference_mode(False):
-                arrived = torch.zeros(1, dtype=torch.int32, device=self.layer.device)
+                arrived = torch.zeros(1, dtype=torch.int32, device=self.store.device)
         return Inbox(query, blocks, counts, arrived, tail)
-
-    @property
-    def layer(self) -> HybridLayer:
-        """The layer of this partial."""
-        layer = self._layer()
-        assert layer is not None, "a host partial outlives its layer only while a job ends"
-        return layer
-
-    def fits(self, query: torch.Tensor, capacity: int) -> bool:
-        """Whether the buffers have the sizes of this query and capacity."""
-        return self.shape == query.shape and self.capacity == capacity
 
     def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> BlockHostPartial:
         """Start a job that attends host blocks with the step's query.
@@ -132,15 +120,14 @@ class BlockHostPartial(HostPartial):
             key: tells this work from others of the partial in a capture; None: the partial, whose result is waited for.
             after: the key of earlier work that must be done first, in a capture; before: its job, in an eager step.
         """
-        capture = self.layer.mirror.capture
+        capture = self.mirror.capture
         if capture is not None:
             making = functools.partial(make, step.scores)
             flag = capture.flag_of(self, making, step.label(label), key=self if key is None else key, after=after)
             send(flag, capture.epoch)
             return None
         send()
-        arrived, launches = self._arrived(), self._launches(step.scores, make)
-        worker = self.layer.settings.worker
+        arrived, launches, worker = self._arrived(), self._launches(step.scores, make), self.worker
 
         def work() -> None:
             if before is not None:
@@ -160,14 +147,14 @@ class BlockHostPartial(HostPartial):
         epoch: torch.Tensor | None = None,
     ) -> None:
         assert host is not None
-        self.layer.mirror.pause()
+        self.mirror.pause()
         hand_over(self._inbox, query, host.blocks, host.counts, flag=flag, epoch=epoch)
 
     def _arrived(self) -> torch.cuda.Event | None:
         """Return an event after the hand-over on a CUDA device, or None."""
-        if self.layer.device.type != "cuda":
+        if not self._pin:
             return None
-        stream = torch.cuda.current_stream(self.layer.device)
+        stream = torch.cuda.current_stream(self.store.device)
         self._streams[:] = [stream]
         event: torch.cuda.Event = stream.record_event()
         return event
@@ -178,14 +165,12 @@ class BlockHostPartial(HostPartial):
 
     def _rehearse(self, capture: Any, inbox: Inbox) -> None:
         buffers = inbox.query, inbox.blocks, inbox.counts, *(() if inbox.tail is None else (inbox.tail,))
-        zeros = (torch.zeros(x.shape, dtype=x.dtype, device=self.layer.device) for x in buffers)
+        zeros = (torch.zeros(x.shape, dtype=x.dtype, device=self.store.device) for x in buffers)
         hand_over(inbox, *zeros, flag=capture.flags[0, :1], epoch=capture.epoch)
 
     def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:
         """Return the launches of an eager step; they are reused as long as the store's view stays the same."""
-        store = self.layer.store
-        assert store is not None
-        view, key = store.view(store.length), (make.__name__, scores, self._correct)
+        view, key = self.store.view(self.store.length), (make.__name__, scores, self._correct)
         known = self._planned.get(key)
         if known is None or known[0] is not view:
             known = self._planned[key] = view, make(scores)
@@ -193,9 +178,7 @@ class BlockHostPartial(HostPartial):
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         """Return new launches that attend the buffers' blocks, with their own counters and scratch memory."""
-        store = self.layer.store
-        assert store is not None
-        view = store.view(store.length)
+        store, view = self.store, self.store.view(self.store.length)
         # Host blocks are full: the length need not be exact.
         return (
             cpu_decode.sparse_decode(
@@ -221,7 +204,7 @@ class BlockHostPartial(HostPartial):
             addresses = store.pool.addresses(store.table[rows, blocks[rows, heads, column]], heads) & ~1
             movers.touch_records(addresses, size)()
 
-        self._job = self.layer.settings.worker.submit(read, step.label("read-ahead"), keep=(store.pool, self))
+        self._job = self.worker.submit(read, step.label("read-ahead"), keep=(store.pool, self))
 
     def share(self, step: Step) -> torch.Tensor | float:
         """Return the attended tokens as a share of the budget: fp32 `[]` on the device."""
@@ -234,15 +217,15 @@ class BlockHostPartial(HostPartial):
         Raises:
             WorkerError: the job failed.
         """
-        if self.layer.mirror.capture is not None:
-            self.layer.mirror.capture.wait(self)
+        if self.mirror.capture is not None:
+            self.mirror.capture.wait(self)
         else:
             assert self._job is not None
             self._job.result()
             self._job = None
         out, lse, kbar = self.out, self.lse, self.kbar
         if not self.reachable:  # GPU kernels read pinned memory only
-            out, lse, kbar = (tensor.to(self.layer.device) for tensor in (out, lse, kbar))
+            out, lse, kbar = (tensor.to(self.store.device) for tensor in (out, lse, kbar))
         return HostResult(out, lse, kbar, self.predicted) if self._correct else HostResult(out, lse)
 
     def cancel(self) -> None:

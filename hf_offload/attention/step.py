@@ -33,23 +33,19 @@ class Step(ABC):
 
     query: Any
     """fp32 `[B, Hq, D]` (in `place`: `[B, Hq, n, D]`), the real or the predicted query."""
+    query_shape: tuple[int, int]
+    """Rows and query heads."""
 
     def __init__(self, layer: HybridLayer, length: int, scores: Scores) -> None:
         assert layer.store is not None
         self.layer, self.store = layer, layer.store
+        self.state: Any = layer.state
+        """The policy's state of this layer."""
         self.length, self.scores = length, scores
         self.block_size = self.store.block_size
         self.num_blocks = -(-length // self.block_size)
-
-    @property
-    def state(self) -> Any:
-        """The policy's state of this layer."""
-        return self.layer.state
-
-    @property
-    def recent_blocks(self) -> int:
+        self.recent_blocks = -(-layer.requirements.recent // self.block_size)
         """Number of newest sealed blocks that are always attended."""
-        return -(-self.layer.requirements.recent // self.block_size)
 
     @property
     def host_end(self) -> int:
@@ -80,7 +76,7 @@ class Step(ABC):
             ValueError: other shapes than out `[B, Hq, D]` and lse `[B, Hq]`, or with splits `[B, Hq, S, D]` and
                 `[B, Hq, S]`.
         """
-        out, lse = (_floats(x).to(self.store.device) for x in partial)
+        out, lse = _fp32(partial, self.store.device)
         batch, heads, dim = (*self.query_shape, self.store.head_dim)
         parts = out.shape[2:-1] if splits else ()
         if out.shape != (batch, heads, *parts, dim) or lse.shape != out.shape[:-1] or len(parts) > 1:
@@ -90,12 +86,7 @@ class Step(ABC):
             )
         if splits and not parts:
             out, lse = out.unsqueeze(2), lse.unsqueeze(2)
-        return Partial(out.float().contiguous(), lse.float().contiguous())
-
-    @property
-    @abstractmethod
-    def query_shape(self) -> tuple[int, int]:
-        """Rows and query heads."""
+        return Partial(out, lse)
 
     @property
     def digests(self) -> DigestStore:
@@ -308,33 +299,31 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def recall(self, plan: Plan, clock: Any) -> None:
+    def recall(self, clock: Any) -> None:
         """Exchange resident blocks of low worth for host blocks of high worth, for the next step on, if it is due.
 
         Args:
-            plan: this step's plan, whose CPU ratio the clock counts.
-            clock: a `RecallClock`, which decides whether a recall is due.
+            clock: a `RecallClock`, which decides by the step's CPU ratio whether a recall is due.
         """
 
 
-def _floats(values: Any) -> torch.Tensor:
-    """Return a dense floating-point tensor, or an array as one.
+def _fp32(partial: Partial, device: torch.device) -> list[torch.Tensor]:
+    """Return dense floating-point tensors or arrays as contiguous fp32 tensors on a device.
 
     Raises:
         TypeError: anything else.
     """
-    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
-        return torch.from_numpy(np.ascontiguousarray(values, np.float32))
-    if isinstance(values, torch.Tensor):
-        dense = values.layout is torch.strided and not (values.is_meta or values.is_nested)
-        if dense and values.is_floating_point():
-            return values
-        what = f"a tensor of {values.dtype}, {values.layout}, on {values.device}"
-    else:
-        what = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else f"a {type(values).__name__}"
-    raise TypeError(f"Partial(out, lse) is made of tensors or arrays, not of {what}; use float32, strided, with memory")
-
-
-def fp32(query: torch.Tensor) -> torch.Tensor:
-    """Return a query as contiguous fp32 on its device."""
-    return query.detach().float().contiguous()
+    found = []
+    for x in partial:
+        if isinstance(x, np.ndarray) and x.dtype.kind == "f":
+            x = torch.from_numpy(np.ascontiguousarray(x, np.float32))
+        tensor = isinstance(x, torch.Tensor)
+        if not (tensor and x.layout is torch.strided and x.is_floating_point()) or x.is_meta or x.is_nested:
+            what = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+            if tensor:
+                what = f"a tensor of {x.dtype}, {x.layout}, on {x.device}"
+            raise TypeError(
+                f"Partial(out, lse) is made of tensors or arrays, not of {what}; use float32, strided, with memory"
+            )
+        found.append(x.to(device, torch.float32).contiguous())
+    return found

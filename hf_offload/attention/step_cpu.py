@@ -147,6 +147,7 @@ class CpuStep(Step):
     ) -> None:  # fmt: skip
         super().__init__(layer, length, form.scores)
         self.view, self.form, self.buffers = view, form, buffers_of(layer, query.shape)
+        self.query_shape = query.shape[0], query.shape[1]
         self._readable = form.readable
         query = readable(query)
         self.model_sinks: torch.Tensor | None = None
@@ -326,10 +327,6 @@ class CpuStep(Step):
     def serve_this_block(self) -> None:
         """Restrict this plan to steps before the next block begins."""
         self.serve(range(self.num_blocks, self.num_blocks + 1))
-
-    @property
-    def query_shape(self) -> tuple[int, int]:
-        return self.buffers.query.shape[0], self.buffers.query.shape[1]
 
     # --- choosing blocks ---------------------------------------------------------------------------------------------
 
@@ -640,7 +637,7 @@ class CpuStep(Step):
     def learn(self, score: np.ndarray, smoothing: float) -> None:
         """Do nothing: there is no resident set."""
 
-    def recall(self, plan: Plan, clock: object) -> None:
+    def recall(self, clock: object) -> None:
         """Do nothing: there is no resident set."""
 
 

@@ -130,11 +130,6 @@ class HybridLayer(CacheLayerMixin):
         return self.policy.looks_ahead(self.index, two_memories=self.two_memories, on_device=self.on_device)
 
     @property
-    def capturing(self) -> bool:
-        """Whether this step is being captured as a CUDA graph."""
-        return self.two_memories and self.is_initialized and self.mirror.capture is not None
-
-    @property
     def batch_size(self) -> int:
         """Rows, or -1 before the first token."""
         return self.store.batch if self.store is not None else -1

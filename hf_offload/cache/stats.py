@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -86,15 +84,6 @@ class LayerStats:
     reevaluations: int = 0
     reevaluation_seconds: float = 0.0
     retrievals: dict[str, Any] = field(default_factory=dict)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Add the duration of the body to `wait_seconds`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.wait_seconds += time.perf_counter() - start
 
     def as_dict(self) -> dict[str, Any]:
         """The counters as a dict, with means in place of sums (None where nothing was counted)."""

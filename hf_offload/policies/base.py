@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -87,13 +87,15 @@ class Plan:
 
     partials: tuple[Partial | HostPartial, ...]
     until: int = 0
+    host: HostPartial | None = field(default=None, init=False)
+    """The one of the partials that is a `HostPartial`."""
 
     def __post_init__(self) -> None:
         """Check the fields.
 
         Raises:
             TypeError: an item of `partials` is none, or `until` is no integer.
-            ValueError: `partials` is empty, or `until` is negative.
+            ValueError: `partials` is empty or has several host partials, or `until` is negative.
         """
         self.partials = tuple(self.partials)
         if not self.partials:
@@ -101,7 +103,14 @@ class Plan:
                 "Plan.partials is empty; a step attends at least its own token: step.attend(step.recent(1))"
             )
         for item in self.partials:
-            if not isinstance(item, Partial | HostPartial):
+            if isinstance(item, HostPartial):
+                if self.host is not None:
+                    raise ValueError(
+                        "a plan has several host partials, of which one is allowed; join their blocks, or attend one "
+                        "on the device"
+                    )
+                self.host = item
+            elif not isinstance(item, Partial):
                 raise TypeError(
                     f"Plan.partials holds a {type(item).__name__}; it takes partials: hf_offload.Partial(out, lse), or "
                     "what step.attend(...) returns, which is a tuple of them"

@@ -245,10 +245,10 @@ class Scout(Policy):
         """Recall blocks that the real query wanted, off the critical path (section 3.4)."""
         if not step.layer.two_memories:
             return
-        shares = step.block_shares(plan)
+        shares = None if self.samples is None else step.block_shares(plan)
         if shares is not None:
             step.learn(shares, self.smoothing)
-        step.recall(plan, step.state.clock)
+        step.recall(step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:
         """Return the blocks with the highest scores by the prompt's last queries."""

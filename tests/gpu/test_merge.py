@@ -134,5 +134,8 @@ def test_bad_arguments_are_refused(change: dict[str, Any], error: type[Exception
 
 
 def test_a_correction_needs_both_of_its_tensors() -> None:
+    parts = make_parts(1, 2, 16)
+    given = {name: parts[name] for name in ("out", "lse", "query", "sinks")}
+    host = HostResult(parts["host_out"], parts["host_lse"], kbar=parts["kbar"])
     with pytest.raises(ValueError, match="belong together"):
-        HostResult(torch.zeros(1, 1, 16), torch.zeros(1, 1), kbar=torch.zeros(1, 1, 16))
+        merge(**given, host=host, scale=1.0, dtype=torch.float32)

@@ -287,7 +287,7 @@ class ScheduledHostPartial(SelectedHostPartial):
 
     def _work(self, step: Step) -> None:
         """The job: the CPU's share of the tasks."""
-        self._busy = step.layer.settings.worker.divide(self._assign(step))
+        self._busy = self.worker.divide(self._assign(step))
         self._ended = time.perf_counter()
 
     def _assign(self, step: Step) -> Launch:

@@ -180,12 +180,11 @@ class SelectedHostPartial(BlockHostPartial):
     def select(self, step: Step, properties: Properties) -> SelectedHostPartial:
         """Start choice and attention, for which the selector has room; no job uses the buffers."""
         self._counts = step.state.counts
-        self.layer.mirror.pause()
+        self.mirror.pause()
         self.query.copy_(step.query, non_blocking=True)
         self.selector.set_properties(properties)
         self._sent, label = self._arrived(), step.label("choice of blocks and attention")
-        worker = self.layer.settings.worker
-        self._job = worker.submit(lambda: self._work(step), label, keep=(step.store.pool, self))
+        self._job = self.worker.submit(lambda: self._work(step), label, keep=(step.store.pool, self))
         return self
 
     def _work(self, step: Step) -> None:
@@ -193,7 +192,7 @@ class SelectedHostPartial(BlockHostPartial):
         if self._sent is not None:
             self._sent.synchronize()
         selector, store, scores = self.selector, step.store, step.scores
-        digest, divide = selector.digest(digests_of(store), scores), step.layer.settings.worker.divide
+        digest, divide = selector.digest(digests_of(store), scores), self.worker.divide
         divide(selector.make_choice(store, digest, scores))
         divide(selector.make_attention(store, scores))
 

@@ -309,7 +309,7 @@ def _select_beside_device(
     schedule: str | None,
 ) -> SelectedHostPartial | None:  # fmt: skip
     partial: SelectedHostPartial | None = step.layer.host_partial
-    if partial is None or not partial.fits(step.query, 0):
+    if partial is None or partial.form != (step.query.shape, 0):
         partial = step.layer.host_partial = make_host_partial(step.layer, step.query, schedule)
     partial.cancel()
     if not _reserve(step, partial.selector, granularities):
