@@ -657,7 +657,7 @@ def gpu_floor(operation: str, **columns: object) -> str:
 
 
 def gpu_merge() -> str:
-    """A merge with the CPU's part, beside the time of its bytes."""
+    """A merge with a host partial, beside the time of its bytes."""
     merge = row("h100/kernels", operation="merge_with_host", batch=1)
     return f"{number(merge['p50'])} µs in place of {number(merge['floor'], 1)} µs"
 

@@ -6,7 +6,7 @@
 
 Parts, each in a process of its own: a case that fails, crashes or hangs is noted and the others go on.
 
-- pieces: what a step's time is made of, each alone, microseconds. The merge with the CPU's part, whose kernel reads
+- pieces: what a step's time is made of, each alone, microseconds. The merge with a host partial, whose kernel reads
   pinned memory ("read"; "copied": a copy to the device goes before it), and replays of it whose partial the CPU changes
   each time (`wrong` should be 0). The host's way through a replayed step of 36 layers, from its start to the end of
   each: `mask`, `prepare`, `copies`, `launch`, `returned`, `done`. The launch of graphs of small kernels by `nodes` and

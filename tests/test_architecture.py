@@ -26,11 +26,11 @@ MAY_IMPORT = {
         "cache",
         "cpu",
         "gpu",
-        "attention.cpu_partial",
+        "attention.host_partial",
         "attention.merge",
     },
     "policies/fluxion/training": {"policies.fluxion", "attention", "cache", "assets", "hybrid_cache"},
-    "policies/hgca": {"policies.base", "policies.hgca", "cache", "cpu", "gpu", "attention.cpu_partial"},
+    "policies/hgca": {"policies.base", "policies.hgca", "cache", "cpu", "gpu", "attention.host_partial"},
     "attention": {"attention", "cache", "cpu", "gpu", *CONTRACT},
 }
 ALL_MAY_IMPORT = {"fields", "knobs", "scores"}

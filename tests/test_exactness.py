@@ -157,7 +157,7 @@ def test_covering_budget_is_full_attention(
 def test_attending_ahead_with_the_real_query_is_full_attention(
     oracle: dict[Any, Any], monkeypatch: pytest.MonkeyPatch, family: str, batch: int, attended: dict[str, int]
 ) -> None:
-    """The CPU part starts a layer early; fed the query that will really come, it changes nothing."""
+    """The host partial starts a layer early; fed the query that will really come, it changes nothing."""
     model, ids, mask, want = reference(oracle, family, batch)
     seen: list[dict[int, torch.Tensor]] = [{}]
     decode = function.decode

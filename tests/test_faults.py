@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, WorkerError
 from hf_offload.attention import step_split as tiered_step
-from hf_offload.attention.cpu_partial import CpuPartial
+from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.cache import host_pool
 from hf_offload.cache.resident_set import ResidentSet
 from hf_offload.cpu.kernels import move_records as movers
@@ -44,12 +44,12 @@ def broken_call(*args: Any, **kwargs: Any) -> Any:
     ("knobs", "module", "name"),
     [
         ({}, LaunchSequence, "run"),
-        ({**SPLIT}, CpuPartial, "_launches"),
-        # All blocks resident: how an early part is attended would depend on when they were placed.
-        ({**SPLIT, "resident": 512, "lookahead": "attend"}, CpuPartial, "_launches"),
+        ({**SPLIT}, BlockHostPartial, "_launches"),
+        # All blocks resident: how an early host partial is attended would depend on when they were placed.
+        ({**SPLIT, "resident": 512, "lookahead": "attend"}, BlockHostPartial, "_launches"),
         ({**SPLIT, "resident": 512, "lookahead": "attend", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "divide"),
-        ({**SPLIT, **DRAWN}, CpuPartial, "_launches"),
+        ({**SPLIT, **DRAWN}, BlockHostPartial, "_launches"),
         ({**SPLIT, **DRAWN, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, "recall": 1}, movers, "copy_records"),
         ({"budget": 96}, LaunchSequence, "run"),
@@ -67,7 +67,7 @@ def test_a_kernel_that_raises_surfaces_and_the_step_can_be_repeated(
         calls[0] += 1
         if calls[0] <= after:
             return real(*args, **kwargs)
-        if module is CpuPartial:
+        if module is BlockHostPartial:
             return (broken_launch(),)
         return (broken_call if module in (tiered_step, LaunchSequence, Worker) else broken_launch)(*args, **kwargs)
 

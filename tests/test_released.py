@@ -164,7 +164,7 @@ def live(
     parts: list[Any] = [cache, cache.settings.worker]
     for layer in hybrid_layers(cache):
         parts += [layer, layer.store, layer.store.pool, *layer.store.pool.slabs]
-        own = layer.resident, layer.cpu_partial, layer.store.digests, layer.state
+        own = layer.resident, layer.host_partial, layer.store.digests, layer.state
         parts += [part for part in own if part is not None]
         if isinstance(layer.state, TokenMass):
             parts += [layer.state.retained, layer.state.retained.pool]

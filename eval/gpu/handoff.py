@@ -121,7 +121,7 @@ def _rounds(options: Options, step: Callable[[], None]) -> list[float]:
 def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> list[float]:
     """Seconds of steps in which a graph hands over and waits, and a doorbell serves; None: nobody is waited for."""
     capture = Capture(torch.device(options.device), layers, timeout=10.0)
-    parts: list[Any] = [object() for _ in range(layers)]
+    partials: list[Any] = [object() for _ in range(layers)]
     launch = (work or nothing)(options.dtype)
     sent = Sent(options, FEW if work is few_blocks else 0)
 
@@ -129,12 +129,12 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
         return (launch(),)
 
     def step() -> None:
-        capture.parts.clear()
+        capture.announced.clear()
         capture.epoch.add_(1)
-        for number, part in enumerate(parts):
-            flag = capture.flag_of(part, launches, f"item {number}", key=part, after=None)
+        for number, partial in enumerate(partials):
+            flag = capture.flag_of(partial, launches, f"item {number}", key=partial, after=None)
             sent.go(flag, capture.epoch)
-            capture.wait(part)
+            capture.wait(partial)
 
     replay = step
     if options.on_gpu:
@@ -148,7 +148,7 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
             recorder.record(step)
         replay = recorder.replay
     else:
-        capture.parts.extend(Announced(part, launches, "an item", part, None) for part in parts)
+        capture.announced.extend(Announced(each, launches, "an item", each, None) for each in partials)
     if work is None:
         answer(capture, layers, 1 << 30)
         return _rounds(options, replay)

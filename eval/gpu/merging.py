@@ -1,4 +1,4 @@
-"""The merge with the CPU's part: its time on the device, and whether a replayed one sees what the CPU wrote last."""
+"""The merge with a host partial: its time on the device, and whether a replayed one sees what the CPU wrote last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu.options import Options
 from gpu.timing import Timer
 from hf_offload.attention.graph_capture import Recorder, undisturbed
 from hf_offload.gpu.handover import wait_for_flag
-from hf_offload.gpu.merge import HostPartial, merge
+from hf_offload.gpu.merge import HostResult, merge
 
 BATCHES = (1, 8, 16)
 REPLAYS = 200
@@ -40,7 +40,7 @@ def copied(x: Inputs) -> Operation:
     there = torch.empty_like(pinned, device=x.options.device)
     out, kbar, lse = there.split([lines * dim, lines * dim, lines])
     heads = x.size.heads
-    host = HostPartial(out.view(*heads, dim), lse.view(heads), kbar.view(*heads, dim), x.query())
+    host = HostResult(out.view(*heads, dim), lse.view(heads), kbar.view(*heads, dim), x.query())
     call = device_partial(x, host)
 
     def both() -> None:
@@ -73,7 +73,7 @@ def _waiting_merge(options: Options, size: Size) -> Callable[[int], set[float]]:
     pin, device, (batch, heads) = options.on_gpu, options.device, size.heads
     shares = torch.zeros(batch, heads, 1, size.dim, device=device), torch.full((batch, heads, 1), -1e30, device=device)
     query = torch.zeros(batch, heads, size.dim, device=device)
-    host = HostPartial(torch.zeros(batch, heads, size.dim, pin_memory=pin), torch.zeros(batch, heads, pin_memory=pin))
+    host = HostResult(torch.zeros(batch, heads, size.dim, pin_memory=pin), torch.zeros(batch, heads, pin_memory=pin))
     flag, late = (torch.zeros(1, _LINE, dtype=torch.int32, pin_memory=pin)[:, 0] for _ in range(2))
     epoch = torch.zeros(1, dtype=torch.int32, device=device)
     merged = torch.empty_like(query)

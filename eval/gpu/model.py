@@ -81,7 +81,7 @@ class Code:
 
     Args:
         name: as it is shown.
-        merge, merge_row: microseconds of a merge with the CPU's part, and what a row more adds.
+        merge, merge_row: microseconds of a merge with a host partial, and what a row more adds.
         slowed: how many times as long small kernels take beside a fetch.
         host: milliseconds between two replays in which the device waits for the host.
         full_hands_over: whether `full` hands over, waits and merges where all blocks are resident.

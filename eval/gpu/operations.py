@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from gpu.inputs import Inputs, Operation
-from hf_offload.gpu.merge import HostPartial, merge
+from hf_offload.gpu.merge import HostResult, merge
 
 
 def paged_attention(x: Inputs) -> Operation:
@@ -28,7 +28,7 @@ def _shares(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return x.floats(*size.heads, splits, size.dim), x.floats(*size.heads, splits)
 
 
-def device_partial(x: Inputs, host: HostPartial) -> Callable[[], object]:
+def device_partial(x: Inputs, host: HostResult) -> Callable[[], object]:
     """The merge of the device's shares with a partial of the CPU."""
     (out, lse), query = _shares(x), x.query()
     return lambda: merge(out, lse, host, query, None, scale=0.1, dtype=x.options.dtype)
@@ -39,7 +39,7 @@ def merge_with_host(x: Inputs) -> Operation:
     pin, heads = x.options.on_gpu, x.size.heads
     there, kbar = (torch.randn(*heads, x.size.dim, pin_memory=pin) for _ in range(2))
     mass = torch.randn(heads, pin_memory=pin)
-    host = HostPartial(there, mass, kbar, x.query())
+    host = HostResult(there, mass, kbar, x.query())
     out, lse = _shares(x)
     query = x.query()
     read = out.nbytes + lse.nbytes + 2 * query.nbytes + query.numel() * x.options.dtype.itemsize

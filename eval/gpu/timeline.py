@@ -63,7 +63,7 @@ def shares(events: list[dict[str, Any]], steps: int) -> dict[str, float | None]:
     """Shares of the time from the first event to the end of the last; they add up to 1.
 
     Returns:
-        `busy`: some kernel of the model or of the cache ran; `waiting`: nothing ran but the wait for the CPU's part;
+        `busy`: some kernel of the model or of the cache ran; `waiting`: nothing ran but the wait for the host partial;
         `moving`: nothing of these but a recall; `gaps`: nothing at all. `launches`: kernels and copies of a step.
         `profiled`: milliseconds a step, which the profiler makes longer. None for all where there are no events.
     """

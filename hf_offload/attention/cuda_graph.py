@@ -1,7 +1,7 @@
 """CUDA graph of a whole model's decode step: captured once, replayed for every token.
 
 A replay runs no Python. Kernels read all that changes from step to step in tensors: the token, its position, lengths,
-block tables, the step's epoch. Flags in pinned memory announce the CPU's parts to a `Doorbell`, whose threads compute
+block tables, the step's epoch. Flags in pinned memory announce CPU work to a `Doorbell`, whose threads compute
 them; the device waits for their answers by flags, too. Between two replays the host counts the token and closes blocks
 that became full.
 """
@@ -74,7 +74,7 @@ class StepGraph:
         self._limits: tuple[torch.Tensor, ...] = ()
         """Lengths in the next step, which kernels read."""
         self._all_resident: list[bool] = []
-        """By layer, whether all blocks of the next step are resident: no CPU part is captured then."""
+        """By layer, whether all blocks of the next step are resident: no host partial is captured then."""
         self._output: Any = None
         self._finalizer: Any = None
         self._told: set[str] = set()
@@ -111,7 +111,7 @@ class StepGraph:
                 hooks are not looked at.
 
         Raises:
-            WorkerError: a CPU part of the previous step failed or was late.
+            WorkerError: CPU work of the previous step failed or was late.
         """
         self.check()
         call = _signature_of_call(inputs, fixed)
@@ -169,9 +169,9 @@ class StepGraph:
     def _reachable(self) -> bool:
         """Whether all host memory that a graph reads is pinned; if so, make the next capture."""
         pools = [layer.store.pool.pinned for layer in self.layers if layer.store is not None]
-        parts = [layer.cpu_partial.reachable for layer in self.layers if layer.cpu_partial is not None]
+        partials = [layer.host_partial.reachable for layer in self.layers if layer.host_partial is not None]
         device, worker = self.layers[0].device, self.layers[0].settings.worker
-        if device.type == "cuda" and not all((*pools, *parts)):
+        if device.type == "cuda" and not all((*pools, *partials)):
             return False
         with self.layers[0].mirror.current():
             self._next = Capture(device, 2 * len(self.layers), worker.timeout)  # a draw and its attention
@@ -285,8 +285,8 @@ class StepGraph:
         with torch.inference_mode(False):
             self._inputs = {name: value.clone() for name, value in inputs.items()}
         for layer in self.layers:
-            if layer.cpu_partial is not None:
-                layer.cpu_partial.rehearse(capture)
+            if layer.host_partial is not None:
+                layer.host_partial.rehearse(capture)
         self._recorded = self.recorder()
 
         def step() -> Any:
@@ -334,7 +334,7 @@ class StepGraph:
             for layer in self.layers
             if layer.store is not None
         ]
-        if arrays != self._arrays and self._capture.parts:
+        if arrays != self._arrays and self._capture.announced:
             self._settle()
             self._doorbell.replace(self._capture.items(), self._epoch)
             self._arrays = arrays
@@ -348,13 +348,13 @@ class StepGraph:
             previous.detach()
 
     def check(self, *, settle: bool = False) -> None:
-        """Raise the errors of CPU parts since the last check.
+        """Raise the errors of CPU work since the last check.
 
         Args:
             settle: whether to wait for a replay in flight first, before anything but a replay.
 
         Raises:
-            WorkerError: a part failed or was not done in time.
+            WorkerError: CPU work failed or was not done in time.
         """
         if settle and self._doorbell is not None:
             self._settle()
@@ -368,7 +368,7 @@ class StepGraph:
             raise WorkerError(f"{error}; {self._describe_wrong_steps(*epochs, error.epoch)}") from error
         if late:
             self.close()
-            raise WorkerError(f"a CPU part was not done in time; {self._describe_wrong_steps(late)}")
+            raise WorkerError(f"CPU work was not done in time; {self._describe_wrong_steps(late)}")
 
     def _describe_wrong_steps(self, *epochs: int) -> str:
         """Return the part of an error message on the steps since the earliest of these epochs, all of them wrong."""
@@ -385,11 +385,11 @@ class StepGraph:
         doorbell, self._doorbell = self._doorbell, None
         self._finalizer.detach()
         self._capture = self._recorded = self._state = self._output = self._next = None
-        with suppress(WorkerError):  # the parts' results are dropped
+        with suppress(WorkerError):  # the results are dropped
             doorbell.stop()
 
     def _settle(self) -> None:
-        """Wait for a replay in flight, which waits for the CPU's parts."""
+        """Wait for a replay in flight, which waits for the CPU."""
         if self._recorded is not None:
             self._recorded.settle()
 
@@ -433,7 +433,7 @@ class GraphedForward:
                 _MethodOverride(model, name, weakref.ref(self)).install(self)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's `generate`, then check the CPU parts of its last step."""
+        """Run the model's `generate`, then check the CPU work of its last step."""
         outer = getattr(self._local, "graphs", None)
         self._local.graphs = graphs = set[Any]()
         try:

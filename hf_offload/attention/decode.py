@@ -103,7 +103,7 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     store = layer.store
     assert layer.scores is not None
     assert store is not None
-    if layer.ahead is not None or layer.cpu_partial is not None:
+    if layer.ahead is not None or layer.host_partial is not None:
         layer.drain_ahead()
     if not layer.two_memories:  # one memory: no operation that autocast would change
         layer.policy.before_layer(lone_step(layer, query, store.length + 1, layer.scores))
@@ -111,7 +111,8 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     if query.dtype is not layer.dtype:  # under autocast
         query = query.to(layer.dtype)
     with uncast(layer.device_type), layer.mirror.current():
-        decode_split.place(layer, query)
+        if layer.unplaced:
+            decode_split.place(layer, query)
         step = SplitStep(layer, query[:, :, 0], layer.past + 1, layer.scores)
         layer.policy.before_layer(step)
 

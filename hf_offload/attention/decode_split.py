@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
-from hf_offload.attention.step_split import SplitStep, running
+from hf_offload.attention.step_split import SplitStep
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
+from hf_offload.gpu import kv_copy
 from hf_offload.gpu.merge import merge
 from hf_offload.policies.base import Partial
 from hf_offload.scores import Scores
 
 
 def place(layer: HybridLayer, query: torch.Tensor) -> None:
-    """Decide and load the resident set at the first decode step after a prompt or append; otherwise do nothing.
+    """Decide and load the resident set, at the first decode step after a prompt or append.
 
     Args:
         layer: the layer.
         query: `[B, Hq, 1, D]` of the next step, used if the prompt's last queries were not kept.
     """
     store, resident = layer.store, layer.resident
-    if resident is None or not layer.unplaced:
-        return
     assert store is not None
+    assert resident is not None
     resident.clear()
     if layer.state.slots not in (None, resident.slots):
         resident = layer.resize_resident(layer.state.slots)
@@ -79,17 +81,19 @@ def decode(
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
     layer.state.before_token(layer)
-    place(layer, query)
+    if layer.unplaced:
+        place(layer, query)
     resident = layer.resident
     assert resident is not None
-    with stats.waiting():
-        resident.wait()  # blocks that the last step recalled are visible from here on
+    began = time.perf_counter()
+    resident.wait()  # blocks that the last step recalled are visible from here on
+    stats.wait_seconds += time.perf_counter() - began
     if fresh:
         store.reserve(store.length + 1)
         store.length += 1
     step = SplitStep(layer, query[:, :, 0], store.length, scores, fresh=fresh)
     if fresh:
-        resident.write_token(key[:, :, 0], value[:, :, 0], step.limits)
+        kv_copy.write_token(resident.pool, resident.slot_of, key[:, :, 0], value[:, :, 0], step.limits)
     plan = step.make_plan()
     splits = [step.checked(partial, splits=True) for partial in plan.partials if isinstance(partial, Partial)]
     if not splits:
@@ -98,17 +102,22 @@ def decode(
             "attend the newest block"
         )
     out, lse = splits[0] if len(splits) == 1 else (torch.cat(parts, 2) for parts in zip(*splits, strict=True))
-    part, host = running(plan), None
-    if part is not None:
-        with stats.waiting():
-            host = part.partial()
+    host = None
+    if plan.host is not None:
+        began = time.perf_counter()
+        host = plan.host.result()
+        stats.wait_seconds += time.perf_counter() - began
     logits = None if sinks is None else sinks.float()
     merged, _ = merge(out, lse, host, step.query, logits, scale=scores.scale, dtype=query.dtype)
     stats.steps += 1
-    layer.count("cpu_ratio", step.cpu_ratio(plan))
-    if part is not None and part is layer.ahead and layer.mirror.capture is None:
-        assert part.predicted is not None
-        layer.count("cosine", torch.cosine_similarity(part.predicted, step.query, dim=-1).mean())
+    if plan.host is None:
+        step.cpu_ratio = torch.zeros((), device=query.device, dtype=torch.float32)
+    else:
+        step.cpu_ratio = plan.host.share(step)
+    layer.count("cpu_ratio", step.cpu_ratio)
+    if plan.host is not None and plan.host is layer.ahead and layer.mirror.capture is None:
+        assert plan.host.predicted is not None
+        layer.count("cosine", torch.cosine_similarity(plan.host.predicted, step.query, dim=-1).mean())
     layer.ahead = None
     layer.policy.after_layer(step, plan)
     if layer.mirror.capture is None:
@@ -123,7 +132,8 @@ def close_step(layer: HybridLayer) -> None:
     store, resident = layer.store, layer.resident
     assert store is not None
     assert resident is not None
-    layer.pack_old(store.length - 1)  # the new token may be undone
+    if store.format.packs:
+        layer.pack_old(store.length - 1)  # the new token may be undone
     if store.length % store.block_size or store.sealed == store.num_blocks:
         return
     resident.store_block(store.sealed, store.length)

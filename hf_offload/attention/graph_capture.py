@@ -1,4 +1,4 @@
-"""Capture of a decode step: the CUDA graph, the flags of CPU parts, and counters read after each replay."""
+"""Capture of a decode step: the CUDA graph, the flags of host partials, and counters read after each replay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import CpuPartial
+from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.stats import Ledger
@@ -27,9 +27,9 @@ _CAPTURE_LOCK = threading.Lock()
 
 
 class Announced(NamedTuple):
-    """Work of the CPU that a flag starts; fields as for `Capture.flag_of`, `after` as a number."""
+    """CPU work that a flag starts; fields as for `Capture.flag_of`, `after` as a number."""
 
-    part: CpuPartial
+    partial: BlockHostPartial
     launches: Callable[[], tuple[Launch, ...]]
     label: str
     key: object
@@ -81,27 +81,27 @@ def undisturbed() -> Iterator[None]:
 
 
 class Capture:
-    """State of one capture: CPU parts with their flags, counters, tensors to keep alive.
+    """State of one capture: host partials with their flags, counters, tensors to keep alive.
 
     Args:
         device: the device of the step.
-        parts: the most pieces of CPU work in a step.
-        timeout: seconds that the device waits for a part.
+        most: the most pieces of CPU work in a step.
+        timeout: seconds that the device waits for one.
     """
 
-    def __init__(self, device: torch.device, parts: int, timeout: float) -> None:
+    def __init__(self, device: torch.device, most: int, timeout: float) -> None:
         pin = device.type == "cuda"
         with torch.inference_mode(False):
-            self.flags = host_empty((2 * parts + 2, LINE), torch.int32, pin=pin, brief=True, what="flags").zero_()
+            self.flags = host_empty((2 * most + 2, LINE), torch.int32, pin=pin, brief=True, what="flags").zero_()
             self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self.late = self.flags[-1, :1]
-        """int32 `[1]`, the epoch in which a part was not done in time, from which on results are wrong; 0: none."""
+        """int32 `[1]`, the epoch in which CPU work was not done in time, from which on results are wrong; 0: none."""
         self._spins = min(int(timeout * LOOKS), 2**31 - 1)
         self.reachable = not pin or self.flags.is_pinned()
         """Whether GPU kernels can read and write the flags."""
         if self.reachable:  # the first launch loads the kernel, which a capture may refuse
             handover.wait_for_flag(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
-        self.parts: list[Announced] = []
+        self.announced: list[Announced] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
         self._ledger: Ledger | None = None
         self._side = stream_for(CAPTURE_SIDE, device) if pin else None
@@ -118,21 +118,27 @@ class Capture:
         self._kept.append(value)
 
     def flag_of(
-        self, part: CpuPartial, launches: Callable[[], tuple[Launch, ...]], label: str, *, key: object, after: object
+        self,
+        partial: BlockHostPartial,
+        launches: Callable[[], tuple[Launch, ...]],
+        label: str,
+        *,
+        key: object,
+        after: object,
     ) -> torch.Tensor:
         """Register one more piece of CPU work; return its flag, int32 `[1]`, which starts it when set to the epoch.
 
         Args:
-            part: the part whose buffers it uses.
+            partial: the host partial whose buffers it uses.
             launches: makes its launches, which run one after the other.
             label: its name in error messages.
             key: tells it from other work; after: the key of earlier work that must be done first, or None.
         """
-        self.parts.append(Announced(part, launches, label, key, None if after is None else self._number(after)))
-        return self.flags[2 * len(self.parts) - 2, :1]
+        self.announced.append(Announced(partial, launches, label, key, None if after is None else self._number(after)))
+        return self.flags[2 * len(self.announced) - 2, :1]
 
     def _number(self, key: object) -> int:
-        return next(i for i, known in enumerate(self.parts) if known.key is key)
+        return next(i for i, known in enumerate(self.announced) if known.key is key)
 
     def wait(self, key: object) -> None:
         """Make the device wait for the CPU's result of a piece of work."""
@@ -172,13 +178,13 @@ class Capture:
         """Return the work as a doorbell's items, in the order in which the device announces it."""
         address = [int(flag.data_ptr()) for flag in self.flags]
         items = []
-        for i, each in enumerate(self.parts):
+        for i, each in enumerate(self.announced):
             launches = each.launches()
             between = np.zeros((len(launches) - 1, LINE), np.int32)  # flags that no device reads
             flags = [address[2 * i], *(int(flag.ctypes.data) for flag in between), address[2 * i + 1]]
             for number, launch in enumerate(launches):
                 after = address[2 * each.after + 1] if number == 0 and each.after is not None else 0
-                keep = self.flags, between, each.part
+                keep = self.flags, between, each.partial
                 items.append(
                     Item(flags[number], flags[number + 1], address[-2], launch, each.label, after=after, keep=keep)
                 )

@@ -183,7 +183,7 @@ def _attend(
             f"{type(module).__name__} has a mask for {attention_mask.shape[-1]} of {total} keys: it asks the cache for "  # type: ignore[union-attr]
             "more than attention, or the mask given is too short; use DynamicCache, or a mask for all keys"
         )
-    if not (layer.two_memories and layer.capturing):  # a capture reads no mask: it was observed before
+    if not layer.two_memories or layer.mirror.capture is None:  # a capture reads no mask: it was observed before
         if attention_mask is not None or total != padding.seen or batch != len(padding.first):
             padding.observe(_key_mask(attention_mask, decoding), batch, total, dense=dense)
         if layer.revision != padding.revision:

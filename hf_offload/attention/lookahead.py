@@ -129,8 +129,8 @@ def make_adapter(layer: nn.Module) -> Adapter | None:
         query = project(norm(hidden))
         query = query.view(*query.shape[:-1], -1, dim)
         query = (query if query_norm is None else query_norm(query)).transpose(1, 2)
-        cos, sin = (table.to(query.device) for table in kwargs["position_embeddings"])  # may be on another device
-        rotated: torch.Tensor = rotate(query, query[:, :1], cos, sin)[0]
+        cos, sin = kwargs["position_embeddings"]  # may be on another device
+        rotated: torch.Tensor = rotate(query, query[:, :1], cos.to(query.device), sin.to(query.device))[0]
         return rotated
 
     return adapter

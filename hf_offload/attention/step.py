@@ -14,7 +14,7 @@ from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.knobs import shown
-from hf_offload.policies.base import Partial, Plan, RunningPartial, Selection
+from hf_offload.policies.base import HostPartial, Partial, Plan, Selection
 from hf_offload.scores import Scores
 
 
@@ -33,23 +33,19 @@ class Step(ABC):
 
     query: Any
     """fp32 `[B, Hq, D]` (in `place`: `[B, Hq, n, D]`), the real or the predicted query."""
+    query_shape: tuple[int, int]
+    """Rows and query heads."""
 
     def __init__(self, layer: HybridLayer, length: int, scores: Scores) -> None:
         assert layer.store is not None
         self.layer, self.store = layer, layer.store
+        self.state: Any = layer.state
+        """The policy's state of this layer."""
         self.length, self.scores = length, scores
         self.block_size = self.store.block_size
         self.num_blocks = -(-length // self.block_size)
-
-    @property
-    def state(self) -> Any:
-        """The policy's state of this layer."""
-        return self.layer.state
-
-    @property
-    def recent_blocks(self) -> int:
+        self.recent_blocks = -(-layer.requirements.recent // self.block_size)
         """Number of newest sealed blocks that are always attended."""
-        return -(-self.layer.requirements.recent // self.block_size)
 
     @property
     def host_end(self) -> int:
@@ -80,7 +76,7 @@ class Step(ABC):
             ValueError: other shapes than out `[B, Hq, D]` and lse `[B, Hq]`, or with splits `[B, Hq, S, D]` and
                 `[B, Hq, S]`.
         """
-        out, lse = (_floats(x).to(self.store.device) for x in partial)
+        out, lse = _fp32(partial, self.store.device)
         batch, heads, dim = (*self.query_shape, self.store.head_dim)
         parts = out.shape[2:-1] if splits else ()
         if out.shape != (batch, heads, *parts, dim) or lse.shape != out.shape[:-1] or len(parts) > 1:
@@ -90,12 +86,7 @@ class Step(ABC):
             )
         if splits and not parts:
             out, lse = out.unsqueeze(2), lse.unsqueeze(2)
-        return Partial(out.float().contiguous(), lse.float().contiguous())
-
-    @property
-    @abstractmethod
-    def query_shape(self) -> tuple[int, int]:
-        """Rows and query heads."""
+        return Partial(out, lse)
 
     @property
     def digests(self) -> DigestStore:
@@ -201,15 +192,15 @@ class Step(ABC):
     def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
         """Split a selection into (resident blocks, host blocks); with one memory (None, all blocks)."""
 
-    def attend(self, selection: Selection) -> tuple[Partial | RunningPartial, ...]:
+    def attend(self, selection: Selection) -> tuple[Partial | HostPartial, ...]:
         """Attend blocks in place: resident ones on the device, concurrently the others on the CPU."""
         return self.attend_split(*self.split(selection))
 
     @abstractmethod
-    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | RunningPartial, ...]:
+    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | HostPartial, ...]:
         """Attend resident blocks on the device and host blocks on the CPU, as returned by `split`; None: no blocks."""
 
-    def fetch(self, score: Any, chosen: Selection) -> tuple[Partial | RunningPartial, ...]:
+    def fetch(self, score: Any, chosen: Selection) -> tuple[Partial | HostPartial, ...]:
         """Attend all chosen blocks on the device, fetching those that are not resident; with one memory as `attend`.
 
         Args:
@@ -223,7 +214,7 @@ class Step(ABC):
         raise RuntimeError("attend_fetched needs two memories; check step.layer.two_memories first")
 
     @abstractmethod
-    def attend_drawn(self, join: str, samples: int, ahead: Any = None) -> tuple[Partial | RunningPartial, ...]:
+    def attend_drawn(self, join: str, samples: int, ahead: Any = None) -> tuple[Partial | HostPartial, ...]:
         """Attend pairs of keys that are drawn by their estimated attention (`cpu.kernels.draw_pairs`).
 
         With one memory sinks, recent blocks and what has no digest are attended whole; with two all that is resident,
@@ -250,7 +241,7 @@ class Step(ABC):
         return None
 
     def attend_early(self, host: Selection, *, correct: bool) -> Any:
-        """Start the CPU part with this step's (predicted) query; with two memories only.
+        """Start the host partial with this step's (predicted) query; with two memories only.
 
         Args:
             host: host blocks to attend.
@@ -308,33 +299,31 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def recall(self, plan: Plan, clock: Any) -> None:
+    def recall(self, clock: Any) -> None:
         """Exchange resident blocks of low worth for host blocks of high worth, for the next step on, if it is due.
 
         Args:
-            plan: this step's plan, whose CPU ratio the clock counts.
-            clock: a `RecallClock`, which decides whether a recall is due.
+            clock: a `RecallClock`, which decides by the step's CPU ratio whether a recall is due.
         """
 
 
-def _floats(values: Any) -> torch.Tensor:
-    """Return a dense floating-point tensor, or an array as one.
+def _fp32(partial: Partial, device: torch.device) -> list[torch.Tensor]:
+    """Return dense floating-point tensors or arrays as contiguous fp32 tensors on a device.
 
     Raises:
         TypeError: anything else.
     """
-    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
-        return torch.from_numpy(np.ascontiguousarray(values, np.float32))
-    if isinstance(values, torch.Tensor):
-        dense = values.layout is torch.strided and not (values.is_meta or values.is_nested)
-        if dense and values.is_floating_point():
-            return values
-        what = f"a tensor of {values.dtype}, {values.layout}, on {values.device}"
-    else:
-        what = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else f"a {type(values).__name__}"
-    raise TypeError(f"Partial(out, lse) is made of tensors or arrays, not of {what}; use float32, strided, with memory")
-
-
-def fp32(query: torch.Tensor) -> torch.Tensor:
-    """Return a query as contiguous fp32 on its device."""
-    return query.detach().float().contiguous()
+    found = []
+    for x in partial:
+        if isinstance(x, np.ndarray) and x.dtype.kind == "f":
+            x = torch.from_numpy(np.ascontiguousarray(x, np.float32))
+        tensor = isinstance(x, torch.Tensor)
+        if not (tensor and x.layout is torch.strided and x.is_floating_point()) or x.is_meta or x.is_nested:
+            what = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+            if tensor:
+                what = f"a tensor of {x.dtype}, {x.layout}, on {x.device}"
+            raise TypeError(
+                f"Partial(out, lse) is made of tensors or arrays, not of {what}; use float32, strided, with memory"
+            )
+        found.append(x.to(device, torch.float32).contiguous())
+    return found

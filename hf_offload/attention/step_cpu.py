@@ -23,7 +23,7 @@ from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, Digest
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.launch import TAGS, Launch, LaunchSequence, tag_of
 from hf_offload.cpu.simd.convert import SHORT, narrow, widen
-from hf_offload.policies.base import EVER, Partial, Plan, RunningPartial, Selection
+from hf_offload.policies.base import EVER, HostPartial, Partial, Plan, Selection
 from hf_offload.scores import Scores
 
 LIST_BLOCKS = 16
@@ -147,6 +147,7 @@ class CpuStep(Step):
     ) -> None:  # fmt: skip
         super().__init__(layer, length, form.scores)
         self.view, self.form, self.buffers = view, form, buffers_of(layer, query.shape)
+        self.query_shape = query.shape[0], query.shape[1]
         self._readable = form.readable
         query = readable(query)
         self.model_sinks: torch.Tensor | None = None
@@ -326,10 +327,6 @@ class CpuStep(Step):
     def serve_this_block(self) -> None:
         """Restrict this plan to steps before the next block begins."""
         self.serve(range(self.num_blocks, self.num_blocks + 1))
-
-    @property
-    def query_shape(self) -> tuple[int, int]:
-        return self.buffers.query.shape[0], self.buffers.query.shape[1]
 
     # --- choosing blocks ---------------------------------------------------------------------------------------------
 
@@ -584,7 +581,7 @@ class CpuStep(Step):
         self.begin()
         return self.buffers.out_tensor, self.buffers.lse_tensor
 
-    def _merge(self, partials: Sequence[Partial | RunningPartial]) -> None:
+    def _merge(self, partials: Sequence[Partial | HostPartial]) -> None:
         """Queue the merge of a plan's partials into the layer's `out` and `lse`."""
         result, others = self.buffers.partial(0), []
         for partial in partials:
@@ -609,14 +606,14 @@ class CpuStep(Step):
         self.then(copy)
         return moved
 
-    def _arrays(self, partial: Partial | RunningPartial) -> Partial:
+    def _arrays(self, partial: Partial | HostPartial) -> Partial:
         """Return a partial as arrays that a launch can read.
 
         Raises:
-            TypeError, ValueError: as `checked`; or a running partial, for which a step with one memory cannot wait.
+            TypeError, ValueError: as `checked`; or a host partial, for which a step with one memory cannot wait.
         """
-        if isinstance(partial, RunningPartial):
-            raise ValueError("a running partial needs two memories; check step.layer.two_memories first")
+        if isinstance(partial, HostPartial):
+            raise ValueError("a host partial needs two memories; check step.layer.two_memories first")
         out, lse = self.checked(partial, splits=False)
         return Partial(out.numpy(), lse.numpy())
 
@@ -640,7 +637,7 @@ class CpuStep(Step):
     def learn(self, score: np.ndarray, smoothing: float) -> None:
         """Do nothing: there is no resident set."""
 
-    def recall(self, plan: Plan, clock: object) -> None:
+    def recall(self, clock: object) -> None:
         """Do nothing: there is no resident set."""
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import CpuPartial
-from hf_offload.attention.drawn_partial import DrawnPartial
-from hf_offload.attention.step import Step, fp32
+from hf_offload.attention.drawn_host_partial import DrawnHostPartial
+from hf_offload.attention.host_partial import BlockHostPartial
+from hf_offload.attention.step import Step
 from hf_offload.cache.copying import Moves
 from hf_offload.cache.device_mirror import sent
 from hf_offload.cache.layer import HybridLayer
@@ -21,7 +22,7 @@ from hf_offload.gpu.block_topk import select_blocks, split_blocks
 from hf_offload.gpu.digest_scores import join_heads
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged_attention import paged_attention
-from hf_offload.policies.base import Partial, Plan, RunningPartial, Selection
+from hf_offload.policies.base import HostPartial, Partial, Plan, Selection
 from hf_offload.scores import Scores
 
 COMPARE_EVERY = 8  # steps between two comparisons of predicted and wanted blocks
@@ -48,26 +49,23 @@ class SplitStep(Step):
         super().__init__(layer, length, scores)
         self.fresh = fresh
         assert layer.resident is not None
-        self.query, self.resident, self.mirror = fp32(query), layer.resident, layer.mirror
-        self.limits = self.mirror.limits("step", length, self.store.sealed)
-        self._ratio: Any = None
+        self.query, self.resident, self.mirror = query.detach().float().contiguous(), layer.resident, layer.mirror
+        self.query_shape = query.shape[0], query.shape[1]
+        self.limits, self.valid = self.mirror.limits("step", length, self.store.sealed), self.mirror.valid()
+        self.cpu_ratio: Any = None
+        """The host partial's tokens as a share of the budget (without one: of all tokens), once it has its result: fp32
+        `[]` or a float."""
 
-    @property
-    def query_shape(self) -> tuple[int, int]:
-        return self.query.shape[0], self.query.shape[1]
-
-    @property
+    @cached_property
     def sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """First block and end of each row's sinks, int32 `[B]` each."""
         return self.mirror.sinks(self.layer.requirements.sinks)
 
-    def score(self, join: str) -> torch.Tensor:
-        if self.query.ndim == 3:
-            return self._score(self.query, join)
-        scores = [self._score(self.query[:, :, i].contiguous(), join) for i in range(self.query.shape[2])]
-        return torch.stack(scores).mean(0)
-
-    def _score(self, query: torch.Tensor, join: str) -> torch.Tensor:
+    def score(self, join: str, query: torch.Tensor | None = None) -> torch.Tensor:
+        query = self.query if query is None else query
+        if query.ndim == 4:
+            scores = [self.score(join, query[:, :, i].contiguous()) for i in range(query.shape[2])]
+            return torch.stack(scores).mean(0)
         digests, store = self.digests, self.store
         kv_heads = store.num_kv_heads
         if not digests.frozen:  # no block has a digest, or all are padding
@@ -75,13 +73,13 @@ class SplitStep(Step):
         if store.scored_on_host:
             return self._score_on_host(query, join)
         masses = digests.score(query, self.resident.tables.table(), self.limits, self.scores)
-        return join_heads(masses, self._tail(query), self.limits, kv_heads=kv_heads, join=join)
+        return join_heads(masses, self.tail(query), self.limits, kv_heads=kv_heads, join=join)
 
     def _score_on_host(self, query: torch.Tensor, join: str) -> torch.Tensor:
         """Score on the CPU, whose digests these are; this waits for the device."""
         digests, store = self.digests, self.store
         width = store.table.shape[1]
-        asked, tail = query.cpu().numpy(), self._tail(query).cpu().numpy()
+        asked, tail = query.cpu().numpy(), self.tail(query).cpu().numpy()
         shape = store.batch, store.num_kv_heads, width
         score = torch.full(shape, float("-inf"), dtype=torch.float32, device="cpu")
         choose_blocks(
@@ -91,13 +89,8 @@ class SplitStep(Step):
         ).run(self.label("the scores of blocks"))  # fmt: skip
         return score.to(query.device)
 
-    def tail(self) -> torch.Tensor:
-        """Return the log mass `[B, Hq]` of the tail for this step's query."""
-        return self._tail(self.query)
-
-    def _tail(self, query: torch.Tensor) -> torch.Tensor:
-        """Return the log mass `[B, Hq]` of the tail, the block without a digest."""
-        store = self.store
+    def tail(self, query: torch.Tensor | None = None) -> torch.Tensor:
+        query, store = self.query if query is None else query, self.store
         if self.layer.unplaced:
             return query.new_full(query.shape[:2], float("-inf"))
         shape = (store.batch, store.num_kv_heads, 1)
@@ -107,12 +100,13 @@ class SplitStep(Step):
         if store.length != self.length:
             limits = self.mirror.limits("ahead", store.length, store.sealed)
         _, lse = paged_attention(
-            query, self.resident.pool, slot, block, torch.ones_like(block[:, :, 0]), limits, self.mirror.valid(),
+            query, self.resident.pool, slot, block, torch.ones_like(block[:, :, 0]), limits, self.valid,
             **self.scores._asdict(),
         )  # fmt: skip
         return lse.logsumexp(-1)
 
-    def _selected(self, score: torch.Tensor, blocks: int, recent: int) -> Selection:
+    def select(self, score: torch.Tensor, blocks: int, recent: int | None = None) -> Selection:
+        recent = self.recent_blocks if recent is None else recent
         low, high = self.sinks
         sink_blocks = -(-self.layer.requirements.sinks // self.block_size) + 1
         always = sink_blocks + recent + self.num_blocks - self.store.sealed
@@ -123,9 +117,6 @@ class SplitStep(Step):
             )
         )
 
-    def select(self, score: torch.Tensor, blocks: int) -> Selection:
-        return self._selected(score, blocks, self.recent_blocks)
-
     def choose(self, join: str, blocks: int) -> tuple[torch.Tensor, Selection]:
         score = self.score(join)
         return score, self.select(score, blocks)
@@ -133,7 +124,7 @@ class SplitStep(Step):
     def recent(self, blocks: int) -> Selection:
         sinks = -(-self.layer.requirements.sinks // self.block_size)
         newest = max(blocks - (self.num_blocks - self.store.sealed) - sinks, 0)
-        return self._selected(torch.zeros_like(self.resident.worth), 0, newest)
+        return self.select(torch.zeros_like(self.resident.worth), 0, newest)
 
     def all_blocks(self) -> Selection:
         shape = (self.store.batch, self.store.num_kv_heads, self.store.table.shape[1])
@@ -188,16 +179,18 @@ class SplitStep(Step):
         """Attend resident blocks on the device; the partial has splits."""
         out, lse = paged_attention(
             self.query, self.resident.pool, device.slots, device.blocks, device.counts, self.limits,
-            self.mirror.valid(), **self.scores._asdict(),
+            self.valid, **self.scores._asdict(),
         )  # fmt: skip
         return Partial(out, lse)
 
-    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | RunningPartial, ...]:
-        part = None if host is None else self.attend_host(host)  # first, so that CPU and device work at once
+    def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | HostPartial, ...]:
+        partial = None
+        if host is not None:  # first, so that CPU and device work at once
+            partial = self._host_partial(host).start(self, host, correct=False, label="CPU attention")
         found = () if device is None else (self.attend_device(device),)
-        return found if part is None else (*found, part)
+        return found if partial is None else (*found, partial)
 
-    def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | RunningPartial, ...]:
+    def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | HostPartial, ...]:
         resident = self.resident
         if resident.slots > chosen.blocks.shape[2]:  # other resident blocks stay while there are slots
             score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
@@ -220,65 +213,62 @@ class SplitStep(Step):
             blocks, counts = listed[:, :, first : first + size].contiguous(), (host.counts - first).clamp(0, size)
             resident.bring(Moves(slots, blocks, counts), tile)
             out, lse = paged_attention(
-                self.query, tile, slots, blocks, counts, self.limits, self.mirror.valid(),
+                self.query, tile, slots, blocks, counts, self.limits, self.valid,
                 **self.scores._asdict(),
             )  # fmt: skip
             parts.append(merge(out, lse, None, self.query, None, scale=self.scores.scale, dtype=torch.float32))
         self.layer.count("moves", host.counts)
         return Partial(torch.stack([out for out, _ in parts], 2), torch.stack([lse for _, lse in parts], 2))
 
-    def attend_host(self, host: Selection) -> CpuPartial:
-        """Start the CPU part with this step's query."""
-        return self._cpu_partial(host.blocks.shape[2]).start(self, host, correct=False, label="CPU attention")
-
-    def attend_early(self, host: Selection, *, correct: bool) -> CpuPartial:
-        part = self._cpu_partial(host.blocks.shape[2]).start(self, host, correct=correct, label="early CPU attention")
-        self.layer.ahead = part
-        return part
+    def attend_early(self, host: Selection, *, correct: bool) -> BlockHostPartial:
+        partial = self._host_partial(host)
+        self.layer.ahead = partial.start(self, host, correct=correct, label="early CPU attention")
+        return partial
 
     def attend_drawn(
-        self, join: str, samples: int, ahead: DrawnPartial | None = None
-    ) -> tuple[Partial | RunningPartial, ...]:
+        self, join: str, samples: int, ahead: DrawnHostPartial | None = None
+    ) -> tuple[Partial | HostPartial, ...]:
         if self.all_resident:
             return (self.attend_resident(),)
-        part = ahead
-        if part is None and self.digests.frozen:
-            part = DrawnPartial.of(self, samples, join).attend(self, correct=False, label="CPU attention")
-        elif part is not None and part.awaits_query:
-            part.attend_drawn(self)
+        partial = ahead
+        if partial is None and self.digests.frozen:
+            partial = DrawnHostPartial.of(self, samples, join).attend(self, correct=False, label="CPU attention")
+        elif partial is not None and partial.awaits_query:
+            partial.attend_drawn(self)
         found = self.attend_device(self.resident_blocks())
-        return (found,) if part is None else (found, part)
+        return (found,) if partial is None else (found, partial)
 
-    def draw_early(self, join: str, samples: int, *, attend: bool, correct: bool) -> DrawnPartial | None:
+    def draw_early(self, join: str, samples: int, *, attend: bool, correct: bool) -> DrawnHostPartial | None:
         if self.all_resident or not self.digests.frozen:  # not frozen: all but the (resident) tail is padding
             return None
-        part = DrawnPartial.of(self, samples, join)
+        partial = DrawnHostPartial.of(self, samples, join)
         if not attend:
-            return part.draw(self)
-        self.layer.ahead = part.attend(self, correct=correct, label="early CPU attention")
-        return part
+            return partial.draw(self)
+        self.layer.ahead = partial.attend(self, correct=correct, label="early CPU attention")
+        return partial
 
     def block_shares(self, plan: Plan) -> torch.Tensor | None:
-        part = running(plan)
-        return part.block_shares() if isinstance(part, DrawnPartial) else None
+        return plan.host.block_shares() if isinstance(plan.host, DrawnHostPartial) else None
 
     def read_ahead(self, host: Selection) -> None:
         if self.mirror.capture is None:
-            self._cpu_partial(host.blocks.shape[2]).read(self, host)
+            self._host_partial(host).read(self, host)
 
-    def _cpu_partial(self, capacity: int) -> CpuPartial:
-        part: CpuPartial | None = self.layer.cpu_partial
-        if part is None or not part.fits(self.query, capacity):
-            part = self.layer.cpu_partial = CpuPartial(self.layer, self.query, capacity)
-        return part
+    def _host_partial(self, host: Selection) -> BlockHostPartial:
+        """Return the layer's host partial, a new one where sizes have changed."""
+        capacity = host.blocks.shape[2]
+        partial: BlockHostPartial | None = self.layer.host_partial
+        if partial is None or partial.form != (self.query.shape, capacity):
+            partial = self.layer.host_partial = BlockHostPartial(self.layer, self.query, capacity)
+        return partial
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 
     def learn(self, score: torch.Tensor, smoothing: float) -> None:
         self.resident.learn(score, self.limits, smoothing)
 
-    def recall(self, plan: Plan, clock: Any) -> None:
-        due = clock.due(self.cpu_ratio(plan))
+    def recall(self, clock: Any) -> None:
+        due = clock.due(self.cpu_ratio)
         if due is None:
             return
         capture = self.mirror.capture
@@ -289,15 +279,6 @@ class SplitStep(Step):
             moves = self.resident.exchange(self.limits, self.sinks, self.recent_blocks, due)
             self.resident.fetch(moves, self.label("recall"))
             self.layer.count("moves", moves.counts)
-
-    def cpu_ratio(self, plan: Plan) -> Any:
-        """Return the CPU's tokens as a share of the budget (without one: of all tokens), fp32 `[]` or a float."""
-        if self._ratio is None:
-            part = running(plan)
-            self._ratio = (
-                torch.zeros((), device=self.query.device, dtype=torch.float32) if part is None else part.share(self)
-            )
-        return self._ratio
 
     def share_of(self, host: Selection) -> torch.Tensor:
         budget = self.layer.requirements.budget
@@ -323,18 +304,3 @@ class SplitStep(Step):
         valid = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
         marks = torch.zeros(*selection.blocks.shape[:2], width + 1, dtype=torch.bool, device=device)
         return marks.scatter_(2, torch.where(valid, selection.blocks, width).long(), True)[:, :, :width]
-
-
-def running(plan: Plan) -> RunningPartial | None:
-    """Return a plan's running partial, or None.
-
-    Raises:
-        ValueError: the plan has several.
-    """
-    found = [partial for partial in plan.partials if isinstance(partial, RunningPartial)]
-    if len(found) > 1:
-        raise ValueError(
-            f"a plan has {len(found)} running partials, of which one is allowed; join their blocks, or attend "
-            "one on the device"
-        )
-    return found[0] if found else None

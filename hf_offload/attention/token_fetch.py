@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from contextlib import suppress
 
 import numpy as np
@@ -70,7 +71,8 @@ class TokenFetch:
         """
         store = self.layer.store
         assert store is not None
-        with self.layer.stats.waiting():
-            self._job.result()
+        began = time.perf_counter()
+        self._job.result()
+        self.layer.stats.wait_seconds += time.perf_counter() - began
         key, value = store.narrowed(self._host).to(store.device, non_blocking=True).unbind(3)
         return key, value

@@ -126,10 +126,10 @@ class BlockStore:
             packed: new logical blocks that are to be packed.
         """
         have, need = self.reserved, -(-length // self.block_size)
-        if self.length < length and self.length < have * self.block_size:  # even an empty block may be shared
-            self.own(range(self.length // self.block_size, self.length // self.block_size + 1))
-        self.reserve_table(need)
+        if self.pool.shared and self.length < min(length, have * self.block_size):  # even an empty block may be shared
+            own_block(self, self.length // self.block_size)
         if need > have:
+            self.reserve_table(need)
             taken: list[np.ndarray] = []
             try:
                 for first, stop in ((have, packed.start), (packed.start, packed.stop), (max(have, packed.stop), need)):

@@ -38,7 +38,7 @@ def copies(store: BlockStore, pool: torch.Tensor, moves: Moves) -> Callable[[], 
         pool: `[B, Hkv, R, 2, block_size, D]`, written by the callable.
         moves: read at once.
     """
-    slots, blocks, counts = (part.cpu().numpy() for part in moves)
+    slots, blocks, counts = moves.slots.cpu().numpy(), moves.blocks.cpu().numpy(), moves.counts.cpu().numpy()
     rows, heads, column = np.nonzero(np.arange(slots.shape[2]) < counts[..., None])
     slot, block = slots[rows, heads, column], blocks[rows, heads, column]
     record = store.pool.record_bytes

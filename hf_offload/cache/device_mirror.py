@@ -12,6 +12,7 @@ import torch
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.padding import Padding
 from hf_offload.cpu.thread_pool import Worker
+from hf_offload.gpu.backend import check_triton
 from hf_offload.gpu.streams import RECALLS, stream_for
 
 _CYCLES = 1.5e9  # cycles of a GPU in a second, roughly
@@ -26,9 +27,13 @@ class DeviceMirror:
         padding: the cache's padding.
         device: the device of the tensors.
         worker: threads for work beside the model.
+
+    Raises:
+        RuntimeError: a GPU without Triton.
     """
 
     def __init__(self, padding: Padding, device: torch.device, worker: Worker) -> None:
+        check_triton(device)
         self.padding, self.device, self.worker = padding, device, worker
         self.stream = stream_for(RECALLS, device) if device.type == "cuda" else None
         """The stream of recalls, which all caches on the device share."""
@@ -42,7 +47,8 @@ class DeviceMirror:
 
     def pause(self) -> None:
         """Delay the current stream in tests; see `pause`."""
-        pause(self.worker, self.device)
+        if self.worker.delay:
+            pause(self.worker, self.device)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -96,11 +102,9 @@ class DeviceMirror:
 
     def sinks(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """First block and end of each row's first `tokens` valid tokens, int32 `[B]` each."""
-        low, high = self.padding.sinks(tokens)
-        return (
-            self._mirror(("low", tokens), low.tobytes(), low),
-            self._mirror(("high", tokens), high.tobytes(), high),
-        )
+        both = np.stack(self.padding.sinks(tokens))
+        low, high = self._mirror(("sinks", tokens), both.tobytes(), both)
+        return low, high
 
 
 def pause(worker: Worker | None, device: torch.device) -> None:

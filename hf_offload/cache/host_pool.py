@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +28,10 @@ class _Slabs:
         self.pinned = pin
         """Whether all slabs are page-locked; the system may refuse to lock pages."""
         self.tensors: list[torch.Tensor] = []
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        """Bytes of one place."""
         self.places = 0
         self.free: list[int] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one place."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
 
     @property
     def used_bytes(self) -> int:
@@ -110,6 +108,8 @@ class HostPool:
         self.dtype = dtype
         self._plain = _Slabs(self.block_shape, dtype, pin)
         self._packed = _Slabs((num_kv_heads, packed_bytes), torch.uint8, pin)
+        self.record_bytes, self.packed_record_bytes = self._plain.nbytes // num_kv_heads, packed_bytes
+        """Bytes of one block of one KV head, K and V: not packed, and packed."""
         self.block_ptr = np.zeros(0, np.int64)
         self.refcount = np.zeros(0, np.int32)
         self._free: list[int] = []
@@ -145,16 +145,6 @@ class HostPool:
     def block_bytes(self) -> int:
         """Bytes of one block that is not packed, all KV heads."""
         return self._plain.nbytes
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of one block of one KV head, K and V, not packed."""
-        return self.block_bytes // self.block_shape[0]
-
-    @property
-    def packed_record_bytes(self) -> int:
-        """Bytes of one packed block of one KV head."""
-        return self._packed.shape[1]
 
     @property
     def used_blocks(self) -> int:

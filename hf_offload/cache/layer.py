@@ -90,8 +90,8 @@ class HybridLayer(CacheLayerMixin):
         """Planned steps with one memory (`attention.step_cpu.CpuStep`): by True for the layer itself, which writes its
         token, by False for layers that share its tokens."""
         self.ahead: Any = None
-        self.cpu_partial: Any = None
-        """The buffers of the CPU's part, with two memories (`attention.cpu_partial.CpuPartial`)."""
+        self.host_partial: Any = None
+        """The host partial, with two memories (`attention.host_partial.BlockHostPartial`), kept from step to step."""
         self.last_queries: LastQueries | None = None
         self.unplaced = True
         self.slots: int | None = None
@@ -128,11 +128,6 @@ class HybridLayer(CacheLayerMixin):
     def looks_ahead(self) -> bool:
         """Whether the policy wants this layer's query predicted."""
         return self.policy.looks_ahead(self.index, two_memories=self.two_memories, on_device=self.on_device)
-
-    @property
-    def capturing(self) -> bool:
-        """Whether this step is being captured as a CUDA graph."""
-        return self.two_memories and self.is_initialized and self.mirror.capture is not None
 
     @property
     def batch_size(self) -> int:
@@ -301,14 +296,14 @@ class HybridLayer(CacheLayerMixin):
         return self.resident is not None and -(-length // self.settings.block_size) <= self.resident.slots
 
     def drain_ahead(self) -> None:
-        """Wait for the CPU part that was started a layer ahead, and drop it."""
+        """Wait for the host partial that was started a layer ahead, and drop it."""
         ahead, self.ahead = getattr(self, "ahead", None), None
-        for part in (ahead, getattr(self, "cpu_partial", None)):
-            if part is not None:
-                part.cancel()
+        for partial in (ahead, getattr(self, "host_partial", None)):
+            if partial is not None:
+                partial.cancel()
 
     def drain(self) -> None:
-        """Wait for all work in flight: copies, the state's jobs, and the CPU part started ahead, which is dropped.
+        """Wait for all work in flight: copies, the state's jobs, and the host partial started ahead, which is dropped.
 
         Raises:
             WorkerError: a copy failed; its blocks are then not resident, and the host still has them.
@@ -360,7 +355,7 @@ class HybridLayer(CacheLayerMixin):
         """Replace the resident set by an empty one with this many slots for each row and KV head."""
         assert self.store is not None
         check_slots(slots, self.store.block_size, f"the window of {self.policy}")
-        self.resident, self.cpu_partial = ResidentSet(self.store, slots, self.mirror), None
+        self.resident, self.host_partial = ResidentSet(self.store, slots, self.mirror), None
         return self.resident
 
     def write_back(self) -> None:

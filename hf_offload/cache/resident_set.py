@@ -257,10 +257,6 @@ class ResidentSet:
         self.known.copy_(known)
         self.fetch(Moves(slots.int(), block_of.gather(2, slots), lost.sum(-1, dtype=torch.int32)), label)
 
-    def write_token(self, k: torch.Tensor, v: torch.Tensor, limits: torch.Tensor) -> None:
-        """Write the newest token `[B, Hkv, D]`, number limits[0] - 1, into the slot of its (resident) block."""
-        kv_copy.write_token(self.pool, self.slot_of, k, v, limits)
-
     def keys(self, block: int) -> torch.Tensor:
         """The keys `[B, Hkv, block_size, D]` of a resident block."""
         return self.block(block)[:, :, 0]

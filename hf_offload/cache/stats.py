@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -33,7 +31,7 @@ class LayerStats:
             budget; ratio_steps: number of these steps; cpu_ratio_by_step: ratios of the newest `KEEP_STEPS` of them.
         recalls: exchanges of resident blocks; recall_blocks: blocks moved; recall_bytes: bytes moved.
         placements: placements of the resident set after a prompt or append; placement_bytes: bytes copied.
-        wait_seconds: time that the model's thread waited for the CPU part and for copies.
+        wait_seconds: time that the model's thread waited for host partials and for copies.
         drawn: int64 `[3]`: tokens attended where keys are drawn (`samples`), the number of lists of them, one
             for each step, row and KV head, and the tokens cached in their rows.
         errors: int64, estimated errors of the softmax's sum: a tally of `cpu.kernels.pair_decode.attend_pairs`.
@@ -49,8 +47,8 @@ class LayerStats:
         evictions: blocks that have left the window; eviction_seconds: time to choose their kept tokens.
         reevaluations: re-evaluations of the kept tokens after prompts and appends; reevaluation_seconds: their time,
             beside the model.
-        retrievals: for policies whose CPU part selects blocks (`SelectionCounts.as_dict`): shares of streaming groups
-            (`streaming_groups`) and of query heads that took nothing (`streaming_heads`), mean share of the host's
+        retrievals: for policies whose host partials select blocks (`SelectionCounts.as_dict`): shares of streaming
+            groups (`streaming_groups`) and of query heads that took nothing (`streaming_heads`), mean share of host
             blocks that a query head took (`head_budget`) and that its group attended (`retrieved_share`), bytes of them
             (`retrieved_bytes`), the same of the blocks whose digests were read (`scored_share`, and with the digests'
             bytes `scored_bytes`), share of groups by tokens of a run (`granularities`); empty otherwise.
@@ -86,15 +84,6 @@ class LayerStats:
     reevaluations: int = 0
     reevaluation_seconds: float = 0.0
     retrievals: dict[str, Any] = field(default_factory=dict)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Add the duration of the body to `wait_seconds`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.wait_seconds += time.perf_counter() - start
 
     def as_dict(self) -> dict[str, Any]:
         """The counters as a dict, with means in place of sums (None where nothing was counted)."""

@@ -1,4 +1,4 @@
-"""Threads that run the CPU's part of a CUDA graph: the device announces work by flags in pinned memory.
+"""Threads that run the CPU work of a CUDA graph: the device announces work by flags in pinned memory.
 
 A replayed decode step writes its number, the epoch, into a flag for each layer and waits for a second flag. The threads
 of a `Doorbell` poll the first flag, run the layer's launch over fixed buffers and set the second, without Python in
@@ -209,7 +209,7 @@ class _Crew:
             position[serving.EPOCH] = oldest
             args = (self._rows, self._tickets, self.control, position, self.items, self._launches)
             try:
-                self._threads.append(start(_serve, args, "the CPU's part of a CUDA graph"))
+                self._threads.append(start(_serve, args, "the CPU work of a CUDA graph"))
             except MemoryError:
                 if not self._threads:
                     self._pid = 0

@@ -76,11 +76,11 @@ class Job:
                 the last case the job still runs unless it is `done`.
         """
         left = self._worker.timeout if timeout is None else timeout
-        while not self.done():
+        while not self._ended:
             pause = min(0.2, left)
             left -= pause  # not measured by a clock: a stopped process runs no job either
             self._wait(pause)
-            if self.done():
+            if self._ended:
                 break
             if self.foreign or not self._worker.alive():
                 lost = f"{self.label}: every worker thread has died before the job ended"
@@ -378,7 +378,7 @@ class Worker:
 
     def alive(self) -> bool:
         """Whether at least one thread is alive to run jobs."""
-        return any(thread.is_alive() for thread in self._pool)
+        return any(map(Thread.is_alive, self._pool))
 
     def _begin_anew(self) -> None:
         """Reset a forked child, which has none of its parent's threads and perhaps a locked queue."""
@@ -388,7 +388,7 @@ class Worker:
     def _ensure_threads(self) -> None:
         if self._pid != os.getpid():
             self._begin_anew()
-        if len(self._pool) == self._jobs and all(thread.is_alive() for thread in self._pool):
+        if len(self._pool) == self._jobs and all(map(Thread.is_alive, self._pool)):
             return
         with self._lock:
             self._pool = [thread for thread in self._pool if thread.is_alive()]

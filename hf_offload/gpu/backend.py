@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ except ImportError:  # CPU builds of torch, macOS, Windows
 
 tl: Any = None if triton is None else triton.language
 """The language of kernels."""
-FORCED = False
-"""Tests set this, with Triton's interpreter on (TRITON_INTERPRET=1), to run the kernels on CPU tensors."""
+ON_TRITON = {"cuda"}
+"""Types of the devices where operations are Triton kernels; tests add "cpu", with TRITON_INTERPRET=1."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -35,17 +34,14 @@ def constexpr(value: Any) -> Any:
     return value if tl is None else tl.constexpr(value)
 
 
-def on_triton(tensor: torch.Tensor) -> bool:
-    """Whether operations on this tensor are Triton kernels.
+def check_triton(device: torch.device) -> None:
+    """Raise unless a device's operations can be computed.
 
     Raises:
-        RuntimeError: it is a CUDA tensor and Triton is not installed.
+        RuntimeError: it is a CUDA device and Triton is not installed.
     """
-    if tensor.device.type == "cuda" and triton is None:
+    if device.type in ON_TRITON and triton is None:
         raise RuntimeError("HybridCache computes on the GPU with Triton, which is not installed: pip install triton")
-    if FORCED:
-        assert os.environ.get("TRITON_INTERPRET") == "1", "CPU tensors need Triton's interpreter"
-    return tensor.device.type == "cuda" or FORCED
 
 
 def next_power_of_2(n: int) -> int:
@@ -68,7 +64,7 @@ def require(device: torch.device | None, **tensors: Expected) -> None:
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} has dtype {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
         if tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
         if device is not None and tensor.device != device:
             raise ValueError(f"{name} lies on {tensor.device}; expected {device}")
         if not tensor.is_contiguous():

@@ -6,7 +6,7 @@ from typing import NamedTuple, no_type_check
 
 import torch
 
-from .backend import constexpr, jit, next_power_of_2, on_triton, require, tl
+from .backend import ON_TRITON, constexpr, jit, next_power_of_2, require, tl
 
 I32 = (torch.int32,)
 MOST_BLOCKS = 16384
@@ -62,7 +62,8 @@ def select_blocks(
         TypeError: another dtype.
     """
     batch, heads, width = score.shape
-    check_width(width)
+    if not 1 <= width <= MOST_BLOCKS:
+        raise ValueError(f"{width} blocks a row are not within 1..{MOST_BLOCKS}; use a larger block_size")
     require(
         score.device,
         score=(score, (torch.float32,), (batch, heads, width)),
@@ -74,7 +75,7 @@ def select_blocks(
         raise ValueError(f"block_size {block_size}, recent {recent} and k {k} must be at least 1, 0 and 0")
     if capacity < max(1, min(k, width)):
         raise ValueError(f"capacity {capacity} is too small: up to {max(1, min(k, width))} blocks may be chosen")
-    if not on_triton(score):
+    if score.device.type not in ON_TRITON:
         return _select_by_torch(score, limits, low, high, block_size, recent, k, capacity)
     blocks = torch.empty(batch, heads, capacity, dtype=torch.int32, device=score.device)
     counts = torch.empty(batch, heads, dtype=torch.int32, device=score.device)
@@ -103,7 +104,7 @@ def split_blocks(blocks: torch.Tensor, counts: torch.Tensor, slot_of: torch.Tens
         counts=(counts, I32, (batch, heads)),
         slot_of=(slot_of, I32, (batch, heads, slot_of.shape[-1])),
     )
-    if not on_triton(blocks):
+    if blocks.device.type not in ON_TRITON:
         return _split_by_torch(blocks, counts, slot_of)
     split = Split(*(torch.empty_like(x) for x in (blocks, blocks, counts, blocks, counts)))
     chunk = min(max(next_power_of_2(capacity), 128), 1024)
@@ -151,12 +152,6 @@ def choose_runs(
     return chosen.int(), marks.sum().clamp(max=capacity).int()
 
 
-def check_width(blocks: int) -> None:
-    """Raise ValueError unless a kernel can rank a row of so many blocks."""
-    if not 1 <= blocks <= MOST_BLOCKS:
-        raise ValueError(f"{blocks} blocks a row are not within 1..{MOST_BLOCKS}; use a larger block_size")
-
-
 def spare_width(blocks: int) -> int:
     """A quarter more blocks, for a table that grows; but no more than can be ranked, as long as they can."""
     wide = blocks * 5 // 4
@@ -193,9 +188,10 @@ def _split_by_torch(blocks: torch.Tensor, counts: torch.Tensor, slot_of: torch.T
     meant = torch.arange(capacity, device=blocks.device) < counts[..., None]
     slots = slot_of.gather(2, torch.where(meant, blocks, 0).long())
     here, there = meant & (slots >= 0), meant & (slots < 0)
+    near, near_slots = together(torch.stack((blocks, slots)), torch.stack((here, here)), capacity)
     return Split(
-        together(blocks, here, capacity),
-        together(slots, here, capacity),
+        near,
+        near_slots,
         here.sum(-1, dtype=torch.int32),
         together(blocks, there, capacity),
         there.sum(-1, dtype=torch.int32),

@@ -12,7 +12,7 @@ import torch
 
 from hf_offload.scores import Scores
 
-from .backend import jit, next_power_of_2, on_triton, require, tl
+from .backend import ON_TRITON, jit, next_power_of_2, require, tl
 from .paged_attention import LN2, MOST_HEADS, apply_softcap, regroup_heads, split_heads
 
 F32, I32 = (torch.float32,), (torch.int32,)
@@ -44,7 +44,8 @@ def score_vectors(
     """
     (batch, query_heads, width), (physical, kv_heads, _) = ready.shape, vectors.shape
     device = ready.device
-    _check_heads(query_heads, kv_heads)
+    if kv_heads < 1 or query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads")
     require(
         device,
         ready=(ready, F32, (batch, query_heads, width)),
@@ -53,7 +54,7 @@ def score_vectors(
         table=(table, I32, (batch, table.shape[-1])),
         limits=(limits, I32, (2,)),
     )
-    if not on_triton(ready):
+    if ready.device.type not in ON_TRITON:
         return _vectors_by_torch(ready, vectors, bias, table, limits, softcap)
     if query_heads > MOST_HEADS * kv_heads:
         parts = split_heads(ready, kv_heads)
@@ -112,7 +113,8 @@ def score_submeans(
     """
     (batch, query_heads, dim), (physical, kv_heads, pairs) = query.shape, sizes.shape
     device = query.device
-    _check_heads(query_heads, kv_heads)
+    if kv_heads < 1 or query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads")
     if dim % 16 or pairs & (pairs - 1) or not 4 <= pairs <= 64:
         raise ValueError(f"D {dim} must be a multiple of 16, and {pairs} pairs a block a power of two in 4..64")
     require(
@@ -127,7 +129,7 @@ def score_submeans(
         table=(table, I32, (batch, table.shape[-1])),
         limits=(limits, I32, (2,)),
     )
-    if not on_triton(query):
+    if query.device.type not in ON_TRITON:
         return _submeans_by_torch(query, codes, levels, sizes, bias, center, sigma, table, limits, scale, softcap)
     if query_heads > MOST_HEADS * kv_heads:
         rest = (codes, levels, sizes, bias, center, sigma, table, limits)
@@ -184,7 +186,7 @@ def join_heads(
         tail=(tail, F32, (batch, query_heads)),
         limits=(limits, (torch.int32,), (2,)),
     )
-    if not on_triton(masses):
+    if masses.device.type not in ON_TRITON:
         return _join_by_torch(masses, tail, limits, kv_heads, join)
     if query_heads > MOST_HEADS * kv_heads:
         return _in_parts(masses, tail, limits, kv_heads, join)
@@ -214,11 +216,6 @@ def join_sizes(group: int) -> dict[str, Any]:
     """Compile-time sizes of `join_heads_kernel`."""
     rows = next_power_of_2(group)
     return {"GROUP": group, "ROWS": rows, "TILE": 256, "CHUNK": max(4096 // rows, 256)}
-
-
-def _check_heads(query_heads: int, kv_heads: int) -> None:
-    if kv_heads < 1 or query_heads % kv_heads:
-        raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads")
 
 
 def _vectors_by_torch(
@@ -259,14 +256,14 @@ def _submeans_by_torch(
         octets = codes[some]  # [b, n, h, w, s, i]: byte i of a word holds dimensions 8w + 2i + k
         nibbles = torch.stack((octets & 15, octets >> 4), -1).permute(0, 2, 3, 5, 6, 1, 4)
         octets = levels[some]  # byte i of a word holds dimensions 16w + 8j + 2i + k
-        bits = torch.stack([octets >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+        bits = torch.stack((octets & 3, octets >> 2 & 3, octets >> 4 & 3, octets >> 6), -1)
         bits = bits.view(*octets.shape, 2, 2).permute(0, 2, 3, 6, 5, 7, 1, 4)
         level_scale, code_scale = (
             sizes[some].transpose(1, 2)[:, :, None, ..., None].view(torch.bfloat16).float().unbind(-1)
         )
         mean, swing = scale * code_scale * product(nibbles, 8.0), scale * level_scale * product(bits, 1.5)
         mean = mean + scale * middle
-        more, less = (Scores(1.0, softcap).of(key) for key in (mean + swing, mean - swing))
+        more, less = Scores(1.0, softcap).of(torch.stack((mean + swing, mean - swing)))
         shift = bias[some][:, None, None]
         score = torch.where(shift > -torch.inf, torch.logaddexp(more, less) - math.log(2) + shift, -torch.inf)
         parts.append(score.logsumexp(-1).flatten(1, 2))

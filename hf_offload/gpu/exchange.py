@@ -6,12 +6,11 @@ from typing import no_type_check
 
 import torch
 
-from .backend import constexpr, jit, next_power_of_2, on_triton, require, tl
+from .backend import ON_TRITON, constexpr, jit, next_power_of_2, require, tl
 from .block_topk import (
     MOST_BLOCKS,
     best,
     bound_of_best,
-    check_width,
     is_best,
     keys_between,
     ordered,
@@ -63,12 +62,10 @@ def exchange(
         ValueError: numbers out of range, or shapes, devices or layouts that do not fit.
         TypeError: another dtype.
     """
-    _check(worth, known, block_of, slot_of, low, high, limits, recent)
+    _check(worth, known, block_of, slot_of, low, high, limits, recent, due)
     if block_of.shape[2] > MOST_EXCHANGED:
         raise ValueError(f"{block_of.shape[2]} slots a KV head are more than the {MOST_EXCHANGED} that are sorted")
-    if due is not None:
-        require(worth.device, due=(due, I32, (1,)))
-    if not on_triton(worth):
+    if worth.device.type not in ON_TRITON:
         return _by_torch(worth, known, block_of, slot_of, low, high, limits, recent, due)
     (batch, heads, slots), blocks = block_of.shape, slot_of.shape[2]
     moved_slots, moved_blocks = torch.empty_like(block_of), torch.empty_like(block_of)
@@ -107,7 +104,7 @@ def open_block(
     _check(worth, known, block_of, slot_of, low, high, limits, recent)
     if block_size < 1:
         raise ValueError(f"block_size {block_size} must be at least 1")
-    if not on_triton(worth):
+    if worth.device.type not in ON_TRITON:
         _open_by_torch(worth, known, block_of, slot_of, low, high, limits, block_size, recent)
         return
     (batch, heads, slots), blocks = block_of.shape, slot_of.shape[2]
@@ -124,13 +121,12 @@ def padded_slots(slots: int) -> int:
 
 def _check(
     worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, low: torch.Tensor,
-    high: torch.Tensor, limits: torch.Tensor, recent: int,
+    high: torch.Tensor, limits: torch.Tensor, recent: int, due: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     batch, heads, blocks = worth.shape
     slots = block_of.shape[-1]
-    check_width(blocks)
-    if not 1 <= slots <= MOST_BLOCKS:
-        raise ValueError(f"{slots} slots a KV head are not within 1..{MOST_BLOCKS}")
+    if not (1 <= blocks <= MOST_BLOCKS and 1 <= slots <= MOST_BLOCKS):
+        raise ValueError(f"{blocks} blocks a row or {slots} slots a KV head are not within 1..{MOST_BLOCKS}")
     require(
         worth.device,
         worth=(worth, F32, (batch, heads, blocks)),
@@ -140,6 +136,7 @@ def _check(
         low=(low, I32, (batch,)),
         high=(high, I32, (batch,)),
         limits=(limits, I32, (2,)),
+        **({} if due is None else {"due": (due, I32, (1,))}),
     )
     if recent < 0:
         raise ValueError(f"recent {recent} must not be negative")

@@ -14,7 +14,7 @@ from typing import no_type_check
 
 import torch
 
-from .backend import constexpr, jit, on_triton, require, tl
+from .backend import ON_TRITON, constexpr, jit, require, tl
 
 F32, I32 = (torch.float32,), (torch.int32,)
 _CHUNK = 512  # what the 128 threads of a program write at a time, 16 bytes each
@@ -32,6 +32,10 @@ class Inbox:
         arrived: `[1]` int32 on the device, 0, for this inbox alone; None: the memory is not pinned, so that kernels
             cannot reach it and copies do the work.
         tail: `[B, Hq]` fp32, or None: it takes in none.
+
+    Raises:
+        ValueError: shapes or layouts that do not fit.
+        TypeError: another dtype.
     """
 
     query: torch.Tensor
@@ -39,6 +43,18 @@ class Inbox:
     counts: torch.Tensor
     arrived: torch.Tensor | None
     tail: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        batch, heads = self.counts.shape
+        if self.query.ndim != 3 or self.query.shape[0] != batch or self.query.shape[1] % heads:
+            raise ValueError(f"query {tuple(self.query.shape)} does not fit counts {(batch, heads)}")
+        require(
+            None,
+            query=(self.query, F32, self.query.shape),
+            blocks=(self.blocks, I32, (batch, heads, self.blocks.shape[-1])),
+            counts=(self.counts, I32, (batch, heads)),
+            **({} if self.tail is None else {"tail": (self.tail, F32, self.query.shape[:2])}),
+        )
 
 
 def hand_over(
@@ -57,9 +73,7 @@ def hand_over(
 
     Args:
         to: written; entries of `blocks` from the counts on may be anything afterwards.
-        query: `[B, Hq, D]` fp32.
-        blocks: `[B, Hkv, C]` int32; entries from the counts on may be anything.
-        counts: `[B, Hkv]` int32.
+        query, blocks, counts: as those of `to`, on one device; entries of `blocks` from the counts on may be anything.
         tail: `[B, Hq]` fp32, the log mass of the tail; None exactly where `to` has none.
         flag: `[1]` int32, takes the epoch when all of it is visible to the host; pinned memory if the epoch is on a
             GPU. None: nobody is told.
@@ -70,29 +84,23 @@ def hand_over(
             without the other.
         TypeError: another dtype.
     """
-    batch, heads = counts.shape
     if (tail is None) != (to.tail is None):
         raise ValueError("tail and to.tail belong together: the one is stored in the other, or neither is given")
-    kinds = {
-        "query": (F32, query.shape),
-        "blocks": (I32, (batch, heads, blocks.shape[-1])),
-        "counts": (I32, counts.shape),
-    }
-    sent = {"query": query, "blocks": blocks, "counts": counts}
-    if tail is not None:
-        kinds["tail"], sent["tail"] = (F32, query.shape[:2]), tail
-    require(query.device, **{name: (tensor, *kinds[name]) for name, tensor in sent.items()})
-    require(None, **{f"to.{name}": (getattr(to, name), *kind) for name, kind in kinds.items()})
-    if query.ndim != 3 or query.shape[0] != batch or query.shape[1] % heads:
-        raise ValueError(f"query {tuple(query.shape)} does not fit counts {tuple(counts.shape)}")
+    require(
+        query.device,
+        query=(query, F32, to.query.shape),
+        blocks=(blocks, I32, to.blocks.shape),
+        counts=(counts, I32, to.counts.shape),
+        **({} if tail is None else {"tail": (tail, F32, query.shape[:2])}),
+    )
     if (flag is None) != (epoch is None):
         raise ValueError("flag and epoch belong together: the one is stored in the other, or neither is given")
     if flag is not None and epoch is not None:
         _check_flag(flag, epoch)
-    if to.arrived is None or not on_triton(query):
+    if to.arrived is None or query.device.type not in ON_TRITON:
         _by_copies(((to.query, query), (to.blocks, blocks), (to.counts, counts), (to.tail, tail), (flag, epoch)))
         return
-    group = query.shape[1] // heads
+    (batch, heads), group = counts.shape, query.shape[1] // counts.shape[1]
     hand_over_kernel[(batch * heads,)](
         query, blocks, counts, tail, to.query, to.blocks, to.counts, to.tail, None if flag is None else to.arrived,
         flag, epoch, blocks.shape[2], NUMBERS=group * query.shape[2], GROUP=group, CHUNK=_CHUNK, num_warps=4,
@@ -119,7 +127,7 @@ def wait_for_flag(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, *
     require(None, late=(late, (torch.int32,), (1,)))
     if spins < 0:
         raise ValueError(f"spins={spins} is not a number of looks")
-    if not on_triton(epoch):
+    if epoch.device.type not in ON_TRITON:
         _wait_by_torch(flag, epoch, late, spins)
         return
     wait_kernel[(1,)](flag, epoch, late, spins, num_warps=1)

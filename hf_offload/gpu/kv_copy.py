@@ -12,7 +12,7 @@ from typing import no_type_check
 
 import torch
 
-from .backend import FLOATS, jit, next_power_of_2, on_triton, require, tl
+from .backend import FLOATS, ON_TRITON, jit, next_power_of_2, require, tl
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 FETCHERS = 24
@@ -69,7 +69,7 @@ def write_token(
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, strides {x.stride()}; needed {(batch, heads, dim)}, stride 1"
             )
-    if not on_triton(pool):
+    if pool.device.type not in ON_TRITON:
         _write_token_by_torch(pool, slot_of, k, v, limits)
         return
     if batch:
@@ -115,7 +115,7 @@ def fetch(
     _check_host(block_ptr, table, batch)
     if packed is not None and (packed.record_bytes % 16 or packed.key_scales % 16 or packed.value_scales % 16):
         raise ValueError(f"{packed} is not aligned: all of these must be multiples of 16 bytes")
-    if not on_triton(pool):
+    if pool.device.type not in ON_TRITON:
         _fetch_by_torch(pool, slots, blocks, counts, block_ptr, table, packed)
         return
     tokens, width = tile(size, dim, pool.dtype.itemsize)
@@ -151,7 +151,7 @@ def store_block(
     _check_host(block_ptr, table, batch)
     if not 0 <= block < min(slot_of.shape[2], table.shape[1]):
         raise ValueError(f"block {block} is beyond slot_of {tuple(slot_of.shape)} or table {tuple(table.shape)}")
-    if not on_triton(pool):
+    if pool.device.type not in ON_TRITON:
         _store_block_by_torch(pool, slot_of, block, block_ptr, table)
         return
     tokens, width = tile(size, dim, pool.dtype.itemsize)
@@ -200,7 +200,7 @@ def store_tokens(
     )
     if first < 0 or first + tokens > table.shape[1] * block_size:
         raise ValueError(f"tokens {first}..{first + tokens} exceed the table's {table.shape[1] * block_size}")
-    if not on_triton(k):
+    if k.device.type not in ON_TRITON:
         _store_tokens_by_torch(k, v, block_ptr, table, first, block_size)
         return
     in_tile, width = tile(block_size, dim, k.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""The merge of attention over disjoint sets of keys by log-sum-exp: the device's splits, the CPU's part, sinks."""
+"""The merge of attention over disjoint sets of keys by log-sum-exp: the device's splits, the CPU's result, sinks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import no_type_check
 
 import torch
 
-from .backend import FLOATS, jit, next_power_of_2, on_triton, require, tl
+from .backend import FLOATS, ON_TRITON, jit, next_power_of_2, require, tl
 from .paged_attention import LN2, LOG2E
 
+F32 = (torch.float32,)
 _TILE = 1024  # numbers of the shares that a program, one warp, has in its registers at a time
 
 
 @dataclass(frozen=True)
-class HostPartial:
+class HostResult:
     """What the CPU attended; fp32 tensors on the device or in pinned host memory, which the kernel reads where it lies.
 
     Ordinary loads of pinned memory see what the CPU wrote: the CPU stores its flag in release order behind its results.
@@ -26,10 +27,7 @@ class HostPartial:
         out: `[B, Hq, D]`.
         lse: `[B, Hq]`, natural log; −inf = nothing was attended, and `out` and `kbar` may be anything.
         kbar: `[B, Hq, D]`, the mean key under the attention weights, if the query was a predicted one.
-        predicted: `[B, Hq, D]`, the predicted query.
-
-    Raises:
-        ValueError: one of `kbar` and `predicted` without the other.
+        predicted: `[B, Hq, D]`, the predicted query; given with `kbar` or not at all.
     """
 
     out: torch.Tensor
@@ -37,15 +35,11 @@ class HostPartial:
     kbar: torch.Tensor | None = None
     predicted: torch.Tensor | None = None
 
-    def __post_init__(self) -> None:
-        if (self.kbar is None) != (self.predicted is None):
-            raise ValueError("kbar and predicted belong together: both correct a predicted query, or neither is given")
-
 
 def merge(
     out: torch.Tensor,
     lse: torch.Tensor,
-    host: HostPartial | None,
+    host: HostResult | None,
     query: torch.Tensor,
     sinks: torch.Tensor | None,
     *,
@@ -54,13 +48,13 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Join partials over disjoint keys into attention over all of them.
 
-    A part that was computed with a predicted query counts to first order as if it had met the real one:
+    A result that was computed with a predicted query counts to first order as if it had met the real one:
     lse + scale·(query − predicted)·kbar.
 
     Args:
         out: `[B, Hq, S, D]` fp32, the device's shares.
         lse: `[B, Hq, S]` fp32 (natural log); −inf = nothing was attended.
-        host: the CPU's part, or None.
+        host: the CPU's result, or None.
         query: `[B, Hq, D]`, the real query.
         sinks: `[Hq]` fp32, logits that take weight and give nothing, or None.
         scale: softmax scale.
@@ -72,13 +66,31 @@ def merge(
 
     Raises:
         TypeError: a tensor of another dtype.
-        ValueError: shapes or devices that do not fit together.
+        ValueError: shapes or devices that do not fit together, or one of `kbar` and `predicted` without the other.
     """
-    _check(out, lse, host, query, sinks, dtype)
-    if not on_triton(out):
+    if out.ndim != 4 or out.shape[2] < 1:
+        raise ValueError(f"out has shape {tuple(out.shape)}; expected [B, Hq, S, D]")
+    if dtype not in FLOATS:
+        raise TypeError(f"cannot merge into {dtype}")
+    batch, heads, splits, dim = out.shape
+    require(
+        out.device,
+        out=(out, F32, out.shape),
+        lse=(lse, F32, (batch, heads, splits)),
+        query=(query, FLOATS, (batch, heads, dim)),
+        **({} if sinks is None else {"sinks": (sinks, F32, (heads,))}),
+    )
+    if host is not None:
+        each = (F32, (batch, heads, dim))
+        tensors = {"host.lse": (host.lse, F32, (batch, heads)), "host.out": (host.out, *each)}
+        if host.kbar is not None and host.predicted is not None:
+            tensors |= {"host.kbar": (host.kbar, *each), "host.predicted": (host.predicted, *each)}
+        elif host.kbar is not host.predicted:
+            raise ValueError("kbar and predicted belong together: both correct a predicted query, or neither is given")
+        require(None, **tensors)
+    if out.device.type not in ON_TRITON:
         merged, total = _by_torch(out, lse, host, query, sinks, scale)
         return merged.to(dtype), total
-    batch, heads, splits, dim = out.shape
     merged = torch.empty(batch, heads, dim, dtype=dtype, device=out.device)
     total = torch.empty(batch, heads, dtype=torch.float32, device=out.device)
     # Triton takes pinned CPU tensors as they are and refuses other CPU tensors beside a GPU.
@@ -97,34 +109,8 @@ def merge_sizes(heads: int, splits: int, dim: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _check(
-    out: torch.Tensor, lse: torch.Tensor, host: HostPartial | None, query: torch.Tensor, sinks: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> None:  # fmt: skip
-    if out.ndim != 4 or out.shape[2] < 1:
-        raise ValueError(f"out has shape {tuple(out.shape)}; expected [B, Hq, S, D]")
-    if dtype not in FLOATS:
-        raise TypeError(f"cannot merge into {dtype}")
-    batch, heads, splits, dim = out.shape
-    fp32 = (torch.float32,)
-    require(
-        out.device,
-        out=(out, fp32, out.shape),
-        lse=(lse, fp32, (batch, heads, splits)),
-        query=(query, FLOATS, (batch, heads, dim)),
-    )
-    if sinks is not None:
-        require(out.device, sinks=(sinks, fp32, (heads,)))
-    if host is None:
-        return
-    each = (batch, heads, dim)
-    found = (("lse", host.lse, (batch, heads)), ("out", host.out, each), ("kbar", host.kbar, each))
-    parts = (*found, ("predicted", host.predicted, each))
-    require(None, **{f"host.{name}": (part, fp32, shape) for name, part, shape in parts if part is not None})
-
-
 def _by_torch(
-    out: torch.Tensor, lse: torch.Tensor, host: HostPartial | None, query: torch.Tensor, sinks: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, host: HostResult | None, query: torch.Tensor, sinks: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     if host is not None:

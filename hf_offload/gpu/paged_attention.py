@@ -13,7 +13,7 @@ import torch
 
 from hf_offload.scores import Scores
 
-from .backend import FLOATS, constexpr, jit, next_power_of_2, on_triton, require, tl
+from .backend import FLOATS, ON_TRITON, constexpr, jit, next_power_of_2, require, tl
 
 _PROGRAMS = 264  # two for each multiprocessor of a large GPU
 _SPLIT_TOKENS = 128  # less than this does not pay for another partial
@@ -63,7 +63,7 @@ def paged_attention(
     _, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
     if window is not None and window < 1:
         raise ValueError(f"window {window} is not positive; pass None to attend all positions")
-    if not on_triton(query):
+    if query.device.type not in ON_TRITON:
         return _by_torch(query, pool, slots, blocks, counts, limits, valid, scale, softcap, window)
     listing = (pool, slots, blocks, counts, limits, valid, scale, softcap, window)
     if group <= MOST_HEADS:

@@ -14,7 +14,7 @@ from typing import Any, no_type_check
 
 import torch
 
-from .backend import FLOATS, jit, next_power_of_2, on_triton, require, tl
+from .backend import FLOATS, ON_TRITON, jit, next_power_of_2, require, tl
 
 LEVELS = 7
 """Largest code of a mean."""
@@ -50,7 +50,7 @@ def seal_vectors(
         vectors=(vectors, (torch.float32,), (len(vectors), heads, width)),
         bias=(bias, (torch.float32,), (len(vectors),)),
     )
-    if not on_triton(k):
+    if k.device.type not in ON_TRITON:
         vectors[ids], bias[ids] = (_bounds if bounds else _mean)(k.float(), valid)
         return
     if blocks:
@@ -104,7 +104,7 @@ def seal_submeans(
         center=(center, (torch.float32,), (heads, dim)),
         sigma=(sigma, (torch.float32,), (heads, dim)),
     )
-    if not on_triton(k):
+    if k.device.type not in ON_TRITON:
         codes[ids], levels[ids], sizes[ids], bias[ids] = _submeans_by_torch(k, valid, center, sigma)
         return
     if blocks:

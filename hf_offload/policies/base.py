@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
     from hf_offload.cache.stats import LayerStats
     from hf_offload.fields import Field, LayerSizes
-    from hf_offload.gpu.merge import HostPartial
+    from hf_offload.gpu.merge import HostResult
     from hf_offload.scores import Scores
 
 
@@ -51,8 +51,8 @@ class Partial(NamedTuple):
     lse: Any
 
 
-class RunningPartial(ABC):
-    """A partial that the CPU computes beside the device (`attention.cpu_partial`); the core waits for it."""
+class HostPartial(ABC):
+    """A partial that the CPU computes beside the device; the core waits for it. See `attention.host_partial`."""
 
     predicted: torch.Tensor | None = None
     """`[B, Hq, D]`, the query that the CPU attends with."""
@@ -62,7 +62,7 @@ class RunningPartial(ABC):
         """Return the attended tokens as a share of the budget: a device tensor `[]`, or a float if the host knows."""
 
     @abstractmethod
-    def partial(self) -> HostPartial:
+    def result(self) -> HostResult:
         """Wait for the CPU and return the result for the merge.
 
         Raises:
@@ -80,20 +80,22 @@ class Plan:
 
     Args:
         partials: results of the step's services (`Step.attend`), or of the policy's own computation. With two memories
-            one of them may be running.
+            one of them may be a `HostPartial`.
         until: with one memory, later steps reuse the plan while rows have fewer blocks than this and nothing changes
             that its services depend on; 0: the plan is for this step only.
     """
 
-    partials: tuple[Partial | RunningPartial, ...]
+    partials: tuple[Partial | HostPartial, ...]
     until: int = 0
+    host: HostPartial | None = field(default=None, init=False)
+    """The one of the partials that is a `HostPartial`."""
 
     def __post_init__(self) -> None:
         """Check the fields.
 
         Raises:
             TypeError: an item of `partials` is none, or `until` is no integer.
-            ValueError: `partials` is empty, or `until` is negative.
+            ValueError: `partials` is empty or has several host partials, or `until` is negative.
         """
         self.partials = tuple(self.partials)
         if not self.partials:
@@ -101,7 +103,14 @@ class Plan:
                 "Plan.partials is empty; a step attends at least its own token: step.attend(step.recent(1))"
             )
         for item in self.partials:
-            if not isinstance(item, Partial | RunningPartial):
+            if isinstance(item, HostPartial):
+                if self.host is not None:
+                    raise ValueError(
+                        "a plan has several host partials, of which one is allowed; join their blocks, or attend one "
+                        "on the device"
+                    )
+                self.host = item
+            elif not isinstance(item, Partial):
                 raise TypeError(
                     f"Plan.partials holds a {type(item).__name__}; it takes partials: hf_offload.Partial(out, lse), or "
                     "what step.attend(...) returns, which is a tuple of them"

@@ -16,7 +16,7 @@ from hf_offload.policies.drawing import BUDGET, SAMPLES, check_samples, draw
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
-    from hf_offload.attention.cpu_partial import CpuPartial
+    from hf_offload.attention.host_partial import BlockHostPartial
     from hf_offload.attention.step import Step
     from hf_offload.cache.layer import HybridLayer
 
@@ -32,12 +32,12 @@ class ScoutState(LayerState):
     Args:
         clock: decides when the layer recalls.
         predicted: the next step's selection, made one layer early; or None.
-        ahead: the CPU part started with it, or None.
+        ahead: the host partial started with it, or None.
     """
 
     clock: RecallClock
     predicted: Selection | None = None
-    ahead: CpuPartial | None = None
+    ahead: BlockHostPartial | None = None
 
     def cancelled(self) -> None:
         self.predicted = self.ahead = None
@@ -84,7 +84,7 @@ class Scout(Policy):
             there the device waits for the CPU; with one memory both would wait for the same cores.
         synchronous_layers: numbers of layers that use no predicted query; None: 0, 1 and 2, whose predictions are poor.
             Layer 0 never uses one.
-        correction: correct the early CPU part to first order: `lse + scale·(q − q_predicted)·k̄`.
+        correction: correct the early host partial to first order: `lse + scale·(q − q_predicted)·k̄`.
         recall: when resident blocks are exchanged: `"adaptive"`: when the CPU ratio exceeds `threshold`; a number:
             every so many steps; 0: never; a path: as the file of `hf-offload profile` says.
         threshold: CPU ratio that adaptive recall tolerates (section 3.4: 0.12); with `samples` the CPU's share of the
@@ -206,7 +206,7 @@ class Scout(Policy):
         return self.budget // step.block_size
 
     def before_layer(self, step: Step) -> None:
-        """Choose the next layer's blocks, or draw, by its predicted query; start the CPU part (alg. 1, lines 3-7)."""
+        """Choose the next layer's blocks, or draw, by its predicted query; start the host partial (alg. 1: 3-7)."""
         state: ScoutState = step.state
         layer = step.layer
         attend = self.mode(layer.index, two_memories=layer.two_memories, on_device=layer.on_device) == "attend"
@@ -220,7 +220,7 @@ class Scout(Policy):
             step.read_ahead(step.split(state.predicted)[1])
 
     def plan(self, step: Step) -> Plan:
-        """Attend resident blocks and join the CPU part, or split the real query's choice (algorithm 1, lines 8-12)."""
+        """Attend resident blocks and join the host partial, or split the real query's choice (alg. 1: 8-12)."""
         state: ScoutState = step.state
         if self.samples is not None:
             drawn, state.ahead = state.ahead, None
@@ -245,10 +245,10 @@ class Scout(Policy):
         """Recall blocks that the real query wanted, off the critical path (section 3.4)."""
         if not step.layer.two_memories:
             return
-        shares = step.block_shares(plan)
+        shares = None if self.samples is None else step.block_shares(plan)
         if shares is not None:
             step.learn(shares, self.smoothing)
-        step.recall(plan, step.state.clock)
+        step.recall(step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:
         """Return the blocks with the highest scores by the prompt's last queries."""

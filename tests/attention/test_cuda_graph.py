@@ -1,4 +1,4 @@
-"""Captured and replayed steps against eager steps: logits, interruptions, late CPU parts."""
+"""Captured and replayed steps against eager steps: logits, interruptions, late CPU work."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_slots_that_run_out_between_two_replays_capture_anew(
     cache = graph_cache(model, policy, resident=176, **knobs)
     assert torch.equal(logits_of(model, cache, ids, mask), want)
     assert len(records) == 2
-    assert cache.graph._capture.parts
+    assert cache.graph._capture.announced
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from hf_offload.cache.memory import host_empty
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.resident_set import ResidentSet
 from hf_offload.cpu.thread_pool import Worker, WorkerError
-from hf_offload.gpu import backend, kv_copy
+from hf_offload.gpu import kv_copy
 
 from ._streams import Device
 
@@ -91,7 +91,7 @@ def test_every_way_brings_the_same_bytes(
             pytest.skip("Triton's interpreter has no bfloat16")
         if torch.cuda.is_available():
             pytest.skip("with a CUDA device Triton compiles")
-        monkeypatch.setattr(backend, "FORCED", True)
+        monkeypatch.setattr(kv_copy, "ON_TRITON", {"cpu"})
     kv_copy.fetch(pools[2], *moves, store.tables.block_ptr(), store.tables.table(), packed=None)
     for pool in pools:
         assert torch.equal(pool.view(torch.uint8), want.view(torch.uint8))

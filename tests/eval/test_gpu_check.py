@@ -148,7 +148,7 @@ def test_what_grows_does_so_before_the_steps_that_count(name: str) -> None:
         for _ in range(2 * block):
             model(input_ids=torch.tensor([[5]] * 3), past_key_values=cache)
             sizes.append([(len(x.store.pool.block_ptr), x.store.table.shape[1]) for x in cache.layers])
-        handed_over = any(layer.cpu_partial is not None for layer in cache.layers)
+        handed_over = any(layer.host_partial is not None for layer in cache.layers)
     assert handed_over == (name != "full-resident")  # all its blocks are resident in each step
     assert sizes == [sizes[0]] * len(sizes)
     assert sizes[0][0][0] == 3 * -(-(tokens + 4 * block) // block)

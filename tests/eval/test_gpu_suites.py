@@ -81,7 +81,7 @@ def test_no_suite_breaks_what_only_models_on_the_cpu_call() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/test_faults.py"]
     command += ["-m", "", "-k", correctness.NOT_ON_GPU]  # on a device all are quick
     told = subprocess.run(command, cwd=correctness.ROOT, capture_output=True, text=True, check=True).stdout
-    assert "CpuPartial-_launches" in told
+    assert "BlockHostPartial-_launches" in told
     assert not [name for name in ("LaunchSequence-run", "copy_records") if name in told]
 
 

@@ -1,5 +1,7 @@
 """Fixtures of the kernel tests: Triton's interpreter on CPU tensors."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -7,9 +9,11 @@ from hf_offload.gpu import backend
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreted() -> Iterator[None]:
     """Run the kernels themselves on CPU tensors."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("with a CUDA device Triton compiles")
-    monkeypatch.setattr(backend, "FORCED", True)
+    backend.ON_TRITON.add("cpu")
+    yield
+    backend.ON_TRITON.discard("cpu")

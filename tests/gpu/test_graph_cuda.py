@@ -18,7 +18,7 @@ from hf_offload import HybridCache, WorkerError
 from hf_offload.attention.cuda_graph import StepGraph
 from hf_offload.cpu import serving
 from hf_offload.gpu.handover import wait_for_flag
-from hf_offload.gpu.merge import HostPartial, merge
+from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, RECALLS, TASKS, TILES, stream_for
 
 pytestmark = pytest.mark.gpu
@@ -100,7 +100,7 @@ def test_a_replayed_merge_sees_what_the_cpu_wrote_last() -> None:
     batch, heads, dim, far = 2, 8, 128, 64
     out, lse = torch.zeros(batch, heads, 1, dim, device="cuda"), torch.zeros(batch, heads, 1, device="cuda")
     query = torch.zeros(batch, heads, dim, device="cuda")
-    host = HostPartial(torch.zeros(batch, heads, dim).pin_memory(), torch.zeros(batch, heads).pin_memory())
+    host = HostResult(torch.zeros(batch, heads, dim).pin_memory(), torch.zeros(batch, heads).pin_memory())
     flag, late = (torch.zeros(1, 16, dtype=torch.int32).pin_memory()[:, 0] for _ in range(2))
     epoch = torch.zeros(1, dtype=torch.int32, device="cuda")
 

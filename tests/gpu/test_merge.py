@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_offload.gpu.merge import HostPartial, merge
+from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.gpu.paged_attention import paged_attention
 
 from ._listings import FORMS, choose_form, make_listing, true_attention
@@ -73,7 +73,7 @@ def test_parts_add_up(
     parts["query"] = parts["query"].to(dtype)
     given = {name: tensor.to(device) for name, tensor in parts.items()}
     correction = (given["kbar"], given["predicted"]) if kind == "corrected" else ()
-    host = None if kind == "no host" else HostPartial(given["host_out"], given["host_lse"], *correction)
+    host = None if kind == "no host" else HostResult(given["host_out"], given["host_lse"], *correction)
     merged, lse = merge(
         given["out"], given["lse"], host, given["query"], given["sinks"] if sinks else None, scale=0.3, dtype=dtype
     )
@@ -103,7 +103,7 @@ def test_shares_of_paged_attention_merge(request: pytest.FixtureRequest, form: s
 def test_the_hosts_part_is_read_from_pinned_memory() -> None:
     parts = make_parts(3, 5, 80)
     given = {name: tensor.cuda() for name, tensor in parts.items()}
-    host = HostPartial(*(parts[name].pin_memory() for name in ("host_out", "host_lse", "kbar", "predicted")))
+    host = HostResult(*(parts[name].pin_memory() for name in ("host_out", "host_lse", "kbar", "predicted")))
     merged, lse = merge(
         given["out"], given["lse"], host, given["query"], given["sinks"], scale=0.3, dtype=torch.float32
     )
@@ -120,8 +120,8 @@ def test_the_hosts_part_is_read_from_pinned_memory() -> None:
         ({"lse": torch.zeros(3, 2, 1).double()}, TypeError, "lse has dtype torch.float64"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks has shape \\(3,\\)"),
         ({"query": torch.zeros(3, 4, 16)}, ValueError, "query has shape"),
-        ({"host": HostPartial(torch.zeros(3, 2, 8), torch.zeros(3, 2))}, ValueError, "host.out has shape"),
-        ({"host": HostPartial(torch.zeros(3, 2, 16), torch.zeros(3, 2).half())}, TypeError, "host.lse has dtype"),
+        ({"host": HostResult(torch.zeros(3, 2, 8), torch.zeros(3, 2))}, ValueError, "host.out has shape"),
+        ({"host": HostResult(torch.zeros(3, 2, 16), torch.zeros(3, 2).half())}, TypeError, "host.lse has dtype"),
         ({"dtype": torch.int32}, TypeError, "cannot merge into torch.int32"),
     ],
 )
@@ -134,5 +134,8 @@ def test_bad_arguments_are_refused(change: dict[str, Any], error: type[Exception
 
 
 def test_a_correction_needs_both_of_its_tensors() -> None:
+    parts = make_parts(1, 2, 16)
+    given = {name: parts[name] for name in ("out", "lse", "query", "sinks")}
+    host = HostResult(parts["host_out"], parts["host_lse"], kbar=parts["kbar"])
     with pytest.raises(ValueError, match="belong together"):
-        HostPartial(torch.zeros(1, 1, 16), torch.zeros(1, 1), kbar=torch.zeros(1, 1, 16))
+        merge(**given, host=host, scale=1.0, dtype=torch.float32)

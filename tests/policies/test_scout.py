@@ -11,7 +11,7 @@ from tiny import DEVICE, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, Scout
-from hf_offload.attention.step_split import SplitStep, running
+from hf_offload.attention.step_split import SplitStep
 
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
 CACHE: dict[str, Any] = {"block_size": 16, "resident": 144}
@@ -89,8 +89,8 @@ def test_the_budget_is_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPa
 
     def look(self: Scout, step: Any) -> Any:
         made = plan(self, step)
-        part = running(made)
-        seen.append((seen.pop() + (0 if part is None else part.host.counts)).max())
+        partial = made.host
+        seen.append((seen.pop() + (0 if partial is None else partial.host.counts)).max())
         return made
 
     monkeypatch.setattr(SplitStep, "attend_device", count)

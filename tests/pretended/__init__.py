@@ -155,7 +155,7 @@ def _compute_by_torch() -> None:
         return later
 
     for module in (block_topk, digest_scores, exchange, kv_copy, merge, paged_attention, seal, resident_weights):
-        module.on_triton = lambda tensor: False
+        module.ON_TRITON = frozenset()
     merge._by_torch = reaching(merge._by_torch)
     for name in ("_write_token_by_torch", "_fetch_by_torch", "_store_block_by_torch", "_store_tokens_by_torch"):
         setattr(kv_copy, name, whole(getattr(kv_copy, name)))

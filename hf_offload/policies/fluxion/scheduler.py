@@ -20,12 +20,12 @@ from hf_offload.cache.copying import bring
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu import kv_copy
 from hf_offload.gpu.block_topk import choose_runs
-from hf_offload.gpu.merge import HostPartial, merge
+from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.gpu.paged_attention import paged_attention
 from hf_offload.gpu.streams import TASKS, stream_for
 from hf_offload.policies.base import Partial
 from hf_offload.policies.fluxion.kernels.scheduler import assign_tasks, make_task_lists, take_task, whole_tasks
-from hf_offload.policies.fluxion.selector import Properties, SelectedPart, Selector, digests_of
+from hf_offload.policies.fluxion.selector import Properties, SelectedHostPartial, Selector, digests_of
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -252,11 +252,11 @@ class DeviceTasks:
         kv_copy.fetch(pool, slots.contiguous(), blocks, count.view(1, 1), addresses, places, packed=packed)
 
 
-# --- the part that both sides share ----------------------------------------------------------------------------------
+# --- the partial that both sides share -------------------------------------------------------------------------------
 
 
-class ScheduledPart(SelectedPart):
-    """A part whose tasks, a KV head of a row each, run on the CPU's threads and on the device.
+class ScheduledHostPartial(SelectedHostPartial):
+    """A host partial whose tasks, a KV head of a row each, run on the CPU's threads and on the device.
 
     The model's own thread feeds the device: it launches a task's kernels, waits for them and takes the next. No other
     thread wants the interpreter meanwhile, since kernels of the CPU run without it.
@@ -281,13 +281,13 @@ class ScheduledPart(SelectedPart):
         self._tried = False
         """Whether the device has done a task before: the time of the first is that of compiling and loading kernels."""
 
-    def select(self, step: Step, properties: Properties) -> SelectedPart:
+    def select(self, step: Step, properties: Properties) -> SelectedHostPartial:
         self._launch = None
         return super().select(step, properties)
 
     def _work(self, step: Step) -> None:
         """The job: the CPU's share of the tasks."""
-        self._busy = step.layer.settings.worker.divide(self._assign(step))
+        self._busy = self.worker.divide(self._assign(step))
         self._ended = time.perf_counter()
 
     def _assign(self, step: Step) -> Launch:
@@ -325,8 +325,8 @@ class ScheduledPart(SelectedPart):
         self._device_ended = time.perf_counter()
         return (Partial(self.device.out, self.device.lse),)
 
-    def partial(self) -> HostPartial:
-        found = super().partial()
+    def result(self) -> HostResult:
+        found = super().result()
         ended = self._device_ended - self._began, self._ended - self._began
         self._counts.count_shares(len(self._taken), self._all, *ended, self._busy, self.queue.threads)
         volumes, pace = self.selector.volumes, self.queue.pace
@@ -338,7 +338,7 @@ class ScheduledPart(SelectedPart):
         return found
 
 
-def make_part(layer: HybridLayer, query: torch.Tensor, schedule: str | None) -> SelectedPart:
-    """The CPU's part for a layer's queries `[B, Hq, D]`; schedule None: `"priority"` on a GPU, `"none"` without one."""
+def make_host_partial(layer: HybridLayer, query: torch.Tensor, schedule: str | None) -> SelectedHostPartial:
+    """Return a host partial for queries `[B, Hq, D]`; schedule None: `"priority"` on a GPU, `"none"` without one."""
     schedule = schedule or ("priority" if layer.device.type == "cuda" else "none")
-    return SelectedPart(layer, query) if schedule == "none" else ScheduledPart(layer, query, schedule)
+    return SelectedHostPartial(layer, query) if schedule == "none" else ScheduledHostPartial(layer, query, schedule)

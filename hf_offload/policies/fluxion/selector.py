@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import CpuPartial, all_pinned
+from hf_offload.attention.host_partial import BlockHostPartial, all_pinned
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.kernels.digest_scores import Digest
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.gpu.merge import HostPartial
+from hf_offload.gpu.merge import HostResult
 from hf_offload.policies.base import LayerState, Partial
 from hf_offload.policies.fluxion.kernels.selector import (
     TALLIES,
@@ -61,7 +61,7 @@ class Selector:
 
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             with torch.inference_mode(False):
-                return host_empty(shape, dtype, pin=pin, brief=True, what="the CPU's part of a step")
+                return host_empty(shape, dtype, pin=pin, brief=True, what="a host partial")
 
         self.query = query.numpy()
         self.properties = buffer(2, batch, heads), buffer(batch, heads, dtype=torch.uint8)
@@ -157,8 +157,8 @@ class Selector:
         )  # fmt: skip
 
 
-class SelectedPart(CpuPartial):
-    """The CPU's part of a step with two memories: query and properties come from the device, choice and attention run.
+class SelectedHostPartial(BlockHostPartial):
+    """Choice of host blocks and attention to them; query and properties come from the device.
 
     Args:
         layer: the layer.
@@ -177,15 +177,14 @@ class SelectedPart(CpuPartial):
         """After query and properties of the step, on a CUDA device."""
         self.reachable = not pin or all_pinned((self.out, self.lse, self.kbar))
 
-    def select(self, step: Step, properties: Properties) -> SelectedPart:
+    def select(self, step: Step, properties: Properties) -> SelectedHostPartial:
         """Start choice and attention, for which the selector has room; no job uses the buffers."""
         self._counts = step.state.counts
-        self.layer.mirror.pause()
+        self.mirror.pause()
         self.query.copy_(step.query, non_blocking=True)
         self.selector.set_properties(properties)
         self._sent, label = self._arrived(), step.label("choice of blocks and attention")
-        worker = self.layer.settings.worker
-        self._job = worker.submit(lambda: self._work(step), label, keep=(step.store.pool, self))
+        self._job = self.worker.submit(lambda: self._work(step), label, keep=(step.store.pool, self))
         return self
 
     def _work(self, step: Step) -> None:
@@ -193,20 +192,20 @@ class SelectedPart(CpuPartial):
         if self._sent is not None:
             self._sent.synchronize()
         selector, store, scores = self.selector, step.store, step.scores
-        digest, divide = selector.digest(digests_of(store), scores), step.layer.settings.worker.divide
+        digest, divide = selector.digest(digests_of(store), scores), self.worker.divide
         divide(selector.make_choice(store, digest, scores))
         divide(selector.make_attention(store, scores))
 
     def assist(self, step: SplitStep) -> tuple[Partial, ...]:
-        """What the device attends of the CPU's part."""
+        """What the device attends of the chosen blocks."""
         return ()
 
     def share(self, step: Step) -> float:
         return float(self.selector.counts.sum() / (self.selector.counts.size * step.num_blocks))
 
-    def partial(self) -> HostPartial:
+    def result(self) -> HostResult:
         """Wait for the job; what the merge needs."""
-        found = super().partial()
+        found = super().result()
         selector = self.selector
         self._counts.count(selector.spans, selector.runs, selector.counts, selector.first, selector.end)
         return found

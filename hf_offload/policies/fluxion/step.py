@@ -22,8 +22,8 @@ from hf_offload.policies.fluxion.block_attention import Tokens
 from hf_offload.policies.fluxion.kernels.predictor import predict_properties
 from hf_offload.policies.fluxion.kernels.selector import count_choice
 from hf_offload.policies.fluxion.predictor import LayerPredictor
-from hf_offload.policies.fluxion.scheduler import make_part
-from hf_offload.policies.fluxion.selector import Properties, SelectedPart, Selector, digests_of
+from hf_offload.policies.fluxion.scheduler import make_host_partial
+from hf_offload.policies.fluxion.selector import Properties, SelectedHostPartial, Selector, digests_of
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -56,7 +56,7 @@ def select(
     step: Step, properties: Properties | LayerPredictor, granularities: tuple[int, ...], local: Local | None = None,
     schedule: str | None = "none",
 ) -> Any:  # fmt: skip
-    """Start the CPU's part: choose blocks for the step's query among the host's, and attend them.
+    """Start the host partial: choose blocks for the step's query among the host's, and attend them.
 
     Each query head takes its budget of runs, by its own scores. The heads of a KV head share the granularity and attend
     the union.
@@ -307,14 +307,14 @@ def _sent(device: torch.device, selection: Selection) -> tuple[Selection, torch.
 def _select_beside_device(
     step: SplitStep, properties: Properties | LayerPredictor, granularities: tuple[int, ...], local: Local | None,
     schedule: str | None,
-) -> SelectedPart | None:  # fmt: skip
-    part: SelectedPart | None = step.layer.cpu_partial
-    if part is None or not part.fits(step.query, 0):
-        part = step.layer.cpu_partial = make_part(step.layer, step.query, schedule)
-    part.cancel()
-    if not _reserve(step, part.selector, granularities):
+) -> SelectedHostPartial | None:  # fmt: skip
+    partial: SelectedHostPartial | None = step.layer.host_partial
+    if partial is None or partial.form != (step.query.shape, 0):
+        partial = step.layer.host_partial = make_host_partial(step.layer, step.query, schedule)
+    partial.cancel()
+    if not _reserve(step, partial.selector, granularities):
         return None
     if not isinstance(properties, tuple):
         assert local is not None, "a predictor needs the attention to what is local"
         properties = properties.predict(local.query, local.sinks, local.newest, lengths_of(step))
-    return part.select(step, properties)
+    return partial.select(step, properties)

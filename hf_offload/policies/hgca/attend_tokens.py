@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import CpuPartial
+from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.cpu.kernels import draw_pairs
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.kernels.pair_decode import attend_pairs
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.policies.base import Partial, RunningPartial, Selection
+from hf_offload.policies.base import HostPartial, Partial, Selection
 from hf_offload.policies.hgca.kernels.moving_average import move_averages
 from hf_offload.policies.hgca.kernels.resident_weights import update_weights
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.attention.step_cpu import CpuStep
     from hf_offload.attention.step_split import SplitStep
+    from hf_offload.cache.block_store import BlockStore
     from hf_offload.cache.layer import HybridLayer
+    from hf_offload.cache.stats import LayerStats
 
 
 def _attention(retained: RetainedTokens, query: np.ndarray, out: np.ndarray, lse: np.ndarray, scores: Scores) -> Launch:
@@ -89,8 +91,8 @@ def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: in
     step.as_long_as(lambda: mass.kept is kept and mass.retained.counts is counts)
     target, errors = step.room(), np.zeros(step.query_shape, np.float32)
     draw, attention, lists = _rescue(
-        step.layer, mass, step.buffers.query, (window.blocks, window.counts), samples, target, step.scores,
-        step.layer.settings.buffer, errors=errors, unsealed=step.unsealed(), length=step.length,
+        step.store, step.layer.stats, mass, step.buffers.query, (window.blocks, window.counts), samples, target,
+        step.scores, step.layer.settings.buffer, errors=errors, unsealed=step.unsealed(), length=step.length,
     )  # fmt: skip
     step.add(draw, "the draw of pairs", length=True)
     step.add(attention, "attention to drawn pairs")
@@ -99,7 +101,8 @@ def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: in
 
 
 def _rescue(
-    layer: HybridLayer,
+    store: BlockStore,
+    stats: LayerStats,
     mass: TokenMass,
     query: np.ndarray,
     window: tuple[np.ndarray, np.ndarray],
@@ -116,8 +119,9 @@ def _rescue(
     """Prepare the draw of pairs among the tokens that are neither in the window nor retained, and their attention.
 
     Args:
-        layer: with digests of its full blocks.
-        mass: its state.
+        store: the layer's blocks, with digests of the full ones.
+        stats: the layer's statistics.
+        mass: the layer's state.
         query: float32 `[B, Hq, D]`.
         window: blocks of the window and their numbers, as in `draw_pairs.Resident`.
         samples: 1 / τ.
@@ -130,8 +134,6 @@ def _rescue(
     Returns:
         The two launches, and what they list.
     """
-    store = layer.store
-    assert store is not None
     assert store.digests is not None
     view, (batch, heads, _), width = store.view(store.length), query.shape, store.table.shape[1]
     lines, pairs = (batch, store.num_kv_heads), store.block_size // 2
@@ -143,12 +145,12 @@ def _rescue(
     draw = draw_pairs.draw_missing(
         query, store.digests.arrays(query, scores.scale), store.table, draw_pairs.Resident(*window, score),
         tail, masses, *lists, portion, samples=samples, join="max", **scores._asdict(), unsealed=unsealed,
-        length=length, kept=draw_pairs.Kept(mass.kept, mass.retained.counts), tally=layer.stats.drawn,
+        length=length, kept=draw_pairs.Kept(mass.kept, mass.retained.counts), tally=stats.drawn,
     )  # fmt: skip
     attention = attend_pairs(
         query, view.block_ptr, view.table, *lists, view.holes, view.valid, mass.evicted * store.block_size, *target,
         None, kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.format.packed,
-        skipped=mass.kept, portion=portion, errors=errors, tally=layer.stats.errors,
+        skipped=mass.kept, portion=portion, errors=errors, tally=stats.errors,
     )  # fmt: skip
     return draw, attention, lists
 
@@ -181,8 +183,8 @@ def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.
 # --- two memories ----------------------------------------------------------------------------------------------------
 
 
-class RetainedPart(CpuPartial):
-    """The CPU's part: attention to the retained tokens, and to pairs drawn from the others outside the window.
+class RetainedHostPartial(BlockHostPartial):
+    """Attention to the retained tokens, and to pairs drawn from the others outside the window.
 
     Only the query and the tail's log mass come from the device.
 
@@ -201,7 +203,7 @@ class RetainedPart(CpuPartial):
         self._mass: TokenMass | None = None
         self._window, self._samples = range(0), 0
 
-    def attend(self, step: SplitStep, mass: TokenMass, samples: int) -> RetainedPart:
+    def attend(self, step: SplitStep, mass: TokenMass, samples: int) -> RetainedHostPartial:
         """Start attention with the step's query.
 
         Args:
@@ -233,7 +235,7 @@ class RetainedPart(CpuPartial):
         epoch: torch.Tensor | None = None,
     ) -> None:
         assert flag is None, "HGCA's steps are not captured: the host selects tokens in them"
-        self.layer.mirror.pause()
+        self.mirror.pause()
         self.query.copy_(query, non_blocking=True)
 
     def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:
@@ -252,21 +254,20 @@ class RetainedPart(CpuPartial):
         window = np.broadcast_to(numbers, (*lines, len(numbers))).copy(), np.full(lines, len(numbers), np.int32)
         target = self._drawn if retained else result
         *rescue, _ = _rescue(
-            self.layer, self._mass, query, window, self._samples, target, scores, self._keep, tail=self.tail.numpy()
-        )
+            self.store, self.stats, self._mass, query, window, self._samples, target, scores, self._keep,
+            tail=self.tail.numpy(),
+        )  # fmt: skip
         return (*retained, *rescue, *((join_parts(*result, self._drawn, self._nothing),) if retained else ()))
 
     def _keep(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return scratch of this part alone: parts of two layers may run at once."""
+        """Return scratch of this partial alone: partials of two layers may run at once."""
         if name not in self._scratch or self._scratch[name].shape != shape:
             self._scratch[name] = np.empty(shape, dtype)
         return self._scratch[name]
 
 
-def attend_on_both_sides(
-    step: SplitStep, window: Selection | None, samples: int
-) -> tuple[Partial | RunningPartial, ...]:
-    """Start the CPU's part, and attend the window on the device.
+def attend_on_both_sides(step: SplitStep, window: Selection | None, samples: int) -> tuple[Partial | HostPartial, ...]:
+    """Start the host partial, and attend the window on the device.
 
     Where the step has a token of its own, the averages of the window's tokens take in its weights.
 
@@ -276,17 +277,17 @@ def attend_on_both_sides(
         samples: as `HGCA.rescue`; 0: no pairs are drawn.
 
     Returns:
-        The partial of the window, in splits, and the CPU's part, if any token is retained or drawn from.
+        The partial of the window, in splits, and the host partial, if any token is retained or drawn from.
     """
     mass: TokenMass = step.state
     assert window is not None, "with two memories the window is resident"
-    part: RetainedPart | None = None
+    partial: RetainedHostPartial | None = None
     samples = samples if samples and mass.evicted and step.digests.frozen else 0
     if samples or mass.retained.counts.any():
-        part = step.layer.cpu_partial
-        if part is None or not part.fits(step.query, 0):
-            part = step.layer.cpu_partial = RetainedPart(step.layer, step.query)
-        part.attend(step, mass, samples)
+        partial = step.layer.host_partial
+        if partial is None or partial.form != (step.query.shape, 0):
+            partial = step.layer.host_partial = RetainedHostPartial(step.layer, step.query)
+        partial.attend(step, mass, samples)
     found = step.attend_device(window)
     if step.fresh:
         assert mass.resident is not None
@@ -294,8 +295,8 @@ def attend_on_both_sides(
         before = None if rows is None else average[rows]
         update_weights(
             average, step.query, step.resident.pool, window.slots, window.blocks, window.counts, step.limits,
-            step.mirror.valid(), found.lse.logsumexp(-1), **step.scores._asdict(), **mass.step_update,
+            step.valid, found.lse.logsumexp(-1), **step.scores._asdict(), **mass.step_update,
         )  # fmt: skip
         if before is not None:
             average[rows] = before
-    return (found,) if part is None else (found, part)
+    return (found,) if partial is None else (found, partial)

@@ -19,7 +19,7 @@ from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.fluxion.features import FEATURES
 from hf_offload.policies.fluxion.kernels.predictor import Network
 from hf_offload.policies.fluxion.predictor import HeadPredictor, HeadProperties, save_predictors
-from hf_offload.policies.fluxion.selector import SelectedPart, Selector
+from hf_offload.policies.fluxion.selector import SelectedHostPartial, Selector
 from hf_offload.policies.fluxion.step import lengths_of, segments_of
 from hf_offload.scores import Scores
 
@@ -127,7 +127,7 @@ def test_both_memories_choose_alike(llama: PreTrainedModel, batch: int, monkeypa
         monkeypatch.setattr(cls, name, watched)
 
     watch(CpuStep, "run", lambda step: step.layer.kernels["fluxion", step.buffers.query.shape].selector)
-    watch(SelectedPart, "partial", lambda part: part.selector)
+    watch(SelectedHostPartial, "result", lambda partial: partial.selector)
     caches, logits = [], []
     for tier in TIERS:
         caches.append(hf_offload.HybridCache(llama, "fluxion", predictor=net, tier=tier))

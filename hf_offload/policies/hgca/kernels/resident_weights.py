@@ -6,7 +6,7 @@ from typing import no_type_check
 
 import torch
 
-from hf_offload.gpu.backend import jit, on_triton, require, tl
+from hf_offload.gpu.backend import ON_TRITON, jit, require, tl
 from hf_offload.gpu.paged_attention import (
     LOG2E,
     MOST_HEADS,
@@ -71,7 +71,7 @@ def update_weights(
     )
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha {alpha} is not in (0, 1]")
-    if not on_triton(query):
+    if query.device.type not in ON_TRITON:
         _by_torch(average, query, pool, slots, blocks, counts, limits, valid, lse, scale, softcap, alpha, share, after)
         return
     if group > MOST_HEADS:

@@ -1,4 +1,4 @@
-"""The CPU's partial of a step with two memories: pinned buffers, the hand-over of a query, and the CPU's job."""
+"""The host partial of a step with two memories: pinned buffers, the hand-over of a query, and the CPU's job."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hf_offload.cpu.kernels import sparse_decode as cpu_decode
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Job, WorkerError
 from hf_offload.gpu.handover import Inbox, hand_over
-from hf_offload.gpu.merge import HostPartial
-from hf_offload.policies.base import RunningPartial, Selection
+from hf_offload.gpu.merge import HostResult
+from hf_offload.policies.base import HostPartial, Selection
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
 
-class CpuPartial(RunningPartial):
-    """Host buffers of one layer that CPU and device access, and the job that uses them; one job at a time.
+class BlockHostPartial(HostPartial):
+    """Attention to host blocks: buffers of one layer that CPU and device access, and the job that uses them.
+
+    Subclasses attend something else in the same way. There is one job at a time.
 
     The device writes the query, the blocks and their counts to (pinned) host memory in stream order; the job waits for
     them, the model's thread does not. The device reads the result from host memory. The next job cannot overwrite it
@@ -42,10 +44,10 @@ class CpuPartial(RunningPartial):
     def __init__(self, layer: HybridLayer, query: torch.Tensor, capacity: int) -> None:
         store = layer.store
         assert store is not None
-        self._layer = weakref.ref(layer)  # the layer holds this part
-        self.shape, self.capacity = query.shape, capacity
-        heads = (store.batch, store.num_kv_heads)
-        pin = store.device.type == "cuda"
+        self.store, self.stats, self.mirror, self.worker = store, layer.stats, layer.mirror, layer.settings.worker
+        self.form = query.shape, capacity
+        """The sizes of the buffers: shape of the query, blocks of a row and KV head."""
+        heads, self._pin = (store.batch, store.num_kv_heads), store.device.type == "cuda"
         self._buffers: list[torch.Tensor] = []
         self.query = self._buffer(*query.shape)
         self.blocks = self._buffer(*heads, capacity, dtype=torch.int32)
@@ -54,8 +56,8 @@ class CpuPartial(RunningPartial):
         self.kbar = self._buffer(*query.shape)
         self._inbox = self._make_inbox(self.query, self.blocks, self.counts)
         self._streams: list[torch.cuda.Stream] = []
-        """The stream that uses the buffers. A CUDA graph that uses them keeps this part alive until its replay ends."""
-        if pin:
+        """The stream that uses the buffers. A CUDA graph that uses them keeps this object until its replay ends."""
+        if self._pin:
             weakref.finalize(self, _synchronize, self._streams).atexit = False
         self.host: Selection | None = None
         self.predicted: torch.Tensor | None = None
@@ -67,9 +69,8 @@ class CpuPartial(RunningPartial):
 
     def _buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a new buffer that CPU and device access."""
-        pin = self.layer.device.type == "cuda"
         with torch.inference_mode(False):
-            self._buffers.append(host_empty(shape, dtype, pin=pin, brief=True, what="the CPU's part of a step"))
+            self._buffers.append(host_empty(shape, dtype, pin=self._pin, brief=True, what="a host partial"))
         return self._buffers[-1]
 
     def _make_inbox(
@@ -77,25 +78,14 @@ class CpuPartial(RunningPartial):
     ) -> Inbox:
         """Return an inbox of buffers. Whether kernels reach these is asked here: a capture allows few questions."""
         # Whether GPU kernels can read and write the buffers.
-        self.reachable = self.layer.device.type != "cuda" or all_pinned(tuple(self._buffers))
+        self.reachable = not self._pin or all_pinned(tuple(self._buffers))
         arrived = None
         if self.reachable:
             with torch.inference_mode(False):
-                arrived = torch.zeros(1, dtype=torch.int32, device=self.layer.device)
+                arrived = torch.zeros(1, dtype=torch.int32, device=self.store.device)
         return Inbox(query, blocks, counts, arrived, tail)
 
-    @property
-    def layer(self) -> HybridLayer:
-        """The layer of this part."""
-        layer = self._layer()
-        assert layer is not None, "a part outlives its layer only while a job ends"
-        return layer
-
-    def fits(self, query: torch.Tensor, capacity: int) -> bool:
-        """Whether the buffers have the sizes of this query and capacity."""
-        return self.shape == query.shape and self.capacity == capacity
-
-    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> CpuPartial:
+    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> BlockHostPartial:
         """Start a job that attends host blocks with the step's query.
 
         Args:
@@ -127,18 +117,17 @@ class CpuPartial(RunningPartial):
             send: hands over, announced by a flag if it gets one and an epoch.
             make: makes the launches; kept as long as the view is the same.
             label: the job's name in error messages.
-            key: tells this work from others of the part in a capture; None: the part, whose result is waited for.
+            key: tells this work from others of the partial in a capture; None: the partial, whose result is waited for.
             after: the key of earlier work that must be done first, in a capture; before: its job, in an eager step.
         """
-        capture = self.layer.mirror.capture
+        capture = self.mirror.capture
         if capture is not None:
             making = functools.partial(make, step.scores)
             flag = capture.flag_of(self, making, step.label(label), key=self if key is None else key, after=after)
             send(flag, capture.epoch)
             return None
         send()
-        arrived, launches = self._arrived(), self._launches(step.scores, make)
-        worker = self.layer.settings.worker
+        arrived, launches, worker = self._arrived(), self._launches(step.scores, make), self.worker
 
         def work() -> None:
             if before is not None:
@@ -158,32 +147,30 @@ class CpuPartial(RunningPartial):
         epoch: torch.Tensor | None = None,
     ) -> None:
         assert host is not None
-        self.layer.mirror.pause()
+        self.mirror.pause()
         hand_over(self._inbox, query, host.blocks, host.counts, flag=flag, epoch=epoch)
 
     def _arrived(self) -> torch.cuda.Event | None:
         """Return an event after the hand-over on a CUDA device, or None."""
-        if self.layer.device.type != "cuda":
+        if not self._pin:
             return None
-        stream = torch.cuda.current_stream(self.layer.device)
+        stream = torch.cuda.current_stream(self.store.device)
         self._streams[:] = [stream]
         event: torch.cuda.Event = stream.record_event()
         return event
 
     def rehearse(self, capture: Any) -> None:
-        """Hand over an empty part: the first launch loads the kernel, which a capture may refuse."""
+        """Hand over an empty partial: the first launch loads the kernel, which a capture may refuse."""
         self._rehearse(capture, self._inbox)
 
     def _rehearse(self, capture: Any, inbox: Inbox) -> None:
         buffers = inbox.query, inbox.blocks, inbox.counts, *(() if inbox.tail is None else (inbox.tail,))
-        zeros = (torch.zeros(part.shape, dtype=part.dtype, device=self.layer.device) for part in buffers)
+        zeros = (torch.zeros(x.shape, dtype=x.dtype, device=self.store.device) for x in buffers)
         hand_over(inbox, *zeros, flag=capture.flags[0, :1], epoch=capture.epoch)
 
     def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:
         """Return the launches of an eager step; they are reused as long as the store's view stays the same."""
-        store = self.layer.store
-        assert store is not None
-        view, key = store.view(store.length), (make.__name__, scores, self._correct)
+        view, key = self.store.view(self.store.length), (make.__name__, scores, self._correct)
         known = self._planned.get(key)
         if known is None or known[0] is not view:
             known = self._planned[key] = view, make(scores)
@@ -191,9 +178,7 @@ class CpuPartial(RunningPartial):
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         """Return new launches that attend the buffers' blocks, with their own counters and scratch memory."""
-        store = self.layer.store
-        assert store is not None
-        view = store.view(store.length)
+        store, view = self.store, self.store.view(self.store.length)
         # Host blocks are full: the length need not be exact.
         return (
             cpu_decode.sparse_decode(
@@ -219,29 +204,29 @@ class CpuPartial(RunningPartial):
             addresses = store.pool.addresses(store.table[rows, blocks[rows, heads, column]], heads) & ~1
             movers.touch_records(addresses, size)()
 
-        self._job = self.layer.settings.worker.submit(read, step.label("read-ahead"), keep=(store.pool, self))
+        self._job = self.worker.submit(read, step.label("read-ahead"), keep=(store.pool, self))
 
     def share(self, step: Step) -> torch.Tensor | float:
         """Return the attended tokens as a share of the budget: fp32 `[]` on the device."""
         assert self.host is not None, "blocks are known"
         return step.share_of(self.host)
 
-    def partial(self) -> HostPartial:
+    def result(self) -> HostResult:
         """Wait for the job and return its result for the merge.
 
         Raises:
             WorkerError: the job failed.
         """
-        if self.layer.mirror.capture is not None:
-            self.layer.mirror.capture.wait(self)
+        if self.mirror.capture is not None:
+            self.mirror.capture.wait(self)
         else:
             assert self._job is not None
             self._job.result()
             self._job = None
         out, lse, kbar = self.out, self.lse, self.kbar
         if not self.reachable:  # GPU kernels read pinned memory only
-            out, lse, kbar = (tensor.to(self.layer.device) for tensor in (out, lse, kbar))
-        return HostPartial(out, lse, kbar, self.predicted) if self._correct else HostPartial(out, lse)
+            out, lse, kbar = (tensor.to(self.store.device) for tensor in (out, lse, kbar))
+        return HostResult(out, lse, kbar, self.predicted) if self._correct else HostResult(out, lse)
 
     def cancel(self) -> None:
         """Wait for the job and drop its result, so that nothing reads blocks that are about to change.
@@ -271,7 +256,7 @@ def discard(job: Job) -> None:
 
 
 def all_pinned(buffers: tuple[torch.Tensor, ...]) -> bool:
-    """Whether all buffers are pinned; empty ones (of a part without a block list) count as pinned."""
+    """Whether all buffers are pinned; empty ones (of a partial without a block list) count as pinned."""
     return all(tensor.is_pinned() for tensor in buffers if tensor.numel())
 
 

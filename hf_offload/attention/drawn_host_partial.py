@@ -1,4 +1,4 @@
-"""The CPU's partial of keys that are drawn by their estimated attention from blocks that are not resident."""
+"""The host partial of keys that are drawn by their estimated attention from blocks that are not resident."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_offload.attention.cpu_partial import CpuPartial, discard
+from hf_offload.attention.host_partial import BlockHostPartial, discard
 from hf_offload.cpu.kernels import draw_pairs
 from hf_offload.cpu.kernels.pair_decode import attend_pairs
 from hf_offload.cpu.launch import Launch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
 
-class DrawnPartial(CpuPartial):
+class DrawnHostPartial(BlockHostPartial):
     """Draw and attention on the CPU. The device hands over the query, what is resident, and the tail's log mass.
 
     The CPU returns what the device cannot know: the shares of the blocks, by which blocks are recalled, and the number
@@ -64,23 +64,23 @@ class DrawnPartial(CpuPartial):
         """Whether pairs are drawn, and attended with a query that comes later."""
 
     @classmethod
-    def of(cls, step: Step, samples: int, join: str) -> DrawnPartial:
-        """Return the part of a step's layer, made anew where sizes have changed."""
+    def of(cls, step: Step, samples: int, join: str) -> DrawnHostPartial:
+        """Return the partial of a step's layer, made anew where sizes have changed."""
         layer = step.layer
-        part = layer.cpu_partial
-        if not isinstance(part, DrawnPartial) or not part.serves(step, samples, join):
-            part = layer.cpu_partial = DrawnPartial(layer, step.query, samples, join)
-        return part
+        partial = layer.host_partial
+        if not isinstance(partial, DrawnHostPartial) or not partial.serves(step, samples, join):
+            partial = layer.host_partial = DrawnHostPartial(layer, step.query, samples, join)
+        return partial
 
     def serves(self, step: Step, samples: int, join: str) -> bool:
         """Whether the buffers have a step's sizes."""
         return (
-            self.shape == step.query.shape
+            self.form[0] == step.query.shape
             and (self.samples, self.join) == (samples, join)
             and self.width == step.store.table.shape[1]
         )
 
-    def attend(self, step: Step, *, correct: bool, label: str) -> DrawnPartial:
+    def attend(self, step: Step, *, correct: bool, label: str) -> DrawnHostPartial:
         """Start the draw and the attention with the step's query.
 
         Args:
@@ -93,7 +93,7 @@ class DrawnPartial(CpuPartial):
         self._job = self._submit(step, functools.partial(self._send_all, step), self.make_launches, label)
         return self
 
-    def draw(self, step: Step) -> DrawnPartial:
+    def draw(self, step: Step) -> DrawnHostPartial:
         """Start the draw alone, with a predicted query; `attend_drawn` follows."""
         self._drop()
         self._correct, self.awaits_query = False, True
@@ -101,7 +101,7 @@ class DrawnPartial(CpuPartial):
         self._drawing = self._submit(step, send, self._make_draw, "draw of pairs", key=self._lists)
         return self
 
-    def attend_drawn(self, step: Step) -> DrawnPartial:
+    def attend_drawn(self, step: Step) -> DrawnHostPartial:
         """Start the attention of what was drawn, with the step's real query."""
         self.predicted, self.awaits_query, before = step.query, False, self._drawing
         send = functools.partial(self._send_real, step.query)
@@ -115,7 +115,7 @@ class DrawnPartial(CpuPartial):
         self._rehearse(capture, self._real)  # without a tail: another kernel
 
     def _send_all(self, step: Step, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
-        self.layer.mirror.pause()
+        self.mirror.pause()
         held = step.resident_blocks()
         assert held is not None, "with two memories"
         hand_over(self._inbox, step.query, held.blocks, held.counts, step.tail(), flag=flag, epoch=epoch)
@@ -123,22 +123,21 @@ class DrawnPartial(CpuPartial):
     def _send_real(
         self, query: torch.Tensor, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None
     ) -> None:
-        self.layer.mirror.pause()
+        self.mirror.pause()
         hand_over(self._real, query, *self._no_blocks, flag=flag, epoch=epoch)
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         return (*self._make_draw(scores), self._attention(scores, self.query))
 
     def _make_draw(self, scores: Scores) -> tuple[Launch, ...]:
-        store = self.layer.store
-        assert store is not None
+        store = self.store
         assert store.digests is not None
         resident = draw_pairs.Resident(self.blocks.numpy(), self.counts.numpy(), self.score.numpy())
         return (
             draw_pairs.draw_missing(
                 self.query.numpy(), store.digests.arrays(self.query.numpy(), scores.scale), store.table, resident,
                 self.tail.numpy(), self._masses, *self._lists, self._portion, samples=self.samples, join=self.join,
-                **scores._asdict(), tally=self.layer.stats.drawn,
+                **scores._asdict(), tally=self.stats.drawn,
             ),
         )  # fmt: skip
 
@@ -146,27 +145,25 @@ class DrawnPartial(CpuPartial):
         return (self._attention(scores, self._real.query),)
 
     def _attention(self, scores: Scores, query: torch.Tensor) -> Launch:
-        store = self.layer.store
-        assert store is not None
-        view = store.view(store.length)
+        store, view = self.store, self.store.view(self.store.length)
         return attend_pairs(
             query.numpy(), view.block_ptr, view.table, *self._lists, view.holes, view.valid, view.covered,
             self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None, kv_dtype=store.dtype,
             block_size=store.block_size, **scores._asdict(), packed=store.format.packed, portion=self._portion,
-            tally=self.layer.stats.errors,
+            tally=self.stats.errors,
         )  # fmt: skip
 
     def share(self, step: Step) -> torch.Tensor:
-        """Return the drawn tokens as a share of all that were attended: fp32 `[]` on the device, after `partial`."""
+        """Return the drawn tokens as a share of all that were attended: fp32 `[]` on the device, after `result`."""
         drawn = 2 * self.drawn.to(step.query.device, non_blocking=True).sum(dtype=torch.float32)
-        resident = self.layer.resident
+        resident = step.layer.resident
         assert resident is not None
         here: torch.Tensor = (resident.block_of >= 0).sum(dtype=torch.float32) * step.block_size
         return drawn / (drawn + here)
 
     def block_shares(self) -> torch.Tensor:
-        """Return the shares of the blocks, fp32 `[B, Hkv, N]` on the device, after `partial`."""
-        return self.score.to(self.layer.device, non_blocking=True)
+        """Return the shares of the blocks, fp32 `[B, Hkv, N]` on the device, after `result`."""
+        return self.score.to(self.store.device, non_blocking=True)
 
     def _drop(self) -> None:
         super()._drop()

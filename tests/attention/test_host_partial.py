@@ -1,11 +1,11 @@
-"""Pinned buffers of the CPU's partial."""
+"""Pinned buffers of host partials."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hf_offload.attention.cpu_partial import all_pinned
+from hf_offload.attention.host_partial import all_pinned
 
 
 def test_a_buffer_of_no_entries_does_not_make_the_others_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,8 +115,8 @@ def test_a_side_that_is_late_changes_nothing(
 class Late:
     """Stands for the event behind a copy to the host: before it the query there is one that nobody asked with."""
 
-    def __init__(self, part: scheduler.ScheduledPart) -> None:
-        self.query, self.coming = part.query, part.query.clone()
+    def __init__(self, partial: scheduler.ScheduledHostPartial) -> None:
+        self.query, self.coming = partial.query, partial.query.clone()
         self.query.fill_(-1.0)
 
     def synchronize(self) -> None:
@@ -130,7 +130,7 @@ def test_a_query_that_arrives_late_is_the_one_that_chooses(
 ) -> None:
     monkeypatch.setattr(scheduler, "_device_share", lambda name, tasks, lengths: np.zeros(len(tasks), bool))
     want = decode(llama, make_cache(llama, digest=digest, schedule="uniform"))
-    monkeypatch.setattr(scheduler.ScheduledPart, "_arrived", lambda part: Late(part))
+    monkeypatch.setattr(scheduler.ScheduledHostPartial, "_arrived", Late)
     torch.testing.assert_close(decode(llama, make_cache(llama, digest=digest, schedule="uniform")), want)
 
 
