@@ -7,14 +7,13 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.launch import Launch, jit_for_python
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = {torch.float32: torch.float32, torch.float16: torch.int16, torch.bfloat16: torch.uint16}
@@ -22,7 +21,7 @@ _BITS = {torch.float32: torch.float32, torch.float16: torch.int16, torch.bfloat1
 
 def for_python(*functions: Any) -> tuple[Any, ...]:
     """Functions that serve compiled code, compiled again for calls from Python."""
-    return tuple([numba.njit(error_model="numpy")(function.py_func) for function in functions])
+    return tuple([jit_for_python(function.py_func) for function in functions])
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

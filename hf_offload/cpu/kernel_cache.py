@@ -44,9 +44,11 @@ class KernelCache(FunctionCache):
 
     Args:
         function: the function. If there is no folder for its code, a warning says so.
+        for_python: whether its code can be called from Python; what cannot is kept apart.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, for_python: bool) -> None:
+        self._for_python = for_python
         self._folder: Path | None = None
         self._sources: str | None = None
         try:
@@ -111,7 +113,8 @@ class KernelCache(FunctionCache):
         if self._sources is None:
             self._sources = _sources_of(self._py_func)
         arguments = [_described(kind) for kind in _arguments(sig)]
-        key = repr((arguments, codegen.magic_tuple(), _VERSIONS, self._sources, self._py_func.__code__.co_code))
+        code = self._py_func.__code__.co_code, self._for_python
+        key = repr((arguments, codegen.magic_tuple(), _VERSIONS, self._sources, code))
         return f"{self._stem}{hashlib.sha256(key.encode()).hexdigest()[:32]}.nbc"
 
 

@@ -244,14 +244,14 @@ def jit(function: Function) -> Function:
     A call from Python raises TypeError (`jit_for_python`).
     """
     compiled: Any = _Internal(function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True})
-    compiled._cache = KernelCache(function)
+    compiled._cache = KernelCache(function, for_python=False)
     return cast(Function, compiled)
 
 
 def jit_for_python(function: Function) -> Function:
     """Compile as `jit` does a function that Python calls, too."""
     compiled: Any = CPUDispatcher(function, targetoptions=_OPTIONS)
-    compiled._cache = KernelCache(function)
+    compiled._cache = KernelCache(function, for_python=True)
     return cast(Function, compiled)
 
 

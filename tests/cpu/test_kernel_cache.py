@@ -189,6 +189,19 @@ def test_what_a_closure_holds_counts(modules: Path) -> None:
     assert [make(factors, helper.twice)(1.0) for factors in kept[:2]] == [4.0, 10.0]
 
 
+def test_code_that_python_cannot_call_is_never_loaded_for_python(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text(HELPER.format(1, 2))
+    (tmp_path / "call.py").write_text(
+        "from helper import twice\nfrom hf_offload.cpu.launch import jit_for_python\n"
+        "@jit_for_python\ndef call(x):\n    return twice(x)\n"
+        "if __name__ == '__main__':\n    print(call(3), jit_for_python(twice.py_func)(3))\n"
+        "    try:\n        twice(3)\n    except TypeError as error:\n        print(error)\n"
+    )
+    for _ in range(2):  # compiled, then loaded
+        done = run(tmp_path, "call.py", PYTHONPATH=str(Path(cpu.__file__).parents[2]))
+        assert done == "6 6\ntwice serves compiled code; compile it by `jit_for_python` to call it"
+
+
 def test_without_a_folder_kernels_are_compiled_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
     with pytest.warns(RuntimeWarning, match=r"not kept on disk.*NUMBA_CACHE_DIR"):
