@@ -42,8 +42,10 @@ lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A process that crashes ends the run, and so does a test of 20 minutes; both are named, with their stacks.
+HANGS := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 unit:
-	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --max-worker-restart=0 $(HANGS) $(TESTS)
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

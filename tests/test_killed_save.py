@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import in_fork
 from tiny import DEVICE, ONE_MEMORY, prompt, tiny_model
 from transformers import PreTrainedModel
 
@@ -74,17 +75,13 @@ class Counting:
 
 def kill(cache: HybridCache, folder: Path, n: int) -> bool:
     """Save in a child that is killed before its n-th call; whether it was."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                Counting(n, lambda: os._exit(KILLED)).install(patch)
-                cache.save(folder)
-            code = DONE
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def save() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            Counting(n, lambda: os._exit(KILLED)).install(patch)
+            cache.save(folder)
+
+    code = in_fork(save)
     assert code in (KILLED, DONE)
     return code == KILLED
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import threading
 import time
 import weakref
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks import in_fork
 
 from hf_offload.cpu import thread_pool as helpers
 from hf_offload.cpu.launch import Array, Launch, kernel
@@ -170,15 +170,12 @@ def test_an_error_of_a_helper_is_that_of_the_job() -> None:
 def test_a_forked_child_has_helpers_of_its_own() -> None:
     worker = Worker(3)
     worker.submit(lambda: worker.divide(marking(12, 500))).result()
-    child = os.fork()
-    if child == 0:
-        try:
-            worker.submit(lambda: worker.divide(marking(12, 500))).result(timeout=300)
-            worker.submit(lambda: divided_by(worker, 3)).result(timeout=300)
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def divide() -> None:
+        worker.submit(lambda: worker.divide(marking(12, 500))).result(timeout=100)
+        worker.submit(lambda: divided_by(worker, 3)).result(timeout=100)
+
+    assert in_fork(divide) == 0
 
 
 def test_helpers_end_with_the_worker() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from forks import in_fork
 from pools import make_case
 
 from hf_offload.cpu.host_signals import Doorbell, Item
@@ -231,19 +232,22 @@ def test_a_forked_child_gets_threads_of_its_own(bell: Doorbell) -> None:
     bell.replace([item(rows[0], slow), item(rows[1], quick)])
     tell(address(rows[0], READY), 1)
     time.sleep(0.01)  # a thread of the parent is inside
-    child = os.fork()
-    gate[0] = 1  # parent and child have a gate each
-    if child == 0:
+
+    def serve_both() -> None:
+        gate[0] = 1
         bell.check()
-        right = True
         for epoch in (1, 2, 3):
             tell(address(rows[0], READY), epoch)
             tell(address(rows[1], READY), epoch)
-            right = right and await_flag(address(rows[0], DONE), epoch, PATIENT)
-            right = right and await_flag(address(rows[1], DONE), epoch, PATIENT) and answer[3] == 3
+            assert await_flag(address(rows[0], DONE), epoch, PATIENT)
+            assert await_flag(address(rows[1], DONE), epoch, PATIENT)
+            assert answer[3] == 3
         bell.stop()
-        os._exit(0 if right else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    try:
+        assert in_fork(serve_both) == 0
+    finally:
+        gate[0] = 1  # parent and child have a gate each
     tell(address(rows[1], READY), 1)
     assert await_flag(address(rows[1], DONE), 1, PATIENT)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from forks import in_fork
 
 from hf_offload.cpu.launch import SHARE_BYTES, Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
@@ -99,9 +100,11 @@ def test_a_failure_of_the_caller_alone_is_the_same_error() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_runs_alone() -> None:
     torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # the parent has a team
-    child = os.fork()
-    if child == 0:
+
+    def run() -> None:
         launch = Launch(meet_kernel, 2, (np.zeros(2, np.int64), 10), SHARE_BYTES)
         launch.run()
-        os._exit(0 if team()[0] == ALONE[0] and launch.ticket[1] == 2 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert team()[0] == ALONE[0]
+        assert launch.ticket[1] == 2
+
+    assert in_fork(run) == 0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from forks import in_fork
 
 from hf_offload.cpu import threads
 from hf_offload.cpu.thread_pool import Worker
@@ -51,11 +52,12 @@ def test_a_thread_that_raises_has_ended(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_forked_child_has_no_thread_of_its_parent() -> None:
     gate = threading.Event()
     thread = start(gate.wait, (300,), "a test")
-    child = os.fork()
-    if child == 0:
-        thread.join(300)  # at once
-        os._exit(thread.is_alive())
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def join() -> None:
+        thread.join(100)  # at once
+        assert not thread.is_alive()
+
+    assert in_fork(join) == 0
     assert thread.is_alive()
     gate.set()
 

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from forks import in_fork
 
 from hf_offload.cpu.thread_pool import JOBS, Job, Worker, WorkerError
 
@@ -108,14 +109,7 @@ def test_a_killed_thread_is_noticed_and_replaced() -> None:
 def test_a_forked_child_gets_threads_of_its_own() -> None:
     worker = Worker()
     worker.submit(lambda: None).result()
-    child = os.fork()
-    if child == 0:
-        try:
-            worker.submit(lambda: None).result(timeout=300)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert in_fork(lambda: worker.submit(lambda: None).result(timeout=100)) == 0
 
 
 def test_threads_end_with_the_worker() -> None:
