@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import in_fork
 from safetensors.torch import save_file
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
@@ -317,13 +318,17 @@ def test_loading_without_memory(llama: PreTrainedModel, filled: HybridCache, tmp
 
     filled.save(tmp_path / "cache")
     HybridCache.load(tmp_path / "cache", llama)  # whatever is imported at the first time
-    status = Path("/proc/self/status").read_text()
-    used = int(status.partition("VmSize:")[2].split()[0]) * 1024
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limits[1]))  # the file of the blocks is larger
-    try:
-        with pytest.raises(MemoryError, match=r"no host memory left for a saved cache.*; a shorter context"):
-            HybridCache.load(tmp_path / "cache", llama)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert HybridCache.load(tmp_path / "cache", llama).get_seq_length() == 900
+
+    def load() -> None:
+        status = Path("/proc/self/status").read_text()
+        used = int(status.partition("VmSize:")[2].split()[0]) * 1024
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limits[1]))  # the file of the blocks is larger
+        try:
+            with pytest.raises(MemoryError, match=r"no host memory left for a saved cache.*; a shorter context"):
+                HybridCache.load(tmp_path / "cache", llama)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert HybridCache.load(tmp_path / "cache", llama).get_seq_length() == 900
+
+    assert in_fork(load) == 0  # other threads of this process would have no memory, either
