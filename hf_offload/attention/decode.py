@@ -12,6 +12,7 @@ from hf_offload.attention.step_cpu import CpuStep, Form
 from hf_offload.attention.step_split import SplitStep
 from hf_offload.cache.last_queries import joined
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory import trim_heap
 from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.torch_modes import uncast
@@ -19,6 +20,8 @@ from hf_offload.scores import Scores
 
 FEW_QUERIES = 16
 """Appends of at most this many tokens attend the cached blocks as decode steps do."""
+TRIMMED, TRIMMED_LAYERS = 1024, 4
+"""Appends of so many tokens to a model on the CPU trim the heap, in one layer of so many."""
 
 
 def append(
@@ -75,6 +78,8 @@ def append(
     # Of layers that share keys and values, only the layer that stored them keeps queries, in chunks as in one prompt.
     if fresh and window and (layer.two_memories or layer.requirements.learns_from_prompts):
         layer.last_queries = joined(layer.last_queries, query, past, window)
+    if query.device.type == "cpu" and query.shape[2] >= TRIMMED and layer.index % TRIMMED_LAYERS == 0:
+        trim_heap()
     return out
 
 
@@ -157,7 +162,7 @@ def decode(
     assert step.plan is not None
     checks = layer.settings.checks
     if checks is not None and checks.due(layer.index, layer.stats.steps):
-        step.check(checks)
+        step.check()
     layer.ahead = None
     layer.stats.steps += 1
     if store.format.packs:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import math
 import mmap
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,7 +96,7 @@ def host_empty(
     whole = torch.frombuffer(region, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE
     with contextlib.suppress(OSError):  # a kernel without huge pages gives ordinary ones
-        region.madvise(mmap.MADV_HUGEPAGE)
+        region.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE * _HUGE)  # what is left would take a whole one
     return whole[start : start + size].view(dtype).view(shape)
 
 
@@ -103,6 +105,19 @@ def host_mapped(path: Path) -> torch.Tensor:
     with path.open("rb") as file:
         region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(region, dtype=torch.uint8)
+
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc's
+
+
+def trim_heap() -> None:
+    """Return the heap's free pages to the system, where the C library can do that; some milliseconds.
+
+    What a model allocates in a layer of a prompt leaves holes between blocks that last, and the next layer's tensors do
+    not fit them: torch aligns tensors, and glibc's heap does not search for room with alignment.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 @functools.cache

@@ -12,8 +12,8 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache
 
 from hf_offload import HybridCache, WorkerError
-from hf_offload.attention import prefill_host
-from hf_offload.attention.decode import FEW_QUERIES
+from hf_offload.attention import decode, prefill_host
+from hf_offload.attention.decode import FEW_QUERIES, TRIMMED
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cpu.launch import Launch
 
@@ -54,6 +54,16 @@ def test_slow_threads_change_no_logit(host_dtype: str | None) -> None:
         cache.settings.worker.delay = delay
         found.append(turns(model, cache, ids, mask, [150, 270, 271, 272, 330]))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("tokens", "trims"), [(TRIMMED - 1, 0), (TRIMMED, 2)])
+def test_long_appends_trim_the_heap(monkeypatch: pytest.MonkeyPatch, tokens: int, trims: int) -> None:
+    model, found = tiny_model("llama"), []
+    monkeypatch.setattr(decode, "trim_heap", lambda: found.append(1))
+    monkeypatch.setattr(decode, "TRIMMED_LAYERS", 2)  # two of the four layers
+    with torch.no_grad():
+        model(prompt(1, tokens)[0], past_key_values=HybridCache(model, "scout", tier="one"))
+    assert len(found) == trims
 
 
 def test_a_gather_that_fails_in_a_thread_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import gc
 import mmap
+import sys
 import warnings
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from hf_offload.cache import memory
-from hf_offload.cache.memory import host_empty, memory_for, size_text
+from hf_offload.cache.memory import host_empty, memory_for, size_text, trim_heap
 
 FAR_TOO_MUCH = 1 << 60
 
@@ -28,6 +30,24 @@ def test_large_tensors_are_aligned_and_writable(dtype: torch.dtype) -> None:
     del tensor
     gc.collect()
     assert (part == 7).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux's huge pages")
+def test_what_follows_the_last_whole_huge_page_is_on_ordinary_ones() -> None:
+    before = psutil.Process().memory_info().rss
+    tensors = [host_empty((17 << 17,), torch.uint8).fill_(1) for _ in range(32)]  # 2.125 MiB each
+    taken = psutil.Process().memory_info().rss - before
+    assert taken < 1.3 * sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.skipif(memory._malloc_trim is None, reason="no malloc_trim in this C library")
+def test_a_trimmed_heap_gives_back_what_lies_between_blocks_in_use() -> None:
+    blocks = [torch.ones(100 << 10, dtype=torch.uint8) for _ in range(1000)]
+    blocks = blocks[::2]
+    before = psutil.Process().memory_info().rss
+    trim_heap()
+    assert before - psutil.Process().memory_info().rss > 35 << 20  # of 49 MiB
+    assert all(bool((block == 1).all()) for block in blocks)
 
 
 def test_small_tensors() -> None:
