@@ -88,7 +88,7 @@ class HybridCache(Cache):
             for runs on torch's threads (`torch.set_num_threads`).
         timeout: seconds to wait for a worker thread; then a `WorkerError`.
         check_every: compare a step of one layer in turn with full attention, every so many steps, and tell in `stats()`
-            what was missed; for a model on the CPU. A check takes as long as full attention in that layer. None: never.
+            what was missed. A check takes as long as full attention in that layer, on the CPU. None: never.
         progress: show a `tqdm.auto` bar on stderr for prompts and appends that take longer than five seconds, by layer
             and tile. Each chunk of a chunked prompt has a bar of its own; the five seconds count from the first chunk.
         knobs: the policy's knobs; see its class.
@@ -136,8 +136,6 @@ class HybridCache(Cache):
         checks = None
         if check_every is not None:
             checks = Checks(check_every, tuple(i for i, ours in enumerate(held) if ours))
-            if two_memories:
-                raise ValueError(f"check_every={check_every} needs one memory; leave it out, or check on a CPU")
         settings = Settings(
             policy=self.policy,
             tier=tier,

@@ -80,7 +80,11 @@ class StepGraph:
         self._told: set[str] = set()
 
     def ready(self) -> bool:
-        """Whether a step can be captured or replayed: the resident set of every layer is placed."""
+        """Whether a step can be captured or replayed: the resident set of every layer is placed, no check is due."""
+        first = self.layers[0]
+        checks = first.settings.checks
+        if checks is not None and checks.any_due(first.stats.steps):
+            return False
         return self._unchanged() or all(layer.past and not layer.unplaced for layer in self.layers)
 
     def tell(self, reason: str) -> None:

@@ -6,12 +6,13 @@ import time
 
 import torch
 
+from hf_offload.attention.checking import Outcome, check
 from hf_offload.attention.step_split import SplitStep
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
 from hf_offload.gpu import kv_copy
-from hf_offload.gpu.merge import merge
-from hf_offload.policies.base import Partial
+from hf_offload.gpu.merge import HostResult, merge
+from hf_offload.policies.base import Partial, Plan
 from hf_offload.scores import Scores
 
 
@@ -109,6 +110,9 @@ def decode(
         stats.wait_seconds += time.perf_counter() - began
     logits = None if sinks is None else sinks.float()
     merged, _ = merge(out, lse, host, step.query, logits, scale=scores.scale, dtype=query.dtype)
+    checks = layer.settings.checks
+    if checks is not None and layer.mirror.capture is None and checks.due(layer.index, stats.steps):
+        _check(step, plan, out, lse, host, sinks)
     stats.steps += 1
     if plan.host is None:
         step.cpu_ratio = torch.zeros((), device=query.device, dtype=torch.float32)
@@ -125,6 +129,25 @@ def decode(
         if fresh:
             layer.state.token(layer)
     return merged.unsqueeze(1)
+
+
+def _check(
+    step: SplitStep,
+    plan: Plan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    host: HostResult | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Compare the step with full attention on the CPU, for the statistics; the arguments are those of its merge."""
+    scale, logits = step.scores.scale, None if sinks is None else sinks.float()
+    merged, total = merge(out, lse, host, step.query, None, scale=scale, dtype=torch.float32)
+    if logits is not None:
+        merged, _ = merge(out, lse, host, step.query, logits, scale=scale, dtype=torch.float32)
+    step.layer.write_back()
+    drawn = None if plan.host is None else plan.host.drawn_part(step)
+    outcome = Outcome(step.query.cpu().numpy(), merged.cpu().numpy(), total.cpu().numpy(), drawn)
+    check(step.layer, outcome, step.length, step.scores, sinks, step.label("the check"))
 
 
 def close_step(layer: HybridLayer) -> None:

@@ -14,6 +14,7 @@ from hf_offload.cpu.kernels.pair_decode import attend_pairs
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Job
 from hf_offload.gpu.handover import hand_over
+from hf_offload.policies.base import Drawn
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class DrawnHostPartial(BlockHostPartial):
         self._lists = draw_pairs.PairLists.of(batch, kv_heads, room)._replace(counts=self.drawn.numpy())
         heads = batch, query.shape[1]
         self._masses = np.empty((*heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
-        self._portion = np.zeros(heads, np.float32)
+        self._portion, self._errors = np.zeros(heads, np.float32), np.zeros(heads, np.float32)
         self._drawing: Job | None = None
         self.awaits_query = False
         """Whether pairs are drawn, and attended with a query that comes later."""
@@ -150,7 +151,7 @@ class DrawnHostPartial(BlockHostPartial):
             query.numpy(), view.block_ptr, view.table, *self._lists, view.holes, view.valid, view.covered,
             self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None, kv_dtype=store.dtype,
             block_size=store.block_size, **scores._asdict(), packed=store.format.packed, portion=self._portion,
-            tally=self.stats.errors,
+            errors=self._errors, tally=self.stats.errors,
         )  # fmt: skip
 
     def share(self, step: Step) -> torch.Tensor:
@@ -164,6 +165,13 @@ class DrawnHostPartial(BlockHostPartial):
     def block_shares(self) -> torch.Tensor:
         """Return the shares of the blocks, fp32 `[B, Hkv, N]` on the device, after `result`."""
         return self.score.to(self.store.device, non_blocking=True)
+
+    def drawn_part(self, step: Step) -> Drawn:
+        lse = self.lse
+        if self._correct:
+            assert self.predicted is not None
+            lse = lse + step.scores.scale * ((step.query - self.predicted).cpu() * self.kbar).sum(-1)
+        return Drawn(self._lists, lse.numpy(), self._errors)
 
     def _drop(self) -> None:
         super()._drop()

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_offload.attention.checking import Outcome, check
 from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
-from hf_offload.cache.checks import Checks
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.view import View
 from hf_offload.cpu.kernels import block_topk, draw_pairs, pair_decode
@@ -23,7 +23,7 @@ from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, Digest
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.launch import TAGS, Launch, LaunchSequence, tag_of
 from hf_offload.cpu.simd.convert import SHORT, narrow, widen
-from hf_offload.policies.base import EVER, HostPartial, Partial, Plan, Selection
+from hf_offload.policies.base import EVER, Drawn, HostPartial, Partial, Plan, Selection
 from hf_offload.scores import Scores
 
 LIST_BLOCKS = 16
@@ -55,22 +55,6 @@ class Form(NamedTuple):
     def readable(self) -> bool:
         """Whether launches can read such tensors: a known dtype, the last dimension contiguous."""
         return self.query[2] in TAGS and {self.query[1][-1], *self.key[-1:], *self.value[-1:]} == {1}
-
-
-class Drawn(NamedTuple):
-    """The drawn part of a step, for checks.
-
-    Args:
-        pairs: the drawn pairs and their weights.
-        lse: float32 `[B, Hq]`, the log mass that they stand for.
-        errors: float32 `[B, Hq]`, estimated relative errors of the softmax's sum.
-        skipped: as for `pair_decode.attend_pairs`.
-    """
-
-    pairs: draw_pairs.PairLists
-    lse: np.ndarray
-    errors: np.ndarray
-    skipped: np.ndarray | None = None
 
 
 class StepBuffers:
@@ -530,46 +514,12 @@ class CpuStep(Step):
         """Remember the drawn part of the step for its checks; arguments as for `Drawn`."""
         self._drawn = Drawn(pairs, lse, errors, skipped)
 
-    def check(self, checks: Checks) -> None:
+    def check(self) -> None:
         """Compare the result of the step that has just run with full attention, for the statistics."""
-        store, view, buffers = self.store, self.view, self.buffers
-        arrays = buffers.query, view.block_ptr, view.table
-        padding = view.holes, view.valid, self.length
-        form = {"kv_dtype": store.dtype, "block_size": self.block_size, **self.scores._asdict()}
-        shape = store.batch, store.num_kv_heads, self.num_blocks
-        blocks = np.broadcast_to(np.arange(self.num_blocks, dtype=np.int32), shape).copy()
-        out, lse = np.empty_like(buffers.out), np.empty_like(buffers.lse)
-        full = cpu_decode.sparse_decode(
-            *arrays, blocks, np.full(shape[:2], self.num_blocks, np.int32), *padding, out, lse, None, **form,
-            packed=store.format.packed,
-        )  # fmt: skip
-        full.run(self.label("the check"))
-        attended, estimated = buffers.lse, None
-        if self._drawn is not None:
-            lists, whole, estimated, skipped = self._drawn
-            once = np.empty_like(lse)  # the log mass of the pairs themselves, without what they stand for
-            plain = lists._replace(weights=np.zeros_like(lists.weights))
-            listed = pair_decode.attend_pairs(
-                *arrays, *plain, *padding, np.empty_like(out), once, None, **form, packed=store.format.packed,
-                skipped=skipped,
-            )  # fmt: skip
-            listed.run(self.label("the check"))
-            shares = np.exp(whole - attended) - np.exp(once - attended)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                attended = attended + np.log1p(-shares)
-        if self.form.sinks:
-            assert self.model_sinks is not None
-            both = torch.from_numpy(out), torch.from_numpy(lse)
-            out = merge_partials([both], self.model_sinks.float().view(1, -1))[0].numpy()
-        there = np.isfinite(lse)  # not a row of padding
-        true = np.abs(np.expm1(buffers.lse[there] - lse[there]))
-        missed = -np.expm1(np.minimum(attended[there] - lse[there], 0))
-        size = np.maximum(np.linalg.norm(out[there], axis=-1), np.finfo(np.float32).tiny)
-        error = np.linalg.norm(buffers.out[there] - out[there], axis=-1) / size
-        estimated = None if estimated is None else estimated[there]
-        self.layer.stats.checked.add(missed, error, estimated, true)
-        if estimated is not None:
-            checks.compare(estimated, true)
+        buffers = self.buffers
+        outcome = Outcome(buffers.query, buffers.out, buffers.lse, self._drawn)
+        sinks = self.model_sinks if self.form.sinks else None
+        check(self.layer, outcome, self.length, self.scores, sinks, self.label("the check"))
 
     def attend_host(self, host: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend blocks now with this step's query.

@@ -58,9 +58,13 @@ class Checks:
         self.every, self._layers = every, layers
         self._squares, self._heads, self._warned = np.zeros(2), 0, False
 
+    def any_due(self, step: int) -> bool:
+        """Whether a layer is checked in this step; steps count from 0."""
+        return step % self.every == 0
+
     def due(self, layer: int, step: int) -> bool:
-        """Whether a layer's step is checked; steps count from 0."""
-        return step % self.every == 0 and self._layers[step // self.every % len(self._layers)] == layer
+        """Whether this layer is checked in this step."""
+        return self.any_due(step) and self._layers[step // self.every % len(self._layers)] == layer
 
     def compare(self, estimated: np.ndarray, true: np.ndarray) -> None:
         """Warn once if the true errors of the softmax's sum are much larger than the estimated ones; `[n]`."""
@@ -71,7 +75,8 @@ class Checks:
             self._warned = True
             warnings.warn(
                 f"the drawn keys miss more than they tell: the softmax's sum is off by {root[1]:.1%}, estimated were "
-                f"{root[0]:.1%}; the digests do not fit these keys: use more samples, or budget= (scout)",
+                f"{root[0]:.1%}; the digests do not fit these keys, or predicted queries miss the real ones: use more "
+                'samples, lookahead="select" (two memories), or budget= (scout)',
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -51,6 +51,22 @@ class Partial(NamedTuple):
     lse: Any
 
 
+class Drawn(NamedTuple):
+    """The pairs of keys that a step draws.
+
+    Args:
+        pairs: a `draw_pairs.PairLists`: the pairs and their weights.
+        lse: fp32 array `[B, Hq]`, the log mass that they stand for.
+        errors: fp32 array `[B, Hq]`, estimated relative errors of the softmax's sum.
+        skipped: uint8 array `[B, Hkv, T]`, 1 for tokens of these pairs that are not attended; None: all are.
+    """
+
+    pairs: Any
+    lse: Any
+    errors: Any
+    skipped: Any = None
+
+
 class HostPartial(ABC):
     """A partial that the CPU computes beside the device; the core waits for it. See `attention.host_partial`."""
 
@@ -72,6 +88,10 @@ class HostPartial(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """Wait for the CPU and drop the result."""
+
+    def drawn_part(self, step: Step) -> Drawn | None:
+        """Return the pairs that were drawn for the step, after `result`; None: none."""
+        return None
 
 
 @dataclass(slots=True)

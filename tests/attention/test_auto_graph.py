@@ -69,6 +69,23 @@ def steps(model: PreTrainedModel, cache: HybridCache, first: int, stop: int, **g
     return torch.cat(rows, 1)
 
 
+def test_steps_that_are_checked_run_eagerly_and_the_others_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, mask) = tiny_model("llama"), prompt(1, 180)
+    want = logits_of(model, HybridCache(model, "scout", **KNOBS, **SCOUT), ids, mask)
+    recorded, replay = [], CpuRecorder.replay
+    monkeypatch.setattr(CpuRecorder, "replay", lambda self: recorded.append(self) or replay(self))
+    cache = graph_cache(model, "scout", auto=True, check_every=4, **SCOUT)
+    with told_of() as told:
+        assert torch.equal(logits_of(model, cache, ids, mask), want)
+    assert not told
+    # Of 30 steps 8 are checked (0, 4, 8, …) and the first plain one runs eagerly: nothing is captured twice.
+    assert len(recorded) == 21
+    assert len(set(map(id, recorded))) == 1
+    stats = cache.stats().as_dict()
+    assert sum(len(layer["checked_errors"]) for layer in stats["layers"]) == 8 * 4
+    assert 0 < stats["missed_mass"] < 1
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_plain_models_are_captured(family: str) -> None:
     model, (ids, mask) = model_of(CONFIGS[family]), prompt(1, 160)

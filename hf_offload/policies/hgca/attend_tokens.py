@@ -15,7 +15,7 @@ from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.kernels.pair_decode import attend_pairs
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
-from hf_offload.policies.base import HostPartial, Partial, Selection
+from hf_offload.policies.base import Drawn, HostPartial, Partial, Selection
 from hf_offload.policies.hgca.kernels.moving_average import move_averages
 from hf_offload.policies.hgca.kernels.resident_weights import update_weights
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
@@ -196,7 +196,8 @@ class RetainedHostPartial(BlockHostPartial):
     def __init__(self, layer: HybridLayer, query: torch.Tensor) -> None:
         super().__init__(layer, query, 0)
         self.tail = self._buffer(*query.shape[:2])
-        self._drawn = Partial(np.empty(query.shape, np.float32), np.empty(query.shape[:2], np.float32))
+        self._pairs = Partial(np.empty(query.shape, np.float32), np.empty(query.shape[:2], np.float32))
+        self._drawn: Drawn | None = None
         nothing = np.full(query.shape[:2], -np.inf, np.float32)
         self._nothing = Partial(np.zeros(query.shape, np.float32), nothing)
         self._scratch: dict[str, np.ndarray] = {}
@@ -247,17 +248,22 @@ class RetainedHostPartial(BlockHostPartial):
         retained: tuple[Launch, ...] = ()
         if self._mass.retained.counts.any():
             retained = (_attention(self._mass.retained, query, *result, scores),)
+        self._drawn = None
         if not self._samples:
             return retained
         lines = (query.shape[0], self.counts.shape[1])
         numbers = np.arange(self._window.start, self._window.stop, dtype=np.int32)
         window = np.broadcast_to(numbers, (*lines, len(numbers))).copy(), np.full(lines, len(numbers), np.int32)
-        target = self._drawn if retained else result
-        *rescue, _ = _rescue(
+        target, errors = self._pairs if retained else result, np.zeros(query.shape[:2], np.float32)
+        *rescue, lists = _rescue(
             self.store, self.stats, self._mass, query, window, self._samples, target, scores, self._keep,
-            tail=self.tail.numpy(),
+            errors=errors, tail=self.tail.numpy(),
         )  # fmt: skip
-        return (*retained, *rescue, *((join_parts(*result, self._drawn, self._nothing),) if retained else ()))
+        self._drawn = Drawn(lists, target.lse, errors, self._mass.kept)
+        return (*retained, *rescue, *((join_parts(*result, self._pairs, self._nothing),) if retained else ()))
+
+    def drawn_part(self, step: Step) -> Drawn | None:
+        return self._drawn
 
     def _keep(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return scratch of this partial alone: partials of two layers may run at once."""
