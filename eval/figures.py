@@ -218,15 +218,26 @@ def peers_ratios() -> str:
     return table(["context", "measure", *ways], lines, words=2)
 
 
-def batch_ms(context: int) -> list[float]:
-    """Milliseconds a step of four rows at once, of `DynamicCache` and of scout."""
-    return [float(row("decode_batch4", row=name, context=context)["p50"]) for name in ("dynamic", "scout-1024")]
+BATCH_ROWS = {"`DynamicCache`": "dynamic", "`budget=1024`": "scout:budget=1024", "`samples=512`": "scout:samples=512"}
+
+
+def batch_ms(context: int, batch: int, threads: int = 2) -> list[float]:
+    """Milliseconds a step of so many rows at once, of `BATCH_ROWS`."""
+    place = {"context": "+".join([str(context)] * batch), "threads": threads}
+    return [float(row("context_attention_samples", row=name, **place)["step"]) for name in BATCH_ROWS.values()]
 
 
 def batch_table() -> str:
-    found = {context: batch_ms(context) for context in (128, 8192, 32768)}
-    lines = [[f"{c:,}", *(number(one, 3) for one in ms), times(ms[0] / ms[1])] for c, ms in found.items()]
-    return table(["context", "`DynamicCache`", "scout, 1,024", "ratio"], lines)
+    found = {(context, batch): batch_ms(context, batch) for context in (8192, 32768) for batch in (1, 4)}
+    lines = [[f"{c:,}", str(b), *(number(one, 3) for one in ms)] for (c, b), ms in found.items()]
+    return table(["context", "rows", *BATCH_ROWS], lines)
+
+
+def samples_time(context: int) -> str:
+    """The time of a step with samples to that with a budget, over threads and batches."""
+    found = [batch_ms(context, batch, threads) for batch in (1, 4) for threads in (1, 2)]
+    ratios = [samples / budget for _, budget, samples in found]
+    return f"{min(ratios):.2f} to {max(ratios):.2f} times"
 
 
 # --- What policies find and lose -------------------------------------------------------------------------------------
@@ -690,10 +701,12 @@ def sources(files: str) -> str:
         commit = ", ".join(one[:7] + "+" * one.endswith("+changes") for one in commits)
         groups.setdefault((script, commit, cpu, first["omp_wait_policy"]), []).append(name)
     lines = []
-    for key, stems in groups.items():
+    for (script, *others), stems in groups.items():
         shared = commonprefix(stems)  # noqa: RUF071 (of names, not of paths)
-        lines.append([f"`{shared}{'*' if stems[1:] else ''}`", *key])
-    return table(["files", "script at that commit", "commit", "processor", "`OMP_WAIT_POLICY`"], lines, words=5)
+        named = "" if shared.startswith(script) else script
+        lines.append([f"`{shared}{'*' if stems[1:] else ''}`", named, *others])
+    titles = ["files", "script, if not of that name", "commit", "processor", "`OMP_WAIT_POLICY`"]
+    return table(titles, lines, words=5)
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -707,6 +720,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "results-second-turn": second_turn_table,
     "results-fidelity": fidelity_table,
     "scout-samples": samples_table,
+    "samples-time-8k": partial(samples_time, 8192),
+    "samples-time-32k": partial(samples_time, 32768),
     "choosing-quality": quality_table,
     "results-context": context_table,
     "results-perplexity": perplexity_table,
@@ -759,7 +774,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         for name in ("recall-1", "recall-1.5")
     },
     "papers-2wikimqa": wikimqa,
-    "papers-batch": lambda: times(batch_ms(32768)[0] / batch_ms(32768)[1]),
+    "papers-batch": lambda: times(batch_ms(32768, 4)[0] / batch_ms(32768, 4)[1]),
     "papers-window-weight": window_weight,
     "papers-heads-prose": partial(heads_share, "prose"),
     "papers-heads-code": partial(heads_share, "code"),
