@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import numpy as np
+import psutil
 import torch
 import typer
 from rich.console import Console
@@ -468,6 +469,22 @@ def _cpu_model() -> str:
     found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
     name = found.get("model name", platform.machine())
     return f"{name} (family {found.get('cpu family', '?')}, model {found.get('model', '?')})"
+
+
+def resident_bytes() -> int:
+    """Bytes of memory that the process has now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def forget_peak() -> None:
+    """Let `peak_bytes` begin anew; Linux."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Bytes of memory that the process had at most since `forget_peak`; Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -31,7 +31,6 @@ from typing import Annotated, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-import psutil
 import torch
 import typer
 from tqdm.auto import tqdm
@@ -136,7 +135,7 @@ def begin(way: str, settings: Settings) -> None:
         RuntimeError: the way cannot be made; says which one.
     """
     global _serving, _before
-    _before = _resident_bytes()
+    _before = common.resident_bytes()
     try:
         _serving = (WithLlama if way == LLAMA else WithTransformers)(way, settings)
     except Exception as error:
@@ -146,21 +145,8 @@ def begin(way: str, settings: Settings) -> None:
 def serve(method: str, *arguments: Any) -> tuple[Any, int]:
     """The result of a method of this process's way, and the bytes of memory at the peak since the last prefill."""
     if method == "prefill":
-        _forget_peak()
-    return getattr(_serving, method)(*arguments), _peak_bytes() - _before
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        common.forget_peak()
+    return getattr(_serving, method)(*arguments), common.peak_bytes() - _before
 
 
 class Process:

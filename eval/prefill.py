@@ -6,14 +6,17 @@
 Attention: exact causal attention of so many tokens to themselves, of random queries, keys and values; GFLOP/s of the
 causal half, and as a share of what a matrix product of the same dtype reaches in the same turns. `torch` is its flash
 attention for the CPU, with keys and values repeated for the heads of a group beforehand. Prompts: seconds of a model's
-forward over a text, at once and in chunks. All take turns; shown are medians.
+forward over a text, at once and in chunks (llama.cpp's: `peers.py`); `peak_mib` is what the process had at most beyond
+what it began with. All take turns; shown are medians.
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -24,10 +27,11 @@ from transformers import DynamicCache, PreTrainedModel
 import common
 import hf_offload
 from hf_offload.attention.hooks import cache_argument
+from hf_offload.cache.memory import trim_heap
 from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
+from plotting import lines, plot
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-CHUNKS = (0, 1024, 4096)  # 0: at once
 
 
 def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
@@ -82,17 +86,20 @@ def time_attention(shape: tuple[int, int, int], length: int, dtype: str, rounds:
     ]
 
 
-def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> float:
-    """Seconds of a prompt that is read with a cache of its own."""
+def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> tuple[float, float]:
+    """Seconds of a prompt that is read with a cache of its own, and the MiB that it takes at the peak."""
     model.set_attn_implementation("sdpa" if way == "DynamicCache" else "hybrid_sparse")
     cache: Any = DynamicCache(config=model.config) if way == "DynamicCache" else hf_offload.HybridCache(model, "full")
     gc.collect()
+    trim_heap()  # what an earlier prompt has left
     given = cache_argument(model, cache)
+    before = common.resident_bytes()
+    common.forget_peak()
     with torch.inference_mode():
         start = time.perf_counter()
         for part in ids.split(chunk or ids.shape[1], 1):
             model(part, **given, logits_to_keep=1)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, (common.peak_bytes() - before) / 2**20
 
 
 def main(
@@ -100,6 +107,7 @@ def main(
     shapes: Annotated[str, typer.Option(help="Query heads x KV heads x head size.")] = "9x3x64,16x4x128",
     dtypes: Annotated[str, typer.Option(help="Of queries, keys and values.")] = "bfloat16,float16,float32",
     contexts: Annotated[str, typer.Option(help="Lengths of whole prompts; none: no model is loaded.")] = "2k,8k",
+    chunks: Annotated[str, typer.Option(help="Tokens of a forward; 0: the whole prompt.")] = "0,1k,4k",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 5,
     *,
     setting: common.TextSetting,
@@ -115,6 +123,7 @@ def main(
                 records += time_attention(sizes, length, dtype, rounds)  # type: ignore[arg-type]
     common.write_csv(setting.out, records)
     common.show("attention", records, ("way", "heads", "dim", "length", "dtype", "gflops", "of_torch", "of_matmul"))
+    draw(records, setting.beside(".png"))
     if not contexts:
         return
     model, tokenizer = setting.load()
@@ -123,14 +132,33 @@ def main(
     for context in common.numbers(contexts):
         ids = setting.window(tokenizer, "code", 0, context)
         read(model, ways[0], ids[:, :600], 0)  # compiles
-        rows = [(way, chunk) for chunk in CHUNKS if chunk < context for way in ways]
-        found: dict[Any, list[float]] = {row: [] for row in rows}
+        rows = [(way, chunk) for chunk in common.numbers(chunks) if chunk < context for way in ways]
+        found: dict[Any, list[tuple[float, float]]] = {row: [] for row in rows}
         for _, row in common.in_turns(rows, max(rounds // 2, 1)):
             found[row].append(read(model, row[0], ids, row[1]))
-        for (way, chunk), seconds in found.items():
-            prompts.append({"way": way, "context": context, "chunk": chunk, **common.percentiles(seconds)})
+        for (way, chunk), each in found.items():
+            seconds, peaks = zip(*each, strict=True)
+            peak = statistics.median(peaks)
+            prompts.append({
+                "way": way, "context": context, "chunk": chunk, **common.percentiles(seconds), "peak_mib": peak,
+            })  # fmt: skip
     setting.write(prompts, "_prompts")
-    common.show("prompts", prompts, ("way", "context", "chunk", "p50"))
+    common.show("prompts", prompts, ("way", "context", "chunk", "p50", "peak_mib"))
+
+
+def draw(records: list[dict[str, Any]], path: Path) -> None:
+    """GFLOP/s by length, a plot for each shape and dtype; a line a way."""
+    shapes = list(dict.fromkeys((record["heads"], record["dim"]) for record in records))
+    dtypes = list(dict.fromkeys(record["dtype"] for record in records))
+    figure = {"figsize": (4 * len(dtypes), 3 * len(shapes)), "squeeze": False, "sharex": True, "sharey": True}
+    with plot(path, len(shapes), len(dtypes), **figure) as axes:
+        for (heads, dim), row in zip(shapes, axes, strict=True):
+            for dtype, one in zip(dtypes, row, strict=True):
+                mine = [r for r in records if (r["heads"], r["dim"], r["dtype"]) == (heads, dim, dtype)]
+                lines(one, mine, "length", "gflops", by="way")
+                one.set(title=f"{dtype}, {heads} heads of {dim}", xlabel="tokens", xscale="log", ylim=(0, None))
+        axes[0, 0].set(ylabel="GFLOP/s")
+        axes[0, 0].legend(fontsize="small")
 
 
 if __name__ == "__main__":

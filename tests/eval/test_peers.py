@@ -86,7 +86,7 @@ def test_a_process_says_what_it_takes_at_its_peak(monkeypatch: pytest.MonkeyPatc
             return size
 
     monkeypatch.setattr(peers, "_serving", Greedy())
-    monkeypatch.setattr(peers, "_before", peers._resident_bytes())
+    monkeypatch.setattr(peers, "_before", common.resident_bytes())
     size, peak = peers.serve("prefill", 64 << 20)
     assert size <= peak + (8 << 20)
 
