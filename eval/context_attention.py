@@ -49,7 +49,7 @@ from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedMode
 import common
 import hf_offload
 from hf_offload.measuring import divergence
-from inside import Watch, digest_bytes
+from inside import Watch, digest_bytes, stored_tokens
 
 WARM_UP = 2
 BLOCK_SIZE = 32
@@ -184,7 +184,7 @@ def read_bytes(model: PreTrainedModel, row: common.Row, cache: Cache) -> tuple[f
         return float(tokens * each), None
     stats = cache.stats().as_dict()
     if stats["attended_tokens"] is not None:
-        return stats["attended_tokens"] * each + digest_bytes(cache), None
+        return stored_tokens(cache, stats["attended_tokens"]) * each + digest_bytes(cache), None
     if told := stats["retrievals"]:
         near = min(cache.policy.requirements.sinks + cache.policy.requirements.recent, tokens)
         chosen = told["retrieved_share"] * (tokens - near) * each
@@ -194,7 +194,8 @@ def read_bytes(model: PreTrainedModel, row: common.Row, cache: Cache) -> tuple[f
         newest = math.ceil(row.options["gpu_ratio"] * tokens / BLOCK_SIZE) * BLOCK_SIZE
         chosen = stats["kept_share"] * (tokens - newest) * each
         return newest * each + chosen, chosen
-    return min(tokens, row.options.get("budget", tokens)) * each + digest_bytes(cache), None
+    attended = min(tokens, row.options.get("budget", tokens))
+    return stored_tokens(cache, attended) * each + digest_bytes(cache), None
 
 
 def compare(mine: torch.Tensor, full: torch.Tensor) -> tuple[float, float]:

@@ -305,10 +305,23 @@ def by_text(
 
 def quality_table() -> str:
     """What a KV head reads, of all methods."""
-    every = names(rows("quality"))
+    every = [name for name in names(rows("quality")) if "host_dtype" not in name]
     return by_text(
         every, lambda policy, knobs: f"{policy}, `{knobs}`", "KiB", lambda one, _: f"{float(one['read']):,.0f}"
     )
+
+
+def lengths_table() -> str:
+    """KL and KiB by the length of the context."""
+    found = rows("quality_lengths")
+    contexts = sorted({int(one["context"]) for one in found})
+    lines = []
+    for name in names(found):
+        policy, knobs = setting(name)
+        each = [row("quality_lengths", row=name, context=context) for context in contexts]
+        cells = (cell for one in each for cell in (number(one["kl"]), f"{float(one['read']):,.0f}"))
+        lines.append([f"{policy}, `{knobs}`", *cells])
+    return table(["", *(title for context in contexts for title in (f"KL, {context:,} tokens", "KiB"))], lines)
 
 
 def samples_table() -> str:
@@ -723,6 +736,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "samples-time-8k": partial(samples_time, 8192),
     "samples-time-32k": partial(samples_time, 32768),
     "choosing-quality": quality_table,
+    "choosing-lengths": lengths_table,
     "results-context": context_table,
     "results-perplexity": perplexity_table,
     "results-ruler": ruler_table,

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, Cache
 
 import common
 from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.cache.block_store import KEEP_TOKENS
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.launch import Launch, LaunchSequence
 
@@ -94,6 +95,15 @@ class Watch:
 def layers_of(cache: Any) -> list[HybridLayer]:
     """The layers of a cache that hold blocks."""
     return [layer for layer in hybrid_layers(cache) if layer.store is not None]
+
+
+def stored_tokens(cache: Cache, attended: float) -> float:
+    """So many attended tokens as unpacked ones of the same bytes: older blocks may be packed (`host_dtype`)."""
+    stores = [layer.store for layer in layers_of(cache) if layer.store is not None and layer.store.format.packs]
+    if not stores:
+        return attended
+    newest = min(attended, KEEP_TOKENS)
+    return newest + (attended - newest) * stores[0].format.record_bytes / stores[0].pool.record_bytes
 
 
 def digest_bytes(cache: Any) -> int:

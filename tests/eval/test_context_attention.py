@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import common
 import context_attention
-from hf_offload import ConstantPredictor
-from inside import Watch, digest_bytes
+from hf_offload import ConstantPredictor, HybridCache
+from inside import Watch, digest_bytes, stored_tokens
 
 BLOCK = {"block_size": 32}
 TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
@@ -215,3 +215,14 @@ def test_every_row_is_measured_at_every_length(tmp_path, monkeypatch):
     assert float(lines[1]["attention_ratio"]) == pytest.approx(
         float(lines[1]["attention"]) / float(lines[0]["attention"]), rel=1e-4
     )
+
+
+def test_older_blocks_that_are_packed_count_with_their_bytes():
+    model, ids = tiny_model("llama"), prompt(1, 600)[0]
+    packed = 128 + (512 - 128) * 1152 / 4096  # bytes of a record of 32 tokens, packed and in float32
+    for host_dtype, want in ((None, 512), ("int8", packed)):
+        cache = HybridCache(model, "scout", host_dtype=host_dtype, tier="one")
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+        assert stored_tokens(cache, 512) == want
