@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
 
 
+class Early(NamedTuple):
+    """The part of a step that the CPU attended with a predicted query.
+
+    Args:
+        blocks, counts: int32 `[B, Hkv, C]` and `[B, Hkv]`, what it attended.
+        lse: float32 `[B, Hq]`, as the merge took it: of the predicted query, or corrected to the real one.
+    """
+
+    blocks: np.ndarray
+    counts: np.ndarray
+    lse: np.ndarray
+
+
 class Outcome(NamedTuple):
     """What a step of a layer came to.
 
@@ -25,12 +38,14 @@ class Outcome(NamedTuple):
         out: float32 `[B, Hq, D]`, with the model's sinks.
         lse: float32 `[B, Hq]`, without them.
         drawn: the drawn part, if any.
+        early: the part of a predicted query, if any that is not drawn.
     """
 
     query: np.ndarray
     out: np.ndarray
     lse: np.ndarray
     drawn: Drawn | None
+    early: Early | None = None
 
 
 def check(
@@ -49,7 +64,7 @@ def check(
     store, checks = layer.store, layer.settings.checks
     assert store is not None
     assert checks is not None
-    query, got, got_lse, drawn = outcome
+    query, got, got_lse, drawn, early = outcome
     view, size = store.view(length), store.block_size
     arrays, padding = (query, view.block_ptr, view.table), (view.holes, view.valid)
     form: dict[str, Any] = {"kv_dtype": store.dtype, "block_size": size, **scores._asdict()}
@@ -59,21 +74,27 @@ def check(
     out, lse = np.empty(query.shape, np.float32), np.empty(query.shape[:2], np.float32)
     counts = np.full(shape[:2], shape[2], np.int32)
     sparse_decode(*arrays, blocks, counts, *padding, length, out, lse, None, **form).run(label)
-    attended, estimated = got_lse, None
+    attended, estimated, once = got_lse, None, np.empty_like(lse)
+    # In place of what a part stands for: the log mass of its keys themselves, by the real query.
     if drawn is not None:
-        once = np.empty_like(lse)  # the log mass of the pairs themselves, without what they stand for
         pairs, weights, number = drawn.pairs
+        marked = length if drawn.skipped is None else min(length, drawn.skipped.shape[2])  # all pairs lie before that
         attend_pairs(
-            *arrays, pairs, np.zeros_like(weights), number, *padding, length, np.empty_like(out), once, None, **form,
+            *arrays, pairs, np.zeros_like(weights), number, *padding, marked, np.empty_like(out), once, None, **form,
             skipped=drawn.skipped,
         ).run(label)  # fmt: skip
-        shares = np.exp(drawn.lse - attended) - np.exp(once - attended)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            attended = attended + np.log1p(-shares)
+        attended = _replaced(attended, drawn.lse, once)
+    elif early is not None:
+        sparse_decode(
+            *arrays, early.blocks, early.counts, *padding, length, np.empty_like(out), once, None, **form
+        ).run(label)  # fmt: skip
+        attended = _replaced(attended, early.lse, once)
     if sinks is not None:
         both = torch.from_numpy(out), torch.from_numpy(lse)
         out = merge_partials([both], sinks.float().cpu().view(1, -1))[0].numpy()
     there = np.isfinite(lse)  # not a row of padding
+    if not there.any():
+        return
     true = np.abs(np.expm1(got_lse[there] - lse[there]))
     missed = -np.expm1(np.minimum(attended[there] - lse[there], 0))
     norm = np.maximum(np.linalg.norm(out[there], axis=-1), np.finfo(np.float32).tiny)
@@ -82,3 +103,11 @@ def check(
     layer.stats.checked.add(missed, error, estimated, true)
     if estimated is not None:
         checks.compare(estimated, true)
+
+
+def _replaced(total: np.ndarray, part: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The log of exp(total) - exp(part) + exp(other), which is not less than `other`."""
+    with np.errstate(all="ignore"):  # rows of padding; a part that is the whole
+        rest = np.log1p(-np.minimum(np.exp(np.minimum(part - total, 0)), 1))
+        found: np.ndarray = np.logaddexp(total + rest, other)
+    return np.where(np.isnan(found), other, found)

@@ -81,9 +81,8 @@ class StepGraph:
 
     def ready(self) -> bool:
         """Whether a step can be captured or replayed: the resident set of every layer is placed, no check is due."""
-        first = self.layers[0]
-        checks = first.settings.checks
-        if checks is not None and checks.any_due(first.stats.steps):
+        checks = self.layers[0].settings.checks
+        if checks is not None and any(checks.due(layer.index, layer.stats.steps) for layer in self.layers):
             return False
         return self._unchanged() or all(layer.past and not layer.unplaced for layer in self.layers)
 

@@ -12,7 +12,7 @@ from hf_offload.attention.step_cpu import CpuStep, Form
 from hf_offload.attention.step_split import SplitStep
 from hf_offload.cache.last_queries import joined
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.memory import trim_heap
+from hf_offload.cache.memory import trim_heap_by_turns
 from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.cache.sealing import seal
 from hf_offload.cache.torch_modes import uncast
@@ -20,8 +20,8 @@ from hf_offload.scores import Scores
 
 FEW_QUERIES = 16
 """Appends of at most this many tokens attend the cached blocks as decode steps do."""
-TRIMMED, TRIMMED_LAYERS = 1024, 4
-"""Appends of so many tokens to a model on the CPU trim the heap, in one layer of so many."""
+LONG = 1024
+"""Appends of so many tokens to a model on the CPU trim the heap."""
 
 
 def append(
@@ -78,8 +78,8 @@ def append(
     # Of layers that share keys and values, only the layer that stored them keeps queries, in chunks as in one prompt.
     if fresh and window and (layer.two_memories or layer.requirements.learns_from_prompts):
         layer.last_queries = joined(layer.last_queries, query, past, window)
-    if query.device.type == "cpu" and query.shape[2] >= TRIMMED and layer.index % TRIMMED_LAYERS == 0:
-        trim_heap()
+    if query.device.type == "cpu" and query.shape[2] >= LONG:
+        trim_heap_by_turns()
     return out
 
 

@@ -7,6 +7,7 @@ import time
 import torch
 
 from hf_offload.attention.checking import Outcome, check
+from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.attention.step_split import SplitStep
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.sealing import seal
@@ -146,7 +147,8 @@ def _check(
         merged, _ = merge(out, lse, host, step.query, logits, scale=scale, dtype=torch.float32)
     step.layer.write_back()
     drawn = None if plan.host is None else plan.host.drawn_part(step)
-    outcome = Outcome(step.query.cpu().numpy(), merged.cpu().numpy(), total.cpu().numpy(), drawn)
+    early = plan.host.early_part(step) if isinstance(plan.host, BlockHostPartial) else None
+    outcome = Outcome(step.query.cpu().numpy(), merged.cpu().numpy(), total.cpu().numpy(), drawn, early)
     check(step.layer, outcome, step.length, step.scores, sinks, step.label("the check"))
 
 

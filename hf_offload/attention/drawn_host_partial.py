@@ -167,11 +167,7 @@ class DrawnHostPartial(BlockHostPartial):
         return self.score.to(self.store.device, non_blocking=True)
 
     def drawn_part(self, step: Step) -> Drawn:
-        lse = self.lse
-        if self._correct:
-            assert self.predicted is not None
-            lse = lse + step.scores.scale * ((step.query - self.predicted).cpu() * self.kbar).sum(-1)
-        return Drawn(self._lists, lse.numpy(), self._errors)
+        return Drawn(self._lists, self.real_lse(step), self._errors)
 
     def _drop(self) -> None:
         super()._drop()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hf_offload.attention.checking import Early
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.view import View
 from hf_offload.cpu.kernels import move_records as movers
@@ -227,6 +228,21 @@ class BlockHostPartial(HostPartial):
         if not self.reachable:  # GPU kernels read pinned memory only
             out, lse, kbar = (tensor.to(self.store.device) for tensor in (out, lse, kbar))
         return HostResult(out, lse, kbar, self.predicted) if self._correct else HostResult(out, lse)
+
+    def real_lse(self, step: Step) -> np.ndarray:
+        """Return the result's lse `[B, Hq]` as the merge takes it, after `result`: corrected to the step's query."""
+        lse = self.lse
+        if self._correct:
+            assert self.predicted is not None
+            moved = step.scores.scale * ((step.query - self.predicted).cpu() * self.kbar).sum(-1)
+            lse = torch.where(lse == -torch.inf, lse, lse + moved)
+        return lse.numpy()
+
+    def early_part(self, step: Step) -> Early | None:
+        """Return what was attended with a predicted query, after `result`; None: nothing was."""
+        if self is not step.layer.ahead or self.host is None:
+            return None
+        return Early(self.blocks.numpy(), self.counts.numpy(), self.real_lse(step))
 
     def cancel(self) -> None:
         """Wait for the job and drop its result, so that nothing reads blocks that are about to change.

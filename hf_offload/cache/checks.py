@@ -58,17 +58,13 @@ class Checks:
         self.every, self._layers = every, layers
         self._squares, self._heads, self._warned = np.zeros(2), 0, False
 
-    def any_due(self, step: int) -> bool:
-        """Whether a layer is checked in this step; steps count from 0."""
-        return step % self.every == 0
-
     def due(self, layer: int, step: int) -> bool:
-        """Whether this layer is checked in this step."""
-        return self.any_due(step) and self._layers[step // self.every % len(self._layers)] == layer
+        """Whether a layer's step is checked; steps count from 0."""
+        return step % self.every == 0 and self._layers[step // self.every % len(self._layers)] == layer
 
     def compare(self, estimated: np.ndarray, true: np.ndarray) -> None:
         """Warn once if the true errors of the softmax's sum are much larger than the estimated ones; `[n]`."""
-        self._squares += float(np.square(estimated).sum()), float(np.square(true).sum())
+        self._squares += [float(np.square(error, dtype=np.float64).sum()) for error in (estimated, true)]
         self._heads += true.size
         root = np.sqrt(self._squares / self._heads)
         if not self._warned and self._heads >= ENOUGH and root[1] > FACTOR * root[0]:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import math
 import mmap
 import sys
@@ -108,6 +109,16 @@ def host_mapped(path: Path) -> torch.Tensor:
 
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc's
+
+
+_TRIMMED = 4  # layers
+_appends = itertools.count(1)
+
+
+def trim_heap_by_turns() -> None:
+    """Trim the heap at one call in four: pages that are needed again at once cost time."""
+    if next(_appends) % _TRIMMED == 0:
+        trim_heap()
 
 
 def trim_heap() -> None:

@@ -12,8 +12,9 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache
 
 from hf_offload import HybridCache, WorkerError
-from hf_offload.attention import decode, prefill_host
-from hf_offload.attention.decode import FEW_QUERIES, TRIMMED
+from hf_offload.attention import prefill_host
+from hf_offload.attention.decode import FEW_QUERIES, LONG
+from hf_offload.cache import memory
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cpu.launch import Launch
 
@@ -56,13 +57,16 @@ def test_slow_threads_change_no_logit(host_dtype: str | None) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(("tokens", "trims"), [(TRIMMED - 1, 0), (TRIMMED, 2)])
-def test_long_appends_trim_the_heap(monkeypatch: pytest.MonkeyPatch, tokens: int, trims: int) -> None:
-    model, found = tiny_model("llama"), []
-    monkeypatch.setattr(decode, "trim_heap", lambda: found.append(1))
-    monkeypatch.setattr(decode, "TRIMMED_LAYERS", 2)  # two of the four layers
+@pytest.mark.parametrize(
+    ("family", "tokens", "trims"), [("llama", LONG - 1, 0), ("llama", LONG, 2), ("gemma3", LONG, 1)]
+)
+def test_long_appends_trim_the_heap(monkeypatch: pytest.MonkeyPatch, family: str, tokens: int, trims: int) -> None:
+    """In one of four layers that a cache holds in blocks; of Gemma 3's four layers these are two."""
+    model, found = tiny_model(family), []
+    monkeypatch.setattr(memory, "trim_heap", lambda: found.append(1))
     with torch.no_grad():
-        model(prompt(1, tokens)[0], past_key_values=HybridCache(model, "scout", tier="one"))
+        for _ in range(2):
+            model(prompt(1, tokens)[0], past_key_values=HybridCache(model, "scout", tier="one"))
     assert len(found) == trims
 
 

@@ -86,6 +86,18 @@ def test_steps_that_are_checked_run_eagerly_and_the_others_are_replayed(monkeypa
     assert 0 < stats["missed_mass"] < 1
 
 
+def test_layers_that_counted_a_failed_step_are_checked_as_the_others_are() -> None:
+    model = tiny_model("llama")
+    cache = graph_cache(model, "scout", auto=True, check_every=4, **SCOUT)
+    steps(model, cache, 150, 160)
+    for layer in cache.layers[:2]:
+        layer.stats.steps += 1
+    before = [layer["checked_errors"] for layer in cache.stats().as_dict()["layers"]]
+    steps(model, cache, 160, 200)
+    after = [layer["checked_errors"] for layer in cache.stats().as_dict()["layers"]]
+    assert all(len(now) >= len(old) + 2 * 4 for now, old in zip(after, before, strict=True))
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_plain_models_are_captured(family: str) -> None:
     model, (ids, mask) = model_of(CONFIGS[family]), prompt(1, 160)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import mmap
-import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,7 +32,12 @@ def test_large_tensors_are_aligned_and_writable(dtype: torch.dtype) -> None:
     assert (part == 7).all()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="of Linux's huge pages")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[always]" in HUGE_PAGES.read_text(), reason="huge pages are not had on request alone"
+)
 def test_what_follows_the_last_whole_huge_page_is_on_ordinary_ones() -> None:
     before = psutil.Process().memory_info().rss
     tensors = [host_empty((17 << 17,), torch.uint8).fill_(1) for _ in range(32)]  # 2.125 MiB each

@@ -204,6 +204,36 @@ def test_checks_of_draws_with_two_memories(lookahead: str) -> None:
     assert missed[1] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.parametrize("correction", [True, False])
+def test_blocks_that_met_a_predicted_query_were_attended(correction: bool) -> None:
+    """What a check misses are keys, not the error of the prediction."""
+    model, missed, errors = tiny_model("llama"), [], []
+    for budget in (96, 10**4):
+        knobs = {**SPLIT, "budget": budget, "lookahead": "attend", "synchronous_layers": (0,), "correction": correction}
+        cache = hf_offload.HybridCache(model, "scout", sinks=16, recent=16, check_every=1, **knobs)
+        decode(model, cache, 3)
+        told = cache.stats().as_dict()
+        missed.append(told["missed_mass"])
+        errors.append(told["output_error"])
+    assert missed[0] > 0.01
+    assert missed[1] == pytest.approx(0, abs=1e-5)
+    assert errors[1] > 0.01
+
+
+@MEMORIES
+def test_checks_of_a_rescue_where_marks_end_with_the_prompt(memory: dict[str, Any]) -> None:
+    model, (ids, _) = tiny_model("llama"), prompt(1, 1026)
+    knobs = {"window": 48, "rescue": 64, "block_size": BLOCK, **({"tier": "split"} if memory else {})}
+    found = []
+    for check_every in (None, 1):
+        cache = hf_offload.HybridCache(model, "hgca", check_every=check_every, **knobs)
+        with torch.no_grad():
+            model(ids[:, :1024], past_key_values=cache)
+            found.append(torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in (1024, 1025)]))
+    assert torch.equal(*found)
+    assert 0 < cache.stats().as_dict()["missed_mass"] < 1
+
+
 @MEMORIES
 def test_a_check_of_full_attention_finds_nothing(memory: dict[str, Any]) -> None:
     model = tiny_model("llama")
