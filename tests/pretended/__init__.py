@@ -49,7 +49,9 @@ LAGS = os.environ.get(VARIABLE, "late") == "late"
 def _launching(run: Callable[..., None]) -> Callable[..., None]:
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, OnDevice) and not is_pinned(tensor):
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, OnDevice):
+                continue
+            if tensor.numel() and not is_pinned(tensor):  # Triton lets the null pointer of an empty one pass
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         inner_args, inner_kwargs = tree_map(bare, (args, kwargs))
         current_stream().give(lambda: run(executor, *inner_args, **inner_kwargs))
