@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 _HUGE = 2 << 20  # bytes of a huge page on x86-64, and on ARM with 4 KiB pages
+_TURN = 4
 TILE, LOWER_TILE = "tiles of cached tokens", "a smaller prefill_tile or fewer rows need less"
 """For errors: what could not be had, and what needs less."""
 
@@ -109,15 +110,12 @@ def host_mapped(path: Path) -> torch.Tensor:
 
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc's
-
-
-_TRIMMED = 4  # layers
-_appends = itertools.count(1)
+_calls = itertools.count(1)
 
 
 def trim_heap_by_turns() -> None:
-    """Trim the heap at one call in four: pages that are needed again at once cost time."""
-    if next(_appends) % _TRIMMED == 0:
+    """Trim the heap at one call in `_TURN`, of all layers and caches: pages that are needed again at once cost time."""
+    if next(_calls) % _TURN == 0:
         trim_heap()
 
 
