@@ -14,7 +14,8 @@ host    MiB that a step reads in host memory: what the CPU attends, what is brou
 device  MiB of keys, values and digests in the device's memory
 ms      median of a step
 
-`attended` is the mean number of tokens that a row and KV head attends, where keys are drawn.
+`attended` is the mean number of tokens that a row and KV head attends, where keys are drawn. With `--needles` stands
+`found` beside it, the share of hidden numbers: of those that full attention finds (see `needle.py`).
 
 Without a GPU `host` and `device` come from two memories on the CPU (`tier="split"`), as `kl_split` does, and all else
 from one memory, where a row allows that and `--tier` asks for no other. A row is on the front of a cost if none is
@@ -34,12 +35,17 @@ from typing import Annotated, Any
 import torch
 import typer
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import common
+import needle
 from context_attention import WARM_UP, Context, read_bytes
 from hf_offload import measuring
 from hf_offload.measuring import divergence
 from plotting import lines, plot
+from tasks.answers import Reading, answer
+from tasks.prompts import Prompt, Prompter
+from tasks.samples import Sample
 
 PAPER = {"digest": "quest", "join": "raw", "synchronous_layers": (0,), "correction": False, "smoothing": 0.0}
 """`Scout.paper()`, but for its budget and lookahead."""
@@ -93,7 +99,43 @@ def variants(budget: int) -> dict[str, common.Row]:
     return rows
 
 
-def measure(context: Context, row: common.Row, full: torch.Tensor, steps: int, tier: str | None) -> dict[str, Any]:
+class Needles:
+    """Numbers hidden in texts of one kind that full attention finds; each text is read once for most rows.
+
+    Args:
+        model, tokenizer: who is asked.
+        text, kind: where the numbers are hidden.
+        tokens: of each prompt.
+        count: numbers to hide.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, kind: str, tokens: int, count: int
+    ) -> None:
+        self.tokenizer, prompter = tokenizer, Prompter(model, tokenizer, None, chat=True)
+        samples = needle.samples_of(text, kind, range(count), tokenizer, tokens)
+        prompts = [prompter(sample, needle.NEW_TOKENS) for sample in samples]
+        readings = [Reading(model, prompt.ids.to(model.device)) for prompt in prompts]
+        every = zip(readings, prompts, samples, strict=True)
+        self.known = [one for one in every if self._finds(common.row_of("full"), *one)]
+
+    def found(self, row: common.Row) -> float | None:
+        """The share of the numbers that a row finds, too; None: full attention finds none."""
+        return statistics.mean(self._finds(row, *one) for one in self.known) if self.known else None
+
+    def _finds(self, row: common.Row, reading: Reading, prompt: Prompt, sample: Sample) -> bool:
+        found = answer(reading, row, "dense", prompt, sample, self.tokenizer, needle.NEW_TOKENS)
+        return bool(found["score"] > 0)
+
+
+def measure(
+    context: Context,
+    row: common.Row,
+    full: torch.Tensor,
+    steps: int,
+    tier: str | None,
+    hidden: Needles | None = None,
+) -> dict[str, Any]:
     """What one row loses and costs in one context; full attention's log-probabilities are `[N, B, V]`."""
     model = context.model
     tiers = [tier] if tier or model.device.type != "cpu" else ["split", "one"]
@@ -115,7 +157,7 @@ def measure(context: Context, row: common.Row, full: torch.Tensor, steps: int, t
         lines = cache.layers[0].store.num_kv_heads * len(cache.layers) * len(context.lengths)
         line |= {"kl": float(kl.mean()), "top1": top1, "ms": statistics.median(times["step"])}
         line |= {"read": read_bytes(model, row, cache)[0] / lines / 2**10, "attended": stats["attended_tokens"]}
-    return line
+    return line if hidden is None else line | {"found": hidden.found(row)}
 
 
 def fronts(found: list[dict[str, Any]]) -> None:
@@ -159,6 +201,7 @@ def main(
     windows: Annotated[int, typer.Option(min=1, max=3, help="Windows of each kind.")] = 1,
     kinds: common.KindsOption = common.KINDS,
     tier: common.TierOption = None,
+    needles: Annotated[int, typer.Option(min=0, help="Numbers hidden in a first window's kind of text.")] = 0,
     *,
     setting: common.TextSetting = common.EXACT_TEXT,
 ) -> None:
@@ -174,7 +217,13 @@ def main(
         for start in common.OFFSETS[kind][:windows]
     ]
     size = {"text_tokens": most, "steps": steps, "tier": tier}
-    records = setting.records(("row", "context", "kind", "start"), chosen, **size, budget=budget, prose=setting.source)
+    if needles and max(lengths) > most:
+        raise typer.BadParameter(
+            f"--needles {needles}: no number is hidden in a text of {most} tokens that is repeated"
+        )
+    records = setting.records(
+        ("row", "context", "kind", "start"), chosen, **size, budget=budget, needles=needles, prose=setting.source
+    )
     model, tokenizer = setting.load()
     model.set_attn_implementation("hybrid_sparse")
     common.check_rows(chosen, model)
@@ -182,6 +231,7 @@ def main(
         for length, kind, start in places:
             context: Context | None = None
             full: torch.Tensor | None = None
+            hidden: Needles | None = None
             for row in chosen:
                 bar.set_description(f"{length:,} tokens of {kind}, {row.name}")
                 key = {"row": row.name, "context": length, "kind": kind, "start": start}
@@ -189,8 +239,13 @@ def main(
                     ids = setting.window(tokenizer, kind, start, min(length, most) + steps + WARM_UP)
                     context = Context(model, ids.to(model.device), [length], most)
                     full = context.decode(common.FULL, context.make_cache(common.FULL), 0, steps + WARM_UP)[1]
+                    if needles and start == common.OFFSETS[kind][0]:
+                        hidden = Needles(model, tokenizer, setting.text(kind), kind, length, needles)
                 records.once(
-                    key, lambda row=row, context=context, full=full: measure(context, row, full, steps + WARM_UP, tier)
+                    key,
+                    lambda row=row, context=context, full=full, hidden=hidden: measure(
+                        context, row, full, steps + WARM_UP, tier, hidden
+                    ),
                 )
                 bar.update()
             setting.write([record | size for record in records.found.values()])
@@ -199,7 +254,9 @@ def main(
         here = []
         for row in chosen:
             mine = [r for r in records.found.values() if (r["row"], r["context"]) == (row.name, length)]
-            each = {c: [r[c] for r in mine if r.get(c) is not None] for c in ("kl", "top1", "attended", *COSTS)}
+            each = {
+                c: [r[c] for r in mine if r.get(c) is not None] for c in ("kl", "top1", "found", "attended", *COSTS)
+            }
             means = {c: statistics.mean(values) if values else None for c, values in each.items()}
             here.append({"context": length, "row": row.name, **means})
         fronts(here)

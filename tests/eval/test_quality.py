@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from letters import letters
 from tiny import prompt, tiny_model
 from typer.testing import CliRunner
 
@@ -115,6 +116,25 @@ def test_what_a_row_costs(row: str) -> None:
     drawn = quality.measure(context, common.row_of("scout:samples=64,recent=16,sinks=16,block_size=16"), full, 6, None)
     assert 48 < drawn["attended"] < 290
     assert drawn["kl"] > line["kl"]
+
+
+@torch.inference_mode()
+def test_found_are_those_that_full_attention_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is asked for these alone, in one reading; what a row finds is its share."""
+    asked = []
+
+    def answers(reading: Any, row: Any, setup: str, prompt: Any, sample: Any, *_: Any) -> dict[str, Any]:
+        asked.append((row.policy, id(reading), sample.name))
+        return {"score": 100.0 if sample.name in {"full": "013", "window": "03"}[row.policy] else 0.0}
+
+    monkeypatch.setattr(quality, "answer", answers)
+    text = "A sentence that says little. Another one! " * 300
+    hidden = quality.Needles(tiny_model("llama"), letters(), text, "code", 300, 4)
+    assert hidden.found(common.row_of("window:budget=64")) == pytest.approx(2 / 3)
+    assert [name for _, _, name in asked] == ["0", "1", "2", "3", "0", "1", "3"]
+    assert [asked[i][1] for i in (0, 1, 3)] == [asked[i][1] for i in (4, 5, 6)]
+    monkeypatch.setattr(quality, "answer", lambda *_: {"score": 0.0})
+    assert quality.Needles(tiny_model("llama"), letters(), text, "code", 300, 2).found(common.FULL) is None
 
 
 @pytest.mark.parametrize(
