@@ -362,6 +362,18 @@ def hidden_numbers(name: str, file: str = "needle") -> str:
     return f"{sum(float(one['score']) * int(one['samples']) for one in tasks) / 100:.0f} of {samples}"
 
 
+def lost_drawn_numbers() -> str:
+    """That drawn keys lose none of the numbers that full attention finds.
+
+    Raises:
+        ValueError: they lose one: the low end of the paired differences lies below 0.
+    """
+    for samples in (512, 256):
+        if float(row("needle_samples", row=f"scout:samples={samples}", task="average")["low"]) < 0:
+            raise ValueError(f"needle_samples.csv: samples={samples} loses a number")
+    return "none is lost"
+
+
 def second_turn(name: str) -> str:
     """How many of the numbers that full attention finds in a second turn a row finds, too."""
     full, mine = (
@@ -756,7 +768,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "train-fluxion": train_table,
     "extraction": extraction_table,
     "hidden-numbers-drawn": partial(hidden_numbers, "scout:samples=512", "needle_samples"),
+    "hidden-numbers-drawn-256": partial(hidden_numbers, "scout:samples=256", "needle_samples"),
     "hidden-numbers-drawn-full": partial(hidden_numbers, "full", "needle_samples"),
+    "hidden-numbers-drawn-lost": lost_drawn_numbers,
     "ruler-policies": ruler_policies,
     "ruler-samples": partial(ruler_policies, "ruler_samples"),
     "hidden-numbers-full": partial(hidden_numbers, "full"),

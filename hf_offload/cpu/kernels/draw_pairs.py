@@ -57,6 +57,7 @@ from hf_offload.cpu.simd.vectors import (
     crossed,
     crossings,
     get_upper,
+    lane_sum,
     load,
     load_f32,
     log,
@@ -198,30 +199,35 @@ def draw_head(
     Returns:
         The list's new length, and `passed` after these pairs.
     """
-    lanes, zero = np.empty(16, np.float32), splat(np.float32(0.0))
+    shares = np.empty(each + 16, np.float32)
     for chunk in range(first // each, (last + each - 1) // each):
         begin, end = max(first, chunk * each), min(last, (chunk + 1) * each)
-        for i in range(begin, end, 16):
-            share = zero
-            for g in range(group):
-                mine = load(_SHORT, masses + g * step + 2 * i) * splat(factors[g, chunk] * np.float32(samples))
-                share = vmax(share, mine) if mode == 0 else share + mine
-            if i + 16 > end:
-                store(address_of(lanes), share)
-                for lane in range(end - i, 16):
-                    lanes[lane] = np.float32(0.0)
-                share = load_f32(address_of(lanes))
+        size = 4 * (end - begin)
+        for g in range(group):
+            factor, head = splat(factors[g, chunk] * np.float32(samples)), masses + g * step + 2 * begin
+            for i in range(0, size, 64):
+                mine = load(_SHORT, head + i // 2) * factor
+                if g > 0:
+                    others = load_f32(address_of(shares) + i)
+                    mine = vmax(others, mine) if mode == 0 else others + mine
+                store(address_of(shares) + i, mine)
+        for i in range(end - begin, (end - begin + 15) & ~15):
+            shares[i] = np.float32(0.0)
+        for i in range(0, size, 64):
+            share = load_f32(address_of(shares) + i)
+            after = passed + lane_sum(share)
+            if after < np.float32(1.0):  # no point, and no share of at least 1, is among them
+                passed = after
+                continue
             hits = crossings(share, passed)
             passed = crossed(share, passed)
-            if hits != 0:
-                store(address_of(lanes), share)
             while hits != 0:
-                lane = lowest_bit(hits)
+                at = i // 4 + lowest_bit(hits)
                 hits &= hits - 1
                 if count < limit:
-                    pairs[count], weights[count] = i + lane, lanes[lane]
+                    pairs[count], weights[count] = begin + at, shares[at]
                     count += 1
-    hold(lanes)
+    hold(shares)
     return count, passed
 
 

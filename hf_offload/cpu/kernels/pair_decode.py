@@ -59,7 +59,7 @@ from hf_offload.cpu.launch import (
     reserve,
     tag_of,
 )
-from hf_offload.cpu.memory import LINE, add_to, address_of, count_up, get, hold, prefetch, put
+from hf_offload.cpu.memory import LINE, add_to, address_of, count_up, get, hold, prefetch, put, put_word
 from hf_offload.cpu.simd.register_tiles import (
     dot_quad,
     load_columns,
@@ -76,6 +76,7 @@ from hf_offload.cpu.simd.vectors import (
     fma,
     lane_sum,
     load_f32,
+    lowest_bit,
     run_totals,
     splat,
     store,
@@ -145,7 +146,7 @@ def _rows_of(
     In place of the addresses, where blocks are packed: the address of the record, and the token's number in it.
     """
     token = 2 * np.int64(pair)
-    block, offset = token // block_size, token % block_size
+    block, offset = token >> lowest_bit(block_size), token & (block_size - 1)  # quicker than a division
     place = record_of(block_ptr[table[block]], h, 2 * block_size * line, packed)
     checked = holes[block] != 0 or token + 2 > length
     if packed is not None:
@@ -360,7 +361,8 @@ def pair_kernel(
                 _fetch(keys[2 * i], 2 * line)
                 _fetch(values[2 * i], 2 * line)
         for at in range(2 * mine, 2 * (mine + STEP)):  # is scored, or prefetched, and not attended
-            keys[at] = values[at] = zero
+            put_word(address_of(keys) + 8 * at, zero)
+            put_word(address_of(values) + 8 * at, zero)
         following = reserve(ticket, tasks)
         if packed is None and following < tasks and mine > 0:
             # The last step prefetches the first pairs of the next part, from where its own next step would lie.
