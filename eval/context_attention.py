@@ -178,7 +178,7 @@ class Context:
 
 
 def read_bytes(model: PreTrainedModel, row: common.Row, cache: Cache) -> tuple[float, float | None]:
-    """Bytes that a step reads, all layers, and those of them that are chosen; with the tokens that the cache holds."""
+    """Bytes that a step reads for a row, all layers, and those of them that are chosen."""
     tokens, each = cache.get_seq_length(), common.token_bytes(model, len(cache.layers))
     if row is common.FULL:
         return float(tokens * each), None

@@ -107,9 +107,9 @@ def stored_tokens(cache: Cache, attended: float) -> float:
 
 
 def digest_bytes(cache: Any) -> int:
-    """Bytes of the digests of all full blocks, which a step scores."""
+    """Bytes of the digests of a row's full blocks, which a step scores."""
     return sum(
-        layer.store.sealed * layer.store.batch * layer.store.digests.block_bytes
+        layer.store.sealed * layer.store.digests.block_bytes
         for layer in layers_of(cache)
         if layer.store is not None and layer.store.digests is not None
     )

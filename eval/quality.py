@@ -154,7 +154,7 @@ def measure(
         host, stats = measuring.host_bytes(cache), cache.stats().as_dict()
         if host is not None:
             line |= {"kl_split": float(kl.mean()), "host": host / 2**20, "device": stats["device_bytes"] / 2**20}
-        lines = cache.layers[0].store.num_kv_heads * len(cache.layers) * len(context.lengths)
+        lines = cache.layers[0].store.num_kv_heads * len(cache.layers)
         line |= {"kl": float(kl.mean()), "top1": top1, "ms": statistics.median(times["step"])}
         line |= {"read": read_bytes(model, row, cache)[0] / lines / 2**10, "attended": stats["attended_tokens"]}
     return line if hidden is None else line | {"found": hidden.found(row)}
