@@ -363,14 +363,16 @@ def hidden_numbers(name: str, file: str = "needle") -> str:
 
 
 def lost_drawn_numbers() -> str:
-    """That drawn keys lose none of the numbers that full attention finds.
+    """That drawn keys lose none of the numbers that full attention finds: each other answer is one more found.
 
     Raises:
-        ValueError: they lose one: the low end of the paired differences lies below 0.
+        ValueError: there may be one that is lost.
     """
     for samples in (512, 256):
-        if float(row("needle_samples", row=f"scout:samples={samples}", task="average")["low"]) < 0:
-            raise ValueError(f"needle_samples.csv: samples={samples} loses a number")
+        line = row("needle_samples", row=f"scout:samples={samples}", task="average")
+        count = int(line["samples"])
+        if round((1 - float(line["same"])) * count) != round(float(line["more"]) * count / 100):
+            raise ValueError(f"needle_samples.csv: samples={samples} may lose a number")
     return "none is lost"
 
 

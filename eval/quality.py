@@ -107,6 +107,9 @@ class Needles:
         text, kind: where the numbers are hidden.
         tokens: of each prompt.
         count: numbers to hide.
+
+    Raises:
+        typer.BadParameter: the model has too few positions.
     """
 
     def __init__(
@@ -115,6 +118,11 @@ class Needles:
         self.tokenizer, prompter = tokenizer, Prompter(model, tokenizer, None, chat=True)
         samples = needle.samples_of(text, kind, range(count), tokenizer, tokens)
         prompts = [prompter(sample, needle.NEW_TOKENS) for sample in samples]
+        if any(prompt.whole > prompt.ids.shape[1] for prompt in prompts):
+            raise typer.BadParameter(
+                f"{tokens} tokens, a question and its answer exceed the model's {prompter.positions} positions: give "
+                "shorter --contexts, or no --needles"
+            )
         readings = [Reading(model, prompt.ids.to(model.device)) for prompt in prompts]
         every = zip(readings, prompts, samples, strict=True)
         self.known = [one for one in every if self._finds(common.row_of("full"), *one)]
@@ -157,7 +165,10 @@ def measure(
         lines = cache.layers[0].store.num_kv_heads * len(cache.layers)
         line |= {"kl": float(kl.mean()), "top1": top1, "ms": statistics.median(times["step"])}
         line |= {"read": read_bytes(model, row, cache)[0] / lines / 2**10, "attended": stats["attended_tokens"]}
-    return line if hidden is None else line | {"found": hidden.found(row)}
+    if hidden is None:
+        return line
+    asked = row if tier is None else common.Row(row.name, row.policy, {"tier": tier, **row.options})
+    return line | {"found": hidden.found(asked)}
 
 
 def fronts(found: list[dict[str, Any]]) -> None:
@@ -201,7 +212,7 @@ def main(
     windows: Annotated[int, typer.Option(min=1, max=3, help="Windows of each kind.")] = 1,
     kinds: common.KindsOption = common.KINDS,
     tier: common.TierOption = None,
-    needles: Annotated[int, typer.Option(min=0, help="Numbers hidden in a first window's kind of text.")] = 0,
+    needles: Annotated[int, typer.Option(min=0, help="Numbers to hide in each kind of text.")] = 0,
     *,
     setting: common.TextSetting = common.EXACT_TEXT,
 ) -> None:
@@ -236,11 +247,11 @@ def main(
                 bar.set_description(f"{length:,} tokens of {kind}, {row.name}")
                 key = {"row": row.name, "context": length, "kind": kind, "start": start}
                 if context is None and records.key(key) not in records.found:
+                    if needles and start == common.OFFSETS[kind][0]:
+                        hidden = Needles(model, tokenizer, setting.text(kind), kind, length, needles)
                     ids = setting.window(tokenizer, kind, start, min(length, most) + steps + WARM_UP)
                     context = Context(model, ids.to(model.device), [length], most)
                     full = context.decode(common.FULL, context.make_cache(common.FULL), 0, steps + WARM_UP)[1]
-                    if needles and start == common.OFFSETS[kind][0]:
-                        hidden = Needles(model, tokenizer, setting.text(kind), kind, length, needles)
                 records.once(
                     key,
                     lambda row=row, context=context, full=full, hidden=hidden: measure(

@@ -28,6 +28,7 @@ from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
 from hf_offload.cpu.kernels.pair_decode import ERROR_BINS, ERROR_STEPS, LEAST_ERROR, STEP, attend_pairs
 from hf_offload.cpu.kernels.submean_scores import SubMeans, submeans
 from hf_offload.cpu.launch import Launch, tag_of
+from hf_offload.cpu.simd.vectors import UNIT
 from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 
 draw_head, finish_weights = for_python(drawing.draw_head, drawing.finish_weights)
@@ -43,7 +44,7 @@ def test_the_rule(first: int, last: int, samples: int) -> None:
     factors = 2.0 ** -torch.randint(6, 13, (group, 2), generator=generator).float()  # sums are exact in float32
     shares = (masses[:, :1024].float() * factors.repeat_interleave(chunk, 1)).amax(0)[first:last]
     pairs, weights = np.full(1024, -1, np.int32), np.full(1024, 7, np.float32)
-    count, passed = 0, np.float32(0.5)
+    count, passed = 0, UNIT // 2
     for begin, end in ((first, (first + last) // 2), ((first + last) // 2, last)):  # the sum goes on
         count, passed = draw_head(
             bits(masses).ctypes.data, 2080, group, factors.numpy(), 0, chunk, begin, end, float(samples), passed,
@@ -54,6 +55,32 @@ def test_the_rule(first: int, last: int, samples: int) -> None:
     assert pairs[:count].tolist() == [first + i for i, _ in want]
     np.testing.assert_allclose(weights[:count], [weight for _, weight in want], rtol=1e-6)
     assert count <= most_pairs(samples, 1) * max(1, math.ceil(float(shares.sum())))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 5])
+@pytest.mark.parametrize("mode", [0, 1])
+def test_a_sum_that_ends_at_a_point_draws_no_pair_without_mass(heads: int, mode: int) -> None:
+    """Equal shares whose sum comes to a point, or next to it; behind them pairs without mass, and of other ranges."""
+    for count in range(1, 16):
+        for points in (0.5, 1.5, 2.5):
+            if points >= count:
+                continue  # shares of at least 1 are all drawn
+            each = np.float32(points / count / (heads if mode == 1 else 1))
+            for ulps in range(-3, 4):
+                masses = torch.ones(heads, 48, dtype=torch.bfloat16)
+                masses[:, count:16] = 0
+                factors = np.full((heads, 1), each, np.float32)
+                factors.view(np.int32)[:] += ulps
+                pairs, weights = np.full(48, -1, np.int32), np.full(48, 7, np.float32)
+                found, passed = draw_head(
+                    bits(masses).ctypes.data, 96, heads, factors, mode, 32, 0, 16, 1.0, UNIT // 2, pairs,
+                    weights, 0, 48,
+                )  # fmt: skip
+                assert 0 <= passed < UNIT
+                assert (pairs[:found] < count).all()
+                assert (np.diff(pairs[:found]) > 0).all()
+                np.testing.assert_allclose(weights[:found], each * (heads if mode == 1 else 1), rtol=1e-6)
+                assert abs(found - points) <= 0.5
 
 
 def _digests(physical: int, count: int, dim: int) -> tuple[SubMeans, tuple[torch.Tensor, ...]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from letters import letters
 from tiny import prompt, tiny_model
 from typer.testing import CliRunner
@@ -135,6 +136,8 @@ def test_found_are_those_that_full_attention_finds(monkeypatch: pytest.MonkeyPat
     assert [asked[i][1] for i in (0, 1, 3)] == [asked[i][1] for i in (4, 5, 6)]
     monkeypatch.setattr(quality, "answer", lambda *_: {"score": 0.0})
     assert quality.Needles(tiny_model("llama"), letters(), text, "code", 300, 2).found(common.FULL) is None
+    with pytest.raises(typer.BadParameter, match="exceed the model's 1024 positions"):
+        quality.Needles(tiny_model("llama"), letters(), text, "code", 1024, 2)
 
 
 @pytest.mark.parametrize(

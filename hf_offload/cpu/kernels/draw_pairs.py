@@ -54,10 +54,10 @@ from hf_offload.cpu.launch import (
 )
 from hf_offload.cpu.memory import add_to, address_of, count_up, hold
 from hf_offload.cpu.simd.vectors import (
+    UNIT,
     crossed,
     crossings,
     get_upper,
-    lane_sum,
     load,
     load_f32,
     log,
@@ -182,8 +182,8 @@ def _leave_out(
 @jit
 def draw_head(
     masses: int, step: int, group: int, factors: Array, mode: int, each: int, first: int, last: int, samples: float,
-    passed: Any, pairs: Array, weights: Array, count: int, limit: int,
-) -> tuple[int, Any]:  # fmt: skip
+    passed: int, pairs: Array, weights: Array, count: int, limit: int,
+) -> tuple[int, int]:  # fmt: skip
     """List the drawn ones of the pairs first..last-1 of one (row, KV head), with p / τ in place of their weights.
 
     Args:
@@ -192,7 +192,7 @@ def draw_head(
         mode: a value of `JOINS`: the largest or the mean of the heads' shares.
         each: pairs of a chunk.
         samples: 1 / τ.
-        passed: float32, share since the last point, in units of τ; 1/2 at first.
+        passed: share since the last point, τ being one `UNIT`; half of it at first.
         pairs: int32 [C], weights: float32 [C]: the list, written from `count` on.
         limit: the list is no longer.
 
@@ -215,10 +215,6 @@ def draw_head(
             shares[i] = np.float32(0.0)
         for i in range(0, size, 64):
             share = load_f32(address_of(shares) + i)
-            after = passed + lane_sum(share)
-            if after < np.float32(1.0):  # no point, and no share of at least 1, is among them
-                passed = after
-                continue
             hits = crossings(share, passed)
             passed = crossed(share, passed)
             while hits != 0:
@@ -308,7 +304,7 @@ def draw_kernel(
         if count_up(finished, b * kv_heads + h) == chunks - 1:
             heads = slice(h * group, (h + 1) * group)
             listed, weight = pairs[b, h], weights[b, h]
-            held, each, passed, count = address_of(masses[b, h * group]), CHUNK_BLOCKS * size, np.float32(0.5), 0
+            held, each, passed, count = address_of(masses[b, h * group]), CHUNK_BLOCKS * size, UNIT // 2, 0
             if unsealed is not None:
                 tail_of_head(
                     unsealed.tag, full, rest, query[b, heads], unsealed.block_ptr, table[b], h, kv_heads, sealed,
