@@ -199,7 +199,7 @@ def draw_head(
     Returns:
         The list's new length, and `passed` after these pairs.
     """
-    shares = np.empty(each + 16, np.float32)
+    shares = np.empty(min(each, last - first) + 16, np.float32)
     for chunk in range(first // each, (last + each - 1) // each):
         begin, end = max(first, chunk * each), min(last, (chunk + 1) * each)
         size = 4 * (end - begin)
