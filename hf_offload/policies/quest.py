@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from hf_offload.cache.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_tokens
 from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
-from hf_offload.policies.drawing import BUDGET, check_samples, draw
+from hf_offload.policies.drawing import BUDGET, SINKS, check_samples, draw
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -33,7 +33,7 @@ class Quest(Policy):
         digest: `"quest"`, `"submean"` or `"mean"`. None: `"quest"`, with `samples` `"submean"`.
         join: how the query heads of a KV head are joined: `"raw"`: the mean of their scores; `"max"`, `"mean"`: of the
             softmax of each head's scores. None: `"raw"`, with `samples` `"max"`.
-        sinks: first tokens of a row that are always attended and resident.
+        sinks: first tokens of a row that are always attended and resident. None: 0, with `samples` 32.
         recent: newest tokens in sealed blocks that are always attended and resident.
 
     Raises:
@@ -46,7 +46,7 @@ class Quest(Policy):
     samples: int | None = None
     digest: str | None = None
     join: Literal["max", "mean", "raw"] | None = None
-    sinks: int = 0
+    sinks: int | None = None
     recent: int = 0
 
     def __post_init__(self) -> None:
@@ -54,8 +54,9 @@ class Quest(Policy):
         digest = ("submean" if drawn else "quest") if self.digest is None else self.digest
         join = ("max" if drawn else "raw") if self.join is None else self.join
         budget = BUDGET if self.budget is None and not drawn else self.budget
+        sinks = (SINKS if drawn else 0) if self.sinks is None else self.sinks
         check_samples(budget, self.samples, digest, join)
-        for name, value in (("digest", digest), ("join", join), ("budget", budget)):
+        for name, value in (("digest", digest), ("join", join), ("budget", budget), ("sinks", sinks)):
             object.__setattr__(self, name, value)
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("recent", self.recent, least=0)
@@ -64,6 +65,7 @@ class Quest(Policy):
 
     @property
     def requirements(self) -> Requirements:
+        assert self.sinks is not None
         return Requirements(
             budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, leaves_out=True,
             recalls=False, capturable=True,

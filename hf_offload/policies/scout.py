@@ -105,7 +105,7 @@ class Scout(Policy):
     digest: str = "submean"
     join: Literal["max", "mean", "raw"] = "max"
     sinks: int = 32
-    recent: int = 128
+    recent: int = 32
     lookahead: Literal["auto", "attend", "select", "off"] = "auto"
     synchronous_layers: tuple[int, ...] | None = None
     correction: bool = True
