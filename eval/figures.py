@@ -285,30 +285,31 @@ def budget_kl() -> str:
 
 
 def by_text(
-    found: Iterable[str], label: Callable[[str, str], str], unit: str, amount: Callable[[Line, str], str]
+    found: Iterable[str], label: Callable[[str, str], str], unit: str, amount: Callable[[Line, str], str], *last: str
 ) -> str:
     """KL and one more column for each text, of rows of `quality.csv`.
 
     Args:
         found: names of the rows; label: makes a line's first cell of policy and knobs.
         unit: title of the other column; amount: makes its cell of a line and the knobs.
+        last: title of a last column, of the numbers found; none: no such column.
     """
     kinds, lines = ("prose", "documentation", "code"), []
     for name in found:
         policy, knobs = setting(name)
         each = [row("quality", row=name, kind=kind) for kind in kinds]
-        lines.append(
-            [label(policy, knobs), *(cell for one in each for cell in (number(one["kl"]), amount(one, knobs)))]
-        )
-    return table(["", *(title for kind in kinds for title in (f"KL, {kind}", unit))], lines)
+        cells = [cell for one in each for cell in (number(one["kl"]), amount(one, knobs))]
+        lines.append([label(policy, knobs), *cells, *(percent(mean(each, "found")) for _ in last)])
+    return table(["", *(title for kind in kinds for title in (f"KL, {kind}", unit)), *last], lines)
 
 
 def quality_table() -> str:
     """What a KV head reads, of all methods."""
     every = [name for name in names(rows("quality")) if "host_dtype" not in name]
     return by_text(
-        every, lambda policy, knobs: f"{policy}, `{knobs}`", "KiB", lambda one, _: f"{float(one['read']):,.0f}"
-    )
+        every, lambda policy, knobs: f"{policy}, `{knobs}`", "KiB", lambda one, _: f"{float(one['read']):,.0f}",
+        "numbers found",
+    )  # fmt: skip
 
 
 def lengths_table() -> str:

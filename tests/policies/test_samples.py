@@ -78,6 +78,21 @@ def test_softcap_and_the_models_sinks(model_type: str, always_drawn: None) -> No
         assert_equal(decode_logits(model, cache, ids, mask, None, STEPS), want)
 
 
+def test_a_real_model_loses_little(smollm2: Any) -> None:
+    """Also where a policy attends no sinks by itself: a digest says little of SmolLM2's first token."""
+    model, tokenizer = smollm2
+    ids = tokenizer(hf_offload.demo_text("prose"), return_tensors="pt").input_ids[:, :1040]
+    far = {}
+    with hf_offload.enabled(model):
+        for name, knobs in (("full", {}), ("scout", {"samples": 512}), ("quest", {"samples": 512})):
+            cache = hf_offload.HybridCache(model, name, tier="one", **knobs)
+            with torch.inference_mode():
+                model(ids[:, :1024], past_key_values=cache, logits_to_keep=1)
+                steps = [model(ids[:, i : i + 1], past_key_values=cache).logits[0, 0] for i in range(1024, 1040)]
+            found = far[name] = torch.stack(steps).log_softmax(-1)
+            assert float((far["full"].exp() * (far["full"] - found)).sum(-1).mean()) < 0.002, name
+
+
 @pytest.mark.parametrize("options", [{}, {"host_dtype": "int8"}], ids=["plain", "int8"])
 def test_more_samples_are_nearer_to_full_attention(options: dict[str, Any]) -> None:
     model = tiny_model("llama")
