@@ -178,7 +178,7 @@ def test_what_the_model_refuses_is_told_before_a_task_is_read(run, monkeypatch):
     monkeypatch.setattr(tasks.run, "questions", lambda *_: pytest.fail("a task was read"))
     result, _ = run("--row", "full", "--row", "scout:budget=64,block_size=32")
     assert result.exit_code == 2
-    assert "--row scout:budget=64,block_size=32: budget=64 is less than the 192" in " ".join(
+    assert "--row scout:budget=64,block_size=32: budget=64 is less than the 96" in " ".join(
         result.output.replace("│", " ").split()
     )
 
