@@ -68,7 +68,7 @@ class Quest(Policy):
         assert self.sinks is not None
         return Requirements(
             budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, leaves_out=True,
-            recalls=False, capturable=True,
+            capturable=True,
         )  # fmt: skip
 
     def check(self, *, block_size: int, two_memories: bool) -> None:

@@ -130,7 +130,7 @@ def test_a_query_that_arrives_late_is_the_one_that_chooses(
 ) -> None:
     monkeypatch.setattr(scheduler, "_device_share", lambda name, tasks, lengths: np.zeros(len(tasks), bool))
     want = decode(llama, make_cache(llama, digest=digest, schedule="uniform"))
-    monkeypatch.setattr(scheduler.ScheduledHostPartial, "_arrived", Late)
+    monkeypatch.setattr(scheduler.ScheduledHostPartial, "_arrived", lambda partial: Late(partial))
     torch.testing.assert_close(decode(llama, make_cache(llama, digest=digest, schedule="uniform")), want)
 
 
