@@ -188,5 +188,5 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "infinigen": ("infinigen", {"alpha": 1.0, "resident": None}),
     "quest": ("quest", {"budget": 48, "sinks": 8}),
     "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 8, "local": 16, "resident": None}),
-    "hgca": ("hgca", {"window": 16, "resident": None}),
+    "hgca": ("hgca", {"window": 16, "rescue": 0, "resident": None}),
 }
