@@ -479,13 +479,14 @@ class CpuStep(Step):
             return (self.attention(self.all_blocks(), "CPU attention"),)
         batch, heads, _ = buffers.query.shape
         last, pairs = self._last_sealed(), self.block_size // 2
-        (low, high), group = self.sinks, heads // store.num_kv_heads
-        always = max((high - low).tolist(), default=0) + self.recent_blocks + self.num_blocks - store.sealed
-        most = min(always * pairs + draw_pairs.most_pairs(samples, group), (last + 1) * pairs)
+        needs = self.layer.requirements
+        (low, high), recent = store.padding.sink_pairs(needs.sinks), -(-needs.recent // 2)
+        always = max((high - low).tolist(), default=0) + recent + (self.num_blocks - store.sealed) * pairs
+        most = min(always + draw_pairs.most_pairs(samples, heads // store.num_kv_heads), (last + 1) * pairs)
         drawn = draw_pairs.PairLists.of(batch, store.num_kv_heads, most)
         width = draw_pairs.kept_masses(last, pairs)
         masses = self.layer.settings.buffer("masses of pairs", (batch, heads, width), draw_pairs.MASSES)
-        whole = draw_pairs.Whole(low, high, self.recent_blocks)
+        whole = draw_pairs.Whole(low, high, recent)
         covered = min((last + 1) * self.block_size, view.covered)
         draw = draw_pairs.draw_pairs(
             buffers.query, self._digest(), store.table, self.unsealed(), whole, last, covered, masses, *drawn,

@@ -36,7 +36,7 @@ class Padding:
         self._copy: tuple[int, torch.Tensor] | None = None
         """A copy of the last long mask on a device, with the `version` that it belongs to."""
         self.dense = False
-        self._sinks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._sinks: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self.version += 1
         """Incremented on every change."""
         self.changed_block = 0
@@ -46,10 +46,17 @@ class Padding:
 
     def sinks(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """First block and end of the blocks with the first `tokens` valid tokens of each row, int32 `[B]` each."""
-        found = self._sinks.get(tokens)
+        return self._first(tokens, self.block_size)
+
+    def sink_pairs(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """First pair and end of the pairs with the first `tokens` valid tokens of each row, int32 `[B]` each."""
+        return self._first(tokens, 2)
+
+    def _first(self, tokens: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        found = self._sinks.get((tokens, size))
         if found is None:
-            low, high = self.first // self.block_size, -(-(self.first + tokens) // self.block_size)
-            found = self._sinks[tokens] = low.astype(np.int32), high.astype(np.int32)
+            low, high = self.first // size, -(-(self.first + tokens) // size)
+            found = self._sinks[tokens, size] = low.astype(np.int32), high.astype(np.int32)
         return found
 
     def observe(self, mask: torch.Tensor | None, batch: int, total: int, *, dense: bool = False) -> None:

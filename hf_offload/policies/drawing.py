@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 BUDGET, SAMPLES = 2048, 512
 """Of policies for which neither `budget` nor `samples` is given: tokens, and points."""
-SINKS = 32
-"""First tokens that are attended whole where keys are drawn: a digest says little of keys that attract every query."""
+SINKS = 4
+"""First tokens that are always attended: a digest says little of keys that attract every query."""
 
 
 def check_samples(budget: int | None, samples: int | None, digest: str, join: str) -> None:

@@ -33,7 +33,7 @@ class Quest(Policy):
         digest: `"quest"`, `"submean"` or `"mean"`. None: `"quest"`, with `samples` `"submean"`.
         join: how the query heads of a KV head are joined: `"raw"`: the mean of their scores; `"max"`, `"mean"`: of the
             softmax of each head's scores. None: `"raw"`, with `samples` `"max"`.
-        sinks: first tokens of a row that are always attended and resident. None: 0, with `samples` 32.
+        sinks: first tokens of a row that are always attended and resident. None: 0, with `samples` 4.
         recent: newest tokens in sealed blocks that are always attended and resident.
 
     Raises:

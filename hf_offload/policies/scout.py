@@ -12,7 +12,7 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection
-from hf_offload.policies.drawing import BUDGET, SAMPLES, check_samples, draw
+from hf_offload.policies.drawing import BUDGET, SAMPLES, SINKS, check_samples, draw
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -76,8 +76,9 @@ class Scout(Policy):
         digest: `"submean"`, `"quest"` (the paper's) or `"mean"`.
         join: how the query heads of a KV head are joined: `"max"`, `"mean"`: of the softmax of each head's scores;
             `"raw"`: the mean of the scores (the paper's).
-        sinks: first tokens of a row that are always attended and resident.
-        recent: newest tokens in sealed blocks that are always attended and resident.
+        sinks: first tokens of a row that are always attended and resident, rounded up to blocks, with one memory and
+            samples to pairs.
+        recent: newest tokens in sealed blocks that are always attended and resident, rounded in the same way.
         lookahead: `"attend"`: the CPU attends one layer early with the predicted query (the paper's). `"select"`:
             blocks are chosen and read, or pairs drawn, one layer early, and attended with the real query. `"off"`:
             neither. `"auto"`: `"attend"` for a model on a GPU, `"off"` on the CPU. The first two need two memories:
@@ -104,7 +105,7 @@ class Scout(Policy):
     samples: int | None = None
     digest: str = "submean"
     join: Literal["max", "mean", "raw"] = "max"
-    sinks: int = 32
+    sinks: int = SINKS
     recent: int = 32
     lookahead: Literal["auto", "attend", "select", "off"] = "auto"
     synchronous_layers: tuple[int, ...] | None = None

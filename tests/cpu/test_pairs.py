@@ -102,13 +102,14 @@ class Drawn:
         self, group: int, count: int, dim: int, blocks: int, samples: int, join: str, threads: int, nan: bool = False
     ) -> None:
         torch.manual_seed(blocks)
-        batch, kv_heads, size, recent = 2, 2, 2 * count, 2
+        batch, kv_heads, size, recent = 2, 2, 2 * count, 2 * count - 3
         length = blocks * size + 5
         self.case = case = make_case(batch, kv_heads, dim, size, length, torch.float32, (0, size + 3), 0.01)
         digest, parts = _digests(len(case.clean), count, dim)
         self.query = query = torch.randn(batch, kv_heads * group, dim)
-        low = np.array([0, 1], np.int32)
-        most = (3 + recent + 1) * count + most_pairs(samples, group)
+        low = np.array([0, (size + 3) // 2], np.int32)  # of the first valid tokens; unaligned, as is `high`
+        high = low + 3
+        most = 3 + recent + count + most_pairs(samples, group)
         room = min(most, (blocks + 1) * count)
         if nan:
             query[:] = math.nan
@@ -122,7 +123,7 @@ class Drawn:
         unsealed = Unsealed(tag_of(torch.float32), case.block_ptr, case.holes.numpy(), case.valid.numpy(), size)
         self.tally = np.zeros(3, np.int64)
         launch = draw_pairs(
-            query.numpy(), digest, case.table.numpy(), unsealed, Whole(low, low + 2, recent), blocks, length, masses,
+            query.numpy(), digest, case.table.numpy(), unsealed, Whole(low, high, recent), blocks, length, masses,
             self.pairs.numpy(), self.weights.numpy(), self.counts.numpy(), samples=samples, join=join,
             scale=dim**-0.5, softcap=None, tally=self.tally,
         )  # fmt: skip
@@ -135,11 +136,8 @@ class Drawn:
         logmass = reference.score_submeans(query, *parts, table, blocks * count, scale=dim**-0.5)
         tail = reference.tail_lse(query, case.clean, case.table, blocks, length, case.valid, scale=dim**-0.5)
         self.shares = reference.join_scores(logmass, tail, kv_heads, join=join).clamp(min=0)
-        self.first, self.last = (low + 2) * count, (blocks - recent) * count
-        self.whole = [
-            {*range(int(low[b]) * count, int(low[b] + 2) * count), *range(self.last, -(-length // 2))}
-            for b in range(batch)
-        ]
+        self.first, self.last = high, blocks * count - recent
+        self.whole = [{*range(int(low[b]), int(high[b])), *range(self.last, -(-length // 2))} for b in range(batch)]
 
 
 @pytest.mark.parametrize(

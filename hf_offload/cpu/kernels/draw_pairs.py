@@ -9,7 +9,7 @@ the mean. With τ = 1 / samples, in the order of the positions:
 
 If the first point were random, every pair would be attended with probability min(p / τ, 1), and the weighted sums would
 have no bias, whatever the digest's errors. The first point is fixed at τ / 2: nothing is random. At most
-group · samples + 1 pairs are drawn. With one memory sinks, the newest blocks and the blocks without digest are listed,
+group · samples + 1 pairs are drawn. With one memory sinks, the newest pairs and the blocks without digest are listed,
 too (`draw_pairs`); with two the resident blocks are attended elsewhere and not drawn from (`draw_missing`).
 
 Tasks are chunks of blocks, as in `block_topk.choose_blocks`; the thread that finishes the last one of a (row, KV head)
@@ -120,7 +120,12 @@ class Unsealed(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What is attended whole and therefore listed: `sink_lo`, `sink_hi`, `recent` as in `select_blocks`."""
+    """Pairs that are listed whatever their shares, besides those without digest.
+
+    Args:
+        sink_lo, sink_hi: int32 [B], the first such pair of each row's sinks, and their end.
+        recent: the newest pairs with digests.
+    """
 
     sink_lo: Array
     sink_hi: Array
@@ -314,18 +319,19 @@ def draw_kernel(
                 head, parts = h * group + g, group if mode == 1 else 1
                 chunk_shares(totals[b, head], peaks[b, head], chunks, tail[b, head], sealed, parts, factors[b, head])
             if whole is not None:
-                # Whole: the sinks [low, high) and [late, n_blocks); drawn: those between.
-                low = min(max(whole.sink_lo[b], 0), n_blocks)
-                high = min(max(whole.sink_hi[b], low), n_blocks)
-                late, last = min(sealed, max(low, sealed - whole.recent)), (length + 1) // 2
-                count = _whole(low * size, min(high, late) * size, listed, weight, 0)
+                # Pairs listed whole: the sinks [low, high) and [late, last); drawn: those between.
+                last = (length + 1) // 2
+                low = min(max(whole.sink_lo[b], 0), last)
+                high = min(max(whole.sink_hi[b], low), last)
+                late = min(sealed * size, max(low, sealed * size - whole.recent))
+                count = _whole(low, min(high, late), listed, weight, 0)
                 if high < late:
-                    limit = len(listed) - (last - late * size)
+                    limit = len(listed) - (last - late)
                     count, passed = draw_head(
-                        held, step, group, factors[b, heads], mode, each, high * size, late * size, samples, passed,
-                        listed, weight, count, limit,
+                        held, step, group, factors[b, heads], mode, each, high, late, samples, passed, listed, weight,
+                        count, limit,
                     )  # fmt: skip
-                count = _whole(late * size, last, listed, weight, count)
+                count = _whole(late, last, listed, weight, count)
                 add_to(tally, 0, min(2 * count, length))
                 add_to(tally, 2, length)
             if resident is not None:
@@ -392,7 +398,7 @@ def draw_pairs(
         digest: digests with a score for each pair (`SubMeans`).
         table: int32 [B, N], physical block of each logical one.
         unsealed: the tokens without digest; they are listed.
-        whole: blocks that are listed whole.
+        whole: pairs that are always listed.
         n_sealed: blocks 0..n_sealed-1 have digests.
         length: tokens in every row.
         masses: uint16 [B, Hq, N], N at least `kept_masses(n_sealed, block_size // 2)`: scratch.
@@ -411,8 +417,8 @@ def draw_pairs(
     require("sink_lo", whole.sink_lo, I32, (batch,))
     require("sink_hi", whole.sink_hi, I32, (batch,))
     n_blocks = -(-length // block_size)
-    always = max([0, *(whole.sink_hi - whole.sink_lo).tolist()]) + whole.recent + n_blocks - n_sealed
-    least = min(always * size + most_pairs(samples, group_size(query_heads, kv_heads)), n_blocks * size)
+    always = max([0, *(whole.sink_hi - whole.sink_lo).tolist()]) + whole.recent + (n_blocks - n_sealed) * size
+    least = min(always + most_pairs(samples, group_size(query_heads, kv_heads)), n_blocks * size)
     if whole.recent < 0 or room < least:
         raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn (recent {whole.recent})")
     tail = np.empty((batch, query_heads), np.float32)
