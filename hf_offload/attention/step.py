@@ -217,7 +217,7 @@ class Step(ABC):
     def attend_drawn(self, join: str, samples: int, ahead: Any = None) -> tuple[Partial | HostPartial, ...]:
         """Attend pairs of keys that are drawn by their estimated attention (`cpu.kernels.draw_pairs`).
 
-        With one memory sinks, recent blocks and what has no digest are attended whole; with two all that is resident,
+        With one memory sinks, newest tokens and what has no digest are always attended; with two all that is resident,
         on the device.
 
         Args:

@@ -481,15 +481,15 @@ class CpuStep(Step):
         last, pairs = self._last_sealed(), self.block_size // 2
         needs = self.layer.requirements
         (low, high), recent = store.padding.sink_pairs(needs.sinks), -(-needs.recent // 2)
-        always = max((high - low).tolist(), default=0) + recent + (self.num_blocks - store.sealed) * pairs
-        most = min(always + draw_pairs.most_pairs(samples, heads // store.num_kv_heads), (last + 1) * pairs)
+        sure = max((high - low).tolist(), default=0) + recent + (self.num_blocks - store.sealed) * pairs
+        most = min(sure + draw_pairs.most_pairs(samples, heads // store.num_kv_heads), (last + 1) * pairs)
         drawn = draw_pairs.PairLists.of(batch, store.num_kv_heads, most)
         width = draw_pairs.kept_masses(last, pairs)
         masses = self.layer.settings.buffer("masses of pairs", (batch, heads, width), draw_pairs.MASSES)
-        whole = draw_pairs.Whole(low, high, recent)
+        always = draw_pairs.Always(low, high, recent)
         covered = min((last + 1) * self.block_size, view.covered)
         draw = draw_pairs.draw_pairs(
-            buffers.query, self._digest(), store.table, self.unsealed(), whole, last, covered, masses, *drawn,
+            buffers.query, self._digest(), store.table, self.unsealed(), always, last, covered, masses, *drawn,
             samples=samples, join=join, **self.scores._asdict(), tally=self.layer.stats.drawn,
         )  # fmt: skip
         self.add(draw, "the draw of pairs", length=True)

@@ -34,7 +34,8 @@ class Quest(Policy):
         join: how the query heads of a KV head are joined: `"raw"`: the mean of their scores; `"max"`, `"mean"`: of the
             softmax of each head's scores. None: `"raw"`, with `samples` `"max"`.
         sinks: first tokens of a row that are always attended and resident. None: 0, with `samples` 4.
-        recent: newest tokens in sealed blocks that are always attended and resident.
+            Rounded up to blocks, with samples to pairs.
+        recent: newest tokens in sealed blocks that are always attended and resident, rounded in the same way.
 
     Raises:
         ValueError: a knob has a value that is not allowed.

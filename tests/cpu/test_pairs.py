@@ -15,10 +15,10 @@ from hf_offload.cpu.kernels import draw_pairs as drawing
 from hf_offload.cpu.kernels.digest_scores import vectors
 from hf_offload.cpu.kernels.draw_pairs import (
     MASSES,
+    Always,
     Kept,
     Resident,
     Unsealed,
-    Whole,
     draw_missing,
     draw_pairs,
     kept_masses,
@@ -123,7 +123,7 @@ class Drawn:
         unsealed = Unsealed(tag_of(torch.float32), case.block_ptr, case.holes.numpy(), case.valid.numpy(), size)
         self.tally = np.zeros(3, np.int64)
         launch = draw_pairs(
-            query.numpy(), digest, case.table.numpy(), unsealed, Whole(low, high, recent), blocks, length, masses,
+            query.numpy(), digest, case.table.numpy(), unsealed, Always(low, high, recent), blocks, length, masses,
             self.pairs.numpy(), self.weights.numpy(), self.counts.numpy(), samples=samples, join=join,
             scale=dim**-0.5, softcap=None, tally=self.tally,
         )  # fmt: skip
@@ -137,7 +137,7 @@ class Drawn:
         tail = reference.tail_lse(query, case.clean, case.table, blocks, length, case.valid, scale=dim**-0.5)
         self.shares = reference.join_scores(logmass, tail, kv_heads, join=join).clamp(min=0)
         self.first, self.last = high, blocks * count - recent
-        self.whole = [{*range(int(low[b]), int(high[b])), *range(self.last, -(-length // 2))} for b in range(batch)]
+        self.always = [{*range(int(low[b]), int(high[b])), *range(self.last, -(-length // 2))} for b in range(batch)]
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,10 @@ def test_a_draw(group: int, count: int, dim: int, blocks: int, samples: int, joi
             pairs, weights = found.pairs[b, h, :n].long(), found.weights[b, h, :n].double()
             assert (pairs.diff() > 0).all()
             listed = set(pairs.tolist())
-            assert found.whole[b] <= listed
+            assert found.always[b] <= listed
             first, last = int(found.first[b]), int(found.last)
             between = (pairs >= first) & (pairs < last)
-            assert listed - found.whole[b] == set(pairs[between].tolist())
+            assert listed - found.always[b] == set(pairs[between].tolist())
             assert (weights[~between] == 0).all()
             share = found.shares[b, h]
             assert {first + i for i in (share[first:last] > 1.02 * tau).nonzero().flatten().tolist()} <= listed
@@ -180,7 +180,7 @@ def test_a_draw(group: int, count: int, dim: int, blocks: int, samples: int, joi
 
 def test_a_query_of_nan_lists_no_more_pairs_than_there_is_room_for() -> None:
     found = Drawn(3, 16, 64, 300, 20, "max", threads=1, nan=True)
-    assert found.counts.tolist() == [[len(row)] * 2 for row in found.whole]
+    assert found.counts.tolist() == [[len(row)] * 2 for row in found.always]
 
 
 def test_threads_do_not_change_a_draw() -> None:
@@ -290,11 +290,14 @@ def test_arguments_that_do_not_fit() -> None:
         center=digest.center[:1], sigma=digest.sigma[:1],
     )  # fmt: skip
 
-    def make(digest: Any = one, room: int = 24, samples: int = 4, join: str = "max", masses: int = 144) -> Launch:
-        ends = np.zeros(1, np.int32)
+    def make(
+        digest: Any = one, room: int = 24, samples: int = 4, join: str = "max", masses: int = 144, sinks: int = 0,
+        recent: int = 0,
+    ) -> Launch:  # fmt: skip
+        low, high = np.zeros(1, np.int32), np.full(1, sinks, np.int32)
         unsealed = Unsealed(tag_of(torch.float32), case.block_ptr, case.holes.numpy(), case.valid.numpy(), 16)
         return draw_pairs(
-            np.zeros((1, 1, 32), np.float32), digest, case.table.numpy(), unsealed, Whole(ends, ends, 0), 2, 40,
+            np.zeros((1, 1, 32), np.float32), digest, case.table.numpy(), unsealed, Always(low, high, recent), 2, 40,
             np.empty((1, 1, masses), MASSES), np.empty((1, 1, room), np.int32), np.empty((1, 1, room), np.float32),
             np.empty((1, 1), np.int32), samples=samples, join=join, scale=0.2, softcap=None,
         )  # fmt: skip
@@ -306,6 +309,8 @@ def test_arguments_that_do_not_fit() -> None:
     for wrong, why in (
         ({"digest": means}, "pairs need a digest with a score for each"),
         ({"room": 10}, "up to 14 may be drawn"),
+        ({"room": 14, "sinks": 1}, "up to 15 may be drawn"),
+        ({"room": 14, "recent": 1}, "up to 15 may be drawn"),
         ({"samples": 0}, "samples 0"),
         ({"join": "raw"}, "join 'raw'"),
         ({"masses": 143}, "masses"),

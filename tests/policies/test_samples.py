@@ -94,8 +94,39 @@ def test_a_real_model_loses_little(smollm2: Any) -> None:
         with hf_offload.enabled(model):
             for name in ("scout", "quest"):
                 cache = hf_offload.HybridCache.from_cache(known, model, name, samples=128)
-                assert cache.policy.requirements.sinks == 4  # a digest says little of SmolLM2's first token
                 assert float((full.exp() * (full - follow(cache))).sum(-1).mean()) < 0.01, name
+
+
+def test_sinks_are_attended_where_keys_are_drawn() -> None:
+    """A digest says little of a first token that attracts every query. Quest's own form has no sinks."""
+    assert hf_offload.Quest(samples=64).sinks == hf_offload.Scout(samples=64).sinks == 4
+    assert hf_offload.Quest(budget=64).sinks == 0
+
+
+@pytest.mark.parametrize("name", ["scout", "quest"])
+@pytest.mark.parametrize(("length", "recent"), [(100, 31), (100, 0), (21, 32), (20, 5)])
+def test_what_is_always_attended(length: int, recent: int, name: str, always_drawn: None) -> None:
+    """Sinks and newest tokens by pairs, also behind odd padding, and where both overlap."""
+    ids, mask = prompt(3, length)
+    mask[1, :7], mask[2, : length - 2] = 0, 0
+    model = tiny_model("llama")
+    cache = hf_offload.HybridCache(model, name, samples=1, sinks=5, recent=recent, block_size=8)
+    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    length = cache.get_seq_length()
+    sealed = (length - 1) // 8 * 8
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    for layer in cache.layers:
+        pairs, weights, counts = layer.steps[True]._drawn.pairs
+        for b in range(3):
+            first = int(mask[b].argmax())
+            late = max(sealed - recent, min(first, sealed))
+            always = {i // 2 for i in (*range(first, min(first + 5, length)), *range(late, length))}
+            for h in range(model.config.num_key_value_heads):
+                listed = pairs[b, h, : counts[b, h]].tolist()
+                assert listed == sorted(set(listed)), "each pair once, in order"
+                assert always <= set(listed)
+                assert len(listed) <= len(always) + group + 1, "at most group · samples + 1 are drawn"
+                assert all(w == 0 for i, w in zip(listed, weights[b, h], strict=False) if i in always)
 
 
 @pytest.mark.parametrize("options", [{}, {"host_dtype": "int8"}], ids=["plain", "int8"])

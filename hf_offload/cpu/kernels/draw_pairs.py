@@ -119,7 +119,7 @@ class Unsealed(NamedTuple):
     block_size: int
 
 
-class Whole(NamedTuple):
+class Always(NamedTuple):
     """Pairs that are listed whatever their shares, besides those without digest.
 
     Args:
@@ -159,7 +159,7 @@ class Kept(NamedTuple):
 
 
 @jit
-def _whole(first: int, last: int, pairs: Array, weights: Array, count: int) -> int:
+def _list_all(first: int, last: int, pairs: Array, weights: Array, count: int) -> int:
     """List pairs first..last-1, whose p / τ is more than 1; return the list's new length."""
     for i in range(first, last):
         pairs[count], weights[count] = i, np.float32(2.0)
@@ -267,7 +267,7 @@ def draw_kernel(
     factors: Array,
     finished: Array,
     unsealed: Any,
-    whole: Any,
+    always: Any,
     resident: Any,
     kept: Any,
     pairs: Array,
@@ -276,7 +276,7 @@ def draw_kernel(
     portion: Array,
     tally: Array,
 ) -> None:
-    """One task = one (row, KV head, up to 128 blocks). Exactly one of `whole` and `resident` is there."""
+    """One task = one (row, KV head, up to 128 blocks). Exactly one of `always` and `resident` is there."""
     batch, kv_heads = counts.shape
     group = query.shape[1] // kv_heads
     chunks = tasks // (batch * kv_heads)
@@ -318,20 +318,20 @@ def draw_kernel(
             for g in range(group):
                 head, parts = h * group + g, group if mode == 1 else 1
                 chunk_shares(totals[b, head], peaks[b, head], chunks, tail[b, head], sealed, parts, factors[b, head])
-            if whole is not None:
-                # Pairs listed whole: the sinks [low, high) and [late, last); drawn: those between.
+            if always is not None:
+                # Always listed: the pairs of the sinks [low, high) and [late, last); drawn: those between.
                 last = (length + 1) // 2
-                low = min(max(whole.sink_lo[b], 0), last)
-                high = min(max(whole.sink_hi[b], low), last)
-                late = min(sealed * size, max(low, sealed * size - whole.recent))
-                count = _whole(low, min(high, late), listed, weight, 0)
+                low = min(max(always.sink_lo[b], 0), last)
+                high = min(max(always.sink_hi[b], low), last)
+                late = min(sealed * size, max(low, sealed * size - always.recent))
+                count = _list_all(low, min(high, late), listed, weight, 0)
                 if high < late:
                     limit = len(listed) - (last - late)
                     count, passed = draw_head(
                         held, step, group, factors[b, heads], mode, each, high, late, samples, passed, listed, weight,
                         count, limit,
                     )  # fmt: skip
-                count = _whole(late, last, listed, weight, count)
+                count = _list_all(late, last, listed, weight, count)
                 add_to(tally, 0, min(2 * count, length))
                 add_to(tally, 2, length)
             if resident is not None:
@@ -377,7 +377,7 @@ def draw_pairs(
     digest: Digest,
     table: Array,
     unsealed: Unsealed,
-    whole: Whole,
+    always: Always,
     n_sealed: int,
     length: int,
     masses: Array,
@@ -398,7 +398,7 @@ def draw_pairs(
         digest: digests with a score for each pair (`SubMeans`).
         table: int32 [B, N], physical block of each logical one.
         unsealed: the tokens without digest; they are listed.
-        whole: pairs that are always listed.
+        always: pairs that are always listed.
         n_sealed: blocks 0..n_sealed-1 have digests.
         length: tokens in every row.
         masses: uint16 [B, Hq, N], N at least `kept_masses(n_sealed, block_size // 2)`: scratch.
@@ -414,16 +414,16 @@ def draw_pairs(
     """
     (batch, query_heads, _), (kv_heads, room) = query.shape, pairs.shape[1:]
     block_size, size = unsealed.block_size, unsealed.block_size // 2
-    require("sink_lo", whole.sink_lo, I32, (batch,))
-    require("sink_hi", whole.sink_hi, I32, (batch,))
+    require("sink_lo", always.sink_lo, I32, (batch,))
+    require("sink_hi", always.sink_hi, I32, (batch,))
     n_blocks = -(-length // block_size)
-    always = max([0, *(whole.sink_hi - whole.sink_lo).tolist()]) + whole.recent + (n_blocks - n_sealed) * size
-    least = min(always + most_pairs(samples, group_size(query_heads, kv_heads)), n_blocks * size)
-    if whole.recent < 0 or room < least:
-        raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn (recent {whole.recent})")
+    sure = max([0, *(always.sink_hi - always.sink_lo).tolist()]) + always.recent + (n_blocks - n_sealed) * size
+    least = min(sure + most_pairs(samples, group_size(query_heads, kv_heads)), n_blocks * size)
+    if always.recent < 0 or room < least:
+        raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn (recent {always.recent})")
     tail = np.empty((batch, query_heads), np.float32)
     return _draw(
-        query, digest, table, n_sealed, n_blocks, length, masses, tail, unsealed, whole, None, None, pairs, weights,
+        query, digest, table, n_sealed, n_blocks, length, masses, tail, unsealed, always, None, None, pairs, weights,
         counts, tail, samples, join, scale, softcap, tally,
     )  # fmt: skip
 
@@ -490,7 +490,7 @@ def draw_missing(
 
 def _draw(
     query: Array, digest: Digest, table: Array, n_sealed: int, n_blocks: int, length: int, masses: Array, tail: Array,
-    unsealed: Unsealed | None, whole: Whole | None, resident: Resident | None, kept: Kept | None, pairs: Array,
+    unsealed: Unsealed | None, always: Always | None, resident: Resident | None, kept: Kept | None, pairs: Array,
     weights: Array, counts: Array, portion: Array, samples: int, join: str, scale: float, softcap: float | None,
     tally: Array | None,
 ) -> Launch:  # fmt: skip
@@ -513,7 +513,7 @@ def _draw(
     if unsealed is not None:
         if len(digest.runs) != unsealed.block_size // 2:
             raise ValueError(f"the digest has {len(digest.runs)} scores for blocks of {unsealed.block_size // 2} pairs")
-        first = 0 if whole is None else n_sealed
+        first = 0 if always is None else n_sealed
         check_tail(unsealed.block_ptr, unsealed.holes, unsealed.valid, table, dim, first, length, unsealed.block_size)
     if not 0 <= n_sealed <= table.shape[1] or kept_masses(n_sealed, len(digest.runs)) > masses.shape[2]:
         raise ValueError(f"n_sealed {n_sealed} exceeds table {table.shape} or masses {masses.shape}")
@@ -524,7 +524,7 @@ def _draw(
     finished = np.zeros(batch * kv_heads, np.int64)
     args = (
         digest, full, rest, query, table, int(n_sealed), n_blocks, int(length), float(scale), cap_of(softcap),
-        JOINS[join], float(samples), masses, totals, peaks, tail, factors, finished, unsealed, whole, resident, kept,
+        JOINS[join], float(samples), masses, totals, peaks, tail, factors, finished, unsealed, always, resident, kept,
         pairs, weights, counts, portion, tally,
     )  # fmt: skip
     return Launch(draw_kernel, batch * kv_heads * chunks, args, cost, counters=finished)
