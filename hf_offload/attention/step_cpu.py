@@ -480,7 +480,7 @@ class CpuStep(Step):
         batch, heads, _ = buffers.query.shape
         last, pairs = self._last_sealed(), self.block_size // 2
         needs = self.layer.requirements
-        (low, high), recent = store.padding.sink_pairs(needs.sinks), -(-needs.recent // 2)
+        (low, high), recent = store.padding.sinks(needs.sinks, 2), -(-needs.recent // 2)
         sure = max((high - low).tolist(), default=0) + recent + (self.num_blocks - store.sealed) * pairs
         most = min(sure + draw_pairs.most_pairs(samples, heads // store.num_kv_heads), (last + 1) * pairs)
         drawn = draw_pairs.PairLists.of(batch, store.num_kv_heads, most)

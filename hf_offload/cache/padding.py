@@ -44,15 +44,14 @@ class Padding:
         self.grown: tuple[int, int] | None = None
         """If the last change only added tokens: the previous `version` and the number of tokens then; else None."""
 
-    def sinks(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """First block and end of the blocks with the first `tokens` valid tokens of each row, int32 `[B]` each."""
-        return self._first(tokens, self.block_size)
+    def sinks(self, tokens: int, size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """First block and end of the blocks with the first `tokens` valid tokens of each row, int32 `[B]` each.
 
-    def sink_pairs(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """First pair and end of the pairs with the first `tokens` valid tokens of each row, int32 `[B]` each."""
-        return self._first(tokens, 2)
-
-    def _first(self, tokens: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        Args:
+            tokens: number of tokens.
+            size: of a block; None: the cache's. With 2 blocks are pairs.
+        """
+        size = size or self.block_size
         found = self._sinks.get((tokens, size))
         if found is None:
             low, high = self.first // size, -(-(self.first + tokens) // size)

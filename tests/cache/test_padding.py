@@ -20,7 +20,7 @@ def test_left_padding_marks_holes_and_first_tokens() -> None:
     assert padding.first.tolist() == [0, 11]
     assert padding.holes[:, :3].tolist() == [[0, 0, 0], [1, 1, 0]]
     assert [bound.tolist() for bound in padding.sinks(6)] == [[0, 1], [1, 3]]
-    assert [bound.tolist() for bound in padding.sink_pairs(6)] == [[0, 5], [3, 9]]
+    assert [bound.tolist() for bound in padding.sinks(6, 2)] == [[0, 5], [3, 9]]
 
 
 def test_no_padding_costs_nothing() -> None:
