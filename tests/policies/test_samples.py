@@ -94,7 +94,7 @@ def test_a_real_model_loses_little(smollm2: Any) -> None:
         with hf_offload.enabled(model):
             for name in ("scout", "quest"):
                 cache = hf_offload.HybridCache.from_cache(known, model, name, samples=128)
-                assert float((full.exp() * (full - follow(cache))).sum(-1).mean()) < 0.01, name
+                assert float((full.exp() * (full - follow(cache))).sum(-1).mean()) < 0.005, name
 
 
 def test_sinks_are_attended_where_keys_are_drawn() -> None:
