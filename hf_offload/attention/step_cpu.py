@@ -172,7 +172,7 @@ class CpuStep(Step):
         self._queue: list[Launch | Action] = [*self._input_launches]
         self._actions: list[LaunchSequence | Action] = []
         self._lengths: list[Word] = []
-        self._block_numbers: list[tuple[Word, Word]] = []
+        self._block_numbers: list[tuple[Word, ...]] = []
         self._all_counts: np.ndarray | None = None
         self._partials = 0
         self._drawn: Drawn | None = None
@@ -255,8 +255,9 @@ class CpuStep(Step):
             words[i] = self._output.data_ptr()
         if blocks != self._blocks:  # a block was sealed or begun, perhaps by a layer that shares it
             self._blocks = blocks
-            for (words, i), (others, j) in self._block_numbers:
-                words[i], others[j] = blocks
+            for numbers in self._block_numbers:
+                for (words, i), value in zip(numbers, blocks, strict=False):
+                    words[i] = value
             if self._all_counts is not None:
                 self._all_counts.fill(self.num_blocks)
 
@@ -357,7 +358,7 @@ class CpuStep(Step):
             **self.scores._asdict(), kv_dtype=store.dtype, unsealed=unsealed, select=select,
         )  # fmt: skip
         self.add(launch, "the choice of blocks", length=unsealed is not None)
-        self._number_blocks(launch)
+        self._number_blocks(launch, "n_sealed", "n_blocks")
         return selection
 
     def _last_sealed(self) -> int:
@@ -367,10 +368,10 @@ class CpuStep(Step):
         self.serve(range(first + 1, last + 2))
         return int(last)
 
-    def _number_blocks(self, launch: Launch) -> None:
-        """Write the numbers of sealed and of all blocks into a launch, now and in later steps."""
-        numbers = launch.word("n_sealed"), launch.word("n_blocks")
-        for (words, i), value in zip(numbers, (self.store.sealed, self.num_blocks), strict=True):
+    def _number_blocks(self, launch: Launch, *names: str) -> None:
+        """Write the numbers of sealed and of all blocks into a launch's scalars of these names, now and later."""
+        numbers = tuple(launch.word(name) for name in names)
+        for (words, i), value in zip(numbers, (self.store.sealed, self.num_blocks), strict=False):
             words[i] = value
         self._block_numbers.append(numbers)
 
@@ -493,7 +494,7 @@ class CpuStep(Step):
             samples=samples, join=join, **self.scores._asdict(), tally=self.layer.stats.drawn,
         )  # fmt: skip
         self.add(draw, "the draw of pairs", length=True)
-        self._number_blocks(draw)
+        self._number_blocks(draw, "n_sealed")
         to, errors = self.room(), np.zeros((batch, heads), np.float32)
         launch = pair_decode.attend_pairs(
             buffers.query, view.block_ptr, view.table, *drawn, view.holes, view.valid, view.covered, *to, None,

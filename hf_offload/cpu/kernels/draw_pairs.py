@@ -254,7 +254,6 @@ def draw_kernel(
     query: Array,
     table: Array,
     n_sealed: int,
-    n_blocks: int,
     length: int,
     scale: float,
     cap: Any,
@@ -423,7 +422,7 @@ def draw_pairs(
         raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn (recent {always.recent})")
     tail = np.empty((batch, query_heads), np.float32)
     return _draw(
-        query, digest, table, n_sealed, n_blocks, length, masses, tail, unsealed, always, None, None, pairs, weights,
+        query, digest, table, n_sealed, length, masses, tail, unsealed, always, None, None, pairs, weights,
         counts, tail, samples, join, scale, softcap, tally,
     )  # fmt: skip
 
@@ -483,13 +482,13 @@ def draw_missing(
     if room < least:
         raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn")
     return _draw(
-        query, digest, table, most, most, length, masses, tail, unsealed, None, resident, kept, pairs, weights, counts,
+        query, digest, table, most, length, masses, tail, unsealed, None, resident, kept, pairs, weights, counts,
         portion, samples, join, scale, softcap, tally,
     )  # fmt: skip
 
 
 def _draw(
-    query: Array, digest: Digest, table: Array, n_sealed: int, n_blocks: int, length: int, masses: Array, tail: Array,
+    query: Array, digest: Digest, table: Array, n_sealed: int, length: int, masses: Array, tail: Array,
     unsealed: Unsealed | None, always: Always | None, resident: Resident | None, kept: Kept | None, pairs: Array,
     weights: Array, counts: Array, portion: Array, samples: int, join: str, scale: float, softcap: float | None,
     tally: Array | None,
@@ -523,7 +522,7 @@ def _draw(
     totals, factors = np.empty((batch, query_heads, padded), np.float32), np.empty_like(peaks)
     finished = np.zeros(batch * kv_heads, np.int64)
     args = (
-        digest, full, rest, query, table, int(n_sealed), n_blocks, int(length), float(scale), cap_of(softcap),
+        digest, full, rest, query, table, int(n_sealed), int(length), float(scale), cap_of(softcap),
         JOINS[join], float(samples), masses, totals, peaks, tail, factors, finished, unsealed, always, resident, kept,
         pairs, weights, counts, portion, tally,
     )  # fmt: skip
