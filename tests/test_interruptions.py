@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 from forks import in_fork
 from histories import History, Setting, check_books, empty
+from llvmlite.binding import ffi
 from tiny import DEVICE, prompt
 
 import hf_offload
@@ -283,6 +285,25 @@ def ring_at_any_time(memory: str, times: int) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("memory", SETTINGS)
+def test_the_compiler_is_asked_nothing_once_all_is_compiled(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal during a call of llvmlite's makes it free memory twice, which ends the process."""
+    history, asked = begun(SETTINGS[memory]), []
+    acts = [(count, forward(history, count)) for count in (1, 4, 40)]
+
+    def ask(function: Any, *args: Any) -> Any:
+        asked.append(traceback.extract_stack())
+        return function._cfn(*args)
+
+    for act_again in (False, True):
+        if act_again:
+            monkeypatch.setattr(ffi._lib_fn_wrapper, "__call__", ask)
+        for count, act in acts:
+            act(history.caches[0])
+            history.caches[0].crop(-count)
+    assert not asked, "".join(traceback.format_list(asked[0]))
 
 
 @pytest.mark.parametrize("memory", ["one", "split", "hgca"])

@@ -7,6 +7,7 @@ A pair is two bfloat16 in 32 bits. Kernels treat pairs as float32 lanes, whose b
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
@@ -49,6 +50,7 @@ _SHORTS = ir.VectorType(BITS16, LANES)
 _LONG = ir.IntType(64)
 
 
+@functools.cache  # a signal in llvmlite's calls, which are for each layer of a prompt otherwise, frees memory twice
 def has_feature(name: str) -> bool:
     """Whether code is compiled for x86-64 with a feature of LLVM's, such as `avx512bf16`."""
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()
