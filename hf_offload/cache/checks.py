@@ -14,6 +14,9 @@ KEEP = 4096
 """Newest checked heads of which a layer keeps the two errors."""
 FACTOR, ENOUGH = 3.0, 256
 """A warning tells of errors that are so much larger than their estimates, in the mean square of so many heads."""
+NEGLIGIBLE = 1e-3
+"""No warning tells of smaller errors, which are less than bfloat16's rounding: where all pairs are attended, the
+estimate is 0 and the error that of float32 sums."""
 
 
 @dataclass(slots=True)
@@ -67,7 +70,7 @@ class Checks:
         self._squares += [float(np.square(error, dtype=np.float64).sum()) for error in (estimated, true)]
         self._heads += true.size
         root = np.sqrt(self._squares / self._heads)
-        if not self._warned and self._heads >= ENOUGH and root[1] > FACTOR * root[0]:
+        if not self._warned and self._heads >= ENOUGH and root[1] > max(FACTOR * root[0], NEGLIGIBLE):
             self._warned = True
             warnings.warn(
                 f"the drawn keys miss more than they tell: the softmax's sum is off by {root[1]:.1%}, estimated were "

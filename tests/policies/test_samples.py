@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -332,7 +333,9 @@ def test_digests_that_do_not_fit_are_told() -> None:
     checks.compare(np.full(200, 0.1), np.full(200, 0.9))
     with pytest.warns(RuntimeWarning, match=r"is off by 90\.0%, estimated were 10\.0%"):
         checks.compare(np.full(200, 0.1), np.full(200, 0.9))
-    checks.compare(np.full(200, 0.1), np.full(200, 0.9))  # once
+    with warnings.catch_warnings(action="error"):
+        checks.compare(np.full(200, 0.1), np.full(200, 0.9))  # once
+        Checks(1, (0, 1)).compare(np.zeros(400), np.full(400, 1e-5))  # all pairs are attended; sums are of float32
     assert [checks.due(layer, step) for step in range(2) for layer in range(2)] == [True, False, False, True]
 
 
