@@ -140,8 +140,8 @@ def host_bytes(cache: HybridCache) -> float | None:
             return None
         layer.tally.count()
         stats, steps = layer.stats, max(layer.stats.steps, 1)
-        pairs, lists, _ = stats.drawn.tolist()
-        budget = 2 * pairs / lists if lists else layer.requirements.budget
+        drawn, lists, _ = stats.drawn.tolist()
+        budget = drawn / lists if lists else layer.requirements.budget
         within = store.length if budget is None else min(budget, store.length)
         attended = stats.cpu_ratio / steps * within
         total += attended * store.host_bytes / (store.reserved * store.block_size)  # of all rows

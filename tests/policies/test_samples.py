@@ -14,7 +14,7 @@ from tiny import prompt, spread_weights, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_offload
-from hf_offload import Plan
+from hf_offload import Plan, measuring
 from hf_offload.cache.checks import Checks
 from hf_offload.policies import quest, scout
 from hf_offload.policies.base import EVER
@@ -254,6 +254,18 @@ def test_checks_of_draws_with_two_memories(lookahead: str) -> None:
             assert told["missed_mass"] > (0 if predicted else 1.5) * true.mean()
     assert missed[0] > 0.01
     assert missed[1] == pytest.approx(0, abs=1e-5)
+
+
+def test_bytes_read_on_the_host_are_those_of_the_drawn_tokens_and_the_digests() -> None:
+    model, knobs = tiny_model("llama"), {**SPLIT, "sinks": 16, "recent": 16, "recall": 10**6}
+    cache = hf_offload.HybridCache(model, "scout", samples=20, **knobs)
+    decode(model, cache)
+    want = 0.0
+    for layer, told in zip(cache.layers, cache.stats().as_dict()["layers"], strict=True):
+        store = layer.store
+        tokens = told["attended_tokens"] - SPLIT["resident"]  # a head, beside its resident tokens
+        want += tokens * store.host_bytes / (store.reserved * BLOCK) + store.sealed * store.digests.block_bytes
+    assert measuring.host_bytes(cache) == pytest.approx(want, rel=0.1)
 
 
 @pytest.mark.parametrize("correction", [True, False])
