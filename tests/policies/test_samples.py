@@ -81,15 +81,15 @@ def test_softcap_and_the_models_sinks(model_type: str, always_drawn: None) -> No
 
 def test_a_real_model_loses_little(smollm2: Any) -> None:
     model, tokenizer = smollm2
-    ids = tokenizer(hf_offload.demo_text("prose"), return_tensors="pt").input_ids[:, :2064]
+    ids = tokenizer(hf_offload.demo_text("prose"), return_tensors="pt").input_ids[:, :1056]
     known = DynamicCache(config=model.config)
 
     def follow(cache: Any) -> torch.Tensor:
-        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits[0, 0] for i in range(2048, 2064)]
+        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits[0, 0] for i in range(1040, 1056)]
         return torch.stack(steps).log_softmax(-1)
 
     with torch.inference_mode():
-        model(ids[:, :2048], past_key_values=known, logits_to_keep=1)
+        model(ids[:, :1040], past_key_values=known, logits_to_keep=1)
         full = follow(known)
         known.crop(-16)
         with hf_offload.enabled(model):
