@@ -122,9 +122,9 @@ def test_nobody_outside_policies_asks_which_method_it_is() -> None:
                 assert not asks_for_a_method(node, methods), f"{path.name}:{node.lineno}"
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "design-notes.md"])
-def test_the_pages_name_files_that_exist(page: str) -> None:
-    text = (PACKAGE.parent / "docs" / page).read_text(encoding="utf-8")
+@pytest.mark.parametrize("pages", [["architecture.md"], ["design-notes.md", "design-notes-methods.md"]], ids=" ".join)
+def test_the_pages_name_files_that_exist(pages: list[str]) -> None:
+    text = "".join((PACKAGE.parent / "docs" / page).read_text(encoding="utf-8") for page in pages)
     files = [
         file for folder in ("docs", "hf_offload", "tests", "eval") for file in (PACKAGE.parent / folder).rglob("*.py")
     ]

@@ -29,7 +29,7 @@ from hf_offload import HybridCache
 from hf_offload.policies import registry
 
 ROOT = Path(__file__).parent.parent.parent
-OF_THE_CODE = {"architecture.md", "design-notes.md"}
+OF_THE_CODE = {"architecture.md", "design-notes.md", "design-notes-methods.md"}
 GUIDE = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in OF_THE_CODE]
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *GUIDE)}
 POLICIES = {

@@ -9,8 +9,9 @@ import pytest
 
 from figures import FIGURES, MARK, ROOT, pages, write
 
-PAGES = [page for page in pages() if page.name not in {"architecture.md", "design-notes.md", "models.md"}]
-"""The first two are no pages of the guide; models.md is written by eval/families.py."""
+OTHERS = {"architecture.md", "design-notes.md", "design-notes-methods.md", "models.md"}
+PAGES = [page for page in pages() if page.name not in OTHERS]
+"""The first three of the others are no pages of the guide; models.md is written by eval/families.py."""
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 UNITS = re.compile(
     r"[\d.,]*\d(?: ?(?:ms|µs|s|×|%|[KMG]i?B(?:/s)?)(?![\w/])| (?:seconds|minutes)\b)|\bKL (?:of )?0\.\d+"

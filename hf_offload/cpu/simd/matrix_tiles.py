@@ -50,7 +50,7 @@ _SHORTS = ir.VectorType(BITS16, LANES)
 _LONG = ir.IntType(64)
 
 
-@functools.cache  # a signal in llvmlite's calls, which are for each layer of a prompt otherwise, frees memory twice
+@functools.cache  # each layer of a prompt asks; a signal that interrupts llvmlite makes it free memory twice
 def has_feature(name: str) -> bool:
     """Whether code is compiled for x86-64 with a feature of LLVM's, such as `avx512bf16`."""
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()
