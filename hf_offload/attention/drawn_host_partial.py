@@ -55,7 +55,8 @@ class DrawnHostPartial(BlockHostPartial):
         self._real = self._make_inbox(*real)
         """Takes in the real query, where a predicted one has drawn."""
         pairs = store.block_size // 2
-        room = min(draw_pairs.most_pairs(samples, query.shape[1] // kv_heads), width * pairs)
+        most = width * pairs
+        room = min(draw_pairs.most_pairs(samples, query.shape[1] // kv_heads, most), most)
         self._lists = draw_pairs.PairLists.of(batch, kv_heads, room)._replace(counts=self.drawn.numpy())
         heads = batch, query.shape[1]
         self._masses = np.empty((*heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)

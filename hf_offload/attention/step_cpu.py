@@ -483,7 +483,8 @@ class CpuStep(Step):
         needs = self.layer.requirements
         (low, high), recent = store.padding.sinks(needs.sinks, 2), -(-needs.recent // 2)
         sure = max((high - low).tolist(), default=0) + recent + (self.num_blocks - store.sealed) * pairs
-        most = min(sure + draw_pairs.most_pairs(samples, heads // store.num_kv_heads), (last + 1) * pairs)
+        drawable = draw_pairs.most_pairs(samples, heads // store.num_kv_heads, last * pairs)
+        most = min(sure + drawable, (last + 1) * pairs)
         drawn = draw_pairs.PairLists.of(batch, store.num_kv_heads, most)
         width = draw_pairs.kept_masses(last, pairs)
         masses = self.layer.settings.buffer("masses of pairs", (batch, heads, width), draw_pairs.MASSES)

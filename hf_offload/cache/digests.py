@@ -21,7 +21,7 @@ from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors, vectors
 from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.gpu.digest_scores import score_submeans, score_vectors
-from hf_offload.gpu.seal import pairs_of, seal_submeans, seal_vectors
+from hf_offload.gpu.seal import errors_of, pairs_of, seal_submeans, seal_vectors
 from hf_offload.scores import Scores
 
 
@@ -33,8 +33,12 @@ class DigestStore(ABC):
 
     frozen = True
     """Whether the statistics of the digest are fixed; `freeze` fixes them before the first `seal`."""
-    statistics: tuple[str, ...] = ()
-    """Names of the tensors that `freeze` makes."""
+
+    @property
+    def statistics(self) -> dict[str, tuple[int, ...]]:
+        """The float32 tensors that `freeze` makes, with their shapes; the first axis is KV heads."""
+        return {}
+
     of_all_heads = ("bias",)
     """Names of the tensors that all KV heads of a block share."""
     sums = True
@@ -229,6 +233,7 @@ class QuestStore(VectorStore):
 
 
 _NO_QUERY = np.empty(0, np.float32)
+_FIRST_PAIRS = 512  # of these the mean error is known
 
 
 class SubMeanStore(DigestStore):
@@ -237,16 +242,21 @@ class SubMeanStore(DigestStore):
     The keys of pair j are μ_j ± δ_j, so that log mass = logsumexp over j of log(tokens in j) + scale·q·μ_j +
     log cosh(scale·q·δ_j); a softcap applies to the scores of both keys. Each pair has a scale. Channels are divided by
     the square root of their standard deviation, half way between equal relative and equal absolute rounding errors.
+    Pairs that are missed by far more than others are marked as outliers (`seal_submeans`).
     """
 
     frozen = False
-    statistics = ("center", "sigma")
     bundle: Digest | None = None
     """The result of `arrays`; None: not made yet."""
     codes: torch.Tensor
     levels: torch.Tensor
     sizes: torch.Tensor
     bias: torch.Tensor
+
+    @property
+    def statistics(self) -> dict[str, tuple[int, ...]]:
+        channels = self.num_kv_heads, self.head_dim
+        return {"center": channels, "sigma": channels, "error": channels[:1]}
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         heads, pairs = self.num_kv_heads, self.block_size // 2
@@ -259,23 +269,28 @@ class SubMeanStore(DigestStore):
 
     def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         total = torch.zeros(self.num_kv_heads, self.head_dim, dtype=torch.float64, device=self.device)
-        square, number = total.clone(), 0
+        square, number, first, room = total.clone(), 0, [], _FIRST_PAIRS
         for k, valid in _even(tiles):
             number += int(valid.view(len(valid), -1, 2).any(-1).sum())
-            means, _, count = pairs_of(k, sent(valid.numpy(), self.device))
+            means, half, count = pairs_of(k, sent(valid.numpy(), self.device))
             used = (count > 0)[:, None, :, None]
+            some = used.any(0).view(-1).nonzero().view(-1)[:room]  # whatever the size of the tiles
+            room -= len(some)
+            first.append((means[:, :, some], half[:, :, some], used[:, 0, some, 0]))
             total += torch.where(used, means, 0).double().sum((0, 2))
             square += torch.where(used, means, 0).double().square().sum((0, 2))
         center = total / max(number, 1)
         self.center = center.float()
         variance = (square / max(number, 1) - center.square()).clamp(min=0)
         self.sigma = variance.pow(0.25).float().clamp(min=1e-6)
+        errors = [errors_of(means, half, self.center, self.sigma).transpose(1, 2)[used] for means, half, used in first]
+        self.error = torch.cat(errors).mean(0)
         self.frozen = number > 0  # blocks of padding alone have no statistics
         self.bundle = None
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
         kept = (self.codes, self.levels, self.sizes, self.bias)
-        seal_submeans(ids, k, valid, *kept, self.center, self.sigma)
+        seal_submeans(ids, k, valid, *kept, self.center, self.sigma, self.error)
 
     def _grow(self, blocks: int) -> None:
         self.bundle = None

@@ -242,8 +242,7 @@ def digest_fields(digests: DigestStore | None, told: dict[str, Any]) -> dict[str
     if told["sealed"]:
         fields = {f"digest.{n}": Field(dtype, (blocks, *row)) for n, (row, dtype) in digests.tensors().items()}
     if told["frozen"]:
-        shape = digests.num_kv_heads, digests.head_dim
-        fields |= {f"statistics.{name}": Field(torch.float32, shape) for name in digests.statistics}
+        fields |= {f"statistics.{n}": Field(torch.float32, shape) for n, shape in digests.statistics.items()}
     return fields
 
 

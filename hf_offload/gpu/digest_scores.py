@@ -97,7 +97,7 @@ def score_submeans(
         query: fp32 `[B, Hq, D]`, D a multiple of 16.
         codes: uint8 `[P, Hkv, S·D/2]`, by physical block; S pairs, a power of two.
         levels: int32 `[P, Hkv, D/16, S]`.
-        sizes: int32 `[P, Hkv, S]`, two bfloat16 a word: code scale above level scale.
+        sizes: int32 `[P, Hkv, S]`, two bfloat16 a word: code scale above level scale, whose sign does not matter.
         bias: fp32 `[P, S]`, log of the tokens in a pair; -inf for none.
         center, sigma: fp32 `[Hkv, D]`.
         table: int32 `[B, N]`, physical block of each logical one.

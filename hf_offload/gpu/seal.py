@@ -6,6 +6,9 @@ in the lowest nibble; words are ordered [D / 8, S], sub-means together. A kernel
 walks over dimensions: every lane meets the same query entry, and nothing is ever summed across lanes. Half differences
 take two bits: a word holds 16 dimensions, laid out so that the bits 2k and 2k + 1 of its four bytes belong to the
 dimensions of the nibbles k % 2 (of four bytes) of the k // 2-th word of codes.
+
+A pair whose keys the packed form misses by far is an outlier (`OUTLIER`). The sign of the differences' scale marks one:
+μ ± δ are the same keys as μ ∓ δ. Keys that attract every query are often outliers.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ STEP = 0.9957
 LEAST = 1e-12
 """The smallest scale: what it divides by is no zero."""
 OFFSET = 8
-_TILE = 2048  # elements that a program holds at a time; of pairs, for each of the two keys
+OUTLIER = 3
+"""An outlier's keys are missed by more than so many times the mean squared error."""
+_TILE = 2048  # elements that a program holds at a time
 
 
 def seal_vectors(
@@ -76,6 +81,7 @@ def seal_submeans(
     bias: torch.Tensor,
     center: torch.Tensor,
     sigma: torch.Tensor,
+    error: torch.Tensor,
 ) -> None:
     """Summarise blocks by pairs of consecutive keys μ ± δ, as `gpu.digest_scores.score_submeans` reads them.
 
@@ -83,9 +89,10 @@ def seal_submeans(
         ids, k, valid: as in `seal_vectors`; T is twice a power of two, D a multiple of 16.
         codes: uint8 `[P, Hkv, S·D/2]`, written; S = T/2.
         levels: int32 `[P, Hkv, D/16, S]`, written.
-        sizes: int32 `[P, Hkv, S]`, written.
+        sizes: int32 `[P, Hkv, S]`, written: the code scale above the level scale, whose sign marks an outlier.
         bias: fp32 `[P, S]`, written: log of the tokens of a pair that count.
         center, sigma: fp32 `[Hkv, D]`, what means are taken from and channels divided by.
+        error: fp32 `[Hkv]`, mean squared error of such pairs (`errors_of`).
 
     Raises:
         ValueError: shapes, devices or layouts that do not fit.
@@ -103,14 +110,15 @@ def seal_submeans(
         bias=(bias, (torch.float32,), (physical, pairs)),
         center=(center, (torch.float32,), (heads, dim)),
         sigma=(sigma, (torch.float32,), (heads, dim)),
+        error=(error, (torch.float32,), (heads,)),
     )
     if k.device.type not in ON_TRITON:
-        codes[ids], levels[ids], sizes[ids], bias[ids] = _submeans_by_torch(k, valid, center, sigma)
+        codes[ids], levels[ids], sizes[ids], bias[ids] = _submeans_by_torch(k, valid, center, sigma, error)
         return
     if blocks:
         constants = submean_sizes(tokens, dim)
         seal_submeans_kernel[(blocks, heads, pairs // constants["TILE"])](
-            ids, k, valid, codes.view(torch.int32), levels, sizes, bias, center, sigma, *k.stride()[:3], heads,
+            ids, k, valid, codes.view(torch.int32), levels, sizes, bias, center, sigma, error, *k.stride()[:3], heads,
             **constants, num_warps=4,
         )  # fmt: skip
 
@@ -118,8 +126,14 @@ def seal_submeans(
 def submean_sizes(tokens: int, dim: int) -> dict[str, Any]:
     """Compile-time sizes of `seal_submeans_kernel`."""
     width = next_power_of_2(dim)
-    constants = {"MOST": LEVELS, "STEP": STEP, "LEAST": LEAST}
-    return {"PAIRS": tokens // 2, "DIM": dim, "WIDTH": width, "TILE": min(tokens // 2, _TILE // width), **constants}
+    constants = {"MOST": LEVELS, "STEP": STEP, "LEAST": LEAST, "OUTLIER": OUTLIER}
+    return {
+        "PAIRS": tokens // 2,
+        "DIM": dim,
+        "WIDTH": width,
+        "TILE": min(tokens // 2, _TILE // 2 // width),
+        **constants,
+    }
 
 
 def _check_keys(ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> tuple[int, int, int, int]:
@@ -150,15 +164,31 @@ def _bounds(k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _submeans_by_torch(
-    k: torch.Tensor, valid: torch.Tensor, center: torch.Tensor, sigma: torch.Tensor
+    k: torch.Tensor, valid: torch.Tensor, center: torch.Tensor, sigma: torch.Tensor, error: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     means, half, count = pairs_of(k, valid)
+    codes, levels, scales, sizes, missed = _quantised(means, half, center, sigma)
+    outlier = (missed > OUTLIER * error[:, None]) & (count > 0)[:, None]
+    sizes = torch.where(outlier, -sizes, sizes)
+    return pack_codes(codes), pack_levels(levels), pack_halves(scales, sizes), count.float().log()
+
+
+def errors_of(means: torch.Tensor, half: torch.Tensor, center: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Mean squared errors `[n, Hkv, S]` of the two keys of packed pairs, from `pairs_of`; channels over sigma."""
+    return _quantised(means, half, center, sigma)[-1]
+
+
+def _quantised(
+    means: torch.Tensor, half: torch.Tensor, center: torch.Tensor, sigma: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Codes, levels, their scales, and the mean squared error of the two keys."""
     standard, half = (means - center[:, None]) / sigma[:, None], half / sigma[:, None]
     scales = (standard.abs().amax(-1) / LEVELS).clamp(min=LEAST).bfloat16().float()
     codes = (standard / scales[..., None] + 0.5).floor().clamp(-LEVELS, LEVELS).to(torch.int8)
     sizes = (STEP * half.square().mean(-1).sqrt()).bfloat16().float()
     levels = (half / sizes.clamp(min=LEAST)[..., None]).floor().clamp(-2, 1).to(torch.int8) + 2
-    return pack_codes(codes), pack_levels(levels), pack_halves(scales, sizes), count.float().log()
+    missed = (standard - scales[..., None] * codes).square() + (half - sizes[..., None] * (levels - 1.5)).square()
+    return codes, levels, scales, sizes, missed.mean(-1)
 
 
 def pairs_of(k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -283,10 +313,11 @@ def seal_submeans_kernel(
     valid_ptr,  # [n, T] bool: a pointer to int1, which Triton loads byte by byte
     codes_ptr,  # [P, Hkv, D / 8, S] int32: eight dimensions of four bits, the lowest first, 8 too large
     levels_ptr,  # [P, Hkv, D / 16, S] int32: bits 8i + 4j + 2k are dimension 8j + 2i + k, 2 too large
-    sizes_ptr,  # [P, Hkv, S] int32: scale of the codes, scale of the levels, both bfloat16
+    sizes_ptr,  # [P, Hkv, S] int32: scale of the codes, scale of the levels, both bfloat16; its sign marks outliers
     bias_ptr,  # [P, S]
     center_ptr,  # [Hkv, D]
     sigma_ptr,  # [Hkv, D]
+    error_ptr,  # [Hkv]
     block_stride,
     head_stride,
     token_stride,
@@ -298,6 +329,7 @@ def seal_submeans_kernel(
     MOST: tl.constexpr,  # largest code
     STEP: tl.constexpr,
     LEAST: tl.constexpr,
+    OUTLIER: tl.constexpr,
 ):
     block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, j = tl.arange(0, WIDTH), tl.program_id(2) * TILE + tl.arange(0, TILE)
@@ -315,12 +347,19 @@ def seal_submeans_kernel(
     standard = tl.where(inside[None, :], (mean - center[None, :]) / sigma[None, :], 0.0)
     scale = rounded(tl.maximum(tl.max(tl.abs(standard), 1) / MOST, LEAST))
     code = tl.floor(standard / scale.to(tl.float32, bitcast=True)[:, None] + 0.5)
-    code = tl.minimum(tl.maximum(code, -MOST), MOST).to(tl.int32) + 8
+    code = tl.minimum(tl.maximum(code, -MOST), MOST)
+    missed = standard - code * scale.to(tl.float32, bitcast=True)[:, None]
+    error = tl.sum(missed * missed, 1)
+    code = code.to(tl.int32) + 8
 
     half = tl.where((count == 2)[:, None], (first - second) * 0.5 / sigma[None, :], 0.0)
     size = rounded(STEP * tl.sqrt(tl.sum(half * half, 1) / DIM))
     level = tl.floor(half / tl.maximum(size.to(tl.float32, bitcast=True), LEAST)[:, None])
-    level = tl.minimum(tl.maximum(level, -2.0), 1.0).to(tl.int32) + 2
+    level = tl.minimum(tl.maximum(level, -2.0), 1.0)
+    missed = tl.where(inside[None, :], half - (level + 0.5) * size.to(tl.float32, bitcast=True)[:, None], 0.0)
+    error += tl.sum(missed * missed, 1)
+    sign = tl.where((error > OUTLIER * DIM * tl.load(error_ptr + head)) & (count > 0), 0x8000, 0)
+    level = level.to(tl.int32) + 2
 
     physical = tl.load(ids_ptr + block)
     record = (physical * heads + head) * PAIRS
@@ -334,7 +373,7 @@ def seal_submeans_kernel(
     packed = tl.sum(tl.reshape(level, (TILE, WIDTH // 16, 16)).to(tl.int64) << shift[None, None, :], 2)
     where = levels_ptr + record * (DIM // 16) + word[None, :] * PAIRS + j[:, None]
     tl.store(where, packed.to(tl.int32), mask=(word < DIM // 16)[None, :])
-    tl.store(sizes_ptr + record + j, scale | (size >> 16))
+    tl.store(sizes_ptr + record + j, scale | sign | (size >> 16))
     if head == 0:
         bias = tl.where(count > 0, tl.log(tl.maximum(count, 1).to(tl.float32)), float("-inf"))
         tl.store(bias_ptr + physical * PAIRS + j, bias)

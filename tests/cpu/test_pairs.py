@@ -12,7 +12,7 @@ from pools import Case, bits, for_python, make_case, packed_pool, run
 
 from hf_offload.cpu import reference
 from hf_offload.cpu.kernels import draw_pairs as drawing
-from hf_offload.cpu.kernels.digest_scores import vectors
+from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, vectors
 from hf_offload.cpu.kernels.draw_pairs import (
     MASSES,
     Always,
@@ -54,7 +54,7 @@ def test_the_rule(first: int, last: int, samples: int) -> None:
     want = reference.draw_pairs(shares, samples)
     assert pairs[:count].tolist() == [first + i for i, _ in want]
     np.testing.assert_allclose(weights[:count], [weight for _, weight in want], rtol=1e-6)
-    assert count <= most_pairs(samples, 1) * max(1, math.ceil(float(shares.sum())))
+    assert count <= most_pairs(samples, 1, 0) * max(1, math.ceil(float(shares.sum())))
 
 
 @pytest.mark.parametrize("heads", [1, 3, 5])
@@ -83,33 +83,48 @@ def test_a_sum_that_ends_at_a_point_draws_no_pair_without_mass(heads: int, mode:
                 assert abs(found - points) <= 0.5
 
 
-def _digests(physical: int, count: int, dim: int) -> tuple[SubMeans, tuple[torch.Tensor, ...]]:
-    """Sub-means of two KV heads, and the tensors for `reference.score_submeans` with each pair as a block."""
+def _digests(physical: int, count: int, dim: int, outliers: float = 0.01) -> tuple[SubMeans, tuple[torch.Tensor, ...]]:
+    """Sub-means of two KV heads, and the tensors for `reference.score_submeans` with each pair as a block.
+
+    Of the pairs with tokens such a share are outliers.
+    """
     codes = torch.randint(-7, 8, (physical, 2, count, dim), dtype=torch.int8)
     levels = torch.randint(0, 4, codes.shape, dtype=torch.int8)
     scales, sizes = ((torch.rand(physical, 2, count) * 0.3).bfloat16().float() for _ in range(2))
     bias = torch.randint(0, 3, (physical, count)).float().log()  # some pairs have no token
     center, sigma = torch.randn(2, dim), torch.rand(2, dim) + 0.5
-    arrays = (pack_codes(codes), pack_levels(levels), pack_halves(scales, sizes), bias, center, sigma)
+    marked = (torch.rand(sizes.shape) < outliers) & (bias[:, None] >= 0)
+    packed = pack_halves(scales, torch.where(marked, -sizes, sizes))
+    arrays = (pack_codes(codes), pack_levels(levels), packed, bias, center, sigma)
     single = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in (codes, levels, scales, sizes))
     return submeans(*(x.numpy() for x in arrays)), (*single, bias.view(-1, 1), center, sigma)
+
+
+def _outliers(digest: SubMeans, table: torch.Tensor, head: int, known: torch.Tensor | None = None) -> torch.Tensor:
+    """Which pairs of a row `[N · S]` are outliers of a KV head and not known: of a chunk no more than one in 64."""
+    marked = torch.from_numpy(digest.sizes)[table.long(), head] & 0x8000 != 0
+    chunk, marked = CHUNK_BLOCKS * marked.shape[1], marked.flatten()
+    if known is not None:
+        marked &= ~known
+    return torch.cat([part & (part.cumsum(0) <= -(-len(part) // 64)) for part in marked.split(chunk)])
 
 
 class Drawn:
     """A draw, of 150 blocks or more where there are chunks, and what it is to be compared with."""
 
     def __init__(
-        self, group: int, count: int, dim: int, blocks: int, samples: int, join: str, threads: int, nan: bool = False
-    ) -> None:
+        self, group: int, count: int, dim: int, blocks: int, samples: int, join: str, threads: int, nan: bool = False,
+        outliers: float = 0.01,
+    ) -> None:  # fmt: skip
         torch.manual_seed(blocks)
         batch, kv_heads, size, recent = 2, 2, 2 * count, 2 * count - 3
         length = blocks * size + 5
         self.case = case = make_case(batch, kv_heads, dim, size, length, torch.float32, (0, size + 3), 0.01)
-        digest, parts = _digests(len(case.clean), count, dim)
+        digest, parts = _digests(len(case.clean), count, dim, outliers)
         self.query = query = torch.randn(batch, kv_heads * group, dim)
         low = np.array([0, (size + 3) // 2], np.int32)  # of the first valid tokens; unaligned, as is `high`
         high = low + 3
-        most = 3 + recent + count + most_pairs(samples, group)
+        most = 3 + recent + count + most_pairs(samples, group, blocks * count)
         room = min(most, (blocks + 1) * count)
         if nan:
             query[:] = math.nan
@@ -137,6 +152,7 @@ class Drawn:
         tail = reference.tail_lse(query, case.clean, case.table, blocks, length, case.valid, scale=dim**-0.5)
         self.shares = reference.join_scores(logmass, tail, kv_heads, join=join).clamp(min=0)
         self.first, self.last = high, blocks * count - recent
+        self.outliers = [[_outliers(digest, row, h) for h in range(kv_heads)] for row in case.table[:, :blocks]]
         self.always = [{*range(int(low[b]), int(high[b])), *range(self.last, -(-length // 2))} for b in range(batch)]
 
 
@@ -164,13 +180,16 @@ def test_a_draw(group: int, count: int, dim: int, blocks: int, samples: int, joi
             between = (pairs >= first) & (pairs < last)
             assert listed - found.always[b] == set(pairs[between].tolist())
             assert (weights[~between] == 0).all()
-            share = found.shares[b, h]
-            assert {first + i for i in (share[first:last] > 1.02 * tau).nonzero().flatten().tolist()} <= listed
+            share, outlier = found.shares[b, h], found.outliers[b][h]
+            sure = (share > 1.02 * tau) | outlier
+            assert {first + i for i in sure[first:last].nonzero().flatten().tolist()} <= listed
+            assert (weights[between & outlier[pairs.clamp(max=len(outlier) - 1)]] == 0).all()
+            between &= ~outlier[pairs.clamp(max=len(outlier) - 1)]
             # The weight of a drawn pair tells its share; masses are rounded to 8 bits.
             expected = (tau / share[pairs[between]]).log().clamp(min=0)
             torch.testing.assert_close(weights[between], expected, rtol=0, atol=0.02)
             # What lies between two drawn pairs adds up to the distance of two points.
-            small = torch.where(share[first:last] < tau, share[first:last], 0).cumsum(0)
+            small = torch.where((share < tau) & ~outlier, share, 0)[first:last].cumsum(0)
             drawn = pairs[between & (weights > 0)] - first
             steps = small[drawn]
             points = tau * (torch.arange(len(steps)).double() + 0.5)
@@ -181,6 +200,15 @@ def test_a_draw(group: int, count: int, dim: int, blocks: int, samples: int, joi
 def test_a_query_of_nan_lists_no_more_pairs_than_there_is_room_for() -> None:
     found = Drawn(3, 16, 64, 300, 20, "max", threads=1, nan=True)
     assert found.counts.tolist() == [[len(row)] * 2 for row in found.always]
+
+
+def test_of_many_outliers_one_pair_in_64_is_listed() -> None:
+    """The lists have room for no more; the others are drawn as they would be."""
+    found = Drawn(3, 16, 64, 300, 200, "max", threads=2, outliers=1.0)
+    for b in range(2):
+        for h in range(2):
+            pairs = found.pairs[b, h, : found.counts[b, h]].long()
+            assert {*found.outliers[b][h].nonzero().flatten().tolist()} <= {*pairs.tolist(), *range(found.first[b])}
 
 
 def test_threads_do_not_change_a_draw() -> None:
@@ -227,7 +255,8 @@ def test_a_draw_beside_resident_blocks(
         for h in range(kv_heads):
             n = int(numbers[b, h])
             held[b, h, :n] = torch.cat([torch.randperm(blocks)[: n - 1].sort().values, torch.tensor([blocks])]).int()
-    room = min(most_pairs(samples, group), width * count)
+    most = width * count
+    room = min(most_pairs(samples, group, most), most)
     kept, marks = None, torch.zeros(batch, kv_heads, width * 2 * count, dtype=torch.uint8)
     if marked:
         marks = (torch.rand(marks.shape) < 0.6).byte()
@@ -268,17 +297,17 @@ def test_a_draw_beside_resident_blocks(
             resident = torch.zeros(blocks, dtype=torch.bool).index_fill(0, here, True).repeat_interleave(count)
             resident |= both[b, h]
             drawn, share = pairs[b, h, :n].long(), shares[b, h].masked_fill(resident, 0)
+            outlier = _outliers(digest, table[b, :blocks], h, both[b, h]) & ~resident
             heads = slice(h * group, (h + 1) * group)
             part = (masses[b, heads] - total[b, heads, None]).exp()[:, ~resident].sum(1)
             torch.testing.assert_close(torch.from_numpy(portion[b, heads]).double(), part, rtol=1e-2, atol=1e-4)
             assert (drawn.diff() > 0).all()
             assert not resident[drawn].any()
-            sure = set((share > 1.02 * tau).nonzero().flatten().tolist())
+            sure = set(((share > 1.02 * tau) | outlier).nonzero().flatten().tolist())
             assert sure <= set(drawn.tolist())
-            torch.testing.assert_close(
-                weights[b, h, :n].double(), (tau / share[drawn]).log().clamp(min=0), rtol=0, atol=0.02
-            )
-            small = torch.where(share < tau, share, 0).sum()
+            want = (tau / share[drawn]).log().clamp(min=0).masked_fill(outlier[drawn], 0)
+            torch.testing.assert_close(weights[b, h, :n].double(), want, rtol=0, atol=0.02)
+            small = torch.where((share < tau) & ~outlier, share, 0).sum()
             assert abs(int((weights[b, h, :n] > 0).sum()) - small / tau) < 2 + 0.02 * small / tau
 
 
@@ -308,9 +337,9 @@ def test_arguments_that_do_not_fit() -> None:
     )
     for wrong, why in (
         ({"digest": means}, "pairs need a digest with a score for each"),
-        ({"room": 10}, "up to 14 may be drawn"),
-        ({"room": 14, "sinks": 1}, "up to 15 may be drawn"),
-        ({"room": 14, "recent": 1}, "up to 15 may be drawn"),
+        ({"room": 10}, "up to 15 may be drawn"),
+        ({"room": 15, "sinks": 1}, "up to 16 may be drawn"),
+        ({"room": 15, "recent": 1}, "up to 16 may be drawn"),
         ({"samples": 0}, "samples 0"),
         ({"join": "raw"}, "join 'raw'"),
         ({"masses": 143}, "masses"),

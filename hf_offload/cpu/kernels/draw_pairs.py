@@ -7,10 +7,13 @@ the mean. With τ = 1 / samples, in the order of the positions:
     p < τ: it is attended where the running sum of such p passes the next point, (k + 1/2) · τ; log(τ / p) is then added
         to its two scores, so that it stands for the τ of attention between two points.
 
+An outlier, a pair that its digest misses by far (`seal.OUTLIER`), is attended like one of p >= τ; in each chunk at most
+one pair in 64.
+
 If the first point were random, every pair would be attended with probability min(p / τ, 1), and the weighted sums would
 have no bias, whatever the digest's errors. The first point is fixed at τ / 2: nothing is random. At most
-group · samples + 1 pairs are drawn. With one memory sinks, the newest pairs and the blocks without digest are listed,
-too (`draw_pairs`); with two the resident blocks are attended elsewhere and not drawn from (`draw_missing`).
+group · samples + 1 pairs are drawn, and outliers. With one memory sinks, the newest pairs and the blocks without digest
+are listed, too (`draw_pairs`); with two the resident blocks are attended elsewhere and not drawn from (`draw_missing`).
 
 Tasks are chunks of blocks, as in `block_topk.choose_blocks`; the thread that finishes the last one of a (row, KV head)
 draws. Between the two a pair's mass is kept in 16 bits for each query head.
@@ -37,6 +40,7 @@ from hf_offload.cpu.kernels.digest_scores import (
     tail_of_head,
     write_scores,
 )
+from hf_offload.cpu.kernels.submean_scores import find_outliers
 from hf_offload.cpu.launch import (
     F32,
     I32,
@@ -71,11 +75,13 @@ from hf_offload.cpu.simd.vectors import (
 MASSES = np.dtype(np.uint16)
 """Of kept masses: bfloat16, as bits."""
 _SHORT = TAGS[torch.bfloat16]
+OUTLIERS = 64
+"""At most one pair in so many is attended for being an outlier, rounded up; a full chunk has a multiple of so many."""
 
 
-def most_pairs(samples: int, group: int) -> int:
-    """The largest number of pairs that a KV head can draw: shares add up to `group`, within rounding."""
-    return group * samples + group * samples // 64 + 2
+def most_pairs(samples: int, group: int, pairs: int) -> int:
+    """The largest number of pairs that a KV head can draw of so many: shares add up to `group`, within rounding."""
+    return group * samples + group * samples // 64 + 2 + -(-pairs // OUTLIERS)
 
 
 def kept_masses(n_sealed: int, size: int) -> int:
@@ -305,6 +311,9 @@ def draw_kernel(
             to = address_of(masses[b, head]) + 2 * begin * size
             for i in range(0, (end - begin) * size, 16):
                 store_upper(to + 2 * i, load_f32(mine + 4 * i))
+        marks = None if kept is None else kept.marks[b, h]
+        most = ((end - begin) * size + OUTLIERS - 1) // OUTLIERS
+        find_outliers(digest, table[b], h, begin, end, marks, most, masses[b, h * group])
         if count_up(finished, b * kv_heads + h) == chunks - 1:
             heads = slice(h * group, (h + 1) * group)
             listed, weight = pairs[b, h], weights[b, h]
@@ -417,7 +426,7 @@ def draw_pairs(
     require("sink_hi", always.sink_hi, I32, (batch,))
     n_blocks = -(-length // block_size)
     sure = max([0, *(always.sink_hi - always.sink_lo).tolist()]) + always.recent + (n_blocks - n_sealed) * size
-    least = min(sure + most_pairs(samples, group_size(query_heads, kv_heads)), n_blocks * size)
+    least = min(sure + most_pairs(samples, group_size(query_heads, kv_heads), n_sealed * size), n_blocks * size)
     if always.recent < 0 or room < least:
         raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn (recent {always.recent})")
     tail = np.empty((batch, query_heads), np.float32)
@@ -478,7 +487,7 @@ def draw_missing(
         require("kept.counts", kept.counts, I64, (batch * kv_heads,))
     if resident.score.shape[2] < -(-most // 16) * 16:
         raise ValueError(f"resident.score {resident.score.shape} has no room for {most} blocks in multiples of 16")
-    least = min(most_pairs(samples, group_size(query_heads, kv_heads)), most * size)
+    least = min(most_pairs(samples, group_size(query_heads, kv_heads), most * size), most * size)
     if room < least:
         raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn")
     return _draw(

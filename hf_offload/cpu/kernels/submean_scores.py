@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_offload.cpu.launch import F32, I32, U8, Array, jit, require
-from hf_offload.cpu.memory import LINE, address_of, hold, prefetch
+from hf_offload.cpu.memory import LINE, address_of, get_word, hold, prefetch
 from hf_offload.cpu.simd.int_dot import (
     add_code_dots,
     add_level_dots,
@@ -64,6 +64,8 @@ def sweep_on(sweep: Any, table: Array, end: int) -> Any:
 
 
 SUBMEANS = (4, 8, 16, 32, 64)
+INFINITE = 0x7F80
+"""Infinity in bfloat16, as bits."""
 _AHEAD = 6  # steps from a prefetch to its use
 
 
@@ -75,7 +77,8 @@ class SubMeans(NamedTuple):
     Args:
         codes: uint8 [P, Hkv, S * D / 2], from `seal.pack_codes`; S is 4, 8, 16, 32 or 64.
         levels: int32 [P, Hkv, D / 16, S], from `seal.pack_levels`.
-        sizes: int32 [P, Hkv, S], from `seal.pack_halves`: scale and size as bfloat16.
+        sizes: int32 [P, Hkv, S], from `seal.pack_halves`: scale and size as bfloat16. The sign of the size marks an
+            outlier.
         bias: float32 [P, S], log of the pair's valid tokens; -inf if none, whatever the other arrays hold.
         center: float32 [Hkv, D].
         sigma: float32 [Hkv, D].
@@ -246,3 +249,34 @@ def score_chunk(
     hold(octets)
     hold(starts)
     hold(facts)
+
+
+_SIGNS = np.uint64(0x0000_8000_0000_8000)  # of the sizes of two pairs
+
+
+@jit
+def find_outliers(
+    digest: Any, table: Array, h: int, begin: int, end: int, marks: Any, most: int, masses: Array
+) -> None:  # fmt: skip
+    """Set the masses of the outliers (`seal.OUTLIER`) of blocks begin..end-1 of one KV head to infinity.
+
+    Args:
+        table: int32 [N].
+        marks: uint8 [T] or None; a pair of two tokens that it marks is left as it is.
+        most: of more outliers the first ones count.
+        masses: bfloat16 as bits, of the pairs from block 0 on.
+    """
+    sizes, count = address_of(digest.sizes), len(digest.runs)
+    kv_heads = digest.sizes.shape[1]
+    for n in range(begin, end):
+        record, signs = sizes + 4 * count * (np.int64(table[n]) * kv_heads + h), np.uint64(0)
+        for i in range(0, 4 * count, 8):
+            signs |= get_word(record + i)
+        if signs & _SIGNS != 0:
+            for j in range(count):
+                pair = n * count + j
+                known = marks is not None and marks[2 * pair] != 0 and marks[2 * pair + 1] != 0
+                if most > 0 and digest.sizes[table[n], h, j] & 0x8000 != 0 and not known:
+                    masses[pair] = INFINITE
+                    most -= 1
+    hold(digest.sizes)

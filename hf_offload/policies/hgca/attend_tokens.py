@@ -137,7 +137,8 @@ def _rescue(
     assert store.digests is not None
     view, (batch, heads, _), width = store.view(store.length), query.shape, store.table.shape[1]
     lines, pairs = (batch, store.num_kv_heads), store.block_size // 2
-    lists = draw_pairs.PairLists.of(*lines, min(draw_pairs.most_pairs(samples, heads // lines[1]), width * pairs))
+    most = width * pairs
+    lists = draw_pairs.PairLists.of(*lines, min(draw_pairs.most_pairs(samples, heads // lines[1], most), most))
     score = buffer("scores of blocks", (*lines, width), np.dtype(np.float32))
     masses = buffer("masses of pairs", (batch, heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
     portion = np.empty((batch, heads), np.float32)
