@@ -187,8 +187,8 @@ def _quantised(
     codes = (standard / scales[..., None] + 0.5).floor().clamp(-LEVELS, LEVELS).to(torch.int8)
     sizes = (STEP * half.square().mean(-1).sqrt()).bfloat16().float()
     levels = (half / sizes.clamp(min=LEAST)[..., None]).floor().clamp(-2, 1).to(torch.int8) + 2
-    missed = (standard - scales[..., None] * codes).square() + (half - sizes[..., None] * (levels - 1.5)).square()
-    return codes, levels, scales, sizes, missed.mean(-1)
+    of_mean, of_half = standard - scales[..., None] * codes, half - sizes[..., None] * (levels.float() - 1.5)
+    return codes, levels, scales, sizes, (of_mean.square() + of_half.square()).mean(-1)
 
 
 def pairs_of(k: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
