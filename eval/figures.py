@@ -240,6 +240,13 @@ def samples_time(context: int) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f} times"
 
 
+def samples_repeated() -> str:
+    """KL at 32k, of a text that is repeated."""
+    found = {"budget=1024": "scout-1024", "samples=512": "scout:samples=512", "samples=256": "scout:samples=256"}
+    kl = {knob: number(row("context_attention_32k", row=name)["kl"]) for knob, name in found.items()}
+    return ", ".join(f"{one} with `{knob}`" for knob, one in kl.items())
+
+
 # --- What policies find and lose -------------------------------------------------------------------------------------
 
 DEFAULTS = {"infinigen": "infinigen:alpha=4", "h2o": "h2o:heavy=0.1,recent=0.1"}
@@ -720,7 +727,8 @@ def sources(files: str) -> str:
     for path in sorted(RESULTS.glob(files)):
         name = path.relative_to(RESULTS).with_suffix("").as_posix()
         first = rows(name)[0]
-        cpu = processor(first["cpu"]).replace("(R)", "").replace(" Processor", "")
+        cpus = dict.fromkeys(processor(one["cpu"]) for one in rows(name))
+        cpu = ", ".join(cpus).replace("(R)", "").replace(" Processor", "")
         if first["gpu"] != "none":
             cpu += f", {first['gpu'].split()[1]}"
         script = first["command"].removeprefix("python ").removeprefix("-m ").split()[0]
@@ -750,6 +758,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "scout-samples": samples_table,
     "samples-time-8k": partial(samples_time, 8192),
     "samples-time-32k": partial(samples_time, 32768),
+    "samples-repeated": samples_repeated,
     "choosing-quality": quality_table,
     "choosing-lengths": lengths_table,
     "results-context": context_table,
