@@ -88,3 +88,28 @@ def test_growing_keeps_what_is_there() -> None:
     store.reserve(100)
     assert torch.equal(store.codes[: len(before)], before)
     assert store.nbytes == sum(t.nbytes for t in (store.codes, store.levels, store.sizes, store.bias))
+
+
+@pytest.mark.parametrize("tile", [16, 512, 4096])
+def test_a_key_unlike_the_others_is_an_outlier(tile: int) -> None:
+    """One row is padded; the error that is usual does not depend on the tiles that it is learnt from."""
+    block, blocks = 32, 60
+    generator = torch.Generator().manual_seed(1)
+    k = torch.randn(2, HEADS, blocks * block, DIM, generator=generator)
+    k[1, 1, 1001, :3] = 12.0  # the other channels' codes are rounded by so large a scale
+    k[1, 1, 1001, 3:6] = 5.0
+    valid = torch.ones(2, blocks * block, dtype=torch.bool)
+    valid[0, :700] = False
+    store = DIGESTS["submean"](HEADS, DIM, block, torch.device("cpu"))
+    store.reserve(2 * blocks)
+    store.freeze([(k, valid)])
+    usual = store.error  # type: ignore[attr-defined]
+    store.freeze(zip(k.split(tile, 2), valid.split(tile, 1), strict=True))
+    torch.testing.assert_close(store.error, usual)  # type: ignore[attr-defined]
+    keys = k.view(2, HEADS, blocks, block, DIM).transpose(1, 2).flatten(0, 1)
+    store.seal(torch.arange(2 * blocks), keys, valid.view(-1, block))
+    marked = store.sizes & 0x8000 != 0  # type: ignore[attr-defined]
+    place = blocks + 1001 // block, 1, 1001 % block // 2
+    assert marked[place]
+    assert marked.sum() < 0.003 * marked.numel()
+    assert not marked[:21].any()  # padding
