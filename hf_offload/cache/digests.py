@@ -233,7 +233,7 @@ class QuestStore(VectorStore):
 
 
 _NO_QUERY = np.empty(0, np.float32)
-_FIRST_PAIRS = 512  # of these the mean error is known
+_FIRST_PAIRS = 512  # whose mean error counts as the usual one
 
 
 class SubMeanStore(DigestStore):
@@ -271,19 +271,22 @@ class SubMeanStore(DigestStore):
         total = torch.zeros(self.num_kv_heads, self.head_dim, dtype=torch.float64, device=self.device)
         square, number, first, room = total.clone(), 0, [], _FIRST_PAIRS
         for k, valid in _even(tiles):
-            number += int(valid.view(len(valid), -1, 2).any(-1).sum())
+            live = valid.view(len(valid), -1, 2).any(-1)
+            number += int(live.sum())
             means, half, count = pairs_of(k, sent(valid.numpy(), self.device))
             used = (count > 0)[:, None, :, None]
-            some = used.any(0).view(-1).nonzero().view(-1)[:room]  # whatever the size of the tiles
-            room -= len(some)
-            first.append((means[:, :, some], half[:, :, some], used[:, 0, some, 0]))
+            if room:
+                some = live.any(0).nonzero().view(-1)[:room]  # whatever the size of the tiles
+                room -= len(some)
+                there = some.to(self.device)
+                first.append((means[:, :, there], half[:, :, there], live[:, some].to(self.device)))
             total += torch.where(used, means, 0).double().sum((0, 2))
             square += torch.where(used, means, 0).double().square().sum((0, 2))
         center = total / max(number, 1)
         self.center = center.float()
         variance = (square / max(number, 1) - center.square()).clamp(min=0)
         self.sigma = variance.pow(0.25).float().clamp(min=1e-6)
-        errors = [errors_of(means, half, self.center, self.sigma).transpose(1, 2)[used] for means, half, used in first]
+        errors = [errors_of(means, half, self.center, self.sigma).transpose(1, 2)[live] for means, half, live in first]
         self.error = torch.cat(errors).mean(0)
         self.frozen = number > 0  # blocks of padding alone have no statistics
         self.bundle = None
