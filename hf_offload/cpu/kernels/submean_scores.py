@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_offload.cpu.launch import F32, I32, U8, Array, jit, require
-from hf_offload.cpu.memory import LINE, address_of, get_word, hold, prefetch
+from hf_offload.cpu.memory import LINE, address_of, hold, prefetch
 from hf_offload.cpu.simd.int_dot import (
     add_code_dots,
     add_level_dots,
@@ -24,6 +24,7 @@ from hf_offload.cpu.simd.int_dot import (
     start_counters,
     store_scores,
 )
+from hf_offload.cpu.simd.vectors import lowest_bit, words_with
 
 
 class Sweep(NamedTuple):
@@ -251,7 +252,7 @@ def score_chunk(
     hold(facts)
 
 
-_SIGNS = np.uint64(0x0000_8000_0000_8000)  # of the sizes of two pairs
+_SIGN = 0x8000  # of the size of a pair
 
 
 @jit
@@ -266,17 +267,13 @@ def find_outliers(
         most: of more outliers the first ones count.
         masses: bfloat16 as bits, of the pairs from block 0 on.
     """
-    sizes, count = address_of(digest.sizes), len(digest.runs)
-    kv_heads = digest.sizes.shape[1]
+    sizes, count, kv_heads = address_of(digest.sizes), len(digest.runs), digest.sizes.shape[1]
     for n in range(begin, end):
-        record, signs = sizes + 4 * count * (np.int64(table[n]) * kv_heads + h), np.uint64(0)
-        for i in range(0, 4 * count, 8):
-            signs |= get_word(record + i)
-        if signs & _SIGNS != 0:
-            for j in range(count):
-                pair = n * count + j
-                known = marks is not None and marks[2 * pair] != 0 and marks[2 * pair + 1] != 0
-                if most > 0 and digest.sizes[table[n], h, j] & 0x8000 != 0 and not known:
-                    masses[pair] = INFINITE
-                    most -= 1
+        found = words_with(sizes + 4 * count * (np.int64(table[n]) * kv_heads + h), _SIGN, digest.runs)
+        while found != 0 and most > 0:
+            pair = n * count + lowest_bit(found)
+            found &= found - 1
+            if marks is None or marks[2 * pair] == 0 or marks[2 * pair + 1] == 0:
+                masses[pair] = INFINITE
+                most -= 1
     hold(digest.sizes)

@@ -410,6 +410,20 @@ def crossed(typing: Any, x: Any, passed: Any) -> Any:
 
 
 @lowered
+def words_with(typing: Any, address: Any, mask: Any, runs: Any) -> Any:
+    """A bit for each 32-bit word at `address` with a bit of the literal `mask`; `runs` is a tuple, one entry a word."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.VectorType(BITS32, runs.count)
+        words = builder.load(pointer(builder, args[0], kind), align=4)
+        found = builder.and_(words, ir.Constant(kind, [mask.literal_value] * runs.count))
+        hit = builder.icmp_unsigned("!=", found, ir.Constant(kind, [0] * runs.count))
+        return builder.zext(builder.bitcast(hit, ir.IntType(runs.count)), ir.IntType(64))
+
+    return types.int64(types.int64, mask, runs), emit
+
+
+@lowered
 def lowest_bit(typing: Any, bits: Any) -> Any:
     """The number of the lowest bit that is set, of an int64 that is not 0."""
     return types.int64(types.int64), lambda c, b, sig, args: b.cttz(args[0], ir.Constant(ir.IntType(1), 1))
