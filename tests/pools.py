@@ -92,11 +92,11 @@ def packed_pool(
 ) -> tuple[HostPool, torch.Tensor]:
     """A pool whose odd blocks are packed, and what it holds, float64 [blocks, Hkv, 2, block_size, D].
 
-    The channels have different sizes, up to `large`.
+    The channels have different sizes, up to `large`, and half of them are shifted by as much.
     """
     pool = HostPool(kv_heads, block_size, dim, dtype, packed_bytes=packed_bytes(dim, block_size))
     ids = pool.allocate(blocks)
-    content = torch.randn(blocks, *pool.block_shape) * torch.linspace(0.1, large, dim)
+    content = (torch.randn(blocks, *pool.block_shape) + torch.arange(dim) % 2) * torch.linspace(0.1, large, dim)
     slab = pool.slabs[0][:blocks]
     slab.copy_(content)
     held = slab.double()

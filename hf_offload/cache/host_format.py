@@ -66,7 +66,7 @@ class HostFormat:
 
 
 class Int8(HostFormat):
-    """Int8 codes with a bfloat16 scale for each channel of the keys and for each token of the values."""
+    """Int8 codes; in bfloat16 a scale and a middle for each channel of K, a scale for each token of V."""
 
     __slots__ = ()
     packs = True
@@ -82,7 +82,7 @@ class Int8(HostFormat):
     @property
     def device_layout(self) -> PackedLayout:
         codes = 2 * self.block_size * self.head_dim
-        return PackedLayout(self.record_bytes, codes, codes + 2 * self.head_dim)
+        return PackedLayout(self.record_bytes, codes, codes + 4 * self.head_dim)
 
     def pack(
         self, keys: np.ndarray, values: np.ndarray, key_step: int, value_step: int, records: np.ndarray,

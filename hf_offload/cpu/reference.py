@@ -188,17 +188,22 @@ def tail_lse(
 
 
 def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V [..., block_size, D], float64, after `int8_blocks.pack_records`: codes times scales."""
+    """Return K and V [..., block_size, D], float64, after `int8_blocks.pack_records`: what the codes stand for."""
 
-    def rounded(x: Tensor, axis: int) -> Tensor:
-        x = torch.where(x.abs() < 3e38, x, 0.0).float()
-        part = x.abs().amax(axis, keepdim=True) * (1 / torch.tensor(127.0, dtype=torch.float32, device="cpu"))
-        bits = part.contiguous().view(torch.int32)
-        scale = (((bits + 0xFFFF) >> 16) << 16).view(torch.float32)  # bfloat16, rounded up
+    def short(x: Tensor, more: int) -> Tensor:
+        bits = x.contiguous().view(torch.int32)
+        return (((bits + more) >> 16) << 16).view(torch.float32)
+
+    def rounded(x: Tensor, middle: Tensor, axis: int) -> Tensor:
+        peak = (x - middle).abs().amax(axis, keepdim=True)
+        scale = short(peak * (1 / torch.tensor(127.0, dtype=torch.float32, device="cpu")), 0xFFFF)  # rounded up
         inverse = torch.where(scale > 0, 1 / scale, 0.0)
-        return (x * inverse).round().double() * scale.double()
+        return ((x - middle) * inverse).round().double() * scale.double() + middle.double()
 
-    return rounded(keys, -2), rounded(values, -1)
+    keys, values = (torch.where(x.abs() < 3e38, x, 0.0).float() for x in (keys, values))
+    low, high = keys.aminmax(dim=-2, keepdim=True)
+    middle = short(high * 0.5 + low * 0.5, 0x8000)
+    return rounded(keys, middle, -2), rounded(values, torch.zeros(1, device="cpu"), -1)
 
 
 def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[Tensor, Tensor]:

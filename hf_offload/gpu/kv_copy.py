@@ -31,7 +31,7 @@ class PackedLayout:
 
     Args:
         record_bytes: bytes of the packed record of one block and KV head.
-        key_scales: offset in bytes of the scales of the keys, bfloat16 [D].
+        key_scales: offset in bytes of the scales of the keys, bfloat16 [D]; their middles, bfloat16 [D], follow.
         value_scales: offset in bytes of the scales of the values, bfloat16 [block_size] or more.
     """
 
@@ -281,9 +281,10 @@ def _unpack(address: int, packed: PackedLayout, shape: tuple[int, ...], dtype: t
     keys = _view(address, (size // 4, dim // 8, 4, 8), torch.int8).transpose(1, 2).reshape(size, dim)
     values = _view(address + size * dim, (size // 2, dim, 2), torch.int8).transpose(1, 2).reshape(size, dim)
     key_scales = _view(address + packed.key_scales, (dim,), torch.bfloat16).float()
+    key_middles = _view(address + packed.key_scales + 2 * dim, (dim,), torch.bfloat16).float()
     value_scales = _view(address + packed.value_scales, (size, 1), torch.bfloat16).float()
     top = torch.finfo(dtype).max
-    return torch.stack((keys * key_scales, values * value_scales)).clamp(-top, top).to(dtype)
+    return torch.stack((keys * key_scales + key_middles, values * value_scales)).clamp(-top, top).to(dtype)
 
 
 def _store_block_by_torch(
@@ -381,8 +382,10 @@ def fetch_kernel(
                 key_scales = (record + KEY_SCALES).to(tl.pointer_type(tl.int16))
                 value_scales = (record + VALUE_SCALES).to(tl.pointer_type(tl.int16))
                 keys = tl.load(key_scales + channel, mask=channel < D * (1 - part), other=0)
+                middles = tl.load(key_scales + D + channel, mask=channel < D * (1 - part), other=0)
                 values = tl.load(value_scales + first + token, mask=first + token < SIZE * part, other=0)
                 content = codes.to(tl.float32) * _widen(keys[None, :] | values[:, None])  # only those of this part
+                content += _widen(middles)[None, :]
                 content = tl.minimum(tl.maximum(content, -TOP), TOP)
                 tl.store(target + place, content.to(pool.dtype.element_ty), mask=there)
 

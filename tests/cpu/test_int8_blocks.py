@@ -19,7 +19,7 @@ GEOMETRIES = [(64, 32), (96, 8), (80, 16), (16, 128), (128, 32), (256, 8)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "block_size"), GEOMETRIES)
-def test_what_is_packed_reads_back_as_codes_times_scales(dim: int, block_size: int, dtype: torch.dtype) -> None:
+def test_what_is_packed_reads_back_as_its_codes_say(dim: int, block_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(dim)
     blocks, kv_heads = 5, 2
     pool, held = packed_pool(kv_heads, dim, block_size, blocks, dtype)
@@ -34,14 +34,16 @@ def test_what_is_packed_reads_back_as_codes_times_scales(dim: int, block_size: i
     ).run()
     for row in range(rows):
         want = held.flatten(0, 1)[row, :, tokens[row] : tokens[row] + counts[row]]
-        assert torch.equal(out[:, row].double(), want)
+        assert torch.equal(out[:, row], want.float())
 
 
 def test_an_error_of_rounding_is_at_most_half_a_step() -> None:
     torch.manual_seed(0)
-    keys, values = torch.randn(3, 2, 32, 64).double() * 5, torch.randn(3, 2, 32, 64).double()
+    keys, values = torch.randn(3, 2, 32, 64).double() * 5 + 50, torch.randn(3, 2, 32, 64).double()
     k, v = reference.pack_block(keys, values)
-    assert ((k - keys).abs() <= 0.504 * keys.abs().amax(-2, keepdim=True) / 127).all()
+    low, high = keys.aminmax(dim=-2, keepdim=True)
+    off = (high + low) / 2 / 256  # the middle is a bfloat16
+    assert ((k - keys).abs() <= 0.504 * ((high - low) / 2 + off) / 127).all()
     assert ((v - values).abs() <= 0.504 * values.abs().amax(-1, keepdim=True) / 127).all()
 
 
@@ -64,8 +66,9 @@ def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
         record, zero, zero + 8, place, place + 8 * 16 * 4, kv_dtype=torch.float32, dim=16, block_size=8
     ).run()
     want = torch.stack(reference.pack_block(content[0].double(), content[1].double()))
-    assert torch.equal(out.double(), want)
-    assert (out[0, 3] == 0).all()
+    assert torch.equal(out, want.float())
+    assert (out[0, 3].abs() <= content[0].nan_to_num().abs().amax(0) / 127).all()  # zero, rounded
+    assert (out[0, :, 7] == 0).all()
     assert out[1, 5, 2] == 0
 
 
@@ -129,10 +132,10 @@ def test_codes_lie_as_described(dim: int, block_size: int) -> None:
     pack_records(*places[:2], 4 * dim, 4 * dim, places[2], kv_dtype=torch.float32, dim=dim, block_size=block_size).run()
     size = block_size * dim
     k, v = record[:size].view(block_size // 4, dim // 8, 4, 8), record[size : 2 * size].view(block_size // 2, dim, 2)
-    scales = record[2 * size : 2 * (size + dim + block_size)].view(torch.bfloat16).double()
+    facts = record[2 * size : 2 * (size + 2 * dim + block_size)].view(torch.bfloat16).double()
     want_k, want_v = reference.pack_block(keys.double(), values.double())
-    assert torch.equal(k.permute(0, 2, 1, 3).reshape(block_size, dim) * scales[:dim], want_k)
-    assert torch.equal(v.transpose(1, 2).reshape(block_size, dim) * scales[dim:, None], want_v)
+    assert torch.equal(k.permute(0, 2, 1, 3).reshape(block_size, dim) * facts[:dim] + facts[dim : 2 * dim], want_k)
+    assert torch.equal(v.transpose(1, 2).reshape(block_size, dim) * facts[2 * dim :, None], want_v)
 
 
 @pytest.mark.slow
@@ -181,8 +184,8 @@ def test_a_query_that_is_not_finite_does_not_go_unnoticed() -> None:
 
 
 def test_a_packed_record_is_about_half_as_large() -> None:
-    assert packed_bytes(64, 32) == 4288
-    assert packed_bytes(128, 32) / (2 * 2 * 32 * 128) < 0.54
+    assert packed_bytes(64, 32) == 4416
+    assert packed_bytes(128, 32) / (2 * 2 * 32 * 128) < 0.55
 
 
 def test_wrong_arguments_are_named() -> None:

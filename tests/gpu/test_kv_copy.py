@@ -52,7 +52,7 @@ class Records:
         addresses = [self.plain[i].data_ptr() for i in range(blocks)]
         self.layout = None
         if packed:
-            self.layout = PackedLayout(nbytes, 2 * size * dim, 2 * (size + 1) * dim)
+            self.layout = PackedLayout(nbytes, 2 * size * dim, 2 * (size + 2) * dim)
             where = first + nbytes * np.arange(blocks * heads, dtype=np.int64)
             keys = np.array([record.data_ptr() for record in self.plain.flatten(0, 1)], np.int64)
             step, part = dim * content.itemsize, size * dim * content.itemsize
@@ -89,7 +89,7 @@ def tables(batch: int, blocks: int) -> torch.Tensor:
 def test_fetch(batch: int, heads: int, size: int, dim: int, dtype: torch.dtype, device: str, packed: bool) -> None:
     torch.manual_seed(dim)
     blocks, slots, width = 6, 7, 5
-    content = (torch.randn(batch * blocks, heads, 2, size, dim) * torch.linspace(0.1, 10, dim)).to(dtype)
+    content = (torch.randn(batch * blocks, heads, 2, size, dim) * torch.linspace(0.1, 10, dim) + 3).to(dtype)
     records = Records(content, device, packed=packed)
     table = tables(batch, blocks)
     into, chosen, counts = moves_of(batch, heads, slots, blocks, width)

@@ -1,13 +1,15 @@
-"""Int8 blocks: keys with one scale for each channel, values with one for each token, attended in integer arithmetic.
+"""Int8 blocks: keys with a scale and a middle for each channel, values with a scale for each token.
 
 A packed record of one (block, KV head) is K codes int8 [block_size / 4, D / 8, 4, 8] (of 4 tokens in 8 dimensions: a
-register of int16), V codes int8 [block_size / 2, D, 2] (of 2 tokens in 16 dimensions), key scales bfloat16 [D], value
-scales bfloat16 [max(block_size, 16)], padded to whole cache lines. The two axes differ because keys, unlike values,
-have channels that are large in every token. The address of a packed record has a 1 in its lowest bit.
+register of int16), V codes int8 [block_size / 2, D, 2] (of 2 tokens in 16 dimensions), key scales and key middles
+bfloat16 [D], value scales bfloat16 [max(block_size, 16)], padded to whole cache lines. The two axes differ because
+keys, unlike values, have channels that are large in every token. Codes of keys count from the middle of the channel's
+range in the block: such channels seldom change their sign. The address of a packed record has a 1 in its lowest bit.
 
-The float operand of an integer product (the query, or the softmax weights) is multiplied by the codes' scales and
-rounded to int16, with one unit for each head and block. No rounding error exceeds half a unit: a score is off by at
-most D / 65534 of the largest product of a single channel, a weight by at most 1 / 65534 of the block's largest.
+Attention multiplies the codes in integers. The float operand (the query, or the softmax weights) is multiplied by the
+codes' scales and rounded to int16, with one unit for each head and block. No rounding error exceeds half a unit: a
+score is off by at most D / 65534 of the largest product of a single channel, a weight by at most 1 / 65534 of the
+block's largest. The products with the middles are floats.
 """
 
 # mypy: allow-untyped-calls
@@ -46,6 +48,7 @@ from hf_offload.cpu.simd.vectors import (
     fma,
     get_upper,
     lane_max,
+    lane_sum,
     load,
     load_f32,
     lowered,
@@ -53,6 +56,7 @@ from hf_offload.cpu.simd.vectors import (
     shuffle,
     splat,
     store,
+    store_nearest,
     store_upper,
     vmax,
 )
@@ -134,7 +138,8 @@ def load_value_codes(typing: Any, address: Any) -> Any:
 
 
 SCALES = np.empty(0, np.uint16)  # a tag, see `launch.TAGS`
-_UNITS = 64  # bytes for the units of a register tile of heads
+_UNITS = 64  # bytes for the units of a register tile of heads, and what is added to its scores
+_ADDED = 32  # where the latter begins
 
 
 @jit
@@ -180,17 +185,28 @@ def _fold_weights(heads: Any, weights: int, stride: int, block_size: int, scales
 
 
 @jit
+def _score_middles(heads: Any, query: int, dim: int, middles: int, added: int) -> None:
+    """Write the product of each head's query with a record's middles, float32, to `added`."""
+    for head in range(len(heads)):
+        total = splat(np.float32(0.0))
+        for d in range(0, dim, 16):
+            total = fma(load_f32(query + 4 * (head * dim + d)), load(SCALES, middles + 2 * d), total)
+        put(added + 4 * head, lane_sum(total))
+
+
+@jit
 def _score(
     heads: Any, record: int, ahead: int, query: int, dim: int, block_size: int, scores: int, stride: int, spare: int
 ) -> None:
     """`block.score_block` for a packed record."""
     facts = 2 * block_size * dim
     if ahead != 0:
-        for line in range(facts, facts + 2 * (dim + block_size), LINE):
+        for line in range(facts, facts + 2 * (2 * dim + block_size), LINE):
             prefetch(ahead + line, 2)
     shorts, step = spare + _UNITS, 2 * dim
     values = ahead + block_size * dim if ahead != 0 else 0
     _fold(heads, query, 4 * dim, dim, record + facts, spare, ahead, values)
+    _score_middles(heads, query, dim, record + facts + 2 * dim, spare + _ADDED)
     for token in range(0, block_size, 8):
         sums = no_sums(heads, 4)
         for d in range(0, dim, 16):
@@ -210,7 +226,7 @@ def _add_values(
 ) -> None:
     """`block.add_weighted` for all values of a packed record; codes are finite, so a weight of 0 excludes a token."""
     shorts, step = spare + _UNITS, 2 * max(block_size, 16)
-    _fold_weights(heads, weights, stride, block_size, record + 2 * (block_size + 1) * dim, spare)
+    _fold_weights(heads, weights, stride, block_size, record + 2 * (block_size + 2) * dim, spare)
     values = record + block_size * dim
     wide = dim - dim % 64
     half = block_size * dim // 2
@@ -244,6 +260,10 @@ def _add_keys(
     octets = shorts + len(heads) * step
     totals = octets + 16 * len(heads) * block_size
     for head in range(len(heads)):
+        whole = np.float32(0.0)
+        for token in range(block_size):
+            whole += get(weights + head * stride + 4 * token)
+        put(spare + _ADDED + 4 * head, whole)
         for token in range(0, block_size, 8):
             repeat_octet(shorts + head * step + 2 * token, octets + 16 * (head * block_size + token))
     for d in range(0, dim, 16):
@@ -254,10 +274,12 @@ def _add_keys(
         for head in range(len(heads)):
             store(totals + 64 * head, splat(np.float32(0.0)))
         add_sums(totals, 64, spare, heads, join_key_sums(tile))
-        scales = load(SCALES, record + 2 * (block_size * dim + d))
+        facts = record + 2 * (block_size * dim + d)
+        scales, middles = load(SCALES, facts), load(SCALES, facts + 2 * dim)
         for head in range(len(heads)):
             place = sums + 4 * (head * dim + d)
-            store(place, fma(load_f32(totals + 64 * head), scales, load_f32(place)))
+            known = fma(splat(get(spare + _ADDED + 4 * head)), middles, load_f32(place))
+            store(place, fma(load_f32(totals + 64 * head), scales, known))
 
 
 class Int8Records(NamedTuple):
@@ -272,7 +294,7 @@ _CHUNK_BYTES = 1 << 16
 
 def packed_bytes(dim: int, block_size: int) -> int:
     """Bytes of the packed record of one block and KV head."""
-    size = 2 * block_size * dim + 2 * (dim + max(block_size, 16))
+    size = 2 * block_size * dim + 2 * (2 * dim + max(block_size, 16))
     return -(-size // LINE) * LINE
 
 
@@ -295,19 +317,22 @@ def _pack(
     tag: Any, keys: int, values: int, key_step: int, value_step: int, record: int, dim: int, block_size: int, peaks: int
 ) -> None:
     zero, part = splat(np.float32(0.0)), splat(np.float32(1.0) / np.float32(127.0))
-    scales = record + 2 * block_size * dim
+    scales, half = record + 2 * block_size * dim, splat(np.float32(0.5))
     for d in range(0, dim, 16):
-        column = keys + d * tag.itemsize
-        peak = zero
-        for token in range(block_size):
+        column, place = keys + d * tag.itemsize, scales + 2 * (dim + d)
+        high = _clean(tag, column)
+        low = zero - high  # its negative, so that a maximum finds it
+        for token in range(1, block_size):
             x = _clean(tag, column + token * key_step)
-            peak = vmax(peak, vmax(x, zero - x))
-        store_upper(scales + 2 * d, peak * part)
+            high, low = vmax(high, x), vmax(low, zero - x)
+        store_nearest(place, high * half - low * half)
+        middle = load(SCALES, place)
+        store_upper(scales + 2 * d, vmax(high - middle, low + middle) * part)
         inverse = _inverse(scales + 2 * d)
         for token in range(block_size):
-            x = _clean(tag, column + token * key_step) * inverse
+            x = (_clean(tag, column + token * key_step) - middle) * inverse
             store_key_codes(record + key_place(token, d, dim), x)
-    scales += 2 * dim
+    scales += 4 * dim
     for token in range(block_size):
         peak = zero
         for d in range(0, dim, 16):
@@ -364,11 +389,11 @@ def _unpack(tag: Any, address: int, key: int, value: int, token: int, count: int
     record = address - 1
     scales = record + 2 * block_size * dim
     for i in range(count):
-        share = splat(get_upper(scales + 2 * (dim + token + i)))
+        share = splat(get_upper(scales + 2 * (2 * dim + token + i)))
         for d in range(0, dim, 16):
             at = 4 * (i * dim + d)
             codes = load_key_codes(record + key_place(token + i, d, dim))
-            store(key + at, codes * load(SCALES, scales + 2 * d))
+            store(key + at, fma(codes, load(SCALES, scales + 2 * d), load(SCALES, scales + 2 * (dim + d))))
             store(value + at, load_value_codes(record + value_place(token + i, d, dim, block_size)) * share)
 
 

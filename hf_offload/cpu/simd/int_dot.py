@@ -332,20 +332,20 @@ def add_token_dots(typing: Any, tile: Any, keys: Any, step: Any, rows: Any, stri
 def token_scores(typing: Any, tile: Any, units: Any) -> Any:
     """Scores from `add_token_dots`' sums: a vector of the first 4 tokens, one of the others; lane 4 * head + token.
 
-    They are multiplied by the head's float32 at units + 4 * head (4 of them are read).
+    They are multiplied by the head's float32 at units + 4 * head; that at units + 32 + 4 * head is added.
     """
     heads = tile.count // 4
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        quad = _load(builder, args[1], FLOAT, 4)
-        factors = shuffle(builder, quad, quad, [lane // 4 for lane in range(LANES)])
+        quads = [_load(builder, builder.add(args[1], ir.Constant(_LONG, at)), FLOAT, 4) for at in (0, 32)]
+        factors, more = (shuffle(builder, quad, quad, [lane // 4 for lane in range(LANES)]) for quad in quads)
         found = []
         for column in (0, 2):
             places = [4 * head + column for head in range(heads)]
             sums = [_plus(builder, *(builder.extract_value(args[0], place + i) for i in (0, 1))) for place in places]
             quarters = emit_quarter_sums(builder, sums + [word_constant(0)] * (4 - heads), _plus)
             turned = shuffle(builder, quarters, quarters, [4 * (lane % 4) + lane // 4 for lane in range(LANES)])
-            found.append(builder.fmul(builder.sitofp(turned, FLOATS), factors))
+            found.append(emit_fma(builder, builder.sitofp(turned, FLOATS), factors, more))
         return context.make_tuple(builder, uniform(VECTOR, 2), found)
 
     return uniform(VECTOR, 2)(tile, types.int64), emit

@@ -166,6 +166,19 @@ def store_upper(typing: Any, address: Any, vector: Any) -> Any:
 
 
 @lowered
+def store_nearest(typing: Any, address: Any, vector: Any) -> Any:
+    """Write 16 lanes as the nearest bfloat16, ties away from zero."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        words = builder.add(builder.bitcast(args[1], WORDS), word_constant(0x8000))
+        halves = builder.trunc(builder.lshr(words, word_constant(16)), ir.VectorType(BITS16, LANES))
+        builder.store(halves, pointer(builder, args[0], halves.type), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, VECTOR), emit
+
+
+@lowered
 def get_upper(typing: Any, address: Any) -> Any:
     """The bfloat16 at `address`."""
 
