@@ -127,7 +127,7 @@ def test_decode_over_packed_and_plain_blocks(
 def test_codes_lie_as_described(dim: int, block_size: int) -> None:
     torch.manual_seed(dim)
     keys, values = torch.randn(2, block_size, dim)
-    record = torch.empty(packed_bytes(dim, block_size), dtype=torch.int8)
+    record = torch.full((packed_bytes(dim, block_size),), 7, dtype=torch.int8)
     places = [np.array([x.data_ptr()]) for x in (keys, values, record)]
     pack_records(*places[:2], 4 * dim, 4 * dim, places[2], kv_dtype=torch.float32, dim=dim, block_size=block_size).run()
     size = block_size * dim
@@ -136,6 +136,7 @@ def test_codes_lie_as_described(dim: int, block_size: int) -> None:
     want_k, want_v = reference.pack_block(keys.double(), values.double())
     assert torch.equal(k.permute(0, 2, 1, 3).reshape(block_size, dim) * facts[:dim] + facts[dim : 2 * dim], want_k)
     assert torch.equal(v.transpose(1, 2).reshape(block_size, dim) * facts[2 * dim :, None], want_v)
+    assert (record[2 * (size + 2 * dim + block_size) :] == 0).all()
 
 
 @pytest.mark.slow

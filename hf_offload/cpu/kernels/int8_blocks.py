@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba.core import types
 
 from hf_offload.cpu.kernels.packed import READERS, Reader, is_packed
-from hf_offload.cpu.launch import I32, I64, Array, Launch, check_geometry, jit, kernel, require, tag_of
+from hf_offload.cpu.launch import I32, I64, Array, Launch, check_geometry, jit, jit_for_python, kernel, require, tag_of
 from hf_offload.cpu.memory import LINE, address_of, count_up, get, hold, prefetch, put
 from hf_offload.cpu.simd.convert import choose_units, first_half, round_rows, scale_rows
 from hf_offload.cpu.simd.int_dot import (
@@ -292,10 +292,16 @@ _TOP = np.float32(3e38)
 _CHUNK_BYTES = 1 << 16
 
 
+@jit_for_python
+def _last_line(dim: int, block_size: int) -> int:
+    """Where a packed record's last cache line begins."""
+    size = 2 * block_size * dim + 2 * (2 * dim + max(block_size, 16))
+    return (size - 1) // LINE * LINE
+
+
 def packed_bytes(dim: int, block_size: int) -> int:
     """Bytes of the packed record of one block and KV head."""
-    size = 2 * block_size * dim + 2 * (2 * dim + max(block_size, 16))
-    return -(-size // LINE) * LINE
+    return _last_line(dim, block_size) + LINE
 
 
 @jit
@@ -318,6 +324,7 @@ def _pack(
 ) -> None:
     zero, part = splat(np.float32(0.0)), splat(np.float32(1.0) / np.float32(127.0))
     scales, half = record + 2 * block_size * dim, splat(np.float32(0.5))
+    store(record + _last_line(dim, block_size), zero)  # what pads it is saved, too
     for d in range(0, dim, 16):
         column, place = keys + d * tag.itemsize, scales + 2 * (dim + d)
         high = _clean(tag, column)
