@@ -219,7 +219,7 @@ def main(
     """Compare policies with full attention, teacher-forced, and say what they cost."""
     own = variants(budget)
     known = own | {"variants": tuple(own), "budgets": BUDGETS, "methods": METHODS}
-    chosen, lengths = common.rows_of(rows, known=known), common.numbers(contexts)
+    chosen, lengths = common.rows_of(rows, tier, known=known), common.numbers(contexts)
     most = max(lengths) if read is None else common.numbers(read)[0]
     places = [
         (length, kind, start)

@@ -69,6 +69,26 @@ def test_bytes_of_the_host(policy: str, options: dict[str, Any], tokens: int) ->
     torch.testing.assert_close(one.kl, found.kl, atol=1e-4, rtol=1e-3)
 
 
+def test_a_row_that_needs_two_memories_takes_the_tier_asked_for(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(1, 240)[0]
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), None))
+    monkeypatch.setattr(common, "text_of", lambda kind, prose: kind)
+    monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: ids[:, :tokens])
+    asked = []
+
+    def measures(context: Any, row: Any, *others: Any) -> dict[str, Any]:
+        asked.append(row.options["tier"])
+        return {"kl": 0.1, "top1": 1.0, "ms": 1.0, "read": 1.0}
+
+    monkeypatch.setattr(quality, "measure", measures)
+    rows = ["--row", "scout:budget=192,recent=0,lookahead=select"]
+    options = [*rows, "--contexts", "220", "--steps", "2", "--kinds", "code", "--out", str(tmp_path / "quality.csv")]
+    assert CliRunner().invoke(common.command(quality.main), options).exit_code != 0
+    result = CliRunner().invoke(common.command(quality.main), [*options, "--tier", "split"])
+    assert result.exit_code == 0, result.output
+    assert asked == ["split"]
+
+
 @pytest.mark.slow
 def test_every_row_is_measured_and_a_stopped_run_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(1, 240)[0]
