@@ -45,7 +45,7 @@ def fill(store: BlockStore, k: torch.Tensor, v: torch.Tensor, steps: list[int]) 
 
 
 def expected(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V with the old blocks as codes times scales."""
+    """K and V with the old blocks as their codes say."""
     old = (k.shape[2] // SIZE - -(-KEEP_TOKENS // SIZE)) * SIZE
     shape = (BATCH, HEADS, -1, SIZE, DIM)
     packed = reference.pack_block(*(x[:, :, :old].double().reshape(shape) for x in (k, v)))

@@ -127,7 +127,7 @@ def test_nothing_depends_on_the_number_of_threads() -> None:
 def test_packed_blocks() -> None:
     torch.manual_seed(6)
     case = make_case(2, 2, 64, 32, 200, torch.bfloat16, padding=(0, 40))
-    case.clean = case.clean.double()  # codes times scales have more digits than the pool's dtype
+    case.clean = case.clean.double()  # what codes stand for has more digits than the pool's dtype
     odd, size = np.arange(1, len(case.block_ptr) - 1, 2), 32 * 64
     record = 2 * size * 2
     records = np.zeros((len(odd), 2, record), np.uint8)
