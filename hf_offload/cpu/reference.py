@@ -203,7 +203,7 @@ def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = (torch.where(x.abs() < 3e38, x, 0.0).float() for x in (keys, values))
     low, high = keys.aminmax(dim=-2, keepdim=True)
     middle = short(high * 0.5 + low * 0.5, 0x8000)
-    return rounded(keys, middle, -2), rounded(values, torch.zeros(1, device="cpu"), -1)
+    return rounded(keys, middle, -2), rounded(values, torch.zeros(1, dtype=torch.float32, device="cpu"), -1)
 
 
 def read_tokens(pool: Tensor, table: Tensor, first: int, tokens: int) -> tuple[Tensor, Tensor]:
