@@ -376,16 +376,14 @@ def fetch_kernel(
             else:
                 record = _aligned(address - 1 + head * PACKED, tl.int8)
                 if part == 0:
-                    codes = _codes_of_keys(record, first, D, WIDTH, TOKENS)
+                    key_scales = (record + KEY_SCALES).to(tl.pointer_type(tl.int16)) + channel
+                    codes = _codes_of_keys(record, first, D, WIDTH, TOKENS).to(tl.float32)
+                    content = codes * _widen(tl.load(key_scales, mask=channel < D, other=0))[None, :]
+                    content += _widen(tl.load(key_scales + D, mask=channel < D, other=0))[None, :]
                 else:
-                    codes = _codes_of_values(record + SIZE * D, first, D, WIDTH, TOKENS)
-                key_scales = (record + KEY_SCALES).to(tl.pointer_type(tl.int16))
-                value_scales = (record + VALUE_SCALES).to(tl.pointer_type(tl.int16))
-                keys = tl.load(key_scales + channel, mask=channel < D * (1 - part), other=0)
-                middles = tl.load(key_scales + D + channel, mask=channel < D * (1 - part), other=0)
-                values = tl.load(value_scales + first + token, mask=first + token < SIZE * part, other=0)
-                content = codes.to(tl.float32) * _widen(keys[None, :] | values[:, None])  # only those of this part
-                content += _widen(middles)[None, :]
+                    value_scales = (record + VALUE_SCALES).to(tl.pointer_type(tl.int16)) + first + token
+                    codes = _codes_of_values(record + SIZE * D, first, D, WIDTH, TOKENS).to(tl.float32)
+                    content = codes * _widen(tl.load(value_scales))[:, None]
                 content = tl.minimum(tl.maximum(content, -TOP), TOP)
                 tl.store(target + place, content.to(pool.dtype.element_ty), mask=there)
 
