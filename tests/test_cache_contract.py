@@ -203,9 +203,12 @@ def test_rows_go_on_as_they_would_have(
     assert changed.batch_size == len(rows)
     got = feed(model, changed, ids[rows], mask[rows], 166)
     # With two memories a block that comes to its slot anew comes from the host, where it may be packed by now; and what
-    # was packed when a token came stays so when it goes.
-    packed = knobs.get("host_dtype") == "int8" and (tier == "split" or change == "crop")
-    assert torch.allclose(got, want[rows], atol=0.05 if packed else 1e-4)
+    # was packed when a token came stays so when it goes. In a single step its rounding may choose another block.
+    off = (got - want[rows]).abs().amax(-1)
+    if knobs.get("host_dtype") == "int8" and (tier == "split" or change == "crop"):
+        assert (off > 0.05).sum() <= 1
+    else:
+        assert off.max() < 1e-4
 
 
 def test_a_positive_crop_is_refused_and_one_of_too_many_empties(models: dict[tuple[str, str], PreTrainedModel]) -> None:
