@@ -203,10 +203,10 @@ def test_rows_go_on_as_they_would_have(
     assert changed.batch_size == len(rows)
     got = feed(model, changed, ids[rows], mask[rows], 166)
     # With two memories a block that comes to its slot anew comes from the host, where it may be packed by now; and what
-    # was packed when a token came stays so when it goes. In a single step its rounding may choose another block.
+    # was packed when a token came stays so when it goes: after a crop, rounding may choose another block in one step.
     off = (got - want[rows]).abs().amax(-1)
     if knobs.get("host_dtype") == "int8" and (tier == "split" or change == "crop"):
-        assert (off > 0.05).sum() <= 1
+        assert (off > 0.05).sum() <= (change == "crop")
     else:
         assert off.max() < 1e-4
 

@@ -152,30 +152,28 @@ def store(typing: Any, address: Any, vector: Any) -> Any:
     return types.void(types.int64, VECTOR), emit
 
 
-@lowered
-def store_upper(typing: Any, address: Any, vector: Any) -> Any:
-    """Write 16 lanes, none negative, as bfloat16 rounded up."""
+def _emit_store_short(more: int) -> Any:
+    """Stores the upper halves of 16 lanes as bfloat16, after `more` is added to their bits."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        words = builder.add(builder.bitcast(args[1], WORDS), word_constant(0xFFFF))
+        words = builder.add(builder.bitcast(args[1], WORDS), word_constant(more))
         halves = builder.trunc(builder.lshr(words, word_constant(16)), ir.VectorType(BITS16, LANES))
         builder.store(halves, pointer(builder, args[0], halves.type), align=2)
         return context.get_dummy_value()
 
-    return types.void(types.int64, VECTOR), emit
+    return emit
+
+
+@lowered
+def store_upper(typing: Any, address: Any, vector: Any) -> Any:
+    """Write 16 lanes, none negative, as bfloat16 rounded up."""
+    return types.void(types.int64, VECTOR), _emit_store_short(0xFFFF)
 
 
 @lowered
 def store_nearest(typing: Any, address: Any, vector: Any) -> Any:
     """Write 16 lanes as the nearest bfloat16, ties away from zero."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        words = builder.add(builder.bitcast(args[1], WORDS), word_constant(0x8000))
-        halves = builder.trunc(builder.lshr(words, word_constant(16)), ir.VectorType(BITS16, LANES))
-        builder.store(halves, pointer(builder, args[0], halves.type), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, VECTOR), emit
+    return types.void(types.int64, VECTOR), _emit_store_short(0x8000)
 
 
 @lowered
