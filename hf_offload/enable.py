@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from hf_offload.attention.cuda_graph import GraphedForward, graphed
 from hf_offload.attention.hooks import CACHE_NAMES
 from hf_offload.attention.model_support import NAME, check_attention, check_model, inside, on_device
+from hf_offload.fast_linear import LinearHandle
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies.base import Policy
 
@@ -28,8 +29,10 @@ wrapper of `generate` would have to repeat its decision on the cache, and a patc
 class _CacheMaker:
     """Replacement of a model's `_prepare_cache_for_generation`, which makes a `HybridCache` for each `generate()`."""
 
-    def __init__(self, policy: str | Policy, knobs: dict[str, Any], implementation: str) -> None:
-        self.policy, self.knobs = policy, knobs
+    def __init__(
+        self, policy: str | Policy, knobs: dict[str, Any], implementation: str, linear: LinearHandle | None
+    ) -> None:
+        self.policy, self.knobs, self.linear = policy, knobs, linear
         self.implementation = implementation
         """The attention implementation to restore."""
         self.displaced: Any = None
@@ -76,7 +79,7 @@ class _CacheMaker:
         self.__dict__.update(state, _model=weakref.ref(state["_model"]))
 
 
-def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any) -> None:
+def enable(model: torch.nn.Module, policy: str | Policy = "scout", *, fast_linear: bool = True, **knobs: Any) -> None:
     """Make every `generate()` of a model use a fresh `HybridCache`, unless the caller passes a cache.
 
     It sets `attn_implementation="hybrid_sparse"`. Code that calls `generate()`, such as pipelines and lm-eval, works
@@ -87,6 +90,7 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any)
     Args:
         model: a model with `generate()`, or a PEFT model around one.
         policy, knobs: as for `HybridCache`.
+        fast_linear: whether `hf_offload.fast_linear` serves the layers of a model that computes on the CPU.
 
     Raises:
         TypeError: not a Transformers model with a `generate()`.
@@ -111,10 +115,11 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any)
     except BaseException:
         _set_implementation(inner, implementation)
         raise
+    served = LinearHandle(inner) if fast_linear and not on_device(inner) else None
     if old is not None:
         implementation = old.implementation
         _uninstall(inner, old)
-    _CacheMaker(policy, knobs, implementation).bind(inner)
+    _CacheMaker(policy, knobs, implementation, served).bind(inner)
 
 
 def disable(model: torch.nn.Module) -> None:
@@ -136,25 +141,27 @@ def disable(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def enabled(model: torch.nn.Module, policy: str | Policy = "scout", **knobs: Any) -> Iterator[None]:
+def enabled(
+    model: torch.nn.Module, policy: str | Policy = "scout", *, fast_linear: bool = True, **knobs: Any
+) -> Iterator[None]:
     """Enable a model within a `with` block, and restore it afterwards.
 
     Args:
-        model, policy, knobs: as for `enable`.
+        model, policy, fast_linear, knobs: as for `enable`.
 
     Raises:
         TypeError, ValueError: as `enable`.
     """
     inner = _generating(model)
     outer = _cache_maker(inner)
-    enable(model, policy, **knobs)
+    enable(model, policy, fast_linear=fast_linear, **knobs)
     try:
         yield
     finally:
         if _cache_maker(inner) is not None:
             disable(model)
         if outer is not None:
-            enable(model, outer.policy, **outer.knobs)
+            enable(model, outer.policy, fast_linear=outer.linear is not None, **outer.knobs)
 
 
 def _generating(model: Any) -> PreTrainedModel:
@@ -178,6 +185,8 @@ def _cache_maker(model: PreTrainedModel) -> _CacheMaker | None:
 
 
 def _uninstall(model: PreTrainedModel, maker: _CacheMaker) -> None:
+    if maker.linear is not None:
+        maker.linear.close()
     delattr(model, _PREPARE)
     if maker.displaced is not None:
         setattr(model, _PREPARE, maker.displaced)

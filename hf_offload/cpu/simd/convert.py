@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from hf_offload.cpu.launch import F32, Array, Launch, jit, kernel, require, tag_of
-from hf_offload.cpu.memory import address_of, count_up, get, hold, put
+from hf_offload.cpu.memory import address_of, count_up, get, hold
 from hf_offload.cpu.simd.register_tiles import emit_offset, emit_quarter_sums
 from hf_offload.cpu.simd.vectors import (
     BITS8,
@@ -19,6 +19,7 @@ from hf_offload.cpu.simd.vectors import (
     BITS32,
     FLOAT,
     FLOATS,
+    HALF,
     LANES,
     ROUNDER,
     VECTOR,
@@ -27,6 +28,7 @@ from hf_offload.cpu.simd.vectors import (
     emit_fma,
     emit_splat,
     emit_widen,
+    has_half,
     load,
     load_f32,
     lowered,
@@ -129,46 +131,40 @@ def first_half(typing: Any, x: Any) -> Any:
     return VECTOR(VECTOR), emit
 
 
-SHORT = {torch.float32: False, torch.bfloat16: True}
-"""The dtypes that `narrow` covers, and whether each is bfloat16."""
+SHORT = torch.float32, torch.bfloat16
+"""The dtypes that `narrow` covers."""
 
 
-def _emit_round(builder: Any, value: Any) -> Any:
-    """The bits of a float32 rounded to the nearest bfloat16, ties to even."""
+def _emit_rounded(context: Any, builder: Any, element: Any, value: Any) -> Any:
+    """A float32 rounded to a stored element, ties to even."""
+    if element == types.float32:
+        return value
+    if element == types.int16:
+        assert has_half(context), "rounding to float16 needs an instruction"
+        return builder.fptrunc(value, HALF)
+    assert element == types.uint16, f"no conversion to {element}"
     bits = builder.bitcast(value, BITS32)
     odd = builder.and_(builder.lshr(bits, ir.Constant(BITS32, 16)), ir.Constant(BITS32, 1))
     near = builder.add(bits, builder.add(odd, ir.Constant(BITS32, 0x7FFF)))
     unordered = builder.fcmp_unordered("uno", value, value)
     near = builder.select(unordered, ir.Constant(BITS32, 0x7FC00000), near)
-    return builder.and_(near, ir.Constant(BITS32, 0xFFFF0000))
+    return builder.trunc(builder.lshr(near, ir.Constant(BITS32, 16)), BITS16)
 
 
 @lowered
-def _to_bfloat16(typing: Any, value: Any) -> Any:
-    """A float32 rounded to the nearest bfloat16."""
-    return types.float32(types.float32), lambda c, b, sig, args: b.bitcast(_emit_round(b, args[0]), FLOAT)
-
-
-@lowered
-def _put_upper(typing: Any, address: Any, value: Any) -> Any:
-    """Store the upper 16 bits of a float32: a bfloat16."""
+def put_rounded(typing: Any, tag: Any, address: Any, value: Any) -> Any:
+    """Store a float32 in the tag's dtype, rounded to the nearest, ties to even; float16 needs F16C or ARM."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        bits = builder.lshr(builder.bitcast(args[1], BITS32), ir.Constant(BITS32, 16))
-        builder.store(builder.trunc(bits, BITS16), pointer(builder, args[0], BITS16), align=2)
+        rounded = _emit_rounded(context, builder, tag.dtype, args[2])
+        builder.store(rounded, pointer(builder, args[1], rounded.type), align=tag.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32), emit
-
-
-@jit
-def put_bfloat16(address: int, value: float) -> None:
-    """Store a float32 as bfloat16, rounded to the nearest, ties to even."""
-    _put_upper(address, _to_bfloat16(value))
+    return types.void(tag, types.int64, types.float32), emit
 
 
 @kernel
-def narrow_kernel(ticket: Array, tasks: int, short: bool, source: Array, target: int) -> None:
+def narrow_kernel(ticket: Array, tasks: int, tag: Array, source: Array, target: int) -> None:
     """One task = one row."""
     count = source.shape[1]
     while True:
@@ -177,10 +173,7 @@ def narrow_kernel(ticket: Array, tasks: int, short: bool, source: Array, target:
             break
         place = address_of(source[row])
         for i in range(count):
-            if short:
-                put_bfloat16(target + 2 * (row * count + i), get(place + 4 * i))
-            else:
-                put(target + 4 * (row * count + i), get(place + 4 * i))
+            put_rounded(tag, target + tag.itemsize * (row * count + i), get(place + 4 * i))
         count_up(ticket, 1)
     hold(source)
 
@@ -201,7 +194,7 @@ def narrow(source: Array, target: torch.Tensor) -> Launch:
         raise TypeError(f"target has dtype {target.dtype}; expected torch.float32 or torch.bfloat16")
     if target.numel() != source.size or not target.is_contiguous():
         raise ValueError(f"target has shape {tuple(target.shape)} and source {source.shape}; pass a contiguous target")
-    args = (SHORT[target.dtype], source, target.data_ptr())
+    args = (tag_of(target.dtype), source, target.data_ptr())
     return Launch(narrow_kernel, len(source), args, source.nbytes, (target,))
 
 

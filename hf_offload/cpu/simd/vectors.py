@@ -104,7 +104,8 @@ def _larger(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
-def _has_half(context: Any) -> bool:
+def has_half(context: Any) -> bool:
+    """Whether the code's CPU converts between float16 and float32."""
     triple, _, features = context.codegen().magic_tuple()  # what Numba compiles for, also under NUMBA_CPU_FEATURES
     return "+f16c" in features or triple.startswith(("aarch64", "arm64"))
 
@@ -113,7 +114,7 @@ def emit_widen(context: Any, builder: Any, element: Any, address: Any) -> Any:
     """Load 16 stored elements (float32 or the bits of float16/bfloat16) as float lanes."""
     if element == types.float32:
         return builder.load(pointer(builder, address, FLOATS), align=4)
-    if element == types.int16 and _has_half(context):
+    if element == types.int16 and has_half(context):
         return builder.fpext(builder.load(pointer(builder, address, ir.VectorType(HALF, LANES)), align=2), FLOATS)
     bits = builder.zext(builder.load(pointer(builder, address, ir.VectorType(BITS16, LANES)), align=2), WORDS)
     if element == types.uint16:
