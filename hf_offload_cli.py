@@ -33,7 +33,7 @@ UNREAD = 400_000
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, rich_markup_mode=None)
 
-Model = Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="SmolLM2-135M-Instruct")]
+Model = Annotated[str | None, typer.Option(help="Hub name, folder or GGUF file.", show_default="SmolLM2-135M-Instruct")]
 Dtype = Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}.")]
 Text = Annotated[
     Path | None,
@@ -100,7 +100,10 @@ def profile(
             block_size=block_size, progress=True, budget=budget, threshold=threshold,
         )  # fmt: skip
         found.write(out)
+        one_memory = language_model.device.type == "cpu"
     _print(profile_table(found))
+    if one_memory:
+        typer.echo('With this model on the CPU nothing is recalled: the profile is for a GPU, or for tier="split".')
     typer.echo(f"wrote {out}; use it with\n\n    {usage(found, out)}\n")
 
 

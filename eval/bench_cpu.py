@@ -2,10 +2,11 @@
 
     python eval/bench_cpu.py
     python eval/bench_cpu.py --sections decode,torch --threads 1,2 --rounds 30
+    python eval/bench_cpu.py --sections linear --threads 2
 
 Everything lies in pools much larger than the caches, and every call attends blocks that are chosen anew. The rows of a
 section take turns; shown are medians with their 20th and 80th percentile. The limit is what a plain read of memory
-reaches in the same turns.
+reaches in the same turns. Section `linear` multiplies 1 to 8 rows with the weights of a few layers, one by one.
 """
 
 from __future__ import annotations
@@ -30,15 +31,22 @@ from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.kernels.block_topk import choose_blocks, select_blocks
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
+from hf_offload.cpu.kernels.linear import linear
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.kernels.submean_scores import submeans
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.launch import Launch, LaunchSequence
 from plotting import plot
 
 POOL_BYTES = 1 << 29  # far beyond the caches
 READ_BYTES = 1 << 24  # of a read for the limit: as short as the calls it is compared with
-SECTIONS = ("decode", "torch", "scoring", "selection")
+SECTIONS = ("decode", "torch", "scoring", "selection", "linear")
 _WARM = torch.ones(256, 256)
+# Hidden and MLP sizes, KV width, layers and vocabulary of models whose products are timed.
+WIDTHS = {
+    "SmolLM2-135M": (576, 1536, 192, 30, 49152),
+    "Qwen2.5-0.5B": (896, 4864, 128, 10, 151936),
+    "Llama-3.1-8B": (4096, 14336, 1024, 1, 0),
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -282,9 +290,59 @@ def selection_cases() -> list[Case]:
     return cases
 
 
+def linear_cases(model: str, name: str, threads: int, words: np.ndarray) -> Iterator[list[Case]]:
+    """Ours against torch's `linear`, by rows: the products of so many layers of a model and its head, one by one."""
+    hidden, mlp, kv, layers, vocabulary = WIDTHS[model]
+    shapes = [
+        (hidden, hidden),
+        (kv, hidden),
+        (kv, hidden),
+        (hidden, hidden),
+        (mlp, hidden),
+        (mlp, hidden),
+        (hidden, mlp),
+    ]
+    shapes = shapes * layers + [(vocabulary, hidden)] * (vocabulary > 0)
+    weights = [torch.randn(shape).to(DTYPES[name]) for shape in shapes]
+    nbytes = sum(weight.nbytes for weight in weights)
+    facts = {"dtype": name, "model": model, "kernel_threads": threads}
+    share = min(words.size, nbytes // 8) // threads
+
+    def prepare_read() -> Callable[[], Any]:
+        starts = [share * part for part in range(threads)]
+        return on_threads(lambda: read_words(words[(first := starts.pop()) : first + share]), threads)
+
+    def theirs(inputs: dict[int, torch.Tensor]) -> Callable[[], Any]:
+        @torch.inference_mode()
+        def call() -> None:
+            for weight in weights:
+                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+
+        return call
+
+    def ours(inputs: dict[int, torch.Tensor]) -> Callable[[], Any]:
+        outs = [torch.empty(len(inputs[w.shape[1]]), len(w), dtype=w.dtype) for w in weights]
+        each = [
+            LaunchSequence((linear(inputs[weight.shape[1]], weight, None, out, threads),))
+            for weight, out in zip(weights, outs, strict=True)
+        ]
+
+        def call() -> None:
+            for sequence in each:
+                sequence.run()
+
+        return call
+
+    for count in (1, 2, 4, 8):
+        inputs = {width: torch.randn(count, width).to(DTYPES[name]) for width in (hidden, mlp)}
+        ways = {"linear": ours(inputs), "torch: linear": theirs(inputs), "torch: linear again": theirs(inputs)}
+        cases = [Case(way, lambda call=call: call, nbytes, facts | {"batch": count}) for way, call in ways.items()]
+        yield [Case("read", prepare_read, 8 * share * threads, facts | {"batch": count}), *cases]
+
+
 def draw(records: list[dict[str, Any]], path: Path) -> None:
     """Draw the speed of each row that reads memory beside its limit."""
-    facts = ("case", "dtype", "dim", "group", "batch", "block_size", "digest", "context")
+    facts = ("case", "model", "dtype", "dim", "group", "batch", "block_size", "digest", "context")
     rows = [r for r in records if r["of_limit"] is not None and r["case"] != "read"]
     names = [" ".join(str(r[k]) for k in facts if r.get(k)) + f" ×{r['kernel_threads']}" for r in rows]
     with plot(path, figsize=(9, 1 + len(rows) / 4)) as axes:
@@ -298,7 +356,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 def main(
     sections: Annotated[str, typer.Option(help=f"Of {', '.join(SECTIONS)}.")] = ",".join(SECTIONS),
     dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")] = ",".join(DTYPES),
-    threads: Annotated[str, typer.Option(help="Threads of the decode section, comma-separated.")] = "1,2",
+    threads: Annotated[str, typer.Option(help="Threads of decode and linear, comma-separated.")] = "1,2",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every row.")] = 30,
     out: common.OutOption = common.RESULTS / "bench_cpu.csv",
 ) -> None:
@@ -332,6 +390,11 @@ def main(
                 measure("decode", cases, count)
         if "torch" in wanted:
             measure("torch", torch_cases(name, read()))
+        for count in common.numbers(threads) if "linear" in wanted else ():
+            torch.set_num_threads(count)
+            for model in WIDTHS:
+                for cases in linear_cases(model, name, count, words):
+                    measure("linear", cases, count)
     if "scoring" in wanted:
         measure("scoring", scoring_cases(read()))
     if "selection" in wanted:

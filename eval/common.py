@@ -69,7 +69,7 @@ class Setting:
         typer.BadParameter: an unknown dtype.
     """
 
-    model: Annotated[str | None, typer.Option(help="Hub name or folder; SmolLM2-135M-Instruct by default.")] = None
+    model: Annotated[str | None, typer.Option(help="Hub name, folder or GGUF file; SmolLM2-135M by default.")] = None
     dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "bfloat16"
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's own choice.")] = 0
     out: OutOption = RESULTS

@@ -145,7 +145,8 @@ def listing(found: Iterable[Line], columns: Mapping[str, Cell | str], words: int
 
 # --- Beside the alternatives -----------------------------------------------------------------------------------------
 
-OURS, DYNAMIC, STATIC, LLAMA = "hf_offload", "DynamicCache", "StaticCache", "llama.cpp"
+OURS, STOCK, DYNAMIC = "hf_offload", "hf_offload with stock layers", "DynamicCache"
+STATIC, LLAMA = "StaticCache", "llama.cpp"
 ANSWER = 300
 """Tokens of an answer: for the time of a prompt and an answer, computed from both, not timed together."""
 MEASURES: dict[str, Callable[[Line], float]] = {
@@ -172,8 +173,8 @@ def peers_caption() -> str:
     contexts = sorted({int(one["context"]) for one in rows("peers")})
     faster = [context for context in contexts if peer_ratio(LLAMA, context, "decoding") < 1]
     shorter = (
-        f" Up to {faster[-1] // 1024}k, llama.cpp decodes faster, because its bare step costs less "
-        "than that of Transformers."
+        f" Up to {faster[-1] // 1024}k tokens llama.cpp decodes faster, because its bare step costs less than that of "
+        "Transformers."
         if faster
         else ""
     )
@@ -182,8 +183,8 @@ def peers_caption() -> str:
     machine = f"{first['threads']} threads of an {name} processor{zen and f' ({zen}'}"
     return (
         f"*SmolLM2-135M in bfloat16 on {machine}: same weights, prompt and threads, in turns (`eval/peers.py`). "
-        f"At 32k tokens, `scout` decodes {ratios[DYNAMIC]} as fast as `DynamicCache`, {ratios[STATIC]} as fast as "
-        f"`StaticCache` and {ratios[LLAMA]} as fast as llama.cpp. It attends 1,024 tokens in each step.{shorter}*"
+        f"At 32k tokens, `scout` with `fast_linear` decodes {ratios[DYNAMIC]} as fast as `DynamicCache`, "
+        f"{ratios[STATIC]} as fast as `StaticCache` and {ratios[LLAMA]} as fast as llama.cpp.{shorter}*"
     )
 
 
@@ -191,10 +192,10 @@ def peers_summary() -> str:
     columns = {"ms a token": "decoding", "prompt, s": "prefill", f"prompt + {ANSWER} × a token, s": "both"}
     contexts = {"8k": 8192, "32k": 32768}
     lines = []
-    for way in (OURS, DYNAMIC, STATIC, LLAMA):
+    for way in (OURS, STOCK, DYNAMIC, STATIC, LLAMA):
         found = [row("peers", way=way, context=context) for context in contexts.values()]
         cells = [number(MEASURES[measure](one), 3) for one in found for measure in columns.values()]
-        lines.append([way if way == LLAMA else f"`{way}`", *cells])
+        lines.append([way if way in (STOCK, LLAMA) else f"`{way}`", *cells])
     return table(["", *(f"{context}: {title}" for context in contexts for title in columns)], lines)
 
 
@@ -209,13 +210,29 @@ def peers_table() -> str:
 
 
 def peers_ratios() -> str:
-    ways = {"`DynamicCache`": DYNAMIC, "`StaticCache`": STATIC, "llama.cpp": LLAMA}
+    ways = {"stock layers": STOCK, "`DynamicCache`": DYNAMIC, "`StaticCache`": STATIC, "llama.cpp": LLAMA}
     lines = [
-        [f"{context // 1024}k", measure, *(times(peer_ratio(way, context, measure)) for way in ways.values())]
-        for context in (8192, 32768)
-        for measure in MEASURES
+        [f"{context:,}", measure, *(times(peer_ratio(way, context, measure)) for way in ways.values())]
+        for context in (128, 2048, 8192, 32768)
+        for measure in (MEASURES if context >= 8192 else ("decoding",))
     ]
     return table(["context", "measure", *ways], lines, words=2)
+
+
+def linear_speed() -> str:
+    """Products of one row: GB/s of weights, and the share of what a plain read reaches."""
+    lines = []
+    for one in rows("bench_cpu_linear", case="linear", batch=1):
+        theirs = row("bench_cpu_linear", **{"case": "torch: linear"} | {k: one[k] for k in ("model", "dtype", "batch")})
+        ratio = times(float(one["gb_per_s"]) / float(theirs["gb_per_s"]))
+        both = (f"{number(each['gb_per_s'])} ({percent(each['of_limit'])})" for each in (theirs, one))
+        lines.append([one["model"], one["dtype"], *both, ratio])
+    return table(["weights of", "dtype", "torch, GB/s", "`fast_linear`, GB/s", "ratio"], lines, words=2)
+
+
+def gguf_dtypes() -> str:
+    columns = {"loaded": "way", "layers": "layers", "prompt, s": cell("prompt_s", 3), "ms a token": cell("p50", 3)}
+    return listing(rows("gguf_dtypes"), columns, words=2)
 
 
 BATCH_ROWS = {"`DynamicCache`": "dynamic", "`budget=1024`": "scout:budget=1024", "`samples=512`": "scout:samples=512"}
@@ -751,6 +768,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "peers-summary": peers_summary,
     "results-peers": peers_table,
     "results-peers-ratios": peers_ratios,
+    "linear-speed": linear_speed,
+    "gguf-dtypes": gguf_dtypes,
     "results-batch": batch_table,
     "results-needles": needles_table,
     "results-second-turn": second_turn_table,

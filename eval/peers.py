@@ -3,9 +3,9 @@
     python eval/peers.py
     python eval/peers.py --contexts 2k,8k --ways hf_offload,DynamicCache --model Qwen/Qwen3-0.6B --dtype bfloat16
 
-The ways are `hf_offload` (policy scout), Transformers' `DynamicCache` and `StaticCache` (on a GPU also
-`DynamicCache(offloading=True)`) with sdpa, and llama.cpp where its Python package is installed. This builds it for the
-instruction set of this machine (some minutes):
+The ways are `hf_offload` (policy scout; on a CPU with `fast_linear` and with stock layers), and with stock layers and
+sdpa Transformers' `DynamicCache` and `StaticCache`, on a GPU also `DynamicCache(offloading=True)`; and llama.cpp where
+its Python package is installed. This builds it for the instruction set of this machine (some minutes):
 
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
@@ -38,10 +38,11 @@ from transformers import AutoTokenizer, DynamicCache, StaticCache
 
 import common
 import hf_offload
-from hf_offload.assets import find_smollm2
+from hf_offload.assets import find_smollm2, source_of
 from plotting import lines, plot
 
-OURS, DYNAMIC, STATIC, OFFLOADING, LLAMA = "hf_offload", "DynamicCache", "StaticCache", "offloading", "llama.cpp"
+OURS, STOCK, DYNAMIC, STATIC = "hf_offload", "hf_offload with stock layers", "DynamicCache", "StaticCache"
+OFFLOADING, LLAMA = "offloading", "llama.cpp"
 WARM_UP = 2
 LLAMA_BATCH = 1024
 _serving: Any = None
@@ -54,16 +55,23 @@ class Settings(common.Setting):
     """What all ways share."""
 
     gguf: str | None = None
-    budget: int = 1024
+    budget: int | None = None
+
+    @property
+    def knobs(self) -> dict[str, int]:
+        """Of policy scout."""
+        return {} if self.budget is None else {"budget": self.budget}
 
 
 class WithTransformers:
     """A model of Transformers with one kind of cache."""
 
     def __init__(self, way: str, settings: Settings) -> None:
-        self.way, self.budget = way, settings.budget
+        self.way, self.knobs = way, settings.knobs
         self.model, _ = settings.load()
-        self.model.set_attn_implementation("hybrid_sparse" if way == OURS else "sdpa")
+        self.model.set_attn_implementation("hybrid_sparse" if way in (OURS, STOCK) else "sdpa")
+        if way == OURS and self.model.device.type == "cpu":
+            hf_offload.fast_linear(self.model)
         self.cache: Any = None
 
     def prefill(self, ids: np.ndarray, room: int) -> float:
@@ -84,8 +92,8 @@ class WithTransformers:
         return times, logits[:, 0].float().cpu().numpy()
 
     def _make_cache(self, length: int) -> Any:
-        if self.way == OURS:
-            return hf_offload.HybridCache(self.model, "scout", budget=self.budget)
+        if self.way in (OURS, STOCK):
+            return hf_offload.HybridCache(self.model, "scout", **self.knobs)
         if self.way == STATIC:
             return StaticCache(config=self.model.config, max_cache_len=length)
         return DynamicCache(config=self.model.config, offloading=self.way == OFFLOADING)
@@ -201,7 +209,12 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     """Draw milliseconds a token and seconds to the first token over the context length."""
     plt.rcParams["svg.hashsalt"] = "peers"
     contexts = sorted({record["context"] for record in records})
-    styles = {OURS: ("#d1495b", "o", 2.6), DYNAMIC: ("#33658a", "s", 1.4), STATIC: ("#86bbd8", "^", 1.4)}
+    styles = {
+        OURS: ("#d1495b", "o", 2.6),
+        STOCK: ("#e8a0a8", "o", 1.4),
+        DYNAMIC: ("#33658a", "s", 1.4),
+        STATIC: ("#86bbd8", "^", 1.4),
+    }
     styles |= {OFFLOADING: ("#758e4f", "v", 1.4), LLAMA: ("#5a5a5a", "D", 1.4)}
     titles = {"p50": "ms a token", "prefill_s": "seconds to the first token"}
     with plot(path, 1, 2, figsize=(9, 3.4)) as panels:
@@ -209,8 +222,6 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
             for way in dict.fromkeys(record["way"] for record in records):
                 color, marker, width = styles[way]
                 mine = [record for record in records if record["way"] == way]
-                named = f"{way} (scout, {mine[0]['budget']:,} tokens)" if way == OURS else way
-                mine = [record | {"way": named} for record in mine]
                 lines(axes, mine, "context", column, by="way", marker=marker, color=color, lw=width, ms=5)
             axes.set(xscale="log", yscale="log", xlabel="context, tokens", title=title)
             axes.set_xticks(contexts, [f"{n / 1024:g}k" if n >= 1024 else f"{n:g}" for n in contexts], minor=False)
@@ -223,9 +234,8 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 
 def available(model: str | None, gguf: Path | None) -> list[str]:
     """The ways that this machine and these weights allow."""
-    ways = [OURS, DYNAMIC, STATIC]
-    if torch.cuda.is_available():
-        ways.append(OFFLOADING)
+    ways = [OURS, OFFLOADING] if torch.cuda.is_available() else [OURS, STOCK]
+    ways += [DYNAMIC, STATIC]
     if importlib.util.find_spec("llama_cpp") and (model is None or gguf is not None):
         ways.append(LLAMA)
     return ways
@@ -269,7 +279,9 @@ def main(
     ways: Annotated[
         str | None, typer.Option(help="By name, comma-separated [default: all that are available].")
     ] = None,
-    budget: Annotated[int, typer.Option(min=1, help="Tokens that scout attends in a step.")] = 1024,
+    budget: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that scout attends in a step [default: scout's own samples].")
+    ] = None,
     steps: common.StepsOption = 16,
     rounds: common.RoundsOption = 4,
     gguf: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Weights for llama.cpp.")] = None,
@@ -283,6 +295,7 @@ def main(
     if unknown := [way for way in chosen if way not in known]:
         raise typer.BadParameter(f"--ways {', '.join(unknown)}: this machine and model allow {', '.join(known)}")
     lengths = sorted(common.numbers(contexts))
+    policy = "scout" if budget is None else f"scout:budget={budget}"
     with tempfile.TemporaryDirectory() as folder:
         if gguf is None and LLAMA in chosen:
             gguf = Path(folder) / "bfloat16.gguf"
@@ -295,10 +308,10 @@ def main(
             bar.set_description("loading the model for each way")
             processes = [Process(way, settings) for way in chosen]
             # Kernels are compiled when they first run; a context beyond the budget needs all of them.
-            measure(processes, ids, min(budget + 512, lengths[-1]), rounds, steps, bar)
+            measure(processes, ids, min((budget or 1024) + 512, lengths[-1]), rounds, steps, bar)
             for length in lengths:
                 found = measure(processes, ids, length, rounds, steps, bar)
-                records += [row | {"budget": budget, "steps": steps * rounds} for row in found]
+                records += [row | {"policy": policy, "steps": steps * rounds} for row in found]
                 setting.write(records)
             for process in processes:
                 process.close()
@@ -310,8 +323,8 @@ def main(
 
 def tokenizer_of(model: str | None) -> Any:
     """The model's tokenizer alone."""
-    file = find_smollm2() if model is None else None
-    return AutoTokenizer.from_pretrained(model or str(file.parent), **({"gguf_file": file.name} if file else {}))
+    source, packed = source_of(model)
+    return AutoTokenizer.from_pretrained(source, **packed)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3NextConfig
 
 import hf_offload
 
@@ -27,7 +27,9 @@ def random_model() -> PreTrainedModel:
 
 
 def main(
-    model: Annotated[str | None, typer.Option(help="Hub name or folder (a random Qwen3-Next if none).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hub name, folder or GGUF file (a random Qwen3-Next if none).")
+    ] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Your text, with a model.")] = None,
     tokens: Annotated[int, typer.Option(min=64, help="Tokens of the prompt.")] = 4096,
 ) -> None:
@@ -35,8 +37,8 @@ def main(
         lm, ids = random_model(), torch.randint(3, 512, (1, tokens), generator=torch.Generator().manual_seed(0))
     else:
         text = file.read_text(encoding="utf-8") if file else hf_offload.demo_text("documentation")
-        ids = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt").input_ids[:, :tokens]
-        lm = AutoModelForCausalLM.from_pretrained(model, attn_implementation="hybrid_sparse", dtype="auto").eval()
+        lm, tokenizer = hf_offload.load_demo_model(model, attn_implementation="hybrid_sparse")
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
     cache = hf_offload.HybridCache(lm, "scout", budget=512, progress=True)
     lm.generate(ids.to(lm.device), past_key_values=cache, max_new_tokens=32, do_sample=False)
 

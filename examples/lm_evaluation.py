@@ -25,7 +25,7 @@ TASKS = Path(__file__).parent / "tasks"
 
 
 def main(
-    model: Annotated[str | None, typer.Option(help="Hub name or folder (SmolLM2 if none).")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub name, folder or GGUF file (SmolLM2 if none).")] = None,
     policy: Annotated[str, typer.Option(help="What a step attends; `full` to compare with.")] = "scout",
     budget: Annotated[int, typer.Option(help="Tokens that each KV head attends in a step.")] = 1024,
 ) -> None:

@@ -4,7 +4,8 @@
     python examples/quickstart.py --model Qwen/Qwen3-0.6B --file novel.txt --question "Who marries whom?"
 
 The default prompt hides a 7-digit number in about 6,500 tokens of Python's manual. SmolLM2-135M-Instruct reads it once
-into a `HybridCache`. `to_dynamic()` copies it into a `DynamicCache`, so both answer from the same keys and values.
+into a `HybridCache`. `to_dynamic()` copies it into a `DynamicCache`, so all answer from the same keys and values. On a
+CPU a third way decodes with `fast_linear`, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +34,7 @@ from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_offload
+from hf_offload.attention.hooks import cache_argument
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "eval" / "results" / "peers.csv"
@@ -55,6 +58,8 @@ class Way:
     name: str
     cache: Cache
     tokens: list[int]
+    fast: bool = False
+    """Whether `fast_linear` serves the model's layers."""
     seconds: list[float] = field(default_factory=list)
     held: dict[str, float] = field(default_factory=dict)
     """MiB of keys, values and digests: device, host, and what a step reads (NaN: not known)."""
@@ -63,11 +68,12 @@ class Way:
     def decode(self, model: PreTrainedModel, count: int) -> None:
         """Decode tokens greedily and note how long each took."""
         model.set_attn_implementation("sdpa" if self.name == DYNAMIC else "hybrid_sparse")
-        for _ in range(count):
-            start = time.perf_counter()
-            token = torch.tensor([[self.tokens[-1]]], device=model.device)
-            self.tokens.append(int(model(token, past_key_values=self.cache).logits[0, -1].argmax()))
-            self.seconds.append(time.perf_counter() - start)
+        with hf_offload.fast_linear(model) if self.fast else nullcontext():
+            for _ in range(count):
+                start = time.perf_counter()
+                token = torch.tensor([[self.tokens[-1]]], device=model.device)
+                self.tokens.append(int(model(token, **cache_argument(model, self.cache)).logits[0, -1].argmax()))
+                self.seconds.append(time.perf_counter() - start)
 
     def milliseconds(self) -> tuple[float, float, float]:
         """The 20th, 50th and 80th percentile of a token's time."""
@@ -80,7 +86,7 @@ class Way:
         return str(tokenizer.decode(self.tokens[:end], skip_special_tokens=True)).strip()
 
 
-def measure_memory(cache: Cache, policy: str, budget: int) -> dict[str, float]:
+def measure_memory(cache: Cache, policy: str) -> dict[str, float]:
     """MiB that a cache holds on the model's device and in host memory, and that a decode step reads."""
     if not isinstance(cache, hf_offload.HybridCache):
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / MIB
@@ -88,9 +94,12 @@ def measure_memory(cache: Cache, policy: str, budget: int) -> dict[str, float]:
     stats = cache.stats().as_dict()
     keys = stats["host_bytes"]
     total = keys + stats["resident_bytes"] + stats["digest_bytes"]
-    budgeted = keys * min(1.0, budget / cache.get_seq_length())
-    # These two score the digests of all blocks and then attend a budget of tokens; others read in other ways.
-    read = {"full": keys, "scout": budgeted + stats["digest_bytes"], "quest": budgeted + stats["digest_bytes"]}
+    share = statistics.fmean(row["attended_share"] for row in stats["layers"])  # NaN where no keys are drawn
+    if share != share:
+        share = min(1.0, (getattr(cache.policy, "budget", None) or 0) / cache.get_seq_length())
+    # These two score the digests of all blocks and then attend a part of the tokens; others read in other ways.
+    chosen = keys * share + stats["digest_bytes"]
+    read = {"full": keys, "scout": chosen, "quest": chosen}
     device = stats["device_bytes"]
     return {"device": device / MIB, "host": (total - device) / MIB, "read": read.get(policy, float("nan")) / MIB}
 
@@ -100,7 +109,7 @@ def read_prompt(model: PreTrainedModel, prompt: torch.Tensor, policy: str, **opt
     """Read a prompt `[1, N]` into a new `HybridCache`; returns the cache and the first token of the answer."""
     model.set_attn_implementation("hybrid_sparse")
     cache = hf_offload.HybridCache(model, policy, **options)
-    logits = model(prompt.to(model.device), past_key_values=cache, logits_to_keep=1).logits
+    logits = model(prompt.to(model.device), **cache_argument(model, cache), logits_to_keep=1).logits
     return cache, int(logits[0, -1].argmax())
 
 
@@ -114,6 +123,8 @@ def make_ways(
     seconds = time.perf_counter() - start
     dynamic = cache.to_dynamic()
     ways = [Way(DYNAMIC, dynamic, [first]), Way(policy, cache, [first])]
+    if model.device.type == "cpu":
+        ways.append(Way(f"{policy}, fast_linear", cache.fork(), [first], fast=True))
     if split:
         options |= {"tier": "split", "resident": options.get("budget", 1024) * 3 // 2}
         if policy == "scout":
@@ -237,11 +248,11 @@ def _lines(path: str) -> list[str]:
 
 @app.command()
 def main(
-    model: Annotated[str | None, typer.Option(help="Hub name or folder (SmolLM2-135M-Instruct if none).")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub name, folder or GGUF file (SmolLM2 if none).")] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Your text.")] = None,
     question: Annotated[str | None, typer.Option(help="Your question (no number is hidden then).")] = None,
     policy: Annotated[str, typer.Option(help="The policy to compare with full attention.")] = "scout",
-    budget: Annotated[int, typer.Option(help="Tokens that each step attends.")] = 1024,
+    budget: Annotated[int | None, typer.Option(help="Tokens that each step attends [default: the policy's].")] = None,
     tokens: Annotated[int, typer.Option(help="Length of the prompt with the hidden number.")] = 6500,
     dtype: Annotated[str, typer.Option(help="Weights and activations.")] = "bfloat16",
     split: Annotated[bool, typer.Option("--split", help="Imitate a GPU's two memories on the CPU as well.")] = False,
@@ -259,16 +270,16 @@ def main(
     needle = None if question else hf_offload.hide_number(text, tokenizer, tokens=tokens, depth=0.4)
     prompt = needle.prompt if needle else own_prompt(tokenizer, text, question or "")
     length = prompt.shape[1]
-    options: dict[str, Any] = {} if policy == "full" else {"budget": budget}
+    options: dict[str, Any] = {} if policy == "full" or budget is None else {"budget": budget}
 
     with console.status("warming up: kernels compile when they first run"):
-        sentence = warm_up(language_model, prompt[:, : budget + 128], policy, split, **options)
+        sentence = warm_up(language_model, prompt[:, : (budget or 1024) + 128], policy, split, **options)
     console.print(sentence)
     ways, prefill = make_ways(language_model, prompt, policy, split, **options, progress=True)
     console.print(f"read {length:,} tokens in {prefill:.1f} s: one prefill, by HybridCache, serves all columns\n")
     decode_in_turns(language_model, ways, NEW_TOKENS if needle else 128)
     for way in ways:
-        way.held = measure_memory(way.cache, policy, budget)
+        way.held = measure_memory(way.cache, policy)
 
     eos = language_model.generation_config.eos_token_id
     ends = {eos} if isinstance(eos, int) else set(eos or ())
@@ -284,11 +295,11 @@ def main(
     rows.append(("read by a step", [_mib(way.held["read"]) for way in ways]))
     published, source = first_token_seconds(length) if model is None else ({}, "")
     if published:
-        names = {DYNAMIC: DYNAMIC, "scout": "hf_offload"}
+        names = {DYNAMIC: DYNAMIC, "scout": "hf_offload with stock layers", "scout, fast_linear": "hf_offload"}
         seconds = [published.get(names.get(way.name, "")) for way in ways]
         rows.append(("first token", ["–" if each is None else f"{each:.1f} s" for each in seconds]))
     title = f"{length:,} tokens" + (f", hidden number {needle.number}" if needle else "")
-    show(ways, rows, title if policy == "full" else f"{title}, budget {budget:,}")
+    show(ways, rows, f"{title}, budget {budget:,}" if "budget" in options else title)
     if source:
         console.print(f"[dim]{source}[/dim]")
     if split:

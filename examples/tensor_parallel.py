@@ -18,22 +18,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 import hf_offload
+from hf_offload.assets import source_of
 
 
 def main(
-    model: Annotated[str | None, typer.Option(help="Hub name or folder (SmolLM2 if none).")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub name, folder or GGUF file (SmolLM2 if none).")] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text to continue.")] = None,
     tokens: Annotated[int, typer.Option(help="Most tokens of the prompt.")] = 2000,
     answer: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
     dtype: Annotated[str, typer.Option(help="Weights and activations.")] = "float32",
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        if model is None:  # weights in a GGUF file cannot be read in shares
-            for part in hf_offload.load_demo_model(device="cpu"):
+        source, packed = source_of(model)
+        if packed:  # weights in a GGUF file cannot be read in shares
+            for part in hf_offload.load_demo_model(model, device="cpu"):
                 part.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(model or folder)
+            source = folder
+        tokenizer = AutoTokenizer.from_pretrained(source)
         lm = AutoModelForCausalLM.from_pretrained(
-            model or folder,
+            source,
             attn_implementation="hybrid_sparse",
             dtype=dtype,
             distributed_config=DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"])),

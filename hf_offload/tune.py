@@ -132,7 +132,10 @@ class Tuning:
         )
         others = sorted((t for t in good if t.policy != chosen.policy), key=lambda trial: trial.seconds)
         if chosen.policy == "full":
-            return f"{sentence}. Nothing that leaves tokens out meets the target and is fast enough."
+            if not others:
+                return f"{sentence}. Nothing that leaves tokens out meets the target."
+            near = f"{others[0].policy} with {1000 * others[0].seconds:.1f} ms"
+            return f"{sentence}. Nothing that leaves tokens out is clearly faster at this length; the next is {near}."
         best = f"; next comes {others[0].policy} with {1000 * others[0].seconds:.1f} ms" if others else ""
         slower = " It is not quicker than Transformers' own." if chosen.seconds >= self.full_seconds else ""
         return f"{sentence}{best}.{slower}"

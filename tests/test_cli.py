@@ -69,8 +69,11 @@ def test_profile_is_written_and_its_line_works(tmp_path: Path, loads: list[tuple
     assert "ratio at 10 " in said
     line = f'HybridCache(model, "scout", budget=224, resident=256, recall="{out}")'
     assert line in said
-    cache = eval(line, {"HybridCache": HybridCache, "model": tiny_model("llama")})
-    assert cache.policy.recall == str(out)
+    names = {"HybridCache": HybridCache, "model": tiny_model("llama")}
+    assert eval(f'{line[:-1]}, tier="split")', names).policy.recall == str(out)
+    assert "With this model on the CPU nothing is recalled" in said
+    with pytest.raises(ValueError, match=r"recall=.* needs two memories"):
+        eval(line, names)
 
 
 def test_text_model_and_dtype(tmp_path: Path, loads: list[tuple[Any, ...]]) -> None:

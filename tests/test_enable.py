@@ -6,7 +6,9 @@ import copy
 import gc
 import json
 import pickle
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +116,45 @@ def test_enabling_again_replaces(model: PreTrainedModel) -> None:
     assert generate(model).past_key_values.policy.name == "window"
     disable(model)
     assert traces(model) == before
-    with pytest.raises(ValueError, match="not enabled"):
-        disable(model)
+    disable(model)  # a second time: nothing
     with pytest.raises(ValueError, match="max_length"), enabled(model):
         generate(model, max_length=-1, max_new_tokens=None)
     with enabled(model):
         disable(model)
+    assert traces(model) == before
+
+
+def test_threads_share_a_block_or_are_refused(model: PreTrainedModel) -> None:
+    before, entered, leave = traces(model), threading.Barrier(3), threading.Event()
+    found: dict[str, Any] = {}
+
+    def request(name: str) -> None:
+        with enabled(model, **COVERING):
+            entered.wait(10)
+            found[name] = generate(model)
+            leave.wait(10)
+        found[f"{name} after"] = type(model.__dict__.get("_prepare_cache_for_generation"))
+
+    with ThreadPoolExecutor(2) as pool:
+        requests = [pool.submit(request, name) for name in ("one", "other")]
+        entered.wait(10)
+        for refused in (lambda: disable(model), lambda: enable(model), lambda: enabled(model, "full").__enter__()):
+            with pytest.raises(ValueError, match=r"cannot (en|dis)able this LlamaForCausalLM: thread \d+ is within"):
+                refused()
+        with enabled(model, **COVERING):  # beside theirs
+            leave.set()
+            for done in requests:
+                done.result(10)
+            assert type(generate(model).past_key_values) is HybridCache
+    assert all(type(found[name].past_key_values) is HybridCache for name in ("one", "other"))
+    assert torch.equal(found["one"].sequences, found["other"].sequences)
+    assert traces(model) == before
+    enable(model, "full")
+    nested = enabled(model, "full"), enabled(model, "window", budget=64)  # one thread may nest
+    with nested[0], nested[1], ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="is within"):
+        pool.submit(enabled(model, "window", budget=64).__enter__).result(10)
+    assert generate(model).past_key_values.policy.name == "full"
+    disable(model)
     assert traces(model) == before
 
 

@@ -146,7 +146,9 @@ def test_of_alike_times_the_smaller_device_memory_wins() -> None:
     assert found.chosen.policy == "b"
     assert "It is not quicker" in found.why
     found.trials[1:] = []
-    assert "Nothing that leaves tokens out" in found.why
+    assert "Nothing that leaves tokens out meets the target." in found.why
+    found.trials.append(trial("scout", 1.98, 10))
+    assert "Nothing that leaves tokens out is clearly faster at this length; the next is scout with 1980.0" in found.why
 
 
 def test_two_standard_errors_and_every_window_count() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -310,3 +311,48 @@ def test_replicas_are_refused() -> None:
     model = tiny_model("llama")
     with pytest.raises(TypeError, match=r"DataParallel; use the model inside \(model.module\)"):
         HybridCache(nn.DataParallel(model))
+
+
+def test_a_cache_is_loaded_under_the_adapters_that_it_was_saved_with(tmp_path: Path) -> None:
+    model, (ids, _) = lora(tiny_model("llama")), prompt(1, 40)
+    model.add_adapter("other", model.peft_config["default"])
+    inner = model.get_base_model()
+    states: dict[str, Any] = {
+        "default": lambda: model.set_adapter("default"),
+        "other": lambda: model.set_adapter("other"),
+        "none active": model.base_model.disable_adapter_layers,
+        "merged": lambda: (model.base_model.enable_adapter_layers(), model.merge_adapter(["default"])),
+    }
+    for state, change in states.items():
+        change()
+        cache = HybridCache(inner, "full")
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        cache.save(tmp_path / state)
+        for other in states:
+            if (tmp_path / other).is_dir() and other != state:
+                with pytest.raises(ValueError, match=f"its adapters were .*{other}.*, here they are .*{state}"):
+                    HybridCache.load(tmp_path / other, inner)
+        HybridCache.load(tmp_path / state, inner)
+
+
+def test_offloaded_weights_are_compared_where_they_are(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, (ids, _) = tiny_model("llama"), prompt(1, 40)
+    cache = HybridCache(model, "full")
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    for place in ("memory", "disk"):
+        for seed in (0, 1):
+            other = tiny_model("llama", seed=seed)
+            if place == "memory":
+                accelerate.cpu_offload(other, execution_device=ids.device)
+            else:
+                accelerate.disk_offload(other, tmp_path / f"weights {seed}", execution_device=ids.device)
+            assert other.model.layers[0].mlp.up_proj.weight.is_meta
+            if seed:
+                with pytest.raises(ValueError, match="has other values"):
+                    HybridCache.load(tmp_path / "cache", other)
+            else:
+                HybridCache.load(tmp_path / "cache", other)

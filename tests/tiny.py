@@ -17,8 +17,13 @@ from transformers import (
     Qwen3Config,
 )
 
+import hf_offload
+
 DEVICE = os.environ.get("HF_OFFLOAD_TEST_DEVICE", "cpu")
 """Where models and inputs lie: "cpu", or "cuda" for two real memories."""
+
+FAST_LINEAR = os.environ.get("HF_OFFLOAD_TEST_FAST_LINEAR") == "1"
+"""Whether `fast_linear` serves the layers of all models that are not stock."""
 
 ONE_MEMORY: dict[str, Any] = {"tier": "one"} if DEVICE == "cpu" else {}
 """Options of a cache with one memory, where a model can have that."""
@@ -64,6 +69,8 @@ def tiny_model(family: str, attn_implementation: str = "hybrid_sparse", seed: in
         model = AutoModelForCausalLM.from_config(
             _config(family), attn_implementation=attn_implementation, dtype=torch.float32
         )
+    if FAST_LINEAR and attn_implementation == "hybrid_sparse":
+        hf_offload.fast_linear(model)
     return spread_weights(model)
 
 

@@ -76,13 +76,14 @@ class Models:
         self.eager = self._build("eager")
 
     def ours(self) -> PreTrainedModel:
-        """The model under `hybrid_sparse`; a ValueError where Transformers has no such thing for it."""
+        """The model under `hybrid_sparse`, with `fast_linear`; a ValueError where Transformers cannot load it so."""
         try:
             model = self._build("hybrid_sparse")
         except KeyError as error:
             told = f"Transformers cannot load it with attn_implementation='hybrid_sparse': {tell(error)}"
             raise ValueError(told) from error
         model.load_state_dict(self.eager.state_dict())
+        hf_offload.fast_linear(model)
         return model
 
     def _build(self, attention: str) -> PreTrainedModel:

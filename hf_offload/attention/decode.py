@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -20,8 +22,8 @@ from hf_offload.scores import Scores
 
 FEW_QUERIES = 16
 """Appends of at most this many tokens attend the cached blocks as decode steps do."""
-LONG = 1024
-"""Appends of so many tokens to a model on the CPU trim the heap."""
+LONG = 1000
+"""Appends of so many tokens to a model on the CPU trim the heap, and float16 is warned of."""
 
 
 def append(
@@ -80,7 +82,18 @@ def append(
         layer.last_queries = joined(layer.last_queries, query, past, window)
     if query.device.type == "cpu" and query.shape[2] >= LONG:
         trim_heap_by_turns()
+        if query.dtype == torch.float16:
+            _warn_of_float16()
     return out
+
+
+@functools.cache  # once
+def _warn_of_float16() -> None:
+    warnings.warn(
+        "on a CPU torch takes several times as long to read a prompt in float16 as in bfloat16; load the model with "
+        "dtype=torch.bfloat16",
+        stacklevel=2,
+    )
 
 
 def _progress(layer: HybridLayer, past: int, tokens: int) -> Callable[[int], None] | None:

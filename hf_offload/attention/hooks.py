@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 import threading
 import weakref
@@ -35,23 +36,31 @@ class Attachment:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.stack, self.layers = find_layers(model)
+        self._layer_handles: list[RemovableHandle] = []
         self.predictors = [QueryPredictor(layer, short_cut=not exchanges(model)) for layer in self.layers]
-        self._lock, self._layers_hooked = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._looking: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The caches that look ahead."""
         ref = weakref.ref(self)
         self._handles = [
             self.stack.register_forward_pre_hook(_BeforeStack(ref), with_kwargs=True),
             self.stack.register_forward_hook(_AfterStack(ref), with_kwargs=True, always_call=True),
         ]
-        self._finalizer = weakref.finalize(self, _remove, self._handles)
+        self._finalizer = weakref.finalize(self, _remove, self._handles, self._layer_handles)
 
-    def _hook_layers(self) -> None:
-        """Hook each decoder layer, once a cache needs it: these hooks cost time in every layer of every step."""
+    def _hook_layers(self, cache: Any) -> None:
+        """Hook each decoder layer while a cache that looks ahead lives: the hooks cost time in every layer and step."""
         with self._lock:
-            if not self._layers_hooked:
+            if cache.looks_ahead:
+                self._looking.add(cache)
+            if self._looking and not self._layer_handles:
                 ref = weakref.ref(self)
                 for index, layer in enumerate(self.layers):
-                    self._handles.append(layer.register_forward_pre_hook(_BeforeLayer(ref, index), with_kwargs=True))
-                self._layers_hooked = True
+                    hook = _BeforeLayer(ref, index)
+                    self._layer_handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            elif not self._looking:
+                _remove(self._layer_handles)
+                self._layer_handles.clear()
 
     def before_stack(self, cache: Any, kwargs: dict[str, Any]) -> None:
         """Begin the transaction of a forward.
@@ -68,8 +77,8 @@ class Attachment:
             raise ValueError(
                 "gradient checkpointing keeps the cache from a model in train mode; call model.eval() before generating"
             )
-        if cache.looks_ahead and not self._layers_hooked:
-            self._hook_layers()
+        if (cache not in self._looking) if cache.looks_ahead else (self._layer_handles and not self._looking):
+            self._hook_layers(cache)
         cache.begin()
 
     def after_stack(self, cache: Any, finished: bool) -> None:
@@ -260,6 +269,6 @@ class _BeforeLayer(_Hook):
             found.before_layer(self.index, cache, args, kwargs)
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
+def _remove(*handles: list[RemovableHandle]) -> None:
+    for handle in itertools.chain(*handles):
         handle.remove()

@@ -12,6 +12,9 @@ from hf_offload.scores import Scores
 
 MASKED_QUERIES = 512
 """Queries of one attention call where a mask or scores are materialized."""
+MEAN = -1e4
+"""The lse, less the logarithm of their number, of keys that a mask gives the least value: below that of any others, and
+small enough that float32 keeps the logarithm."""
 
 
 class MaskPieces:
@@ -19,7 +22,8 @@ class MaskPieces:
 
     Args:
         mask: None (plain causal); bool `[B, past + Q]`, validity of keys in addition to causality; or a dense mask
-            `[B, 1 or Hq, Q, past + Q]` (bool, True = attend; or additive).
+            `[B, 1 or Hq, Q, past + Q]` (bool, True = attend; or additive). A query that may attend nothing, by False or
+            −inf, gives 0; one whose keys all have the least finite value gives their mean, as under sdpa.
         past: number of cached tokens before the new ones.
         dtype: dtype of the additive pieces.
     """
@@ -28,30 +32,48 @@ class MaskPieces:
         if mask is not None and mask.ndim not in (2, 4):
             raise ValueError(f"attention mask of shape {tuple(mask.shape)}; use [B, keys] or [B, heads, queries, keys]")
         self.mask, self.past, self.dtype = mask, past, dtype
-        self.never = torch.finfo(dtype).min / 2  # finite, so that the softmax of a fully masked query is not NaN
+        # Finite, so that no softmax is NaN. What a mask forbids lies so far below the least value that it can add that
+        # it has weight 0 beside any key that it does not forbid.
+        self.forbidden = torch.finfo(dtype).min
+        self.least = self.forbidden / 2
 
-    def piece(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> tuple[torch.Tensor | None, bool]:
-        """Return additive mask (None: no key is masked) and is_causal for new queries q0…q1-1 and keys k0…k1-1."""
+    def piece(
+        self, q0: int, q1: int, k0: int, k1: int, device: torch.device
+    ) -> tuple[torch.Tensor | None, bool, torch.Tensor | None]:
+        """The mask of new queries q0…q1-1 and keys k0…k1-1.
+
+        Returns:
+            The additive mask (None: no key is masked), is_causal, and fp32 `[B or 1, Hq or 1, Q]`: the lse of queries
+            for which the mask alone decides, NaN for the others (None: for all). It is −inf where all of these keys are
+            forbidden, and `MEAN` + log n where n of them have the least value, and no other has more.
+        """
         if self.mask is not None and self.mask.ndim == 4:
             part = self.mask[:, :, q0:q1, k0:k1]
-            return (
-                self._additive(part) if part.dtype == torch.bool else part.to(self.dtype).clamp(min=self.never)
-            ), False
+            if part.dtype == torch.bool:
+                return self._additive(part)
+            never, low = part == float("-inf"), part <= self.least
+            bias = part.clamp(min=self.least).to(self.dtype).masked_fill_(never, self.forbidden)
+            mean = (~never).sum(-1).log() + MEAN
+            return bias, False, mean.masked_fill_(~low.all(-1), float("nan"))
         all_visible = k1 <= self.past + q0 + 1
         if self.mask is None:
             if all_visible:
-                return None, False
+                return None, False, None
             if k0 == self.past + q0 and k1 - k0 == q1 - q0:
-                return None, True
+                return None, True, None
         visible = (
             torch.arange(k0, k1, device=device) <= torch.arange(self.past + q0, self.past + q1, device=device)[:, None]
         )
         if self.mask is not None:
             visible = visible & self.mask[:, None, None, k0:k1].to(device=device, dtype=torch.bool)
-        return self._additive(visible if visible.ndim == 4 else visible[None, None]), False
+        return self._additive(visible if visible.ndim == 4 else visible[None, None])
 
-    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, self.never)
+    def _additive(self, visible: torch.Tensor) -> tuple[torch.Tensor, bool, torch.Tensor]:
+        bias = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(
+            ~visible, self.forbidden
+        )
+        decided = torch.full(visible.shape[:-1], float("-inf"), dtype=torch.float32, device=visible.device)
+        return bias, False, decided.masked_fill_(visible.any(-1), float("nan"))
 
 
 def attend(
@@ -179,9 +201,13 @@ def append_attention(
             q1 = min(q0 + step, length)
             if first > past + q1 - 1 and (mask is None or mask.ndim == 2):
                 continue  # all of these keys are later than these queries
-            bias, causal = pieces.piece(q0, q1, first, stop, query.device)
+            bias, causal, decided = pieces.piece(q0, q1, first, stop, query.device)
             with memory_for(f"attention of {q1 - q0} queries to {stop - first} keys", remedy):
                 partial = attend(query[:, :, q0:q1], k, v, bias, causal, scores)
+                if decided is not None:
+                    out, lse = partial
+                    out = out.masked_fill((decided == float("-inf")).unsqueeze(-1), 0.0)
+                    partial = out, torch.where(decided.isnan(), lse, decided)
             done = total[i]
             total[i] = partial if done is None else merge_partials([done, partial])
         if attended is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,9 +29,11 @@ def fingerprint(config: Any, stack: nn.Module) -> dict[str, Any]:
         config: config of its decoder.
         stack: the module that runs the decoder layers.
     """
+    adapters = _adapters(stack)
     return {
         "config": _config(config),
-        "weights": {name: _sample(weight) for name, weight in stack.named_parameters()},
+        "weights": {name: _sample(weight) for name, weight in _weights(stack)},
+        **({"adapters": adapters} if adapters else {}),
     }
 
 
@@ -37,7 +41,7 @@ def likeness(config: Any, stack: nn.Module) -> dict[str, Any]:
     """Return what identifies a model in any dtype, as JSON values; arguments as in `fingerprint`."""
     return {
         "config": _config(config),
-        "weights": {name: _values(weight) for name, weight in stack.named_parameters()},
+        "weights": {name: _values(weight) for name, weight in _weights(stack)},
     }
 
 
@@ -47,8 +51,41 @@ def _config(config: Any) -> dict[str, Any]:
     return told
 
 
+def _weights(stack: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights by name; those that accelerate has offloaded from where they are."""
+    for name, weight in stack.named_parameters():
+        yield name, weight if weight.device.type != "meta" else _offloaded(stack, name, weight)
+
+
+def _offloaded(stack: nn.Module, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The values of an offloaded weight, which a hook of its module or of one around it knows; else the weight."""
+    parts = name.split(".")
+    for i in reversed(range(len(parts))):
+        hook = stack.get_submodule(".".join(parts[:i])).__dict__.get("_hf_hook")
+        for each in getattr(hook, "hooks", (hook,)):
+            values = getattr(each, "weights_map", None) or {}
+            if ".".join(parts[i:]) in values:
+                return cast(torch.Tensor, values[".".join(parts[i:])])
+    return weight
+
+
+def _adapters(stack: nn.Module) -> dict[str, int]:
+    """What PEFT's adapters add to the modules of a model: how many modules have each state."""
+    states = Counter(_adapter_state(module) for module in stack.modules() if hasattr(module, "merged_adapters"))
+    return dict(sorted(states.items()))
+
+
+def _adapter_state(module: Any) -> str:
+    if module.merged_adapters:
+        return f"{', '.join(module.merged_adapters)} merged"
+    ranks, scaling = getattr(module, "r", {}), getattr(module, "scaling", {})
+    active = [] if module.disable_adapters else [name for name in module.active_adapters if name in (ranks or [name])]
+    told = [f"{name} (rank {ranks.get(name)}, scaling {scaling.get(name)})" for name in active]
+    return ", ".join(told) or "none active"
+
+
 def _spaced(weight: torch.Tensor, most: int) -> torch.Tensor | None:
-    """Up to `most` values of a weight, evenly spaced, on the host; None for weights that accelerate has offloaded."""
+    """Up to `most` values of a weight, evenly spaced, on the host; None for weights that are nowhere."""
     if weight.device.type == "meta":
         return None
     local = getattr(weight, "to_local", None)
@@ -58,7 +95,7 @@ def _spaced(weight: torch.Tensor, most: int) -> torch.Tensor | None:
 
 
 def _sample(weight: torch.Tensor) -> int | None:
-    """A checksum of shape, dtype and sampled values; None for offloaded weights."""
+    """A checksum of shape, dtype and sampled values; None for weights that are nowhere."""
     values = _spaced(weight, SAMPLES)
     if values is None:
         return None
@@ -67,13 +104,16 @@ def _sample(weight: torch.Tensor) -> int | None:
 
 
 def _values(weight: torch.Tensor) -> list[Any]:
-    """The shape and a few values; no values for offloaded weights."""
+    """The shape and a few values; no values for weights that are nowhere."""
     values = _spaced(weight, FEW)
     return [list(weight.shape), [] if values is None else [float(f"{x:.5g}") for x in values.tolist()]]
 
 
 def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
     """The difference between two fingerprints as text, or None; config entries that only one has are ignored."""
+    if saved.get("adapters") != now.get("adapters"):
+        old, new = (" and ".join(each.get("adapters", ())) or "none" for each in (saved, now))
+        return f"its adapters were {old}, here they are {new}"
     if odd := _other_layout(saved, now):
         return odd
     for name, sample in saved["weights"].items():

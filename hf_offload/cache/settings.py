@@ -113,7 +113,7 @@ class Settings:
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Uninitialised scratch of a shape and dtype; a later, larger one leaves the arrays that were given alone."""
-        count = math.prod(shape)
-        if name not in self.scratch or self.scratch[name].size < count:
-            self.scratch[name] = np.empty(count * 5 // 4, dtype)
-        return self.scratch[name][:count].reshape(shape)
+        count, held = math.prod(shape), self.scratch.get(name)
+        if held is None or held.size < count or held.dtype != dtype:
+            held = self.scratch[name] = np.empty(count * 5 // 4, dtype)
+        return held[:count].reshape(shape)

@@ -232,7 +232,9 @@ def _errors(tally: np.ndarray) -> tuple[float | None, float | None]:
 
 
 class Stats:
-    """The statistics of a cache, as `cache.stats()` returns them: `str()` is a table, `as_dict()` is for a log.
+    """The statistics of a cache, as `cache.stats()` returns them.
+
+    `str()` is one line, `table()` has a row for each layer, `as_dict()` is for a log.
 
     Args:
         layers: statistics of each layer.
@@ -280,8 +282,24 @@ class Stats:
 
     def __str__(self) -> str:
         whole = self.as_dict()
+        told = [f"{whole['steps']:,} decode steps"]
+        if whole["attended_tokens"] is not None:
+            told.append(
+                f"{whole['attended_tokens']:,.0f} tokens attended ({whole['attended_share']:.1%} of the context)"
+            )
+        for key, name in (("host", "in host memory"), ("resident", "resident"), ("digest", "digests")):
+            if whole[f"{key}_bytes"]:
+                told.append(f"{whole[f'{key}_bytes'] / 2**20:,.1f} MiB {name}")
+        for key, name in (("missed_mass", "missed mass"), ("output_error", "output error")):
+            if whole[key] is not None:
+                told.append(f"{name} {whole[key]:.2g}")
+        return f"HybridCache: {'; '.join([*told, *_times(whole)])}. By layer: stats().table()"
+
+    def table(self) -> str:
+        """Return a table with a row for each layer; columns in which nothing was counted are left out."""
+        whole = self.as_dict()
         whole |= {"layer": "all", "kept_share_by_head": [s for row in self.layers for s in row.kept_share_by_head]}
-        table = Table(title="HybridCache", caption=_caption(whole), caption_justify="left")
+        table = Table(title="HybridCache", caption="; ".join(_times(whole)) or None, caption_justify="left")
         columns = {
             "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "attended_tokens": "tokens",
             "estimated_error": "error", "missed_mass": "missed", "output_error": "output error", "recalls": "recalls",
@@ -290,13 +308,7 @@ class Stats:
             "digest_bytes": "digest MiB", "retrievals": "retrieved", "wait_seconds": "waited s",
             "query_cosine": "query cosine", "selection_overlap": "overlap",
         }  # fmt: skip
-        # Of some policies.
-        for key in (
-            "attended_tokens", "estimated_error", "missed_mass", "output_error", "context_bytes", "kept_share",
-            "kept_share_by_head", "retrievals",
-        ):  # fmt: skip
-            if not whole[key]:
-                del columns[key]
+        columns = {key: title for key, title in columns.items() if whole[key]}
         for title in columns.values():
             table.add_column(title, justify="right")
         for row in [*whole["layers"], whole]:
@@ -307,8 +319,8 @@ class Stats:
         return capture.get()
 
 
-def _caption(whole: dict[str, Any]) -> str | None:
-    """The table's caption: the statistics of the whole cache."""
+def _times(whole: dict[str, Any]) -> list[str]:
+    """Times of the whole cache in words."""
     told = []
     if whole["time_between_tokens"]:
         times = ", ".join(f"{name} {1000 * value:.1f}" for name, value in whole["time_between_tokens"].items())
@@ -316,7 +328,7 @@ def _caption(whole: dict[str, Any]) -> str | None:
     for what, count in (("eviction", whole["evictions"]), ("reevaluation", whole["reevaluations"])):
         if count:
             told.append(f"{count} {what}s of {1000 * whole[f'{what}_seconds'] / count:.2f} ms")
-    return "; ".join(told) or None
+    return told
 
 
 def _cell(key: str, value: Any) -> str:

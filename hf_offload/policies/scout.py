@@ -182,6 +182,11 @@ class Scout(Policy):
                 f'lookahead={self.lookahead!r} needs two memories; use tier="split", a model on a GPU, or '
                 'lookahead="auto"'
             )
+        if not two_memories and isinstance(self.recall, str | Path) and self.recall != ADAPTIVE:
+            raise ValueError(
+                f"recall={str(self.recall)!r} needs two memories: with one nothing is recalled; leave it out, or use "
+                'tier="split" or a model on a GPU'
+            )
 
     def with_defaults(self, *, two_memories: bool) -> Scout:
         if self.budget is not None or self.samples is not None:

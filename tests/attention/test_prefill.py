@@ -55,6 +55,50 @@ def test_equals_dense_attention(past: int, new: int, tile: int, kind: str, softc
     assert torch.allclose(got[rows].double(), want[rows], atol=2e-6 * (1 + want[rows].abs().max()))
 
 
+@pytest.mark.parametrize("kind", ["bool", "forbidden", "least", "least of some"])
+@pytest.mark.parametrize("tile", [4096, 16])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 3e-2)])
+def test_queries_that_a_mask_leaves_nothing(dtype: torch.dtype, tolerance: float, tile: int, kind: str) -> None:
+    """False and −inf for all keys give 0, as under sdpa; the least value for all that are not −inf gives their mean."""
+    torch.manual_seed(0)
+    past, new, total = 50, 30, 80
+    q, k, v = (torch.randn(2, heads, size, 16).to(dtype) for heads, size in ((4, new), (2, total), (2, total)))
+    seen = (torch.arange(total) <= torch.arange(past, total)[:, None]).expand(2, 1, new, total).clone()
+    seen[0, 0, 3], seen[1, 0, 29] = False, False
+    mask, want = seen, dense(q, k, v, seen, 0.3, None)
+    shared = v.repeat_interleave(2, 1).double()
+    if kind in ("bool", "forbidden"):
+        want[0, 3], want[1, 29] = 0.0, 0.0
+    else:
+        want[0, 3], want[1, 29] = shared[0].mean(1), shared[1].mean(1)
+    if kind != "bool":
+        least = float("-inf") if kind == "forbidden" else torch.finfo(dtype).min
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, least)
+    if kind == "least of some":
+        mask[0, 0, 3, 20:] = float("-inf")
+        want[0, 3] = shared[0, :, :20].mean(1)
+    tiles = [(i, k[:, :, i : min(i + tile, past)], v[:, :, i : min(i + tile, past)]) for i in range(0, past, tile)]
+    got = append_attention(q, k[:, :, past:], v[:, :, past:], past, tiles, mask, scores=Scores(0.3), tile=tile)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_logits_behind_a_query_that_attends_nothing_are_those_of_sdpa(additive: bool) -> None:
+    """A dense mask over a prompt, and two decode steps after it."""
+    stock, model, ids = tiny_model("llama", "sdpa"), tiny_model("llama"), prompt(1, 42)[0]
+    seen = torch.ones(1, 1, 40, 40, dtype=torch.bool, device=ids.device).tril()
+    seen[0, 0, 0], seen[0, 0, 17] = False, False
+    mask = torch.zeros(seen.shape, device=ids.device).masked_fill(~seen, float("-inf")) if additive else seen
+    found = []
+    for one in (stock, model):
+        cache = DynamicCache(config=one.config) if one is stock else HybridCache(one, "full")
+        with torch.no_grad():
+            logits = [one(ids[:, :40], attention_mask=mask, past_key_values=cache).logits]
+            logits += [one(ids[:, i : i + 1], past_key_values=cache).logits for i in (40, 41)]
+        found.append(torch.cat(logits, 1))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])

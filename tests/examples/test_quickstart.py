@@ -29,7 +29,7 @@ def tiny(monkeypatch, tmp_path):
 @pytest.fixture
 def answers(monkeypatch):
     """What each way says, by its name."""
-    said = {"DynamicCache": "It is 7482915.", "scout": "It is 7482915."}
+    said = dict.fromkeys(("DynamicCache", "scout", "scout, fast_linear"), "It is 7482915.")
     monkeypatch.setattr(quickstart.Way, "answer", lambda way, *_: said[way.name])
     return said
 
@@ -40,9 +40,9 @@ def test_it_shows_what_each_way_takes(tiny, answers):
     assert "loaded SmolLM2" in result.output
     assert "earlier run" in result.output or "later runs" in result.output
     assert "one prefill, by HybridCache, serves all columns" in result.output
-    assert result.output.count("It is 7482915.") == 2
-    assert result.output.count("yes") == 2
-    assert result.output.count("█ ") + result.output.count("ms a token") >= 3
+    assert result.output.count("It is 7482915.") == 3
+    assert result.output.count("yes") == 3
+    assert result.output.count("█ ") + result.output.count("ms a token") >= 4
     assert "split" not in result.output
     assert "first token" not in result.output.lower()
 
@@ -75,8 +75,8 @@ def test_figures_go_to_a_csv(tiny, tmp_path):
     assert result.exit_code == 0, result.output
     with (tmp_path / "new" / "demo.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["way"] for row in rows] == ["DynamicCache", "scout"]
-    full, sparse = rows
+    assert [row["way"] for row in rows] == ["DynamicCache", "scout", "scout, fast_linear"]
+    full, sparse, _ = rows
     assert all(float(row["p20"]) <= float(row["p50"]) <= float(row["p80"]) for row in rows)
     assert full["prefill_s"] == sparse["prefill_s"]
     tokens = int(full["context"]) + quickstart.NEW_TOKENS  # and those that were decoded
@@ -126,7 +126,7 @@ def test_smollm2_finds_the_number_in_a_short_prompt(loaded, monkeypatch):
     monkeypatch.setattr(quickstart, "NEW_TOKENS", 24)
     result = run("--tokens", "400", "--budget", "256")
     assert result.exit_code == 0, result.output
-    assert result.output.count("yes") == 2
+    assert result.output.count("yes") == 3
 
 
 @pytest.mark.slow
@@ -142,4 +142,4 @@ def test_smollm2_answers_a_question_of_ones_own(loaded, tmp_path):
 def test_every_way_finds_the_number_by_default(smollm2):
     result = run("--split")
     assert result.exit_code == 0, result.output
-    assert result.output.count("yes") == 3
+    assert result.output.count("yes") == 4

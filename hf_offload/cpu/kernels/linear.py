@@ -1,7 +1,8 @@
 """Products of a few rows with a weight matrix, y = x Wᵀ + b, at the speed at which memory gives the weights.
 
 A task is a run of rows of W, read one after the other: a core's prefetcher follows one long stream better than several.
-The rows of x are widened once. Each vector of W serves up to four of them.
+The rows of x are widened once, and each vector of W serves up to four of them. A sum has the same order whatever the
+number of rows and threads: a row's result is the same alone and among others.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _TOTALS = (0,) * 16  # rows of W whose sums are folded together; see `run_totals
 _TILES: tuple[tuple[int, ...], ...] = ((), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))  # the length is the number of rows
 
 # Entries of x up to which the kernel is at least as fast as torch, if x has more than one row: the crossing in
-# `eval/results/bench_cpu.csv`, section `linear`, by dtype and whether there is AVX-512. Missing: 8 rows of any length.
+# `eval/results/bench_cpu_linear.csv`, by dtype and whether there is AVX-512. Missing: 8 rows of any length.
 # With AVX-512, torch packs bfloat16 weights for oneDNN, which multiplies several rows fast; a widened x that leaves the
 # first-level cache is what slows this kernel.
 _MOST_ENTRIES = {(torch.bfloat16, True): 4096}

@@ -268,9 +268,10 @@ class RetainedHostPartial(BlockHostPartial):
 
     def _keep(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return scratch of this partial alone: partials of two layers may run at once."""
-        if name not in self._scratch or self._scratch[name].shape != shape:
-            self._scratch[name] = np.empty(shape, dtype)
-        return self._scratch[name]
+        held = self._scratch.get(name)
+        if held is None or held.shape != shape or held.dtype != dtype:
+            held = self._scratch[name] = np.empty(shape, dtype)
+        return held
 
 
 def attend_on_both_sides(step: SplitStep, window: Selection | None, samples: int) -> tuple[Partial | HostPartial, ...]:

@@ -1,0 +1,333 @@
+"""`fast_linear`: served layers follow whatever is done to them, and are given back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+import peft
+import pytest
+import torch
+from tiny import DEVICE, prompt, tiny_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_offload
+from hf_offload import disable, enable, enabled, fast_linear
+from hf_offload.cpu.kernels.linear import MOST_ROWS, faster_than_torch
+from hf_offload.fast_linear import FastLinear, _Products
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "cpu", reason="for layers on the CPU"),
+    pytest.mark.skipif(not faster_than_torch(torch.float32, 1, 64), reason="needs AVX2"),
+]
+
+
+class Counted:
+    """How many products the kernel has made."""
+
+    def __init__(self) -> None:
+        self.products = 0
+
+    def by(self, call: Any) -> int:
+        before = self.products
+        call()
+        return self.products - before
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    counted, multiply = Counted(), _Products.multiply
+
+    def count(*arguments: Any) -> None:
+        counted.products += 1
+        multiply(*arguments)
+
+    monkeypatch.setattr(_Products, "multiply", count)
+    return counted
+
+
+@pytest.fixture
+def layer() -> Iterator[nn.Linear]:
+    torch.manual_seed(0)
+    made = nn.Linear(48, 40).eval()
+    with torch.no_grad(), fast_linear(made):
+        yield made
+
+
+X = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(1))
+
+
+def stock(layer: nn.Linear, x: torch.Tensor = X) -> torch.Tensor:
+    return nn.functional.linear(x, layer.weight, layer.bias)
+
+
+def assert_follows(layer: nn.Linear, kernel: Counted, products: int = 1, x: torch.Tensor = X) -> None:
+    """The layer multiplies with the weights that it has, by so many calls of the kernel."""
+    before = kernel.products
+    torch.testing.assert_close(layer(x), stock(layer, x), rtol=1e-5 if x.dtype == torch.float32 else 1e-2, atol=1e-5)
+    assert kernel.products - before == products
+
+
+# --- counting and giving back ----------------------------------------------------------------------------------------
+
+
+def classes(model: nn.Module) -> set[type]:
+    return {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
+
+
+def test_layers_are_served_until_the_last_handle_is_closed() -> None:
+    model = tiny_model("llama", "sdpa")
+    before = [sorted(vars(module)) for module in model.modules()]
+    first, second = fast_linear(model), fast_linear(model.model)
+    assert first.layers == 4 * 7 + 1 == second.layers + 1
+    enable(model, "full")
+    first.close()
+    first.close()
+    assert first.layers == 0
+    second.close()
+    assert classes(model) == {FastLinear}
+    with enabled(model, "window", budget=256):
+        pass
+    assert classes(model) == {FastLinear}
+    enable(model, "full", fast_linear=False)
+    assert classes(model) == {nn.Linear}
+    enable(model, "full")
+    assert classes(model) == {FastLinear}
+    with enabled(model, "window", budget=256, fast_linear=False):
+        assert classes(model) == {nn.Linear}
+    assert classes(model) == {FastLinear}
+    disable(model)
+    assert classes(model) == {nn.Linear}
+    assert [sorted(vars(module)) for module in model.modules()] == before
+
+
+def test_a_cache_alone_touches_no_layer() -> None:
+    model = tiny_model("llama")
+    hf_offload.HybridCache(model, "full")
+    assert not any("_fast_linear_handles" in vars(module) for module in model.modules()) or classes(model) == {
+        FastLinear
+    }
+
+
+def test_a_refused_model_is_unchanged() -> None:
+    model = tiny_model("llama", "sdpa")
+    with pytest.raises(ValueError, match="unknown"):
+        enable(model, "no such policy")
+    assert classes(model) == {nn.Linear}
+    with pytest.raises(TypeError, match="not a str"):
+        fast_linear("model")  # type: ignore[arg-type]
+
+
+def test_a_handle_keeps_no_model_alive() -> None:
+    model = tiny_model("llama", "sdpa")
+    handle = fast_linear(model)
+    del model
+    import gc
+
+    gc.collect()
+    assert handle.layers == 0
+    handle.close()
+
+
+def test_other_kinds_of_layers_are_left_alone() -> None:
+    class Scaled(nn.Linear):
+        pass
+
+    own = nn.Linear(4, 4)
+    own.forward = lambda x: x  # type: ignore[method-assign]
+    model = nn.ModuleList([Scaled(4, 4), own, nn.Bilinear(4, 4, 4)])
+    assert fast_linear(model).layers == 0
+    assert type(own) is nn.Linear
+
+
+# --- what is done to weights -----------------------------------------------------------------------------------------
+
+
+def test_weights_that_change_are_followed(layer: nn.Linear, kernel: Counted) -> None:
+    assert_follows(layer, kernel)
+    layer.weight.mul_(2)
+    layer.bias.add_(1)
+    assert_follows(layer, kernel)
+    layer.weight = nn.Parameter(torch.randn(33, 48))
+    layer.bias = None
+    assert_follows(layer, kernel)
+    layer.weight.data = torch.randn(35, 48)
+    assert_follows(layer, kernel)
+    layer.load_state_dict({"weight": torch.randn(35, 48)})
+    assert_follows(layer, kernel)
+    layer.to(torch.bfloat16)
+    assert_follows(layer, kernel, x=X.bfloat16())
+    layer.to(torch.float64)
+    assert_follows(layer, kernel, 0, X.double())
+    layer.float().weight.data = torch.randn(48, 48).T  # its columns are contiguous
+    assert_follows(layer, kernel, 0)
+
+
+def test_weights_that_are_parametrised_or_sparse_are_left_to_torch(layer: nn.Linear, kernel: Counted) -> None:
+    nn.utils.parametrizations.weight_norm(layer)
+    layer.parametrizations.weight.original0.mul_(3)
+    assert_follows(layer, kernel, 0)
+    sparse = nn.Linear(48, 8, bias=False).eval()
+    sparse.weight = nn.Parameter(torch.eye(8, 48).to_sparse_csr(), requires_grad=False)
+    with fast_linear(sparse):
+        assert torch.equal(sparse(X[0]), X[0, :, :8])
+    assert kernel.products == 0
+
+
+def test_copies_are_served_with_weights_of_their_own(layer: nn.Linear, kernel: Counted) -> None:
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(buffer, weights_only=False)]
+    layer.weight.zero_()
+    for one in copies:
+        assert_follows(one, kernel)
+        assert one(X).abs().max() > 1
+
+
+def test_a_copy_of_an_enabled_model_is_disabled_by_itself() -> None:
+    model = tiny_model("llama", "sdpa")
+    enable(model, "full")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        disable(other)
+        assert classes(other) == {nn.Linear}
+    assert classes(model) == {FastLinear}
+
+
+def test_offloaded_weights_are_multiplied(kernel: Counted) -> None:
+    model, ids = tiny_model("llama", "sdpa"), prompt(1, 5)[0]
+    with torch.no_grad():
+        want = model(ids).logits
+        with fast_linear(model):
+            accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True)
+            assert model.lm_head.weight.is_meta
+            assert kernel.by(lambda: torch.testing.assert_close(model(ids).logits, want, rtol=1e-5, atol=1e-5)) > 0
+        assert kernel.by(lambda: model(ids)) == 0  # the hooks still hold the served forward
+        accelerate.hooks.remove_hook_from_submodules(model)
+    hooked = tiny_model("llama", "sdpa")
+    accelerate.cpu_offload(hooked, execution_device="cpu")
+    assert fast_linear(hooked).layers == 0
+
+
+def test_adapters_are_merged(kernel: Counted) -> None:
+    model, ids = tiny_model("llama", "sdpa"), prompt(1, 6)[0]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4)).eval()
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight)
+    with torch.no_grad():
+        want = adapted(ids).logits
+        with fast_linear(adapted):
+            for _ in range(2):
+                assert (
+                    kernel.by(lambda: torch.testing.assert_close(adapted(ids).logits, want, rtol=1e-4, atol=1e-4)) > 0
+                )
+                adapted.merge_adapter()
+        torch.testing.assert_close(adapted.unload()(ids).logits, adapted.get_base_model()(ids).logits)
+
+
+def test_training_takes_a_step() -> None:
+    served, plain = tiny_model("llama", "sdpa"), tiny_model("llama", "sdpa")
+    ids = prompt(1, 6)[0]
+    with fast_linear(served):
+        for model in (served, plain):
+            for mode in (True, False):  # gradients are wanted in evaluation mode, too
+                model.train(mode)
+                model(ids, labels=ids).loss.backward()
+            torch.optim.SGD(model.parameters(), 0.1).step()
+        for one, other in zip(served.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+# --- how it is called ------------------------------------------------------------------------------------------------
+
+
+def test_inputs_of_every_form(layer: nn.Linear, kernel: Counted) -> None:
+    for x in (X[0, 0], X[:, 0], X[0, 0].expand(2, 2, 48), X.transpose(0, 1), torch.randn(48, 5).T):
+        assert_follows(layer, kernel, x=x)
+    many = torch.randn(MOST_ROWS + 1, 48)
+    for x in (many, many[:0]):
+        assert_follows(layer, kernel, 0, x)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.randn(2, 47))
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(X.bfloat16())
+
+
+def test_torch_sees_what_it_traces_transforms_or_intercepts(layer: nn.Linear, kernel: Counted) -> None:
+    want = stock(layer)
+    assert torch.equal(torch.func.vmap(layer)(X), want)
+    with torch.enable_grad():
+        assert layer(X).requires_grad
+    _, tangent = torch.func.jvp(layer, (X,), (X,))
+    torch.testing.assert_close(tangent, want - layer.bias, rtol=1e-5, atol=1e-5)
+    with torch.autograd.forward_ad.dual_level():
+        made = torch.autograd.forward_ad.make_dual(X, X)
+        assert torch.autograd.forward_ad.unpack_dual(layer(made)).tangent is not None
+    assert torch.equal(torch.jit.trace(layer, X)(2 * X), stock(layer, 2 * X))
+    with FlopCounterMode(display=False) as counter:
+        layer(X)
+    assert counter.get_total_flops() == 2 * 6 * 48 * 40
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        layer(X)
+    assert seen
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(X).dtype == torch.bfloat16
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), want)
+    exported = torch.export.export(layer, (X,))
+    assert torch.equal(exported.module()(X), want)
+    assert kernel.products == 0
+
+
+def test_two_threads_at_once(layer: nn.Linear) -> None:
+    other = nn.Linear(48, 40).eval()
+    failed: list[BaseException] = []
+
+    def work(mine: nn.Linear, seed: int) -> None:
+        try:
+            x = torch.randn(1, 48, generator=torch.Generator().manual_seed(seed))
+            with torch.no_grad():
+                want = stock(mine, x)
+                for _ in range(300):
+                    torch.testing.assert_close(mine(x), want, rtol=1e-5, atol=1e-5)
+        except BaseException as error:
+            failed.append(error)
+
+    with fast_linear(other):
+        threads = [threading.Thread(target=work, args=(one, seed)) for seed, one in enumerate((layer, other, layer))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+
+
+def test_tokens_of_a_real_model_are_those_of_stock_layers(
+    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase], kernel: Counted
+) -> None:
+    model, tokenizer = smollm2
+    ids = tokenizer("Once upon a time, in a country by the sea,", return_tensors="pt").input_ids
+    arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    want = model.generate(ids, **arguments)
+    with enabled(model, "full"):
+        assert kernel.by(lambda: None) == 0
+        got = model.generate(ids, **arguments)
+    assert torch.equal(got, want)
+    assert kernel.products == 39 * (30 * 7 + 1) + 1  # and the head for the prompt's last token
+    assert classes(model) == {nn.Linear}
