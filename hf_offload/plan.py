@@ -313,34 +313,55 @@ def plan_table(
 ) -> Table:
     """Return the table that `hf-offload plan` prints: Transformers' own cache, then each setting.
 
+    Without device memory it is that of a model on the CPU, where all lies in one memory.
+
     Args:
         shape: sizes of the model's KV cache.
         settings: policies with options, as `parse_setting` returns them.
         context: tokens of a row; batch: rows.
-        device: bytes of device memory; None leaves out what depends on it.
+        device: bytes of device memory, or None.
 
     Raises:
         ValueError: an option or a number of rows that is not allowed.
     """
     check_count("batch", batch, what="a number of rows", most=MOST_ROWS)
+    if device is None:
+        return _table_of_one_memory(shape, settings, context, batch)
     titles = ["cache", "resident tokens", "device: KV", "digests", "tiles", "graph", "with weights", "host"]
     everything = batch * context * shape.layers * shape.token_bytes + shape.stock_bytes(batch, context)
-    most = 0 if device is None else max(device - shape.weights, 0) * batch // everything
+    most = max(device - shape.weights, 0) * batch // everything
     rows = [("DynamicCache", "all", (everything, 0, 0, 0, everything + shape.weights), 0, most)]
     for setting in settings:
         found = memory_of(shape, *setting, context=context, batch=batch)
         digests = 0 if found.digests_on_host else found.digest_bytes
         total = shape.weights + found.device + found.tile_bytes + found.graph_bytes
         parts = (found.resident_bytes + found.stock_bytes, digests, found.tile_bytes, found.graph_bytes, total)
-        most = 0 if device is None else most_rows(shape, setting, context, device)
+        most = most_rows(shape, setting, context, device)
         rows.append((written(setting), f"{found.resident:,}", parts, found.host, most))
-    table = Table(title=f"{batch} rows of {context:,} tokens; weights {size_text(shape.weights)}")
-    for title in titles if device is None else [*titles, "left", "rows that fit"]:
-        table.add_column(title, justify="left" if title == "cache" else "right")
+    table = _table_with(shape, [*titles, "left", "rows that fit"], context, batch)
     for name, resident, parts, host, most in rows:
-        cells = [name, resident, *map(size_text, parts), size_text(host)]
-        if device is not None:
-            left = device - parts[-1]
-            cells += [size_text(left) if left >= 0 else "too much", f"{most:,}"]
-        table.add_row(*cells)
+        left = device - parts[-1]
+        fits = size_text(left) if left >= 0 else "too much", f"{most:,}"
+        table.add_row(name, resident, *map(size_text, parts), size_text(host), *fits)
+    return table
+
+
+def _table_of_one_memory(shape: Shape, settings: list[tuple[str, dict[str, Any]]], context: int, batch: int) -> Table:
+    table = _table_with(shape, ["cache", "keys and values", "digests", "state", "with weights"], context, batch)
+    everything = batch * context * shape.layers * shape.token_bytes + shape.stock_bytes(batch, context)
+    rows = [("DynamicCache", (everything, 0, 0))]
+    for setting in settings:
+        found = memory_of(shape, *setting, context=context, batch=batch, two_memories=False)
+        rows.append(
+            (written(setting), (found.host_bytes + found.stock_bytes, found.digest_bytes, found.salience_bytes))
+        )
+    for name, parts in rows:
+        table.add_row(name, *map(size_text, (*parts, sum(parts) + shape.weights)))
+    return table
+
+
+def _table_with(shape: Shape, titles: list[str], context: int, batch: int) -> Table:
+    table = Table(title=f"{batch} rows of {context:,} tokens; weights {size_text(shape.weights)}")
+    for title in titles:
+        table.add_column(title, justify="left" if title == "cache" else "right")
     return table

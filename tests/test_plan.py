@@ -12,7 +12,8 @@ from transformers import AutoConfig, DeepseekV3Config, MambaConfig, PreTrainedCo
 from typer.testing import CliRunner
 
 from hf_offload import ConstantPredictor, HybridCache, assets
-from hf_offload.plan import memory_of, most_rows, parse_setting, shape_of
+from hf_offload.cache.memory import size_text
+from hf_offload.plan import memory_of, most_rows, parse_setting, plan_table, shape_of
 from hf_offload_cli import app
 
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16}
@@ -164,6 +165,19 @@ def test_what_no_cache_takes_is_not_planned(setting: str, told: str) -> None:
     shape = shape_of(tiny_model("llama").config, torch.float32)
     with pytest.raises(ValueError, match=told):
         memory_of(shape, *parse_setting(setting), context=64, batch=1)
+
+
+def test_without_a_device_all_is_in_one_memory() -> None:
+    shape = shape_of(tiny_model("llama").config, torch.float32)
+    table = plan_table(shape, [("scout", {}), ("full", {})], context=4096, batch=2, device=None)
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert list(cells) == ["cache", "keys and values", "digests", "state", "with weights"]
+    found = memory_of(shape, "scout", {}, context=4096, batch=2, two_memories=False)
+    assert cells["cache"][1:] == ["scout", "full"]
+    assert cells["keys and values"][1] == size_text(found.host_bytes + found.stock_bytes)
+    assert cells["digests"] == ["0 bytes", size_text(found.digest_bytes), "0 bytes"]
+    total = found.host_bytes + found.stock_bytes + found.digest_bytes + found.salience_bytes + shape.weights
+    assert cells["with weights"][1] == size_text(total)
 
 
 def test_a_schedule_needs_a_device() -> None:
