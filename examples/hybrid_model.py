@@ -27,9 +27,7 @@ def random_model() -> PreTrainedModel:
 
 
 def main(
-    model: Annotated[
-        str | None, typer.Option(help="Hub name, folder or GGUF file (a random Qwen3-Next if none).")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Hub name, folder, GGUF (a random model if none).")] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Your text, with a model.")] = None,
     tokens: Annotated[int, typer.Option(min=64, help="Tokens of the prompt.")] = 4096,
 ) -> None:

@@ -94,8 +94,8 @@ def measure_memory(cache: Cache, policy: str) -> dict[str, float]:
     stats = cache.stats().as_dict()
     keys = stats["host_bytes"]
     total = keys + stats["resident_bytes"] + stats["digest_bytes"]
-    share = statistics.fmean(row["attended_share"] for row in stats["layers"])  # NaN where no keys are drawn
-    if share != share:
+    share = stats["attended_share"]  # of drawn keys
+    if share is None:
         share = min(1.0, (getattr(cache.policy, "budget", None) or 0) / cache.get_seq_length())
     # These two score the digests of all blocks and then attend a part of the tokens; others read in other ways.
     chosen = keys * share + stats["digest_bytes"]

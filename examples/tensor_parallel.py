@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 import hf_offload
-from hf_offload.assets import source_of
 
 
 def main(
@@ -29,14 +28,13 @@ def main(
     dtype: Annotated[str, typer.Option(help="Weights and activations.")] = "float32",
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        source, packed = source_of(model)
-        if packed:  # weights in a GGUF file cannot be read in shares
+        if model is None or model.endswith(".gguf"):  # weights in a GGUF file cannot be read in shares
             for part in hf_offload.load_demo_model(model, device="cpu"):
                 part.save_pretrained(folder)
-            source = folder
-        tokenizer = AutoTokenizer.from_pretrained(source)
+            model = folder
+        tokenizer = AutoTokenizer.from_pretrained(model)
         lm = AutoModelForCausalLM.from_pretrained(
-            source,
+            model,
             attn_implementation="hybrid_sparse",
             dtype=dtype,
             distributed_config=DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"])),

@@ -8,7 +8,7 @@ from hf_offload.attention.interface import register as _register
 from hf_offload.cache.stats import Stats
 from hf_offload.cpu.thread_pool import WorkerError
 from hf_offload.enable import disable, enable, enabled
-from hf_offload.fast_linear import fast_linear
+from hf_offload.fast_linear import LinearHandle, fast_linear
 from hf_offload.fields import Field
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.policies.base import LayerState, Partial, Plan, Policy, Requirements
@@ -40,6 +40,7 @@ __all__ = [
     "HybridCache",
     "InfiniGen",
     "LayerState",
+    "LinearHandle",
     "Partial",
     "Plan",
     "Policy",

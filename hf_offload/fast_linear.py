@@ -32,36 +32,32 @@ class FastLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b, `[..., N]`, of x `[..., K]`."""
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        # The crossing comes early: where torch is faster, asking costs little.
         if (
             torch.compiler.is_compiling()
+            or torch._C._is_tracing()
+            or type(input) is not torch.Tensor
+            or type(weight) is not nn.Parameter
+            or weight.ndim != 2
+            or not weight.numel()
+            or not faster_than_torch(weight.dtype, count := input.numel() // weight.shape[1], weight.shape[1])
+            or not count
+            or input.shape[-1:] != weight.shape[1:]
             or self.training
             or _COUNT not in self.__dict__
-            or (torch.is_grad_enabled() and _wants_gradient(input, *self._parameters.values()))
+            or not (input.is_cpu and weight.is_cpu and input.dtype == weight.dtype)
+            or not (input.layout == weight.layout == torch.strided)
+            or weight.stride()[1] != 1
+            or not (bias is None or _fits(bias, weight))
+            or (torch.is_grad_enabled() and _wants_gradient(input, weight, bias))
             or torch.is_autocast_enabled("cpu")
             or _is_watched()
         ):
             return nn.Linear.forward(self, input)
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        if (
-            type(input) is not torch.Tensor
-            or type(weight) is not nn.Parameter
-            or weight.ndim != 2
-            or not (input.is_cpu and weight.is_cpu and input.dtype == weight.dtype)
-            or not (input.layout == weight.layout == torch.strided)
-            or not (bias is None or _fits(bias, weight))
-        ):
-            return nn.Linear.forward(self, input)
-        shape, (rows, dim), strides = input.shape, weight.shape, weight.stride()
-        count = input.numel() // dim if dim else 0
-        if (
-            shape[-1:] != (dim,)
-            or strides[1] != 1
-            or not rows * count
-            or not faster_than_torch(weight.dtype, count, dim)
-        ):
-            return nn.Linear.forward(self, input)
-        out = input.new_empty((*shape[:-1], rows))
-        _products.multiply(input.contiguous(), weight, bias, out, (weight.dtype, count, rows, dim, strides[0]))
+        rows, dim = weight.shape
+        out = input.new_empty((*input.shape[:-1], rows))
+        _products.multiply(input.contiguous(), weight, bias, out, (weight.dtype, count, rows, dim, weight.stride()[0]))
         return out
 
 
@@ -74,10 +70,9 @@ def _fits(bias: nn.Parameter, weight: nn.Parameter) -> bool:
 
 
 def _is_watched() -> bool:
-    """Whether torch traces, transforms or intercepts operators, and so must see them."""
+    """Whether torch transforms or intercepts operators, and so must see them."""
     return bool(
-        torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
+        torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
         or torch.autograd.forward_ad._current_level >= 0
     )

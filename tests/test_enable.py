@@ -148,6 +148,7 @@ def test_threads_share_a_block_or_are_refused(model: PreTrainedModel) -> None:
             assert type(generate(model).past_key_values) is HybridCache
     assert all(type(found[name].past_key_values) is HybridCache for name in ("one", "other"))
     assert torch.equal(found["one"].sequences, found["other"].sequences)
+    found.clear()
     assert traces(model) == before
     enable(model, "full")
     nested = enabled(model, "full"), enabled(model, "window", budget=64)  # one thread may nest

@@ -272,7 +272,7 @@ def test_torch_sees_what_it_traces_transforms_or_intercepts(layer: nn.Linear, ke
     with torch.autograd.forward_ad.dual_level():
         made = torch.autograd.forward_ad.make_dual(X, X)
         assert torch.autograd.forward_ad.unpack_dual(layer(made)).tangent is not None
-    assert torch.equal(torch.jit.trace(layer, X)(2 * X), stock(layer, 2 * X))
+    assert torch.equal(torch.jit.trace(layer, X, check_trace=False)(2 * X), stock(layer, 2 * X))
     with FlopCounterMode(display=False) as counter:
         layer(X)
     assert counter.get_total_flops() == 2 * 6 * 48 * 40

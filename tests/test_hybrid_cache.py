@@ -426,9 +426,13 @@ def test_statistics_are_a_table_and_a_dict(llama: PreTrainedModel) -> None:
     assert total["host_bytes"] == 4 * 13 * layer.pool.block_bytes
     assert total["resident_bytes"] == 4 * 2 * 64 * 2 * 16 * 4
     assert total["digest_bytes"] > 0
-    text = str(cache.stats())
+    text = cache.stats().table()
     assert "CPU ratio" in text
     assert "all" in text
+    assert "missed" not in text  # nothing was checked
+    line = str(cache.stats())
+    assert line.startswith(f"HybridCache: 5 decode steps; {total['host_bytes'] / 2**20:.1f} MiB in host memory; ")
+    assert "\n" not in line
 
 
 def test_sink_and_softcap_follow_the_model(llama: PreTrainedModel) -> None:

@@ -55,6 +55,19 @@ def _samples(name: str, value: Any) -> None:
         optional(count(0, 2**32 - 1))(f"{name}.{weight}", sample)
 
 
+def _model(name: str, value: Any) -> None:
+    checks: dict[str, Check] = {"config": partial(is_a, dict), "weights": _samples}
+    if isinstance(value, dict) and "adapters" in value:  # of a model with adapters alone
+        checks["adapters"] = _counts
+    check_mapping(name, value, checks)
+
+
+def _counts(name: str, value: Any) -> None:
+    is_a(dict, name, value)
+    for key, each in value.items():
+        count(1)(f"{name}.{key}", each)
+
+
 _positive = partial(check_number, what="a factor", above=0, most=1e9)
 _SCORES: dict[str, Check] = {"scale": _positive, "softcap": optional(_positive)}
 
@@ -88,7 +101,7 @@ def check_about(about: Any) -> None:
         "format": count(0),
         "policy": partial(check_mapping, checks={"name": partial(is_a, str), "knobs": partial(is_a, dict)}),
         "knobs": partial(check_mapping, checks=dict.fromkeys(_KNOBS, _scalar)),
-        "model": partial(check_mapping, checks={"config": partial(is_a, dict), "weights": _samples}),
+        "model": _model,
         "layers": partial(list_of, _layer),
         "dense": check_flag,
     }

@@ -299,7 +299,7 @@ class Stats:
         """Return a table with a row for each layer; columns in which nothing was counted are left out."""
         whole = self.as_dict()
         whole |= {"layer": "all", "kept_share_by_head": [s for row in self.layers for s in row.kept_share_by_head]}
-        table = Table(title="HybridCache", caption="; ".join(_times(whole)) or None, caption_justify="left")
+        table = Table(title="HybridCache")
         columns = {
             "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "attended_tokens": "tokens",
             "estimated_error": "error", "missed_mass": "missed", "output_error": "output error", "recalls": "recalls",
@@ -316,7 +316,7 @@ class Stats:
         console = Console(width=180)
         with console.capture() as capture:
             console.print(table)
-        return capture.get()
+        return "\n".join([capture.get().rstrip(), "; ".join(_times(whole))]).rstrip()
 
 
 def _times(whole: dict[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import linear as stock
 
 from hf_offload.cpu.kernels.linear import MOST_ROWS, faster_than_torch, linear
+from hf_offload.cpu.simd.matrix_tiles import has_feature
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (5, 3), (16, 31), (37, 32), (33, 47), (64, 64), (17, 95), (100, 576), (40, 1000)]
@@ -106,8 +107,16 @@ def test_what_is_not_covered_is_refused(error: type[Exception], message: str, ch
         linear(**(given | change))
 
 
-def test_one_row_is_always_served_many_never() -> None:
+def test_the_crossing() -> None:
     assert not faster_than_torch(torch.float64, 1, 64)
+    served = faster_than_torch(torch.float32, 1, 1 << 20)
     for dtype in DTYPES:
         assert not faster_than_torch(dtype, MOST_ROWS + 1, 64)
-        assert faster_than_torch(dtype, 1, 1 << 20) == faster_than_torch(dtype, MOST_ROWS, 64)
+        assert faster_than_torch(dtype, 2, 2048) == served
+    assert faster_than_torch(torch.float32, MOST_ROWS, 1 << 20) == served
+    if served and not has_feature("avx512f"):
+        assert not faster_than_torch(torch.bfloat16, 1, 64)
+    elif served:
+        assert faster_than_torch(torch.bfloat16, 1, 1 << 20)
+        assert not faster_than_torch(torch.bfloat16, 2, 2049)
+    assert not faster_than_torch(torch.float16, 1, 64)

@@ -42,11 +42,17 @@ _AHEAD = 2048  # bytes; a core that is busy with several rows of x prefetches to
 _TOTALS = (0,) * 16  # rows of W whose sums are folded together; see `run_totals`
 _TILES: tuple[tuple[int, ...], ...] = ((), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))  # the length is the number of rows
 
-# Entries of x up to which the kernel is at least as fast as torch, if x has more than one row: the crossing in
-# `eval/results/bench_cpu_linear.csv`, by dtype and whether there is AVX-512. Missing: 8 rows of any length.
-# With AVX-512, torch packs bfloat16 weights for oneDNN, which multiplies several rows fast; a widened x that leaves the
-# first-level cache is what slows this kernel.
-_MOST_ENTRIES = {(torch.bfloat16, True): 4096}
+# The crossing: from how many rows on, and for several rows up to how many entries of x, the kernel is at least as fast
+# as torch, by dtype and whether there is AVX-512 (`eval/results/bench_cpu_linear.csv`). Missing: always.
+#
+# torch reads the weights fast for one row in float16, and in bfloat16 where it does not hand them to oneDNN. Of several
+# rows oneDNN is fast in bfloat16, and this kernel is slowed by a widened x that leaves the first-level cache.
+_CROSSING = {
+    (torch.bfloat16, True): (1, 4096),
+    (torch.bfloat16, False): (2, None),
+    (torch.float16, True): (2, None),
+    (torch.float16, False): (2, None),
+}
 
 
 @lowered
@@ -202,4 +208,5 @@ def faster_than_torch(dtype: torch.dtype, rows: int, dim: int) -> bool:
     """
     if dtype not in TAGS or not _VECTORS or rows > MOST_ROWS:
         return False
-    return rows == 1 or rows * dim <= _MOST_ENTRIES.get((dtype, _AVX512), rows * dim)
+    least, most = _CROSSING.get((dtype, _AVX512), (1, None))
+    return rows >= least and (rows == 1 or most is None or rows * dim <= most)

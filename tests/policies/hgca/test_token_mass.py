@@ -259,7 +259,7 @@ def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) ->
     kept = [share for row in stats.layers for share in row.kept_share_by_head]
     assert whole["kept_share"] == pytest.approx(sum(kept) / len(kept))
     assert whole["layers"][0]["kept_share_by_head"] == stats.layers[0].kept_share_by_head
-    table = str(stats)
+    table = stats.table()
     assert "kept" in "".join(table.splitlines()[2:5])
     assert f"{whole['kept_share']:.3f}" in table
     assert f"{min(kept):.2f}–{max(kept):.2f}" in table
