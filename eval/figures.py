@@ -209,16 +209,6 @@ def peers_table() -> str:
     )
 
 
-def peers_ratios() -> str:
-    ways = {"stock layers": STOCK, "`DynamicCache`": DYNAMIC, "`StaticCache`": STATIC, "llama.cpp": LLAMA}
-    lines = [
-        [f"{context:,}", measure, *(times(peer_ratio(way, context, measure)) for way in ways.values())]
-        for context in (128, 2048, 8192, 32768)
-        for measure in (MEASURES if context >= 8192 else ("decoding",))
-    ]
-    return table(["context", "measure", *ways], lines, words=2)
-
-
 def linear_speed() -> str:
     """Products of one row: GB/s of weights, and the share of what a plain read reaches."""
     lines = []
@@ -767,7 +757,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "peers-caption": peers_caption,
     "peers-summary": peers_summary,
     "results-peers": peers_table,
-    "results-peers-ratios": peers_ratios,
     "linear-speed": linear_speed,
     "gguf-dtypes": gguf_dtypes,
     "results-batch": batch_table,

@@ -11,6 +11,7 @@ CPU a third way decodes with `fast_linear`, too.
 from __future__ import annotations
 
 import csv
+import inspect
 import os
 import platform
 import statistics
@@ -34,7 +35,6 @@ from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_offload
-from hf_offload.attention.hooks import cache_argument
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "eval" / "results" / "peers.csv"
@@ -72,7 +72,7 @@ class Way:
             for _ in range(count):
                 start = time.perf_counter()
                 token = torch.tensor([[self.tokens[-1]]], device=model.device)
-                self.tokens.append(int(model(token, **cache_argument(model, self.cache)).logits[0, -1].argmax()))
+                self.tokens.append(int(model(token, **given(model, self.cache)).logits[0, -1].argmax()))
                 self.seconds.append(time.perf_counter() - start)
 
     def milliseconds(self) -> tuple[float, float, float]:
@@ -84,6 +84,11 @@ class Way:
         """What was said until the model ended its answer."""
         end = next((i for i, token in enumerate(self.tokens) if token in ends), len(self.tokens))
         return str(tokenizer.decode(self.tokens[:end], skip_special_tokens=True)).strip()
+
+
+def given(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
+    """The argument that hands a cache to a model's forward: its name changed in Transformers 5.24."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
 def measure_memory(cache: Cache, policy: str) -> dict[str, float]:
@@ -109,7 +114,7 @@ def read_prompt(model: PreTrainedModel, prompt: torch.Tensor, policy: str, **opt
     """Read a prompt `[1, N]` into a new `HybridCache`; returns the cache and the first token of the answer."""
     model.set_attn_implementation("hybrid_sparse")
     cache = hf_offload.HybridCache(model, policy, **options)
-    logits = model(prompt.to(model.device), **cache_argument(model, cache), logits_to_keep=1).logits
+    logits = model(prompt.to(model.device), **given(model, cache), logits_to_keep=1).logits
     return cache, int(logits[0, -1].argmax())
 
 

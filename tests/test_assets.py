@@ -53,6 +53,33 @@ def test_find_smollm2_says_how_to_install(monkeypatch):
         assets.find_smollm2()
 
 
+def test_what_a_name_stands_for(tmp_path):
+    model, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    with pytest.raises(FileNotFoundError, match=r"there is no GGUF file '.*model\.gguf'"):
+        assets.source_of(str(model))
+    model.touch()
+    assert assets.source_of("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", {})
+    for name in (model, tmp_path):
+        assert assets.source_of(str(name)) == (str(tmp_path), {"gguf_file": "model.gguf"})
+    other.touch()
+    with pytest.raises(ValueError, match=r"has 2 GGUF files \(model.gguf, other.gguf\); name one"):
+        assets.source_of(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert assets.source_of(str(tmp_path)) == (str(tmp_path), {})
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_unpacked_into_bfloat16():
+    file = assets.find_smollm2()
+    model, tokenizer = assets.load_demo_model(str(file))
+    assert model.dtype == torch.bfloat16
+    assert type(model.lm_head) is torch.nn.Linear
+    assert assets.load_config(str(file)).num_hidden_layers == 30
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Paris"
+
+
 @pytest.mark.parametrize("chat_template", [None, "any"])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_hide_number_puts_it_where_asked(depth, chat_template):

@@ -22,8 +22,10 @@ from hf_offload.scores import Scores
 
 FEW_QUERIES = 16
 """Appends of at most this many tokens attend the cached blocks as decode steps do."""
-LONG = 1000
-"""Appends of so many tokens to a model on the CPU trim the heap, and float16 is warned of."""
+LONG = 1024
+"""Appends of so many tokens to a model on the CPU trim the heap."""
+MANY_IN_HALF = 1000
+"""Appends of more tokens in float16 to a model on the CPU are warned of."""
 
 
 def append(
@@ -82,8 +84,8 @@ def append(
         layer.last_queries = joined(layer.last_queries, query, past, window)
     if query.device.type == "cpu" and query.shape[2] >= LONG:
         trim_heap_by_turns()
-        if query.dtype == torch.float16:
-            _warn_of_float16()
+    if query.dtype == torch.float16 and query.shape[2] > MANY_IN_HALF and query.device.type == "cpu":
+        _warn_of_float16()
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache
 
 from hf_offload import HybridCache, WorkerError
-from hf_offload.attention import prefill_host
+from hf_offload.attention import decode, prefill_host
 from hf_offload.attention.decode import FEW_QUERIES, LONG
 from hf_offload.cache import memory
 from hf_offload.cache.block_store import BlockStore
@@ -130,3 +131,15 @@ def test_a_short_append_reads_packed_blocks() -> None:
         cache = HybridCache(model, "full", block_size=16, host_dtype=host_dtype)
         found.append(turns(model, cache, ids, mask, [390, 395]))
     assert 0 < (found[1] - found[0]).abs().max() < 0.05 * found[0].abs().max()
+
+
+def test_a_long_prompt_in_float16_is_told_of_bfloat16_once() -> None:
+    decode._warn_of_float16.cache_clear()
+    for dtype, length, warned in ((torch.float16, 1000, 0), (torch.bfloat16, 1001, 0), (torch.float16, 1001, 1)):
+        model, ids = tiny_model("llama").to(dtype), prompt(1, length)[0]
+        with warnings.catch_warnings(record=True) as found, torch.no_grad():
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(ids, past_key_values=HybridCache(model, "full"), logits_to_keep=1)
+        told = [each for each in found if "several times as long to read a prompt in float16" in str(each.message)]
+        assert len(told) == (warned if ids.device.type == "cpu" else 0)

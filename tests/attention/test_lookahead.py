@@ -201,3 +201,19 @@ def test_a_process_has_the_same_bits_from_its_first_step_on() -> None:
         logits.append(decode_logits(model, cache, ids, mask, None, steps=8)[1])
         assert any(predictor.adapter is not None for predictor in cache._attachment.predictors)
     assert torch.equal(*logits)
+
+
+def test_layers_are_hooked_while_a_cache_that_looks_ahead_lives() -> None:
+    model, (ids, _) = tiny_model("llama"), prompt(1, 40)
+    layers, other = model.model.layers, HybridCache(model, "full")
+    knobs: dict[str, Any] = {"lookahead": "select", "tier": "split", "resident": 64}
+    ahead = HybridCache(model, "scout", budget=256, sinks=16, recent=0, block_size=16, **knobs)
+    counts = []
+    with torch.no_grad():
+        for cache in (other, ahead, other):
+            model(ids, past_key_values=cache)
+            counts.append(sum(len(layer._forward_pre_hooks) for layer in layers))
+        del ahead, cache
+        model(ids[:, :1], past_key_values=other)
+    assert counts == [0, 4, 4]
+    assert not any(layer._forward_pre_hooks for layer in layers)

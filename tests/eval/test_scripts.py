@@ -3,6 +3,8 @@
 import csv
 
 import pytest
+from letters import letters
+from tiny import tiny_model
 from typer.testing import CliRunner
 
 import attention_stats
@@ -14,6 +16,7 @@ import decode
 import error_estimate
 import extraction
 import frames
+import gguf_dtypes
 import needle
 import perplexity
 import quality
@@ -52,6 +55,37 @@ def test_the_kernel_benchmark_runs(tmp_path, monkeypatch):
         names = {row["case"] for row in csv.DictReader(lines)}
     assert {"read", "sparse_decode", "torch.topk", "torch: gather, sdpa with enable_gqa"} <= names
     assert out.with_suffix(".png").stat().st_size > 0
+
+
+def test_products_of_a_few_rows_are_timed_beside_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_cpu, "POOL_BYTES", 1 << 20)
+    monkeypatch.setattr(bench_cpu, "WIDTHS", {"tiny": (64, 96, 32, 2, 160)})
+    out = tmp_path / "bench.csv"
+    options = ["--sections", "linear", "--dtypes", "bf16", "--threads", "1", "--rounds", "2", "--out", str(out)]
+    result = CliRunner().invoke(common.command(bench_cpu.main), options)
+    assert result.exit_code == 0, result.output
+    with open(out, newline="") as lines:
+        found = {(row["case"], row["batch"]) for row in csv.DictReader(lines)}
+    cases = ("read", "linear", "torch: linear", "torch: linear again")
+    assert found == {(case, batch) for case in cases for batch in "1248"}
+
+
+def test_dtypes_of_a_file_take_turns(tmp_path, monkeypatch):
+    models = {"as Transformers loads it": tiny_model("llama"), "unpacked, bfloat16": tiny_model("llama").bfloat16()}
+    monkeypatch.setattr(gguf_dtypes, "models_of", lambda name: models)
+    monkeypatch.setattr(gguf_dtypes, "source_of", lambda name: ("folder", {}))
+    monkeypatch.setattr(gguf_dtypes.AutoTokenizer, "from_pretrained", lambda *_, **__: letters())
+    out = tmp_path / "dtypes.csv"
+    options = ["--prompt", "40", "--steps", "2", "--rounds", "1", "--out", str(out)]
+    result = CliRunner().invoke(common.command(gguf_dtypes.main), options)
+    assert result.exit_code == 0, result.output
+    with open(out, newline="") as lines:
+        found = [(row["way"], row["layers"], row["dtype"]) for row in csv.DictReader(lines)]
+    assert found == [
+        (way, layers, dtype)
+        for way, dtype in zip(models, ("float32", "bfloat16"), strict=True)
+        for layers in ("stock", "fast_linear")
+    ]
 
 
 @pytest.mark.slow
