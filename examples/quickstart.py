@@ -37,8 +37,6 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 import hf_offload
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS = ROOT / "eval" / "results" / "peers.csv"
-"""Seconds to the first token, measured with each cache by `eval/peers.py`."""
 DYNAMIC = "DynamicCache"
 TURN = 8
 """Tokens that one way decodes before the next has its turn: what disturbs the machine disturbs all."""
@@ -171,22 +169,6 @@ def own_prompt(tokenizer: PreTrainedTokenizerBase, text: str, question: str) -> 
     return tokenizer(content, add_special_tokens=not tokenizer.chat_template, return_tensors="pt")["input_ids"]
 
 
-def first_token_seconds(tokens: int) -> tuple[dict[str, float], str]:
-    """Seconds to the first token by way, as `eval/peers.py` measured them, and a sentence on where that was.
-
-    Of the contexts that it measured, the nearest is taken. Both are empty where there are no results.
-    """
-    if not PEERS.exists():
-        return {}, ""
-    with PEERS.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    context = min({int(row["context"]) for row in rows}, key=lambda measured: abs(measured - tokens))
-    here = [row for row in rows if int(row["context"]) == context]
-    found = {row["way"]: float(row["prefill_s"]) for row in here if row["prefill_s"]}
-    where = f"{context:,} tokens, {here[0]['threads']} threads of {here[0]['cpu'].split(' (family')[0]}"
-    return found, f"First token: each cache with a prefill of its own, not in this run ({PEERS.name}: {where})."
-
-
 def show(ways: list[Way], rows: list[tuple[str, list[str]]], title: str) -> None:
     """Print a table with a column a way, and a bar a way for its ms a token."""
     table = Table(title=title, title_justify="left", title_style="bold")
@@ -298,15 +280,8 @@ def main(
     rows.append(("p20 to p80", [f"{p20:.0f} to {p80:.0f}" for p20, _, p80 in spread]))
     rows.append(("KV memory", [_memory(way.held) for way in ways]))
     rows.append(("read by a step", [_mib(way.held["read"]) for way in ways]))
-    published, source = first_token_seconds(length) if model is None else ({}, "")
-    if published:
-        names = {DYNAMIC: DYNAMIC, "scout": "hf_offload with stock layers", "scout, fast_linear": "hf_offload"}
-        seconds = [published.get(names.get(way.name, "")) for way in ways]
-        rows.append(("first token", ["–" if each is None else f"{each:.1f} s" for each in seconds]))
     title = f"{length:,} tokens" + (f", hidden number {needle.number}" if needle else "")
     show(ways, rows, f"{title}, budget {budget:,}" if "budget" in options else title)
-    if source:
-        console.print(f"[dim]{source}[/dim]")
     if split:
         console.print(
             "[dim]split uses two memories as a GPU would, to try a policy without one. On a CPU it saves no time.[/dim]"
