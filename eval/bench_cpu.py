@@ -6,12 +6,14 @@
 
 Everything lies in pools much larger than the caches, and every call attends blocks that are chosen anew. The rows of a
 section take turns; shown are medians with their 20th and 80th percentile. The limit is what a plain read of memory
-reaches in the same turns. Section `linear` multiplies 1 to 8 rows with the weights of a few layers, one by one.
+reaches in the same turns. Section `pairs` draws keys and attends them; HF_OFFLOAD_ISA=avx2 chooses the instructions.
+Section `linear` multiplies 1 to 8 rows with the weights of a few layers, one by one.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,16 +32,18 @@ from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.kernels.block_topk import choose_blocks, select_blocks
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
+from hf_offload.cpu.kernels.draw_pairs import MASSES, Always, PairLists, Unsealed, draw_pairs, kept_masses, most_pairs
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
 from hf_offload.cpu.kernels.linear import linear
+from hf_offload.cpu.kernels.pair_decode import attend_pairs
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.kernels.submean_scores import submeans
-from hf_offload.cpu.launch import Launch, LaunchSequence
+from hf_offload.cpu.launch import Launch, LaunchSequence, tag_of
 from plotting import plot
 
 POOL_BYTES = 1 << 29  # far beyond the caches
 READ_BYTES = 1 << 24  # of a read for the limit: as short as the calls it is compared with
-SECTIONS = ("decode", "torch", "scoring", "selection", "linear")
+SECTIONS = ("decode", "torch", "scoring", "selection", "linear", "pairs")
 _WARM = torch.ones(256, 256)
 # Hidden and MLP sizes, KV width, layers and vocabulary of models whose products are timed.
 WIDTHS = {
@@ -152,6 +156,37 @@ class Memory:
             packed=Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None, prefetch=prefetch,
         )  # fmt: skip
 
+    def pairs(self, group: int, tokens: int, context: int) -> Launch:
+        """One decode over so many tokens a KV head in scattered pairs, half of them drawn, of a context chosen anew."""
+        query, span = self._query(group, 1), context // self.block_size
+        start = int(self.rng.integers(self.blocks - span)) * self.block_size // 2
+        lists = PairLists.of(1, self.kv_heads, tokens // 2)
+        for h in range(self.kv_heads):
+            lists.pairs[0, h] = np.sort(self.rng.choice(context // 2, tokens // 2, replace=False)) + start
+        lists.weights[:] = self.rng.integers(0, 2, lists.weights.shape)
+        lists.counts[:] = tokens // 2
+        length = self.blocks * self.block_size
+        return attend_pairs(
+            query, self.pool.block_ptr, self.table, *lists, np.zeros((1, self.blocks), np.uint8),
+            np.ones((1, length), np.uint8), length, np.empty_like(query), np.empty(query.shape[:2], np.float32), None,
+            kv_dtype=self.dtype, block_size=self.block_size, scale=self.dim**-0.5, softcap=None,
+            packed=Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None,
+        )  # fmt: skip
+
+    def draw(self, group: int, digest: Digest, context: int, samples: int) -> Launch:
+        """One draw from the digests of a context."""
+        blocks, size = context // self.block_size, self.block_size // 2
+        query, room = self._query(group, 1), min(most_pairs(samples, group, blocks * size) + 64, blocks * size)
+        masses = np.empty((1, group * self.kv_heads, kept_masses(blocks, size)), MASSES)
+        holes, valid = np.zeros((1, blocks), np.uint8), np.ones((1, context), np.uint8)
+        low = np.zeros(1, np.int32)
+        return draw_pairs(
+            query, digest, self.table[:, :blocks].copy(),
+            Unsealed(tag_of(self.dtype), self.pool.block_ptr, holes, valid, self.block_size),
+            Always(low, low + 16, 16), blocks, context, masses, *PairLists.of(1, self.kv_heads, room),
+            samples=samples, join="max", scale=self.dim**-0.5, softcap=None,
+        )  # fmt: skip
+
     def _query(self, group: int, batch: int) -> np.ndarray:
         return self.rng.standard_normal((batch, group * self.kv_heads, self.dim), dtype=np.float32)
 
@@ -223,21 +258,50 @@ def torch_cases(name: str, read: Case) -> list[Case]:
     ]
 
 
+def pairs_of(rows: int, kv_heads: int, dim: int, rng: np.random.Generator) -> Digest:
+    """Sub-means of 16 pairs for each of so many blocks, of which none is an outlier."""
+    pairs = 16
+    codes = host_empty((rows, kv_heads, pairs * dim // 2), torch.uint8).numpy()
+    codes[:] = rng.integers(0, 256, codes.shape, dtype=np.uint8)
+    levels = host_empty((rows, kv_heads, dim // 16, pairs), torch.int32).numpy()
+    levels[:] = rng.integers(-(2**31), 2**31, levels.shape[2:]).astype(np.int32)
+    sizes = host_empty((rows, kv_heads, pairs), torch.int32).numpy()
+    sizes[:] = 0x3D803D80
+    center, sigma = (rng.random((kv_heads, dim), dtype=np.float32) for _ in range(2))
+    return submeans(codes, levels, sizes, np.zeros((rows, pairs), np.float32), center, sigma)
+
+
+def pair_cases(name: str, read: Case) -> Iterator[list[Case]]:
+    """The draw of pairs and attention to them, beside as many and twice as many tokens in blocks."""
+    rng, isa = np.random.default_rng(0), os.environ.get("HF_OFFLOAD_ISA", "own")
+    for kv_heads, group, dim in ((3, 3, 64), (8, 4, 128)):
+        memories = [Memory(kv_heads, dim, 32, DTYPES[name])]
+        if name == "bf16":
+            memories.append(Memory(kv_heads, dim, 32, DTYPES[name], packed=True))
+        cases = [read]
+        for memory in memories:
+            facts = {"dtype": "int8" if memory.packed else name, "dim": dim, "group": group, "isa": isa}
+            facts |= {"batch": 1, "block_size": 32, "kernel_threads": 1}
+            for tokens in (512, 1024):
+                attend = partial(memory.pairs, group, tokens, 8192)
+                blocks = partial(memory.decode, group, 1, tokens)
+                more = facts | {"budget": tokens}
+                cases += [Case(kind, make, memory.bytes_of(1, tokens), more) for kind, make in
+                          (("attend_pairs", attend), ("sparse_decode", blocks))]  # fmt: skip
+        for context in (8192, 32768):
+            digest = pairs_of(context // 32, kv_heads, dim, rng)
+            for samples in (128, 512):
+                draw = partial(memories[0].draw, group, digest, context, samples)
+                more = {"dim": dim, "group": group, "isa": isa, "context": context, "samples": samples}
+                cases.append(Case("draw_pairs", draw, 0, more | {"kernel_threads": 1}))
+        yield cases
+
+
 def scoring_cases(read: Case) -> list[Case]:
     """Digest scoring with join and selection, over contexts of 8k, 32k and 128k tokens."""
     rng = np.random.default_rng(0)
     kv_heads, group, dim, pairs, count = 8, 4, 128, 16, 64
     row_bytes = {"submean": pairs * (dim // 2 + 4 * (dim // 16 + 1)), "quest": 4 * dim}
-
-    def pairs_of(rows: int) -> Digest:
-        codes = host_empty((rows, kv_heads, pairs * dim // 2), torch.uint8).numpy()
-        codes[:] = rng.integers(0, 256, codes.shape[-1], dtype=np.uint8)
-        levels = host_empty((rows, kv_heads, dim // 16, pairs), torch.int32).numpy()
-        levels[:] = rng.integers(-(2**31), 2**31, levels.shape[2:]).astype(np.int32)
-        sizes = host_empty((rows, kv_heads, pairs), torch.int32).numpy()
-        sizes[:] = 0x3D803D80
-        center, sigma = (rng.random((kv_heads, dim), dtype=np.float32) for _ in range(2))
-        return submeans(codes, levels, sizes, np.zeros((rows, pairs), np.float32), center, sigma)
 
     def bounds_of(rows: int) -> Digest:
         vectors = host_empty((rows, kv_heads, 2 * dim), torch.int16).numpy().view(np.uint16)
@@ -248,7 +312,8 @@ def scoring_cases(read: Case) -> list[Case]:
     def case(kind: str, blocks: int) -> Case:
         nbytes = blocks * kv_heads * row_bytes[kind]
         copies = max(2, POOL_BYTES // 4 // nbytes)
-        digest = (pairs_of if kind == "submean" else bounds_of)(copies * blocks)
+        rows = copies * blocks
+        digest = pairs_of(rows, kv_heads, dim, rng) if kind == "submean" else bounds_of(rows)
         query = rng.standard_normal((1, kv_heads * group, dim), dtype=np.float32)
         masses = np.empty((1, kv_heads * group, blocks + 16), np.float32)
         score, tail = np.empty((1, kv_heads, blocks + 16), np.float32), np.zeros((1, kv_heads * group), np.float32)
@@ -390,6 +455,8 @@ def main(
                 measure("decode", cases, count)
         if "torch" in wanted:
             measure("torch", torch_cases(name, read()))
+        for cases in pair_cases(name, read()) if "pairs" in wanted else ():
+            measure("pairs", cases)
         for count in common.numbers(threads) if "linear" in wanted else ():
             torch.set_num_threads(count)
             for model in WIDTHS:

@@ -48,12 +48,13 @@ def test_help(main):
 def test_the_kernel_benchmark_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_cpu, "POOL_BYTES", 1 << 26)
     out = tmp_path / "bench.csv"
-    options = ["--sections", "torch,selection", "--dtypes", "bf16", "--rounds", "2", "--out", str(out)]
+    options = ["--sections", "torch,selection,pairs", "--dtypes", "bf16", "--rounds", "2", "--out", str(out)]
     result = CliRunner().invoke(common.command(bench_cpu.main), options)
     assert result.exit_code == 0, result.output
     with open(out, newline="") as lines:
         names = {row["case"] for row in csv.DictReader(lines)}
     assert {"read", "sparse_decode", "torch.topk", "torch: gather, sdpa with enable_gqa"} <= names
+    assert {"draw_pairs", "attend_pairs"} <= names
     assert out.with_suffix(".png").stat().st_size > 0
 
 
