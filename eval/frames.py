@@ -33,6 +33,7 @@ import hf_offload
 PACKAGE = str(Path(hf_offload.__file__).parent)
 BLOCK_SIZE, BLOCKS = 32, 2
 LAYER = 2  # neither the first nor the last
+KEYS = ("budget=1024", "samples=512")
 KINDS = ("first", "second", "begins", "usual", "fills")
 
 
@@ -95,14 +96,19 @@ def measure(model: PreTrainedModel, counter: Counter, cache: Cache, ids: torch.T
 
 
 def main(
-    rows: common.RowsOption = ["scout:budget=1024"],  # noqa: B006
+    rows: common.RowsOption = [f"scout:{kind}{mode}" for mode in ("", ",lookahead=attend") for kind in KEYS],  # noqa: B006
     tiers: Annotated[str, typer.Option(help='"one", "split" or both, comma-separated.')] = "one,split",
     context: Annotated[str, typer.Option(help="Tokens of the prompt; k is 1,024.")] = "2k",
     out: common.OutOption = common.RESULTS / "frames.csv",
 ) -> None:
     """Count the Python frames of a decode step."""
     (length,) = common.numbers(context)
-    chosen = [(tier, row) for row in common.rows_of(rows) for tier in tiers.split(",")]
+    chosen = [
+        (tier, row)
+        for row in common.rows_of(rows)
+        for tier in tiers.split(",")
+        if tier == "split" or row.options.get("lookahead") not in ("attend", "select")  # which need two memories
+    ]
     model = make_model(length)
     ids = torch.randint(3, 150, (1, length + BLOCKS * BLOCK_SIZE))
     counter = Counter(model.model.layers[LAYER])
