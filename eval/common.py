@@ -153,15 +153,16 @@ def command(main: Callable[..., None]) -> typer.Typer:
     return app
 
 
-def kinds_of(names: str) -> list[str]:
-    """Parse a comma-separated list of kinds of text; each once.
+def kinds_of(names: str, more: Sequence[str] = ()) -> list[str]:
+    """Parse a comma-separated list of kinds of text, of which a script may have more; each once.
 
     Raises:
         typer.BadParameter: a name that is not a kind.
     """
     kinds = list(dict.fromkeys(names.replace(" ", "").split(",")))
-    if unknown := [kind for kind in kinds if kind not in assets.KINDS]:
-        raise typer.BadParameter(f"unknown kinds {', '.join(unknown)}: choose among {', '.join(assets.KINDS)}")
+    allowed = (*assets.KINDS, *more)
+    if unknown := [kind for kind in kinds if kind not in allowed]:
+        raise typer.BadParameter(f"unknown kinds {', '.join(unknown)}: choose among {', '.join(allowed)}")
     return kinds
 
 

@@ -2,6 +2,7 @@
 
     python eval/quality.py
     python eval/quality.py --rows budgets --contexts 2k,6k --kinds prose --windows 1 --prose novel.txt
+    python eval/quality.py --row scout:samples=512 --kinds prose,table8,table16 --noise 1e-7 --noise-seed 2
     python eval/quality.py --row scout:budget=1024,block_size=16 --row scout:samples=512 --contexts 32k --read 6k
 
 Full attention reads a window of real text; every row takes that over (`hgca` and others that learn from a prompt read
@@ -22,13 +23,19 @@ from one memory, where a row allows that and `--tier` asks for no other. A row i
 nearer to full attention for less of it. At the end a table says which row is cheapest below each KL. A run that was
 stopped goes on where it was.
 
+Besides the texts there are tables, `table8` and `table16`, whose rows have exactly so many tokens: attention with a
+period. `--noise x` multiplies each query of a row's decode steps by 1 + x · normal, as rounding does.
+
 `methods` are some rows of each method; `variants` the rows of ScoutAttention: choosing and attending a layer ahead,
 int8, the paper's form; `budgets` many of each policy.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,11 +43,13 @@ import torch
 import typer
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import common
 import needle
 from context_attention import WARM_UP, Context, read_bytes
 from hf_offload import measuring
+from hf_offload.attention.model_support import NAME
 from hf_offload.measuring import divergence
 from plotting import lines, plot
 from tasks.answers import Reading, answer
@@ -87,6 +96,8 @@ COSTS = {
     "device": "MiB on the device",
     "ms": "ms a step",
 }
+TABLES = {"table8": 8, "table16": 16}
+"""Kinds of tables, and the tokens of a row."""
 LIMITS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 
 
@@ -97,6 +108,40 @@ def variants(budget: int) -> dict[str, common.Row]:
         two = {} if knobs["lookahead"] == "off" else {"tier": "split"}  # a predicted query needs two memories
         rows[name] = common.Row(name, "scout", {"budget": budget} | knobs | two)
     return rows
+
+
+def table_of(width: int, tokenizer: PreTrainedTokenizerBase, seed: int, tokens: int) -> torch.Tensor:
+    """Token ids `[1, tokens]` of a table of random numbers: in each row a name, then numbers of two digits."""
+    draw = random.Random(seed)
+
+    def one(text: str) -> int:
+        return int(tokenizer(text, add_special_tokens=False)["input_ids"][-1])
+
+    names = [one(f" {name}") for name in ("north", "south", "east", "west", "spring", "summer", "autumn", "winter")]
+    digits, colon, comma, end = [one(str(digit)) for digit in range(10)], one(":"), one(","), one("\n")
+    ids: list[int] = []
+    while len(ids) < tokens:
+        cells = [token for _ in range(width) for token in (draw.choice(digits), draw.choice(digits), comma)]
+        ids += [draw.choice(names), colon, *cells[: width - 3], end]
+    return torch.tensor([ids[:tokens]])
+
+
+@contextmanager
+def noisy(noise: float, seed: int) -> Iterator[None]:
+    """Multiply the queries of decode steps under `hybrid_sparse` by 1 + noise · normal."""
+    attend, generator = ALL_ATTENTION_FUNCTIONS[NAME], torch.Generator().manual_seed(seed)
+
+    def disturbed(module: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        if query.shape[2] == 1:
+            normal = torch.randn(query.shape, generator=generator, dtype=torch.float32).to(query.device)
+            query = (query.float() * (1 + noise * normal)).to(query.dtype)
+        return attend(module, query, *rest, **named)
+
+    ALL_ATTENTION_FUNCTIONS[NAME] = disturbed
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[NAME] = attend
 
 
 class Needles:
@@ -143,6 +188,8 @@ def measure(
     steps: int,
     tier: str | None,
     hidden: Needles | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """What one row loses and costs in one context; full attention's log-probabilities are `[N, B, V]`."""
     model = context.model
@@ -157,7 +204,8 @@ def measure(
             if len(tiers) == 1 or one == "one":
                 raise
             continue  # a method that needs one memory
-        times, mine = context.decode(row, cache, 0, steps)
+        with noisy(noise, seed) if noise else nullcontext():
+            times, mine = context.decode(row, cache, 0, steps)
         kl, top1 = divergence(mine, full)
         host, stats = measuring.host_bytes(cache), cache.stats().as_dict()
         if host is not None:
@@ -210,7 +258,11 @@ def main(
     ] = None,
     steps: common.StepsOption = 192,
     windows: Annotated[int, typer.Option(min=1, max=3, help="Windows of each kind.")] = 1,
-    kinds: common.KindsOption = common.KINDS,
+    kinds: Annotated[
+        str, typer.Option(help=f"Kinds of text, of {', '.join((*common.assets.KINDS, *TABLES))}.")
+    ] = common.KINDS,
+    noise: Annotated[float, typer.Option(min=0, help="Of queries, relative.")] = 0.0,
+    noise_seed: Annotated[int, typer.Option(help="Another seed, other noise.")] = 0,
     tier: common.TierOption = None,
     needles: Annotated[int, typer.Option(min=0, help="Numbers to hide in each kind of text.")] = 0,
     *,
@@ -224,10 +276,13 @@ def main(
     places = [
         (length, kind, start)
         for length in lengths
-        for kind in common.kinds_of(kinds)
-        for start in common.OFFSETS[kind][:windows]
+        for kind in common.kinds_of(kinds, tuple(TABLES))
+        for start in common.OFFSETS.get(kind, (0, 1, 2))[:windows]
     ]
     size = {"text_tokens": most, "steps": steps, "tier": tier}
+    size |= {"noise": noise, "noise_seed": noise_seed} if noise else {}
+    if needles and any(kind in TABLES for _, kind, _ in places):
+        raise typer.BadParameter(f"--needles {needles}: no number is hidden in a table")
     if needles and max(lengths) > most:
         raise typer.BadParameter(
             f"--needles {needles}: no number is hidden in a text of {most} tokens that is repeated"
@@ -249,13 +304,17 @@ def main(
                 if context is None and records.key(key) not in records.found:
                     if needles and start == common.OFFSETS[kind][0]:
                         hidden = Needles(model, tokenizer, setting.text(kind), kind, length, needles)
-                    ids = setting.window(tokenizer, kind, start, min(length, most) + steps + WARM_UP)
+                    count = min(length, most) + steps + WARM_UP
+                    if kind in TABLES:
+                        ids = table_of(TABLES[kind], tokenizer, start, count)
+                    else:
+                        ids = setting.window(tokenizer, kind, start, count)
                     context = Context(model, ids.to(model.device), [length], most)
                     full = context.decode(common.FULL, context.make_cache(common.FULL), 0, steps + WARM_UP)[1]
                 records.once(
                     key,
                     lambda row=row, context=context, full=full, hidden=hidden: measure(
-                        context, row, full, steps + WARM_UP, tier, hidden
+                        context, row, full, steps + WARM_UP, tier, hidden, noise, noise_seed
                     ),
                 )
                 bar.update()

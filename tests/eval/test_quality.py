@@ -186,3 +186,25 @@ def test_the_papers_form_is_that_of_scout() -> None:
     assert Scout(**{k: v for k, v in rows["paper"].options.items() if k != "tier"}) == Scout.paper(budget=1024)
     assert Scout(**rows["paper-off"].options) == Scout.paper(budget=1024, lookahead="off")
     assert all(("tier" in row.options) == (row.options.get("lookahead", "off") != "off") for row in rows.values())
+
+
+@pytest.mark.parametrize("kind", quality.TABLES)
+def test_rows_of_a_table_have_exactly_so_many_tokens(kind: str) -> None:
+    width, tokenizer = quality.TABLES[kind], letters()
+    ids = quality.table_of(width, tokenizer, 0, 10 * width)
+    assert ids.shape == (1, 10 * width)
+    end = tokenizer("\n", add_special_tokens=False)["input_ids"][-1]
+    assert [i for i, token in enumerate(ids[0].tolist()) if token == end] == list(range(width - 1, 10 * width, width))
+    assert not torch.equal(ids, quality.table_of(width, tokenizer, 1, 10 * width))
+
+
+@torch.inference_mode()
+def test_noise_disturbs_the_queries_of_a_rows_steps() -> None:
+    model, ids = tiny_model("llama"), prompt(1, 300)[0]
+    context = quality.Context(model, ids, [290], 290)
+    full = context.decode(common.FULL, context.make_cache(common.FULL), 0, 6)[1]
+    row = common.row_of("scout:samples=64,recent=16,sinks=16,block_size=16,tier=one")
+    kl = [quality.measure(context, row, full, 6, None, None, noise, seed)["kl"] for noise, seed in
+          ((0.0, 0), (0.1, 0), (0.1, 0), (0.1, 1))]  # fmt: skip
+    assert kl[1] == kl[2]
+    assert len({kl[0], kl[1], kl[3]}) == 3
