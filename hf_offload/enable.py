@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -27,6 +28,15 @@ wrapper of `generate` would have to repeat its decision on the cache, and a patc
 """
 _lock = threading.RLock()
 """Held while a model is enabled or disabled."""
+
+
+def _renew() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have held the old one
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
 
 
 class _CacheMaker:

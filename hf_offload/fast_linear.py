@@ -7,12 +7,15 @@ replaced, merged or offloaded weights need no code.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from hf_offload.cpu.kernels.linear import faster_than_torch, linear
 from hf_offload.cpu.launch import LaunchSequence
@@ -21,6 +24,15 @@ _COUNT = "_fast_linear_handles"
 """The attribute of a served layer that counts the open handles."""
 
 _lock = threading.Lock()
+
+
+def _renew() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held the old one
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
 
 
 class FastLinear(nn.Linear):
@@ -32,7 +44,8 @@ class FastLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b, `[..., N]`, of x `[..., K]`."""
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        # A pruned or parametrised layer has what it multiplies with elsewhere.
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias", input)
         # The crossing comes early: where torch is faster, asking costs little.
         if (
             torch.compiler.is_compiling()
@@ -49,6 +62,8 @@ class FastLinear(nn.Linear):
             or not (input.is_cpu and weight.is_cpu and input.dtype == weight.dtype)
             or not (input.layout == weight.layout == torch.strided)
             or weight.stride()[1] != 1
+            or input.is_neg()
+            or weight.is_neg()
             or not (bias is None or _fits(bias, weight))
             or (torch.is_grad_enabled() and _wants_gradient(input, weight, bias))
             or torch.is_autocast_enabled("cpu")
@@ -65,8 +80,10 @@ def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _fits(bias: nn.Parameter, weight: nn.Parameter) -> bool:
-    return type(bias) is nn.Parameter and bias.is_cpu and bias.dtype == weight.dtype and bias.is_contiguous()
+def _fits(bias: torch.Tensor, weight: torch.Tensor) -> bool:
+    if type(bias) is not nn.Parameter or not bias.is_cpu or bias.dtype != weight.dtype or bias.is_neg():
+        return False
+    return bias.shape == weight.shape[:1] and bias.is_contiguous()
 
 
 def _is_watched() -> bool:
@@ -74,8 +91,16 @@ def _is_watched() -> bool:
     return bool(
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
         or torch.autograd.forward_ad._current_level >= 0
+        or (torch._C._len_torch_function_stack() and _intercepted())
     )
+
+
+def _intercepted() -> bool:
+    """Whether a function mode other than that of `torch.device` and `torch.set_default_device` is on."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 class _Product:
@@ -180,8 +205,8 @@ def fast_linear(model: nn.Module) -> LinearHandle:
 
     Returns:
         A handle with `close()`, also for `with`. Layers stay served until the last handle is closed. A copy of a served
-        model is served, too. Close the handle before other tools replace layers by their exact type, as
-        `torch.ao.quantization.quantize_dynamic` does.
+        model is served, too. Close the handle before `torch.jit.script`, and before other tools replace layers by their
+        exact type, as `torch.ao.quantization.quantize_dynamic` does.
 
     Raises:
         TypeError: not a module.

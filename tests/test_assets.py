@@ -59,8 +59,8 @@ def test_what_a_name_stands_for(tmp_path):
         assets.source_of(str(model))
     model.touch()
     assert assets.source_of("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", {})
-    for name in (model, tmp_path):
-        assert assets.source_of(str(name)) == (str(tmp_path), {"gguf_file": "model.gguf"})
+    for name in (model, tmp_path, str(model), str(tmp_path)):
+        assert assets.source_of(name) == (str(tmp_path), {"gguf_file": "model.gguf"})
     other.touch()
     with pytest.raises(ValueError, match=r"has 2 GGUF files \(model.gguf, other.gguf\); name one"):
         assets.source_of(str(tmp_path))

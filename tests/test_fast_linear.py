@@ -15,6 +15,9 @@ import pytest
 import torch
 from tiny import DEVICE, prompt, tiny_model
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -182,6 +185,27 @@ def test_weights_that_are_parametrised_or_sparse_are_left_to_torch(layer: nn.Lin
     assert kernel.products == 0
 
 
+def test_a_bias_of_another_kind_or_shape_is_left_to_torch(layer: nn.Linear, kernel: Counted) -> None:
+    assert_follows(layer, kernel)  # a product of this shape is laid out
+    for bias in (torch.ones(1), torch.arange(80.0)[::2]):
+        layer.bias = nn.Parameter(bias)
+        assert_follows(layer, kernel, 0)
+    layer.bias = nn.Parameter(torch.ones(7))
+    with pytest.raises(RuntimeError, match="size"):
+        layer(X)
+    layer.bias = nn.Parameter(torch.randn(40))
+    assert_follows(layer, kernel)
+    prune.l1_unstructured(layer, "bias", 0.3)
+    assert_follows(layer, kernel, 0)
+    layer.weight = nn.Parameter(torch._neg_view(torch.randn(40, 48)), requires_grad=False)
+    assert_follows(layer, kernel, 0)
+    held = nn.Linear(48, 40, bias=False).eval()
+    del held.bias
+    held.register_buffer("bias", torch.randn(40))
+    with fast_linear(held):
+        assert_follows(held, kernel, 0)
+
+
 def test_copies_are_served_with_weights_of_their_own(layer: nn.Linear, kernel: Counted) -> None:
     buffer = io.BytesIO()
     torch.save(layer, buffer)
@@ -286,6 +310,15 @@ def test_torch_sees_what_it_traces_transforms_or_intercepts(layer: nn.Linear, ke
     with Watch():
         layer(X)
     assert seen
+
+    class Twice(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            return 2 * found if function is nn.functional.linear else found
+
+    with Twice():
+        assert torch.equal(layer(X), 2 * want)
+    assert "linear" in make_fx(layer, pre_dispatch=True)(X).code
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(X).dtype == torch.bfloat16
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
@@ -293,6 +326,8 @@ def test_torch_sees_what_it_traces_transforms_or_intercepts(layer: nn.Linear, ke
     exported = torch.export.export(layer, (X,))
     assert torch.equal(exported.module()(X), want)
     assert kernel.products == 0
+    with torch.device("cpu"):  # a function mode, too
+        assert kernel.by(lambda: layer(X)) == 1
 
 
 def test_two_threads_at_once(layer: nn.Linear) -> None:

@@ -336,6 +336,22 @@ def test_a_cache_is_loaded_under_the_adapters_that_it_was_saved_with(tmp_path: P
         HybridCache.load(tmp_path / state, inner)
 
 
+def test_adapters_of_other_modules_are_others(tmp_path: Path) -> None:
+    model, (ids, _) = lora(tiny_model("llama")), prompt(1, 40)
+    inner = model.get_base_model()
+    projections = [layer.self_attn.q_proj for layer in inner.model.layers]
+    projections[0].enable_adapters(False)
+    cache = HybridCache(inner, "full")
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    HybridCache.load(tmp_path / "cache", inner)
+    projections[0].enable_adapters(True)
+    projections[1].enable_adapters(False)
+    with pytest.raises(ValueError, match="none active in other modules"):
+        HybridCache.load(tmp_path / "cache", inner)
+
+
 def test_offloaded_weights_are_compared_where_they_are(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     model, (ids, _) = tiny_model("llama"), prompt(1, 40)

@@ -12,9 +12,6 @@ from hf_offload.scores import Scores
 
 MASKED_QUERIES = 512
 """Queries of one attention call where a mask or scores are materialized."""
-MEAN = -1e4
-"""The lse, less the logarithm of their number, of keys that a mask gives the least value: below that of any others, and
-small enough that float32 keeps the logarithm."""
 
 
 class MaskPieces:
@@ -23,7 +20,8 @@ class MaskPieces:
     Args:
         mask: None (plain causal); bool `[B, past + Q]`, validity of keys in addition to causality; or a dense mask
             `[B, 1 or Hq, Q, past + Q]` (bool, True = attend; or additive). A query that may attend nothing, by False or
-            −inf, gives 0; one whose keys all have the least finite value gives their mean, as under sdpa.
+            −inf, gives 0, as under sdpa; one whose keys all have the dtype's least value gives their mean (in float16
+            their softmax).
         past: number of cached tokens before the new ones.
         dtype: dtype of the additive pieces.
     """
@@ -39,28 +37,30 @@ class MaskPieces:
 
     def piece(
         self, q0: int, q1: int, k0: int, k1: int, device: torch.device
-    ) -> tuple[torch.Tensor | None, bool, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, bool, torch.Tensor | None, torch.Tensor | None]:
         """The mask of new queries q0…q1-1 and keys k0…k1-1.
 
         Returns:
-            The additive mask (None: no key is masked), is_causal, and fp32 `[B or 1, Hq or 1, Q]`: the lse of queries
-            for which the mask alone decides, NaN for the others (None: for all). It is −inf where all of these keys are
-            forbidden, and `MEAN` + log n where n of them have the least value, and no other has more.
+            The additive mask (None: no key is masked), is_causal, and for each query `[B or 1, Hq or 1, Q]`: bool,
+            whether all of these keys are forbidden or have the least value (None: for no query); int64, how many have
+            the least value then (None: no key has it).
         """
         if self.mask is not None and self.mask.ndim == 4:
             part = self.mask[:, :, q0:q1, k0:k1]
             if part.dtype == torch.bool:
                 return self._additive(part)
-            never, low = part == float("-inf"), part <= self.least
+            never = part == float("-inf")
             bias = part.clamp(min=self.least).to(self.dtype).masked_fill_(never, self.forbidden)
-            mean = (~never).sum(-1).log() + MEAN
-            return bias, False, mean.masked_fill_(~low.all(-1), float("nan"))
+            if self.dtype == torch.float16:  # its least value leaves the differences of scores
+                return bias, False, never.all(-1), None
+            idle = (part <= self.least).all(-1)
+            return bias, False, idle, (~never).sum(-1).masked_fill_(~idle, 0)
         all_visible = k1 <= self.past + q0 + 1
         if self.mask is None:
             if all_visible:
-                return None, False, None
+                return None, False, None, None
             if k0 == self.past + q0 and k1 - k0 == q1 - q0:
-                return None, True, None
+                return None, True, None, None
         visible = (
             torch.arange(k0, k1, device=device) <= torch.arange(self.past + q0, self.past + q1, device=device)[:, None]
         )
@@ -68,12 +68,9 @@ class MaskPieces:
             visible = visible & self.mask[:, None, None, k0:k1].to(device=device, dtype=torch.bool)
         return self._additive(visible if visible.ndim == 4 else visible[None, None])
 
-    def _additive(self, visible: torch.Tensor) -> tuple[torch.Tensor, bool, torch.Tensor]:
-        bias = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(
-            ~visible, self.forbidden
-        )
-        decided = torch.full(visible.shape[:-1], float("-inf"), dtype=torch.float32, device=visible.device)
-        return bias, False, decided.masked_fill_(visible.any(-1), float("nan"))
+    def _additive(self, visible: torch.Tensor) -> tuple[torch.Tensor, bool, torch.Tensor, None]:
+        bias = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+        return bias.masked_fill_(~visible, self.forbidden), False, ~visible.any(-1), None
 
 
 def attend(
@@ -151,13 +148,28 @@ def _attend_by_matmul(
             logits = logits.masked_fill(later, float("-inf"))
         if bias is not None:
             logits = logits + (bias[:, :, start:stop].float() if bias.shape[2] > 1 else bias.float())
-        lse = logits.logsumexp(-1)
-        weights = (
-            (logits - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp().view(batch, kv_heads, -1, keys)
-        )
-        outs.append((weights @ value.float()).view(batch, heads, stop - start, dim))
-        lses.append(lse)
+        # The peak goes first: beside the least values of a mask float32 loses the logarithm of a sum.
+        peak = logits.amax(-1, keepdim=True)
+        weights = (logits - peak.masked_fill(peak == float("-inf"), 0.0)).exp()
+        total = weights.sum(-1, keepdim=True)
+        out = (weights / total.masked_fill(total == 0, 1.0)).view(batch, kv_heads, -1, keys) @ value.float()
+        outs.append(out.view(batch, heads, stop - start, dim))
+        lses.append((peak + total.log()).squeeze(-1))
     return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _with_means(
+    partial: tuple[torch.Tensor, torch.Tensor], means: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A partial in which queries without any other key have the mean of those with the mask's least value."""
+    out, lse = partial
+    if not means:
+        return partial
+    total, count = (sum(each) for each in zip(*means, strict=True))
+    assert isinstance(total, torch.Tensor)
+    assert isinstance(count, torch.Tensor)
+    alone = ((lse == float("-inf")) & (count > 0)).unsqueeze(-1)
+    return torch.where(alone, total / count.clamp(min=1).unsqueeze(-1), out), lse
 
 
 def append_attention(
@@ -193,6 +205,8 @@ def append_attention(
     cut = mask is not None or scores.softcap is not None  # masks and scores are materialized
     step, span = (min(MASKED_QUERIES, length), tile) if cut else (length, length)
     total: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * -(-length // step)
+    means: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in total]
+    """For each piece of queries: sums of the values of keys with the mask's least value, and their numbers."""
     remedy = "a smaller prefill_tile, or the prompt in chunks (generate(prefill_chunk_size=...)), needs less"
 
     def add(first: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -201,13 +215,14 @@ def append_attention(
             q1 = min(q0 + step, length)
             if first > past + q1 - 1 and (mask is None or mask.ndim == 2):
                 continue  # all of these keys are later than these queries
-            bias, causal, decided = pieces.piece(q0, q1, first, stop, query.device)
+            bias, causal, idle, least = pieces.piece(q0, q1, first, stop, query.device)
             with memory_for(f"attention of {q1 - q0} queries to {stop - first} keys", remedy):
                 partial = attend(query[:, :, q0:q1], k, v, bias, causal, scores)
-                if decided is not None:
+                if least is not None:
+                    means[i].append((partial[0] * least.unsqueeze(-1), least))
+                if idle is not None:
                     out, lse = partial
-                    out = out.masked_fill((decided == float("-inf")).unsqueeze(-1), 0.0)
-                    partial = out, torch.where(decided.isnan(), lse, decided)
+                    partial = out.masked_fill(idle.unsqueeze(-1), 0.0), lse.masked_fill(idle, float("-inf"))
             done = total[i]
             total[i] = partial if done is None else merge_partials([done, partial])
         if attended is not None:
@@ -220,7 +235,7 @@ def append_attention(
         add(first, k, v)
     for first in range(0, length, span):
         add(past + first, key[:, :, first : first + span], value[:, :, first : first + span])
-    parts = [part for part in total if part is not None]
+    parts = [_with_means(part, mean) for part, mean in zip(total, means, strict=True) if part is not None]
     out, lse = torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts], 2)
     if sinks is not None:
         out = merge_partials([(out, lse)], sinks.float().view(1, -1, 1))[0]

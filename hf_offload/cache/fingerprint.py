@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -70,9 +69,13 @@ def _offloaded(stack: nn.Module, name: str, weight: torch.Tensor) -> torch.Tenso
 
 
 def _adapters(stack: nn.Module) -> dict[str, int]:
-    """What PEFT's adapters add to the modules of a model: how many modules have each state."""
-    states = Counter(_adapter_state(module) for module in stack.modules() if hasattr(module, "merged_adapters"))
-    return dict(sorted(states.items()))
+    """What PEFT's adapters add to the modules of a model: the states, each with a checksum of the modules' names."""
+    names: dict[str, int] = {}
+    for name, module in stack.named_modules():
+        if hasattr(module, "merged_adapters"):
+            state = _adapter_state(module)
+            names[state] = zlib.crc32(name.encode(), names.get(state, 0))
+    return dict(sorted(names.items()))
 
 
 def _adapter_state(module: Any) -> str:
@@ -113,7 +116,7 @@ def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
     """The difference between two fingerprints as text, or None; config entries that only one has are ignored."""
     if saved.get("adapters") != now.get("adapters"):
         old, new = (" and ".join(each.get("adapters", ())) or "none" for each in (saved, now))
-        return f"its adapters were {old}, here they are {new}"
+        return f"its adapters were {old}, here they are {new}" + (" in other modules" if old == new else "")
     if odd := _other_layout(saved, now):
         return odd
     for name, sample in saved["weights"].items():

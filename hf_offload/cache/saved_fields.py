@@ -58,14 +58,14 @@ def _samples(name: str, value: Any) -> None:
 def _model(name: str, value: Any) -> None:
     checks: dict[str, Check] = {"config": partial(is_a, dict), "weights": _samples}
     if isinstance(value, dict) and "adapters" in value:  # of a model with adapters alone
-        checks["adapters"] = _counts
+        checks["adapters"] = _checksums
     check_mapping(name, value, checks)
 
 
-def _counts(name: str, value: Any) -> None:
+def _checksums(name: str, value: Any) -> None:
     is_a(dict, name, value)
     for key, each in value.items():
-        count(1)(f"{name}.{key}", each)
+        count(0, 2**32 - 1)(f"{name}.{key}", each)
 
 
 _positive = partial(check_number, what="a factor", above=0, most=1e9)

@@ -55,17 +55,20 @@ def test_equals_dense_attention(past: int, new: int, tile: int, kind: str, softc
     assert torch.allclose(got[rows].double(), want[rows], atol=2e-6 * (1 + want[rows].abs().max()))
 
 
-@pytest.mark.parametrize("kind", ["bool", "forbidden", "least", "least of some"])
+@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize("kind", ["bool", "forbidden", "least", "least of some", "little"])
 @pytest.mark.parametrize("tile", [4096, 16])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 3e-2)])
-def test_queries_that_a_mask_leaves_nothing(dtype: torch.dtype, tolerance: float, tile: int, kind: str) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+def test_queries_that_a_mask_leaves_nothing(
+    dtype: torch.dtype, tolerance: float, tile: int, kind: str, softcap: float | None
+) -> None:
     """False and −inf for all keys give 0, as under sdpa; the least value for all that are not −inf gives their mean."""
     torch.manual_seed(0)
     past, new, total = 50, 30, 80
     q, k, v = (torch.randn(2, heads, size, 16).to(dtype) for heads, size in ((4, new), (2, total), (2, total)))
     seen = (torch.arange(total) <= torch.arange(past, total)[:, None]).expand(2, 1, new, total).clone()
     seen[0, 0, 3], seen[1, 0, 29] = False, False
-    mask, want = seen, dense(q, k, v, seen, 0.3, None)
+    mask, want = seen, dense(q, k, v, seen, 0.3, softcap)
     shared = v.repeat_interleave(2, 1).double()
     if kind in ("bool", "forbidden"):
         want[0, 3], want[1, 29] = 0.0, 0.0
@@ -77,8 +80,11 @@ def test_queries_that_a_mask_leaves_nothing(dtype: torch.dtype, tolerance: float
     if kind == "least of some":
         mask[0, 0, 3, 20:] = float("-inf")
         want[0, 3] = shared[0, :, :20].mean(1)
+    if kind == "little":  # but more than the least value, in one of several tiles
+        mask[0, 0, 3, 40] = -1e9
+        want[0, 3] = shared[0, :, 40]
     tiles = [(i, k[:, :, i : min(i + tile, past)], v[:, :, i : min(i + tile, past)]) for i in range(0, past, tile)]
-    got = append_attention(q, k[:, :, past:], v[:, :, past:], past, tiles, mask, scores=Scores(0.3), tile=tile)
+    got = append_attention(q, k[:, :, past:], v[:, :, past:], past, tiles, mask, scores=Scores(0.3, softcap), tile=tile)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
 
 
