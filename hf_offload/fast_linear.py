@@ -23,6 +23,7 @@ from hf_offload.cpu.launch import LaunchSequence
 _COUNT = "_fast_linear_handles"
 """The attribute of a served layer that counts the open handles."""
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _lock = threading.Lock()
 
 
@@ -46,17 +47,22 @@ class FastLinear(nn.Linear):
         """Return x Wᵀ + b, `[..., N]`, of x `[..., K]`."""
         # A pruned or parametrised layer has what it multiplies with elsewhere.
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias", input)
-        # The crossing comes early: where torch is faster, asking costs little.
         if (
             torch.compiler.is_compiling()
             or torch._C._is_tracing()
             or type(input) is not torch.Tensor
             or type(weight) is not nn.Parameter
             or weight.ndim != 2
-            or not weight.numel()
-            or not faster_than_torch(weight.dtype, count := input.numel() // weight.shape[1], weight.shape[1])
-            or not count
-            or input.shape[-1:] != weight.shape[1:]
+            or not input.ndim
+        ):
+            return nn.Linear.forward(self, input)
+        (rows, dim), shape = weight.shape, input.shape
+        count = input.numel() // dim if dim else 0
+        # The crossing comes early: where torch is faster, asking costs little.
+        if (
+            shape[-1] != dim
+            or not rows * count
+            or not faster_than_torch(weight.dtype, count, dim)
             or self.training
             or _COUNT not in self.__dict__
             or not (input.is_cpu and weight.is_cpu and input.dtype == weight.dtype)
@@ -70,8 +76,7 @@ class FastLinear(nn.Linear):
             or _is_watched()
         ):
             return nn.Linear.forward(self, input)
-        rows, dim = weight.shape
-        out = input.new_empty((*input.shape[:-1], rows))
+        out = input.new_empty((*shape[:-1], rows))
         _products.multiply(input.contiguous(), weight, bias, out, (weight.dtype, count, rows, dim, weight.stride()[0]))
         return out
 
@@ -91,7 +96,7 @@ def _is_watched() -> bool:
     return bool(
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or torch.autograd.forward_ad._current_level >= 0
         or (torch._C._len_torch_function_stack() and _intercepted())
     )
