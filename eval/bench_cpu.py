@@ -288,7 +288,7 @@ def pair_cases(name: str, read: Case) -> Iterator[list[Case]]:
                 more = facts | {"budget": tokens}
                 cases += [Case(kind, make, memory.bytes_of(1, tokens), more) for kind, make in
                           (("attend_pairs", attend), ("sparse_decode", blocks))]  # fmt: skip
-        for context in (8192, 32768):
+        for context in (each for each in (8192, 32768) if each <= 32 * memories[0].blocks):
             digest = pairs_of(context // 32, kv_heads, dim, rng)
             for samples in (128, 512):
                 draw = partial(memories[0].draw, group, digest, context, samples)

@@ -17,6 +17,7 @@ from hf_offload import HybridCache, disable, enable
 from hf_offload.attention import interface as function
 from hf_offload.attention.hooks import find_layers
 from hf_offload.attention.lookahead import QueryPredictor, capture_query
+from hf_offload.cpu.kernels.prefill import faster_than_torch
 
 AHEAD: dict[str, Any] = {**COVERING, **TIERS["split"], "lookahead": "attend", "synchronous_layers": (0,)}
 
@@ -175,7 +176,8 @@ def test_autocast_is_what_it_is_without(family: str, dtype: torch.dtype, most: f
                         past_key_values=cache,
                     )
                     logits.append(out.logits[:, -1].float())
-            assert torch.equal(logits[0], want.logits[0].float())
+            if DEVICE != "cpu" or not faster_than_torch(dtype):  # else prompts have a kernel of their own
+                assert torch.equal(logits[0], want.logits[0].float())
             for got, theirs in zip(logits, want.logits, strict=True):
                 assert torch.allclose(got, theirs.float(), atol=most)
             assert cache.layers[-1].dtype == dtype
