@@ -42,8 +42,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
 import common
 import needle
@@ -129,7 +128,7 @@ def table_of(width: int, tokenizer: PreTrainedTokenizerBase, seed: int, tokens: 
 @contextmanager
 def noisy(noise: float, seed: int) -> Iterator[None]:
     """Multiply the queries of decode steps under `hybrid_sparse` by 1 + noise · normal."""
-    attend, generator = ALL_ATTENTION_FUNCTIONS[NAME], torch.Generator().manual_seed(seed)
+    attend, generator = AttentionInterface()[NAME], torch.Generator().manual_seed(seed)
 
     def disturbed(module: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
         if query.shape[2] == 1:
@@ -137,11 +136,11 @@ def noisy(noise: float, seed: int) -> Iterator[None]:
             query = (query.float() * (1 + noise * normal)).to(query.dtype)
         return attend(module, query, *rest, **named)
 
-    ALL_ATTENTION_FUNCTIONS[NAME] = disturbed
+    AttentionInterface.register(NAME, disturbed)
     try:
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS[NAME] = attend
+        AttentionInterface.register(NAME, attend)
 
 
 class Needles:

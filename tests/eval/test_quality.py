@@ -10,6 +10,7 @@ import torch
 import typer
 from letters import letters
 from tiny import prompt, tiny_model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 import common
@@ -208,3 +209,4 @@ def test_noise_disturbs_the_queries_of_a_rows_steps() -> None:
           ((0.0, 0), (0.1, 0), (0.1, 0), (0.1, 1))]  # fmt: skip
     assert kl[1] == kl[2]
     assert len({kl[0], kl[1], kl[3]}) == 3
+    assert quality.NAME not in ALL_ATTENTION_FUNCTIONS._local_mapping  # or later registrations would be ignored
