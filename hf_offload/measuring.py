@@ -140,7 +140,7 @@ def host_bytes(cache: HybridCache) -> float | None:
             return None
         layer.tally.count()
         stats, steps = layer.stats, max(layer.stats.steps, 1)
-        drawn, lists, _ = stats.drawn.tolist()
+        drawn, lists, *_ = stats.drawn.tolist()
         budget = drawn / lists if lists else layer.requirements.budget
         within = store.length if budget is None else min(budget, store.length)
         attended = stats.cpu_ratio / steps * within

@@ -19,11 +19,13 @@ from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
+    from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
 
 
 class DrawnHostPartial(BlockHostPartial):
-    """Draw and attention on the CPU. The device hands over the query, what is resident, and the tail's log mass.
+    """Draw and attention on the CPU. The device hands over the query, what is resident, the tail's log mass, and how
+    many tokens there are.
 
     The CPU returns what the device cannot know: the shares of the blocks, by which blocks are recalled, and the number
     of drawn pairs.
@@ -41,7 +43,7 @@ class DrawnHostPartial(BlockHostPartial):
         store = layer.store
         batch, kv_heads, width = store.batch, store.num_kv_heads, store.table.shape[1]
         self.samples, self.join, self.width = samples, join, width
-        self.tail = self._buffer(*query.shape[:2])
+        self.tail, self.limits = self._buffer(*query.shape[:2]), self._buffer(2, dtype=torch.int32)
         self.score = self._buffer(batch, kv_heads, width)
         self.score.fill_(-torch.inf)
         self.drawn = self._buffer(batch, kv_heads, dtype=torch.int32)
@@ -51,12 +53,12 @@ class DrawnHostPartial(BlockHostPartial):
             none = [torch.zeros(shape, dtype=torch.int32, device=store.device) for shape in shapes]
         self._no_blocks = none
         real = self._buffer(*query.shape), *(self._buffer(*shape, dtype=torch.int32) for shape in shapes)
-        self._inbox = self._make_inbox(self.query, self.blocks, self.counts, self.tail)
+        self._inbox = self._make_inbox(self.query, self.blocks, self.counts, self.tail, self.limits)
         self._real = self._make_inbox(*real)
         """Takes in the real query, where a predicted one has drawn."""
         pairs = store.block_size // 2
         most = width * pairs
-        room = min(draw_pairs.most_pairs(samples, query.shape[1] // kv_heads, most), most)
+        room = draw_pairs.most_pairs(samples, query.shape[1] // kv_heads, most)
         self._lists = draw_pairs.PairLists.of(batch, kv_heads, room)._replace(counts=self.drawn.numpy())
         heads = batch, query.shape[1]
         self._masses = np.empty((*heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
@@ -66,7 +68,7 @@ class DrawnHostPartial(BlockHostPartial):
         """Whether pairs are drawn, and attended with a query that comes later."""
 
     @classmethod
-    def of(cls, step: Step, samples: int, join: str) -> DrawnHostPartial:
+    def of(cls, step: SplitStep, samples: int, join: str) -> DrawnHostPartial:
         """Return the partial of a step's layer, made anew where sizes have changed."""
         layer = step.layer
         partial = layer.host_partial
@@ -82,7 +84,7 @@ class DrawnHostPartial(BlockHostPartial):
             and self.width == step.store.table.shape[1]
         )
 
-    def attend(self, step: Step, *, correct: bool, label: str) -> DrawnHostPartial:
+    def attend(self, step: SplitStep, *, correct: bool, label: str) -> DrawnHostPartial:
         """Start the draw and the attention with the step's query.
 
         Args:
@@ -95,7 +97,7 @@ class DrawnHostPartial(BlockHostPartial):
         self._job = self._submit(step, functools.partial(self._send_all, step), self.make_launches, label)
         return self
 
-    def draw(self, step: Step) -> DrawnHostPartial:
+    def draw(self, step: SplitStep) -> DrawnHostPartial:
         """Start the draw alone, with a predicted query; `attend_drawn` follows."""
         self._drop()
         self._correct, self.awaits_query = False, True
@@ -103,7 +105,7 @@ class DrawnHostPartial(BlockHostPartial):
         self._drawing = self._submit(step, send, self._make_draw, "draw of pairs", key=self._lists)
         return self
 
-    def attend_drawn(self, step: Step) -> DrawnHostPartial:
+    def attend_drawn(self, step: SplitStep) -> DrawnHostPartial:
         """Start the attention of what was drawn, with the step's real query."""
         self.predicted, self.awaits_query, before = step.query, False, self._drawing
         send = functools.partial(self._send_real, step.query)
@@ -116,11 +118,11 @@ class DrawnHostPartial(BlockHostPartial):
         super().rehearse(capture)
         self._rehearse(capture, self._real)  # without a tail: another kernel
 
-    def _send_all(self, step: Step, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
+    def _send_all(self, step: SplitStep, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
         self.mirror.pause()
         held = step.resident_blocks()
         assert held is not None, "with two memories"
-        hand_over(self._inbox, step.query, held.blocks, held.counts, step.tail(), flag=flag, epoch=epoch)
+        hand_over(self._inbox, step.query, held.blocks, held.counts, step.tail(), step.limits, flag=flag, epoch=epoch)
 
     def _send_real(
         self, query: torch.Tensor, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None
@@ -135,11 +137,13 @@ class DrawnHostPartial(BlockHostPartial):
         store = self.store
         assert store.digests is not None
         resident = draw_pairs.Resident(self.blocks.numpy(), self.counts.numpy(), self.score.numpy())
+        most, first = self.width * store.block_size // 2, store.padding.first
+        thresholds = draw_pairs.Thresholds.of(self.stats.layer, first, most, self.limits.numpy())
         return (
             draw_pairs.draw_missing(
                 self.query.numpy(), store.digests.arrays(self.query.numpy(), scores.scale), store.table, resident,
-                self.tail.numpy(), self._masses, *self._lists, self._portion, samples=self.samples, join=self.join,
-                **scores._asdict(), tally=self.stats.drawn,
+                thresholds, self.tail.numpy(), self._masses, *self._lists, self._portion, samples=self.samples,
+                join=self.join, **scores._asdict(), tally=self.stats.drawn,
             ),
         )  # fmt: skip
 

@@ -75,7 +75,7 @@ class BlockHostPartial(HostPartial):
         return self._buffers[-1]
 
     def _make_inbox(
-        self, query: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor, tail: torch.Tensor | None = None
+        self, query: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor, *tail_and_limits: torch.Tensor
     ) -> Inbox:
         """Return an inbox of buffers. Whether kernels reach these is asked here: a capture allows few questions."""
         # Whether GPU kernels can read and write the buffers.
@@ -84,7 +84,7 @@ class BlockHostPartial(HostPartial):
         if self.reachable:
             with torch.inference_mode(False):
                 arrived = torch.zeros(1, dtype=torch.int32, device=self.store.device)
-        return Inbox(query, blocks, counts, arrived, tail)
+        return Inbox(query, blocks, counts, arrived, *tail_and_limits)
 
     def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> BlockHostPartial:
         """Start a job that attends host blocks with the step's query.
@@ -165,8 +165,8 @@ class BlockHostPartial(HostPartial):
         self._rehearse(capture, self._inbox)
 
     def _rehearse(self, capture: Any, inbox: Inbox) -> None:
-        buffers = inbox.query, inbox.blocks, inbox.counts, *(() if inbox.tail is None else (inbox.tail,))
-        zeros = (torch.zeros(x.shape, dtype=x.dtype, device=self.store.device) for x in buffers)
+        buffers = inbox.query, inbox.blocks, inbox.counts, inbox.tail, inbox.limits
+        zeros = (torch.zeros(x.shape, dtype=x.dtype, device=self.store.device) for x in buffers if x is not None)
         hand_over(inbox, *zeros, flag=capture.flags[0, :1], epoch=capture.epoch)
 
     def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:

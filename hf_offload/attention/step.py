@@ -222,7 +222,7 @@ class Step(ABC):
 
         Args:
             join: how the query heads of a KV head are joined, `"max"` or `"mean"`.
-            samples: the number of points; a pair with more than 1 / samples of a head's attention is always attended.
+            samples: a pair with more than 1 / samples of a head's attention is always attended.
             ahead: what `draw_early` returned for this step.
         """
 

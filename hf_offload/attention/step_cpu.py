@@ -489,10 +489,11 @@ class CpuStep(Step):
         width = draw_pairs.kept_masses(last, pairs)
         masses = self.layer.settings.buffer("masses of pairs", (batch, heads, width), draw_pairs.MASSES)
         always = draw_pairs.Always(low, high, recent)
+        thresholds = draw_pairs.Thresholds.of(self.layer.index, store.padding.first, last * pairs)
         covered = min((last + 1) * self.block_size, view.covered)
         draw = draw_pairs.draw_pairs(
-            buffers.query, self._digest(), store.table, self.unsealed(), always, last, covered, masses, *drawn,
-            samples=samples, join=join, **self.scores._asdict(), tally=self.layer.stats.drawn,
+            buffers.query, self._digest(), store.table, self.unsealed(), always, thresholds, last, covered,
+            masses, *drawn, samples=samples, join=join, **self.scores._asdict(), tally=self.layer.stats.drawn,
         )  # fmt: skip
         self.add(draw, "the draw of pairs", length=True)
         self._number_blocks(draw, "n_sealed")

@@ -32,8 +32,9 @@ class LayerStats:
         recalls: exchanges of resident blocks; recall_blocks: blocks moved; recall_bytes: bytes moved.
         placements: placements of the resident set after a prompt or append; placement_bytes: bytes copied.
         wait_seconds: time that the model's thread waited for host partials and for copies.
-        drawn: int64 `[3]`: tokens attended where keys are drawn (`samples`), the number of lists of them, one
-            for each step, row and KV head, and the tokens cached in their rows.
+        drawn: int64 `[4]`: tokens attended where keys are drawn (`samples`), the number of lists of them, one
+            for each step, row and KV head, the tokens cached in their rows, and the pairs for which a list had no room
+            (`dropped_pairs`: 0, or the bound of a list's length is wrong).
         errors: int64, estimated errors of the softmax's sum: a tally of `cpu.kernels.pair_decode.attend_pairs`.
         checked: what the checks against full attention found (`check_every`).
         query_cosine: sum over steps of the cosine between predicted and real query; queries: number of these steps.
@@ -65,7 +66,7 @@ class LayerStats:
     placements: int = 0
     placement_bytes: int = 0
     wait_seconds: float = 0.0
-    drawn: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
+    drawn: np.ndarray = field(default_factory=lambda: np.zeros(4, np.int64))
     errors: np.ndarray = field(default_factory=lambda: np.zeros(2 + ERROR_BINS, np.int64))
     checked: Checked = field(default_factory=Checked)
     query_cosine: float = 0.0
@@ -92,7 +93,7 @@ class LayerStats:
         row["cpu_ratio_by_step"] = list(self.cpu_ratio_by_step)
         row["query_cosine"] = _mean(self.query_cosine, row.pop("queries"))
         row["selection_overlap"] = _mean(self.selection_overlap, row.pop("selections"))
-        attended, lists, cached = row.pop("drawn").tolist()
+        attended, lists, cached, row["dropped_pairs"] = row.pop("drawn").tolist()
         row["attended_tokens"] = _mean(attended, lists)
         row["attended_share"] = _mean(attended, cached)
         row["estimated_error"], row["estimated_error_p99"] = _errors(row.pop("errors"))
@@ -269,7 +270,7 @@ class Stats:
         for key in (
             "recalls", "recall_blocks", "recall_bytes", "placements", "placement_bytes", "wait_seconds",
             "resident_bytes", "host_bytes", "digest_bytes", "shared_bytes", "context_bytes", "salience_bytes",
-            "evictions", "eviction_seconds", "reevaluations", "reevaluation_seconds",
+            "evictions", "eviction_seconds", "reevaluations", "reevaluation_seconds", "dropped_pairs",
         ):  # fmt: skip
             total[key] = sum(row[key] for row in rows)
         total["retrievals"] = joined([row["retrievals"] for row in rows])

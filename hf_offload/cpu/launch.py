@@ -29,6 +29,7 @@ F32 = np.dtype(np.float32)
 I32 = np.dtype(np.int32)
 I64 = np.dtype(np.int64)
 U8 = np.dtype(np.uint8)
+U32 = np.dtype(np.uint32)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 # Launches that read fewer bytes run in the calling thread alone. An OpenMP team that sleeps between parallel regions

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,33 +120,29 @@ def attend_pairs(
             slope = 1.0 if softcap is None else 1 - (raw / softcap) ** 2
             out[b, hq], kbar[b, hq] = shares @ values, (shares * slope) @ keys
             masses = torch.zeros_like(added, dtype=torch.float64).masked_scatter(there, shares).view(-1, 2).sum(1)
-            drawn = masses[added[::2] > 0]
-            errors[b, hq] = _sampling_error(drawn) * portion[b, hq]
+            left = 1 - (-added[::2].double()).exp()
+            errors[b, hq] = (0.75 * left * masses**2).sum().sqrt() * portion[b, hq]
     return out, lse, kbar, errors
 
 
-def _sampling_error(drawn: Tensor) -> float:
-    """Return the standard error of the sum of drawn masses [k]."""
-    k = len(drawn)
-    if k < 2:
-        return float(drawn.sum())
-    variance = k * drawn.var(correction=1) + drawn.mean() ** 2 / 12
-    return float(variance.sqrt())
+def threshold(i: int, position: int, layer: int) -> float:
+    """Return the threshold of a row's i-th pair for a query at a position, both counted from its first valid token."""
+
+    def mix(x: int) -> int:
+        for factor, bits in ((0x9E3779B1, 15), (0x85EBCA77, 13), (0xC2B2AE3D, 16)):
+            x = x * factor % 2**32
+            x ^= x >> bits
+        return x
+
+    reversed_bits = int(f"{i % 64:06b}"[::-1], 2)
+    v = ((reversed_bits << 26) + mix(i // 64) + 0x9E3779B9 * position + mix(layer + 1)) % 2**32
+    return float(np.float32((v >> 8) + 0.5)) / 2**24
 
 
-def draw_pairs(shares: Tensor, samples: int) -> list[tuple[int, float]]:
-    """Return (index, log weight) of the drawn ones of candidates with shares [n]: `kernels.draw_pairs.draw_head`."""
-    tau, drawn = 1 / samples, []
-    left = tau / 2
-    for i, share in enumerate(shares.tolist()):
-        if share >= tau:
-            drawn.append((i, 0.0))
-            continue
-        left -= share
-        if left <= 0:
-            drawn.append((i, math.log(tau / share)))
-            left += tau
-    return drawn
+def draw_pairs(x: Tensor, position: int, layer: int) -> list[tuple[int, float]]:
+    """Return (number, log weight) of the drawn ones of a row's pairs with x [n], as `kernels.draw_pairs` does."""
+    drawn = [(i, share) for i, share in enumerate(x.tolist()) if share > threshold(i, position, layer)]
+    return [(i, max(-math.log(share), 0.0) if share < math.inf else 0.0) for i, share in drawn]
 
 
 def listed_scores(

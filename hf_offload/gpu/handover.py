@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 
@@ -32,6 +32,7 @@ class Inbox:
         arrived: `[1]` int32 on the device, 0, for this inbox alone; None: the memory is not pinned, so that kernels
             cannot reach it and copies do the work.
         tail: `[B, Hq]` fp32, or None: it takes in none.
+        limits: `[2]` int32, or None, where there is no tail.
 
     Raises:
         ValueError: shapes or layouts that do not fit.
@@ -43,6 +44,7 @@ class Inbox:
     counts: torch.Tensor
     arrived: torch.Tensor | None
     tail: torch.Tensor | None = None
+    limits: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         batch, heads = self.counts.shape
@@ -53,8 +55,15 @@ class Inbox:
             query=(self.query, F32, self.query.shape),
             blocks=(self.blocks, I32, (batch, heads, self.blocks.shape[-1])),
             counts=(self.counts, I32, (batch, heads)),
-            **({} if self.tail is None else {"tail": (self.tail, F32, self.query.shape[:2])}),
+            **_more(self.query, self.tail, self.limits),
         )
+
+
+def _more(query: torch.Tensor, tail: torch.Tensor | None, limits: torch.Tensor | None) -> dict[str, Any]:
+    """What `require` asks of a tail and of limits; raise unless both are there or none."""
+    if (tail is None) != (limits is None):
+        raise ValueError("tail and limits belong together: give both or none")
+    return {} if tail is None else {"tail": (tail, F32, query.shape[:2]), "limits": (limits, I32, (2,))}
 
 
 def hand_over(
@@ -63,6 +72,7 @@ def hand_over(
     blocks: torch.Tensor,
     counts: torch.Tensor,
     tail: torch.Tensor | None = None,
+    limits: torch.Tensor | None = None,
     *,
     flag: torch.Tensor | None = None,
     epoch: torch.Tensor | None = None,
@@ -75,6 +85,7 @@ def hand_over(
         to: written; entries of `blocks` from the counts on may be anything afterwards.
         query, blocks, counts: as those of `to`, on one device; entries of `blocks` from the counts on may be anything.
         tail: `[B, Hq]` fp32, the log mass of the tail; None exactly where `to` has none.
+        limits: `[2]` int32, tokens of every row with the query's, and blocks with digests; given with `tail`.
         flag: `[1]` int32, takes the epoch when all of it is visible to the host; pinned memory if the epoch is on a
             GPU. None: nobody is told.
         epoch: `[1]` int32, None without a flag.
@@ -91,19 +102,21 @@ def hand_over(
         query=(query, F32, to.query.shape),
         blocks=(blocks, I32, to.blocks.shape),
         counts=(counts, I32, to.counts.shape),
-        **({} if tail is None else {"tail": (tail, F32, query.shape[:2])}),
+        **_more(query, tail, limits),
     )
     if (flag is None) != (epoch is None):
         raise ValueError("flag and epoch belong together: the one is stored in the other, or neither is given")
     if flag is not None and epoch is not None:
         _check_flag(flag, epoch)
     if to.arrived is None or query.device.type not in ON_TRITON:
-        _by_copies(((to.query, query), (to.blocks, blocks), (to.counts, counts), (to.tail, tail), (flag, epoch)))
+        more = (to.tail, tail), (to.limits, limits), (flag, epoch)
+        _by_copies(((to.query, query), (to.blocks, blocks), (to.counts, counts), *more))
         return
     (batch, heads), group = counts.shape, query.shape[1] // counts.shape[1]
     hand_over_kernel[(batch * heads,)](
-        query, blocks, counts, tail, to.query, to.blocks, to.counts, to.tail, None if flag is None else to.arrived,
-        flag, epoch, blocks.shape[2], NUMBERS=group * query.shape[2], GROUP=group, CHUNK=_CHUNK, num_warps=4,
+        query, blocks, counts, tail, limits, to.query, to.blocks, to.counts, to.tail, to.limits,
+        None if flag is None else to.arrived, flag, epoch, blocks.shape[2], NUMBERS=group * query.shape[2], GROUP=group,
+        CHUNK=_CHUNK, num_warps=4,
     )  # fmt: skip
 
 
@@ -178,10 +191,12 @@ def hand_over_kernel(
     blocks,  # [B, Hkv, C]
     counts,  # [B, Hkv]
     tail,  # [B, Hq] or None
-    to_query,  # these four in host memory
+    limits,  # [2] or None
+    to_query,  # these five in host memory
     to_blocks,
     to_counts,
     to_tail,
+    to_limits,
     arrived,  # [1] or None, like the two that follow
     flag,  # [1] in host memory
     epoch,  # [1]
@@ -202,6 +217,8 @@ def hand_over_kernel(
     if tail is not None:
         head = line * GROUP + at
         tl.store(to_tail + head, tl.load(tail + head, mask=at < GROUP), mask=at < GROUP)
+        if line == 0:
+            tl.store(to_limits + at, tl.load(limits + at, mask=at < 2), mask=at < 2)
     at = tl.arange(0, CHUNK // 4)  # one for each thread: where the list ends no thread may write several
     for start in range(0, count, CHUNK // 4):
         there = start + at < count

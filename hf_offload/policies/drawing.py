@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hf_offload.attention.step import Step
 
 BUDGET, SAMPLES = 2048, 512
-"""Of policies for which neither `budget` nor `samples` is given: tokens, and points."""
+"""Of policies for which neither `budget` nor `samples` is given: tokens, and `samples`."""
 SINKS = 4
 """First tokens that are always attended: a digest says little of keys that attract every query."""
 

@@ -18,69 +18,100 @@ from hf_offload.cpu.kernels.draw_pairs import (
     Always,
     Kept,
     Resident,
+    Thresholds,
     Unsealed,
     draw_missing,
     draw_pairs,
     kept_masses,
     most_pairs,
+    order_of,
 )
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
 from hf_offload.cpu.kernels.pair_decode import ERROR_BINS, ERROR_STEPS, LEAST_ERROR, STEP, attend_pairs
 from hf_offload.cpu.kernels.submean_scores import SubMeans, submeans
 from hf_offload.cpu.launch import Launch, tag_of
-from hf_offload.cpu.simd.vectors import UNIT
 from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 
 draw_head, finish_weights = for_python(drawing.draw_head, drawing.finish_weights)
 
 
+POSITION, LAYER = 12_345, 3
+
+
+def thresholds(numbers: range, position: int = POSITION) -> torch.Tensor:
+    return torch.tensor([reference.threshold(i, position, LAYER) for i in numbers])
+
+
+def shift_of(position: int) -> int:
+    return 0x9E3779B9 * position + Thresholds.of(LAYER, np.zeros(1, np.int32), 1).layer
+
+
+SMALL = thresholds(range(1021)).argsort()[:200]  # pairs of small thresholds
+EVERY = torch.arange(1024)
+SHARES = {
+    "random": lambda: torch.rand(1024) * 2.0 ** -torch.randint(0, 9, (1024,)),
+    "all where thresholds are small": lambda: torch.zeros(1024).index_fill(0, SMALL + 3, 1 / 200),
+    "equal": lambda: torch.full((1024,), 1 / 1024),
+    "one pair": lambda: (EVERY == 500).float(),
+    "none": lambda: torch.zeros(1024),
+    "NaN": lambda: torch.where(EVERY % 3 == 0, math.nan, 1 / 1024),
+    **{f"a period of {n}": lambda n=n: (EVERY % n == 1).float() * n / 1024 for n in (2, 4, 8)},
+}
+
+
 @pytest.mark.parametrize("samples", [1, 8, 64, 4096])
 @pytest.mark.parametrize(("first", "last"), [(0, 1024), (3, 1021), (16, 17), (500, 530), (7, 7)])
-def test_the_rule(first: int, last: int, samples: int) -> None:
-    generator = torch.Generator().manual_seed(samples)
-    group, chunk = 3, 512
-    masses = (torch.randint(0, 9, (group, 1040), generator=generator) * 2.0 ** -torch.randint(0, 5, (1040,))).bfloat16()
-    masses[:, 40:200] = 0
-    factors = 2.0 ** -torch.randint(6, 13, (group, 2), generator=generator).float()  # sums are exact in float32
-    shares = (masses[:, :1024].float() * factors.repeat_interleave(chunk, 1)).amax(0)[first:last]
+@pytest.mark.parametrize("kind", SHARES)
+def test_the_rule(kind: str, first: int, last: int, samples: int) -> None:
+    torch.manual_seed(samples)
+    group, chunk, begins = 3, 512, 3
+    masses = torch.cat(
+        [SHARES[kind]() * 2**9 * torch.rand(group, 1).clamp(min=0.5), torch.ones(group, 16)], 1
+    ).bfloat16()
+    factors = torch.full((group, 2), 2.0**-9)
+    x = (masses[:, :1024].float() * 2.0**-9 * samples).amax(0)
     pairs, weights = np.full(1024, -1, np.int32), np.full(1024, 7, np.float32)
-    count, passed = 0, UNIT // 2
-    for begin, end in ((first, (first + last) // 2), ((first + last) // 2, last)):  # the sum goes on
-        count, passed = draw_head(
-            bits(masses).ctypes.data, 2080, group, factors.numpy(), 0, chunk, begin, end, float(samples), passed,
-            pairs, weights, count, 1024,
+    count = 0
+    for begin, end in ((first, (first + last) // 2), ((first + last) // 2, last)):
+        count = draw_head(
+            bits(masses).ctypes.data, 2080, group, factors.numpy(), 0, chunk, begin, end, float(samples),
+            order_of(1040), begins, shift_of(POSITION), pairs, weights, count, 1024,
         )  # fmt: skip
     finish_weights(weights, count)
-    want = reference.draw_pairs(shares, samples)
-    assert pairs[:count].tolist() == [first + i for i, _ in want]
-    np.testing.assert_allclose(weights[:count], [weight for _, weight in want], rtol=1e-6)
-    assert count <= most_pairs(samples, 1, 0) * max(1, math.ceil(float(shares.sum())))
+    start = max(first, begins)  # before that there is padding
+    want = [(i, w) for i, w in reference.draw_pairs(x[begins:last], POSITION, LAYER) if i + begins >= start]
+    assert pairs[:count].tolist() == [begins + i for i, _ in want]
+    np.testing.assert_allclose(weights[:count], [weight for _, weight in want], rtol=1e-5, atol=1e-6)
+    total = math.ceil(float(x[start:last].nansum()) / samples)
+    assert count <= most_pairs(samples, max(total, 1), last - first)
 
 
-@pytest.mark.parametrize("heads", [1, 3, 5])
-@pytest.mark.parametrize("mode", [0, 1])
-def test_a_sum_that_ends_at_a_point_draws_no_pair_without_mass(heads: int, mode: int) -> None:
-    """Equal shares whose sum comes to a point, or next to it; behind them pairs without mass, and of other ranges."""
-    for count in range(1, 16):
-        for points in (0.5, 1.5, 2.5):
-            if points >= count:
-                continue  # shares of at least 1 are all drawn
-            each = np.float32(points / count / (heads if mode == 1 else 1))
-            for ulps in range(-3, 4):
-                masses = torch.ones(heads, 48, dtype=torch.bfloat16)
-                masses[:, count:16] = 0
-                factors = np.full((heads, 1), each, np.float32)
-                factors.view(np.int32)[:] += ulps
-                pairs, weights = np.full(48, -1, np.int32), np.full(48, 7, np.float32)
-                found, passed = draw_head(
-                    bits(masses).ctypes.data, 96, heads, factors, mode, 32, 0, 16, 1.0, UNIT // 2, pairs,
-                    weights, 0, 48,
-                )  # fmt: skip
-                assert 0 <= passed < UNIT
-                assert (pairs[:found] < count).all()
-                assert (np.diff(pairs[:found]) > 0).all()
-                np.testing.assert_allclose(weights[:found], each * (heads if mode == 1 else 1), rtol=1e-6)
-                assert abs(found - points) <= 0.5
+def test_of_64_pairs_thresholds_are_even() -> None:
+    """Whatever the position, so that no more pairs are drawn than lists have room for."""
+    found = torch.from_numpy(order_of(1 << 16)[: 1 << 16].astype(np.int64))
+    for position in (0, 1, 2, 77, 10**6):
+        v = (found + shift_of(position)) % 2**32
+        u = ((v >> 8).float() + 0.5) * 2.0**-24
+        torch.testing.assert_close(u[:200], thresholds(range(200), position))
+        rows = u.view(-1, 64).sort(1).values
+        torch.testing.assert_close(rows.diff(dim=1), torch.full((1024, 63), 1 / 64), rtol=0, atol=1e-6)
+        worst = u.sort().values  # the smallest first: as many pairs as a total of so much can draw
+        for samples in (1, 64, 512, 1 << 14):
+            for pairs in (64, 1000, 1 << 16):
+                mine = u[:pairs].sort().values.double().cumsum(0)
+                assert int((mine < 65 / 64 * samples).sum()) <= most_pairs(samples, 1, pairs)
+        assert worst[0] >= 0
+
+
+def test_a_list_without_room_is_reported() -> None:
+    masses, weights = torch.ones(1, 80, dtype=torch.bfloat16), np.zeros(64, np.float32)
+    pairs = np.full(64, -1, np.int32)
+    arguments = (
+        bits(masses).ctypes.data, 160, 1, np.ones((1, 1), np.float32), 0, 64, 0, 64, 1.0, order_of(80), 0, 0, pairs,
+        weights,
+    )  # fmt: skip
+    assert draw_head(*arguments, 10, 40) == 74
+    assert (pairs[40:] == -1).all()
 
 
 def _digests(physical: int, count: int, dim: int, outliers: float = 0.01) -> tuple[SubMeans, tuple[torch.Tensor, ...]]:
@@ -126,6 +157,7 @@ class Drawn:
         high = low + 3
         most = 3 + recent + count + most_pairs(samples, group, blocks * count)
         room = min(most, (blocks + 1) * count)
+        thresholds_of = lambda low: Thresholds.of(LAYER, 2 * low, blocks * count)  # noqa: E731
         if nan:
             query[:] = math.nan
         whole = torch.full((batch * kv_heads * room + 1000,), -1, dtype=torch.int32)  # nothing is written at its end
@@ -136,21 +168,23 @@ class Drawn:
         )
         masses = np.empty((batch, kv_heads * group, kept_masses(blocks, count)), MASSES)
         unsealed = Unsealed(tag_of(torch.float32), case.block_ptr, case.holes.numpy(), case.valid.numpy(), size)
-        self.tally = np.zeros(3, np.int64)
+        self.tally = np.zeros(4, np.int64)
         launch = draw_pairs(
-            query.numpy(), digest, case.table.numpy(), unsealed, Always(low, high, recent), blocks, length, masses,
+            query.numpy(), digest, case.table.numpy(), unsealed, Always(low, high, recent),
+            thresholds_of(low), blocks, length, masses,
             self.pairs.numpy(), self.weights.numpy(), self.counts.numpy(), samples=samples, join=join,
             scale=dim**-0.5, softcap=None, tally=self.tally,
         )  # fmt: skip
         run(launch, threads)
         tokens = int((2 * self.counts).clamp(max=length).sum())
-        assert self.tally.tolist() == [tokens, batch * kv_heads, batch * kv_heads * length]
+        assert self.tally.tolist() == [tokens, batch * kv_heads, batch * kv_heads * length, 0]
         assert (whole[-1000:] == -1).all()
         assert (self.counts <= room).all()
         table = (case.table[:, :, None] * count + torch.arange(count)).flatten(1)
         logmass = reference.score_submeans(query, *parts, table, blocks * count, scale=dim**-0.5)
         tail = reference.tail_lse(query, case.clean, case.table, blocks, length, case.valid, scale=dim**-0.5)
         self.shares = reference.join_scores(logmass, tail, kv_heads, join=join).clamp(min=0)
+        self.begins, self.length = low, length
         self.first, self.last = high, blocks * count - recent
         self.outliers = [[_outliers(digest, row, h) for h in range(kv_heads)] for row in case.table[:, :blocks]]
         self.always = [{*range(int(low[b]), int(high[b])), *range(self.last, -(-length // 2))} for b in range(batch)]
@@ -188,13 +222,20 @@ def test_a_draw(group: int, count: int, dim: int, blocks: int, samples: int, joi
             # The weight of a drawn pair tells its share; masses are rounded to 8 bits.
             expected = (tau / share[pairs[between]]).log().clamp(min=0)
             torch.testing.assert_close(weights[between], expected, rtol=0, atol=0.02)
-            # What lies between two drawn pairs adds up to the distance of two points.
-            small = torch.where((share < tau) & ~outlier, share, 0)[first:last].cumsum(0)
-            drawn = pairs[between & (weights > 0)] - first
-            steps = small[drawn]
-            points = tau * (torch.arange(len(steps)).double() + 0.5)
-            assert len(steps) >= small[-1] / tau - 2
-            torch.testing.assert_close(steps, points, rtol=0.02, atol=1.02 * tau)
+            assert_drawn(share * samples, outlier, range(first, last), found, b, set(pairs.tolist()))
+
+
+def assert_drawn(
+    x: torch.Tensor, outlier: torch.Tensor, numbers: range, found: Drawn, b: int, listed: set[int]
+) -> None:
+    """A pair is listed if x exceeds its threshold; where it is as near as rounding, either way."""
+    begins = int(found.begins[b])
+    for j in numbers:
+        u = reference.threshold(j - begins, found.length - 1 - 2 * begins, LAYER)
+        if outlier[j] or float(x[j]) > 1.02 * u:
+            assert j in listed
+        elif float(x[j]) < 0.98 * u:
+            assert j not in listed
 
 
 def test_a_query_of_nan_lists_no_more_pairs_than_there_is_room_for() -> None:
@@ -256,7 +297,8 @@ def test_a_draw_beside_resident_blocks(
             n = int(numbers[b, h])
             held[b, h, :n] = torch.cat([torch.randperm(blocks)[: n - 1].sort().values, torch.tensor([blocks])]).int()
     most = width * count
-    room = min(most_pairs(samples, group, most), most)
+    room, first = most_pairs(samples, group, most), np.array([0, 2 * count + 2], np.int32)
+    limits = np.array([blocks * 2 * count + 3, 7], np.int32)
     kept, marks = None, torch.zeros(batch, kv_heads, width * 2 * count, dtype=torch.uint8)
     if marked:
         marks = (torch.rand(marks.shape) < 0.6).byte()
@@ -269,9 +311,10 @@ def test_a_draw_beside_resident_blocks(
             torch.zeros(batch, kv_heads, dtype=torch.int32),
             torch.zeros(batch, kv_heads, -(-width // 16) * 16),
         )
-        tally, portion = np.zeros(3, np.int64), np.zeros((batch, kv_heads * group), np.float32)
+        tally, portion = np.zeros(4, np.int64), np.zeros((batch, kv_heads * group), np.float32)
         launch = draw_missing(
-            query.numpy(), digest, table.numpy(), Resident(held.numpy(), numbers.numpy(), score.numpy()), tail.numpy(),
+            query.numpy(), digest, table.numpy(), Resident(held.numpy(), numbers.numpy(), score.numpy()),
+            Thresholds.of(LAYER, first, most, limits), tail.numpy(),
             np.empty((batch, kv_heads * group, kept_masses(width, count)), MASSES), pairs.numpy(), weights.numpy(),
             counts.numpy(), portion, samples=samples, join=join, scale=dim**-0.5, softcap=None, kept=kept, tally=tally,
         )  # fmt: skip
@@ -282,7 +325,7 @@ def test_a_draw_beside_resident_blocks(
             listed += int(kept.counts.sum())
             for b, h in np.ndindex(batch, kv_heads):
                 listed -= int(marks.view(batch, kv_heads, -1, 2)[b, h, pairs[b, h, : counts[b, h]].long()].sum())
-        assert tally.tolist() == [listed, batch * kv_heads, batch * kv_heads * (blocks + 1) * 2 * count]
+        assert tally.tolist() == [listed, batch * kv_heads, batch * kv_heads * (blocks + 1) * 2 * count, 0]
     assert all(map(torch.equal, *found))
     wide = (table[:, :blocks, None] * count + torch.arange(count)).flatten(1)
     masses = reference.score_submeans(query, *parts, wide, blocks * count, scale=dim**-0.5)
@@ -303,12 +346,14 @@ def test_a_draw_beside_resident_blocks(
             torch.testing.assert_close(torch.from_numpy(portion[b, heads]).double(), part, rtol=1e-2, atol=1e-4)
             assert (drawn.diff() > 0).all()
             assert not resident[drawn].any()
-            sure = set(((share > 1.02 * tau) | outlier).nonzero().flatten().tolist())
-            assert sure <= set(drawn.tolist())
+            listed_pairs = set(drawn.tolist())
             want = (tau / share[drawn]).log().clamp(min=0).masked_fill(outlier[drawn], 0)
             torch.testing.assert_close(weights[b, h, :n].double(), want, rtol=0, atol=0.02)
-            small = torch.where((share < tau) & ~outlier, share, 0).sum()
-            assert abs(int((weights[b, h, :n] > 0).sum()) - small / tau) < 2 + 0.02 * small / tau
+            begins = int(first[b]) // 2
+            for j in range(begins, blocks * count):
+                u = reference.threshold(j - begins, int(limits[0]) - 1 - int(first[b]), LAYER)
+                if not resident[j] and not 0.98 * u < float(share[j]) * samples < 1.02 * u:
+                    assert (j in listed_pairs) == bool(outlier[j] or float(share[j]) * samples > u)
 
 
 def test_arguments_that_do_not_fit() -> None:
@@ -326,9 +371,10 @@ def test_arguments_that_do_not_fit() -> None:
         low, high = np.zeros(1, np.int32), np.full(1, sinks, np.int32)
         unsealed = Unsealed(tag_of(torch.float32), case.block_ptr, case.holes.numpy(), case.valid.numpy(), 16)
         return draw_pairs(
-            np.zeros((1, 1, 32), np.float32), digest, case.table.numpy(), unsealed, Always(low, high, recent), 2, 40,
-            np.empty((1, 1, masses), MASSES), np.empty((1, 1, room), np.int32), np.empty((1, 1, room), np.float32),
-            np.empty((1, 1), np.int32), samples=samples, join=join, scale=0.2, softcap=None,
+            np.zeros((1, 1, 32), np.float32), digest, case.table.numpy(), unsealed, Always(low, high, recent),
+            Thresholds.of(0, low, 16), 2, 40, np.empty((1, 1, masses), MASSES), np.empty((1, 1, room), np.int32),
+            np.empty((1, 1, room), np.float32), np.empty((1, 1), np.int32), samples=samples, join=join, scale=0.2,
+            softcap=None,
         )  # fmt: skip
 
     make()
@@ -337,9 +383,7 @@ def test_arguments_that_do_not_fit() -> None:
     )
     for wrong, why in (
         ({"digest": means}, "pairs need a digest with a score for each"),
-        ({"room": 10}, "up to 15 may be drawn"),
-        ({"room": 15, "sinks": 1}, "up to 16 may be drawn"),
-        ({"room": 15, "recent": 1}, "up to 16 may be drawn"),
+        ({"room": 23}, "up to 24 may be drawn"),
         ({"samples": 0}, "samples 0"),
         ({"join": "raw"}, "join 'raw'"),
         ({"masses": 143}, "masses"),

@@ -9,7 +9,9 @@ from hf_offload.gpu import handover
 
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """Groups and head dimensions of real models, with a flag and without; the wait, which has one size."""
-    integers = dict.fromkeys(("blocks", "counts", "to_blocks", "to_counts", "arrived", "flag", "epoch"), "*i32")
+    integers = dict.fromkeys(
+        ("blocks", "counts", "to_blocks", "to_counts", "arrived", "flag", "epoch", "limits", "to_limits"), "*i32"
+    )
     floats = dict.fromkeys(("query", "to_query", "tail", "to_tail"), "*fp32")
     signature = {**integers, **floats, "capacity": "i32"}
     found: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
@@ -17,7 +19,7 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         for flagged, tail in ((False, False), (True, False), (True, True)):
             constants = {"NUMBERS": group * dim, "GROUP": group, "CHUNK": 512}
             constants |= {} if flagged else dict.fromkeys(("arrived", "flag", "epoch"))
-            constants |= {} if tail else dict.fromkeys(("tail", "to_tail"))
+            constants |= {} if tail else dict.fromkeys(("tail", "to_tail", "limits", "to_limits"))
             name = f"{group} heads of {dim}{', announced' if flagged else ''}{', with the tail' if tail else ''}"
             found.append((name, handover.hand_over_kernel, signature, constants, {"num_warps": 4}))
     waiting = {"flag": "*i32", "epoch": "*i32", "late": "*i32", "spins": "i32"}

@@ -23,9 +23,9 @@ SIZES = [(1, 1, 1, 16, 1), (2, 3, 5, 80, 7), (3, 2, 4, 128, 130), (1, 8, 16, 64,
 def inbox(device: str, like: tuple[torch.Tensor, ...], *, by_copies: bool = False) -> Inbox:
     """Host memory for such tensors, full of what nobody may read."""
     pinned = device == "cuda"
-    query, blocks, counts, *tail = (torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in like)
+    query, blocks, counts, *more = (torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in like)
     arrived = None if by_copies else torch.zeros(1, dtype=torch.int32, device=device)
-    return Inbox(query.fill_(math.nan), blocks.fill_(GARBAGE), counts.fill_(GARBAGE), arrived, *tail)
+    return Inbox(query.fill_(math.nan), blocks.fill_(GARBAGE), counts.fill_(GARBAGE), arrived, *more)
 
 
 def given(device: str, batch: int, heads: int, group: int, dim: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -43,12 +43,14 @@ def settle(device: str) -> None:
 
 
 def assert_there(to: Inbox, sent: tuple[torch.Tensor, ...]) -> None:
-    query, blocks, counts, *tail = (part.cpu() for part in sent)
+    query, blocks, counts, *more = (part.cpu() for part in sent)
     assert torch.equal(to.query, query)
     assert torch.equal(to.counts, counts)
-    if tail:
+    if more:
         assert to.tail is not None
-        assert torch.equal(to.tail, tail[0])
+        assert to.limits is not None
+        assert torch.equal(to.tail, more[0])
+        assert torch.equal(to.limits, more[1])
     meant = torch.arange(blocks.shape[2]) < counts[..., None]
     assert torch.equal(to.blocks[meant], blocks[meant])
 
@@ -65,7 +67,10 @@ def test_all_of_it_arrives(
 
     def given_all() -> tuple[torch.Tensor, ...]:
         sent = given(device, *sizes)
-        return (*sent, torch.randn(sent[0].shape[:2]).to(device)) if with_tail else sent
+        if not with_tail:
+            return sent
+        limits = torch.randint(0, 10**6, (2,), dtype=torch.int32)
+        return (*sent, torch.randn(sent[0].shape[:2]).to(device), limits.to(device))
 
     to = inbox(device, given_all(), by_copies=by_copies)
     flag = torch.zeros(3, 16, dtype=torch.int32, pin_memory=device == "cuda")

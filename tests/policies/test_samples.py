@@ -326,7 +326,7 @@ def test_a_check_tells_what_a_rescue_misses(memory: dict[str, Any]) -> None:
         assert bool(estimated.isnan().all()) == (rescue == 0)
         if rescue == 12:
             assert (true <= 3 * estimated + 1e-3).float().mean() > 0.9
-            assert told["missed_mass"] > 1.5 * true.mean()
+            assert told["missed_mass"] > true.mean()
     assert missed[0] > missed[1] > 0.2 * missed[0]
     assert missed[2] == pytest.approx(0, abs=1e-5)
     assert 0 < tokens[1] < tokens[2] == pytest.approx(1.0, abs=1e-6)

@@ -127,6 +127,7 @@ SPARE_BLOCKS = 32  # a digest may write this many blocks beyond its chunk
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
 # Negligible scores and masses are raised to a floor, so that no product is denormal, which would cost a hundred cycles.
 _FLOOR, _LEAST = np.float32(-40.0), np.float32(1e-18)
+_OCTAVE = np.float32(math.log(2))
 
 
 class Vectors(NamedTuple):
@@ -295,8 +296,9 @@ def _write_scores(
 def soften_chunk(runs: Any, scores: int, blocks: int, raw: bool, masses: int) -> Any:
     """Turn the scores of a chunk's blocks into masses relative to exp(peak); return the peak, MASKED if none is valid.
 
-    Blocks without valid tokens get mass 0, all others a positive mass. With `raw` the masses are absolute logarithms,
-    -inf for blocks without valid tokens, and the peak has no meaning.
+    The peak is the largest score, rounded up to a multiple of log 2: how a mass is rounded to 16 bits does not depend
+    on the chunk that its block lies in. Blocks without valid tokens get mass 0, all others a positive mass. With `raw`
+    the masses are absolute logarithms, -inf for blocks without valid tokens, and the peak has no meaning.
 
     Args:
         runs: a tuple as long as a block has scores (S).
@@ -319,6 +321,8 @@ def soften_chunk(runs: Any, scores: int, blocks: int, raw: bool, masses: int) ->
     for i in range(0, end, 64):
         peak = vmax(peak, load_f32(scores + i))
     top = lane_max(peak)
+    if top > NOTHING:
+        top = np.ceil(top / _OCTAVE) * _OCTAVE
     for i in range(0, 4 * padded * len(runs), 64):
         x = load_f32(scores + i)
         weight = exp(vmax(x - splat(top), splat(_FLOOR)))

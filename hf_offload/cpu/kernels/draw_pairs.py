@@ -1,19 +1,19 @@
-"""Pairs of keys drawn by their estimated share of the attention: systematic sampling, probability proportional to size.
+"""Pairs of keys drawn by their estimated share of the attention: Poisson sampling with fixed thresholds.
 
 p is a pair's share of a query head's attention, by its digest; of the heads of a group the largest (`join="max"`) or
-the mean. With τ = 1 / samples, in the order of the positions:
+the mean. With x = p · samples and a threshold u between 0 and 1 for each pair (`Thresholds`):
 
-    p >= τ: the pair is attended.
-    p < τ: it is attended where the running sum of such p passes the next point, (k + 1/2) · τ; log(τ / p) is then added
-        to its two scores, so that it stands for the τ of attention between two points.
+    x >= 1: the pair is attended.
+    u < x < 1: it is attended, and log(1 / x) is added to its two scores, so that it stands for 1 / samples.
 
-An outlier, a pair that its digest misses by far (`seal.OUTLIER`), is attended like one of p >= τ; in each chunk at most
+An outlier, a pair that its digest misses by far (`seal.OUTLIER`), is attended like one of x >= 1; in each chunk at most
 one pair in 64.
 
-If the first point were random, every pair would be attended with probability min(p / τ, 1), and the weighted sums would
-have no bias, whatever the digest's errors. The first point is fixed at τ / 2: nothing is random. At most
-group · samples + 1 pairs are drawn, and outliers. With one memory sinks, the newest pairs and the blocks without digest
-are listed, too (`draw_pairs`); with two the resident blocks are attended elsewhere and not drawn from (`draw_missing`).
+If thresholds were random, every pair would be attended with probability min(x, 1), and the weighted sums would have no
+bias, whatever the digest's errors. They are fixed, and of 64 consecutive pairs they lie evenly between 0 and 1, so that
+fewer differ from what x promises. Each pair is decided by itself: rounding moves the decision of few pairs, and of no
+other pair. With one memory sinks, the newest pairs and the blocks without digest are listed, too (`draw_pairs`); with
+two the resident blocks are attended elsewhere and not drawn from (`draw_missing`).
 
 Tasks are chunks of blocks, as in `block_topk.choose_blocks`; the thread that finishes the last one of a (row, KV head)
 draws. Between the two a pair's mass is kept in 16 bits for each query head.
@@ -47,6 +47,7 @@ from hf_offload.cpu.launch import (
     I64,
     TAGS,
     U8,
+    U32,
     Array,
     Launch,
     cap_of,
@@ -58,9 +59,7 @@ from hf_offload.cpu.launch import (
 )
 from hf_offload.cpu.memory import add_to, address_of, count_up, hold
 from hf_offload.cpu.simd.vectors import (
-    UNIT,
-    crossed,
-    crossings,
+    exceeds,
     get_upper,
     load,
     load_f32,
@@ -77,11 +76,36 @@ MASSES = np.dtype(np.uint16)
 _SHORT = TAGS[torch.bfloat16]
 OUTLIERS = 64
 """At most one pair in so many is attended for being an outlier, rounded up; a full chunk has a multiple of so many."""
+_GOLDEN = 0x9E3779B9
+_order = np.empty(0, np.uint32)
 
 
 def most_pairs(samples: int, group: int, pairs: int) -> int:
-    """The largest number of pairs that a KV head can draw of so many: shares add up to `group`, within rounding."""
-    return group * samples + group * samples // 64 + 2 + -(-pairs // OUTLIERS)
+    """The largest number of pairs that a KV head can draw of so many.
+
+    Of 64 consecutive pairs the thresholds are 1 / 64 apart, so that the k-th smallest of N is at least
+    (k - N / 64 - 12) / N; those of drawn pairs add up to less than `group * samples`, within rounding.
+    """
+    even = math.isqrt(2 * 65 * group * samples * pairs // 64)
+    return min(pairs, even + pairs // 64 + 16 + -(-pairs // OUTLIERS))
+
+
+def order_of(pairs: int) -> Array:
+    """The part of thresholds that a pair's number alone decides, uint32 [`pairs` or more]: of 64 a bit reversal."""
+    global _order
+    if len(_order) < pairs:
+        i = np.arange(max(2 * pairs, 1 << 12), dtype=np.uint32)
+        places = sum(((i >> bit) & 1) << (31 - bit) for bit in range(6))
+        _order = (places + _mix(i >> 6)).astype(np.uint32)
+    return _order
+
+
+def _mix(x: Any) -> Any:
+    """A hash of uint32 (the last steps of MurmurHash3 and xxHash)."""
+    x = x * np.uint32(0x9E3779B1)
+    x = (x ^ (x >> 15)) * np.uint32(0x85EBCA77)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE3D)
+    return x ^ (x >> 16)
 
 
 def kept_masses(n_sealed: int, size: int) -> int:
@@ -94,7 +118,7 @@ class PairLists(NamedTuple):
 
     Args:
         pairs: int32 [B, Hkv, C]; pair j is the tokens 2 · j and 2 · j + 1.
-        weights: float32 [B, Hkv, C]: log(τ / p) of a drawn pair, else 0.
+        weights: float32 [B, Hkv, C]: log(1 / x) of a drawn pair, else 0.
         counts: int32 [B, Hkv].
     """
 
@@ -107,6 +131,36 @@ class PairLists(NamedTuple):
         """Empty lists with room for so many pairs."""
         shape = batch, kv_heads, room
         return cls(np.empty(shape, np.int32), np.empty(shape, np.float32), np.zeros(shape[:2], np.int32))
+
+
+class Thresholds(NamedTuple):
+    """What the thresholds of a step's pairs depend on: u = ((v >> 8) + 1/2) / 2 ** 24, in uint32
+
+        v = order[j - f // 2] + 0x9E3779B9 · (length - 1 - f) + layer
+
+    for pair j of a row whose first valid token is f. Neither padding nor what is resident plays a part.
+
+    Args:
+        order: uint32 [N], `order_of`, for all pairs and 16 more.
+        first: int32 [B], f.
+        layer: a hash of the layer's index.
+        limits: int32 [2], of which the first is the number of tokens in a row with the query's when the launch runs; or
+            [0]: the launch's `length` is that number.
+    """
+
+    order: Array
+    first: Array
+    layer: int
+    limits: Array
+
+    @classmethod
+    def of(cls, layer: int, first: Array, pairs: int, limits: Array | None = None) -> Thresholds:
+        """The thresholds of the layer of an index, for up to so many pairs; `limits` None: `length` is known."""
+        mixed = int(_mix(np.array([layer + 1], np.uint32))[0])
+        return cls(order_of(pairs + 16), first, mixed, _NO_LIMITS if limits is None else limits)
+
+
+_NO_LIMITS = np.empty(0, np.int32)
 
 
 class Unsealed(NamedTuple):
@@ -166,7 +220,7 @@ class Kept(NamedTuple):
 
 @jit
 def _list_all(first: int, last: int, pairs: Array, weights: Array, count: int) -> int:
-    """List pairs first..last-1, whose p / τ is more than 1; return the list's new length."""
+    """List pairs first..last-1, whose x is more than 1; return the list's new length."""
     for i in range(first, last):
         pairs[count], weights[count] = i, np.float32(2.0)
         count += 1
@@ -193,27 +247,28 @@ def _leave_out(
 @jit
 def draw_head(
     masses: int, step: int, group: int, factors: Array, mode: int, each: int, first: int, last: int, samples: float,
-    passed: int, pairs: Array, weights: Array, count: int, limit: int,
-) -> tuple[int, int]:  # fmt: skip
-    """List the drawn ones of the pairs first..last-1 of one (row, KV head), with p / τ in place of their weights.
+    order: Array, begins: int, shift: int, pairs: Array, weights: Array, count: int, limit: int,
+) -> int:  # fmt: skip
+    """List the drawn ones of the pairs first..last-1 of one (row, KV head), with x in place of their weights.
 
     Args:
         masses: address of a bfloat16 for each pair, query heads `step` bytes apart; read up to 15 pairs beyond `last`.
         factors: float32 [G, chunks], what turns a chunk's masses into shares.
         mode: a value of `JOINS`: the largest or the mean of the heads' shares.
         each: pairs of a chunk.
-        samples: 1 / τ.
-        passed: share since the last point, τ being one `UNIT`; half of it at first.
+        samples: x of a share of 1.
+        order: uint32, `Thresholds.order`; begins: the pair that its first entry belongs to; shift: what is added.
         pairs: int32 [C], weights: float32 [C]: the list, written from `count` on.
         limit: the list is no longer.
 
     Returns:
-        The list's new length, and `passed` after these pairs.
+        The list's new length; more than `limit` if there was no room for all.
     """
-    shares = np.empty(min(each, last - first) + 16, np.float32)
+    first = max(first, begins)
+    shares = np.empty(min(each, max(last - first, 0)) + 16, np.float32)
     for chunk in range(first // each, (last + each - 1) // each):
         begin, end = max(first, chunk * each), min(last, (chunk + 1) * each)
-        size = 4 * (end - begin)
+        size, places = 4 * (end - begin), address_of(order) + 4 * (begin - begins)
         for g in range(group):
             factor, head = splat(factors[g, chunk] * np.float32(samples)), masses + g * step + 2 * begin
             for i in range(0, size, 64):
@@ -225,22 +280,21 @@ def draw_head(
         for i in range(end - begin, (end - begin + 15) & ~15):
             shares[i] = np.float32(0.0)
         for i in range(0, size, 64):
-            share = load_f32(address_of(shares) + i)
-            hits = crossings(share, passed)
-            passed = crossed(share, passed)
+            hits = exceeds(load_f32(address_of(shares) + i), places + i, shift)
             while hits != 0:
                 at = i // 4 + lowest_bit(hits)
                 hits &= hits - 1
                 if count < limit:
                     pairs[count], weights[count] = begin + at, shares[at]
-                    count += 1
+                count += 1
     hold(shares)
-    return count, passed
+    hold(order)
+    return count
 
 
 @jit
 def finish_weights(weights: Array, count: int) -> None:
-    """Turn p / τ into log weights: log(τ / p), 0 where p is at least τ."""
+    """Turn x into log weights: log(1 / x), 0 where x is at least 1."""
     zero, place = splat(np.float32(0.0)), address_of(weights)
     whole = count & ~15
     for i in range(0, 4 * whole, 64):
@@ -265,6 +319,7 @@ def draw_kernel(
     cap: Any,
     mode: int,
     samples: float,
+    thresholds: Any,
     masses: Array,
     totals: Array,
     peaks: Array,
@@ -317,7 +372,10 @@ def draw_kernel(
         if count_up(finished, b * kv_heads + h) == chunks - 1:
             heads = slice(h * group, (h + 1) * group)
             listed, weight = pairs[b, h], weights[b, h]
-            held, each, passed, count = address_of(masses[b, h * group]), CHUNK_BLOCKS * size, UNIT // 2, 0
+            held, each, count, limit = address_of(masses[b, h * group]), CHUNK_BLOCKS * size, 0, len(listed)
+            tokens: Any = length if len(thresholds.limits) == 0 else np.int64(thresholds.limits[0])
+            begins: Any = np.int64(thresholds.first[b]) // 2
+            shift: Any = _GOLDEN * (tokens - 1 - thresholds.first[b]) + thresholds.layer
             if unsealed is not None:
                 tail_of_head(
                     unsealed.tag, full, rest, query[b, heads], unsealed.block_ptr, table[b], h, kv_heads, sealed,
@@ -334,11 +392,13 @@ def draw_kernel(
                 late = min(sealed * size, max(low, sealed * size - always.recent))
                 count = _list_all(low, min(high, late), listed, weight, 0)
                 if high < late:
-                    limit = len(listed) - (last - late)
-                    count, passed = draw_head(
-                        held, step, group, factors[b, heads], mode, each, high, late, samples, passed, listed, weight,
-                        count, limit,
+                    limit -= last - late
+                    found = draw_head(
+                        held, step, group, factors[b, heads], mode, each, high, late, samples, thresholds.order,
+                        begins, shift, listed, weight, count, limit,
                     )  # fmt: skip
+                    count = min(found, limit)
+                    add_to(tally, 3, found - count)
                 count = _list_all(late, last, listed, weight, count)
                 add_to(tally, 0, min(2 * count, length))
                 add_to(tally, 2, length)
@@ -359,11 +419,13 @@ def draw_kernel(
                                 kept.marks[b, h], masses[b, heads], factors[b, heads], each, start * size, stop * size,
                                 portion[b, heads],
                             )  # fmt: skip
-                        count, passed = draw_head(
+                        count = draw_head(
                             held, step, group, factors[b, heads], mode, each, start * size, stop * size, samples,
-                            passed, listed, weight, count, len(listed),
+                            thresholds.order, begins, shift, listed, weight, count, limit,
                         )  # fmt: skip
                     start = stop + 1
+                add_to(tally, 3, max(count - limit, 0))
+                count = min(count, limit)
                 if mode == 1:
                     portion[b, heads] *= np.float32(group)
                 if kept is not None:
@@ -386,6 +448,7 @@ def draw_pairs(
     table: Array,
     unsealed: Unsealed,
     always: Always,
+    thresholds: Thresholds,
     n_sealed: int,
     length: int,
     masses: Array,
@@ -407,14 +470,16 @@ def draw_pairs(
         table: int32 [B, N], physical block of each logical one.
         unsealed: the tokens without digest; they are listed.
         always: pairs that are always listed.
+        thresholds: of the step; its `limits` are empty.
         n_sealed: blocks 0..n_sealed-1 have digests.
-        length: tokens in every row.
+        length: tokens in every row, with the query's.
         masses: uint16 [B, Hq, N], N at least `kept_masses(n_sealed, block_size // 2)`: scratch.
         pairs, weights, counts: a `PairLists`, written.
-        samples: 1 / τ.
+        samples: a pair with a share of 1 / samples is always listed.
         join: "max" or "mean".
         scale, softcap: as in `sparse_decode`.
-        tally: int64 [3] or None: added to it are the numbers of listed tokens, of lists, and of tokens in their rows.
+        tally: int64 [4] or None: added to it are the numbers of listed tokens, of lists, of tokens in their rows, and
+            of pairs for which a list had no room, which is always 0.
 
     Raises:
         ValueError: an unknown join, a digest without pairs, or shapes that contradict each other or have no room.
@@ -431,7 +496,7 @@ def draw_pairs(
         raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn (recent {always.recent})")
     tail = np.empty((batch, query_heads), np.float32)
     return _draw(
-        query, digest, table, n_sealed, length, masses, tail, unsealed, always, None, None, pairs, weights,
+        query, digest, table, thresholds, n_sealed, length, masses, tail, unsealed, always, None, None, pairs, weights,
         counts, tail, samples, join, scale, softcap, tally,
     )  # fmt: skip
 
@@ -441,6 +506,7 @@ def draw_missing(
     digest: Digest,
     table: Array,
     resident: Resident,
+    thresholds: Thresholds,
     tail: Array,
     masses: Array,
     pairs: Array,
@@ -464,10 +530,12 @@ def draw_missing(
     Args:
         table: int32 [B, N]; the launch serves any number of blocks up to N.
         resident: what is attended elsewhere.
+        thresholds: of the step.
         tail: float32 [B, Hq], log mass of the tokens without digest. Written with `unsealed`.
         masses: uint16 [B, Hq, M], M at least `kept_masses(N, S)`, S the pairs of a block: scratch.
         portion: float32 [B, Hq], written: the share of each head's attention that is not attended elsewhere.
-        unsealed: the tokens without digest, whose mass fills `tail`; length: tokens in every row, with `unsealed`.
+        unsealed: the tokens without digest, whose mass fills `tail`; length: tokens in every row, with `unsealed` or
+            where `thresholds.limits` is empty.
         kept: single tokens that are attended elsewhere.
         tally: as in `draw_pairs`; what is attended elsewhere counts as listed.
         query, digest, pairs, weights, counts, samples, join, scale, softcap: as in `draw_pairs`.
@@ -491,16 +559,16 @@ def draw_missing(
     if room < least:
         raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn")
     return _draw(
-        query, digest, table, most, length, masses, tail, unsealed, None, resident, kept, pairs, weights, counts,
-        portion, samples, join, scale, softcap, tally,
+        query, digest, table, thresholds, most, length, masses, tail, unsealed, None, resident, kept, pairs, weights,
+        counts, portion, samples, join, scale, softcap, tally,
     )  # fmt: skip
 
 
 def _draw(
-    query: Array, digest: Digest, table: Array, n_sealed: int, length: int, masses: Array, tail: Array,
-    unsealed: Unsealed | None, always: Always | None, resident: Resident | None, kept: Kept | None, pairs: Array,
-    weights: Array, counts: Array, portion: Array, samples: int, join: str, scale: float, softcap: float | None,
-    tally: Array | None,
+    query: Array, digest: Digest, table: Array, thresholds: Thresholds, n_sealed: int, length: int, masses: Array,
+    tail: Array, unsealed: Unsealed | None, always: Always | None, resident: Resident | None, kept: Kept | None,
+    pairs: Array, weights: Array, counts: Array, portion: Array, samples: int, join: str, scale: float,
+    softcap: float | None, tally: Array | None,
 ) -> Launch:  # fmt: skip
     (batch, query_heads, dim), (kv_heads, room) = query.shape, pairs.shape[1:]
     if join not in ("max", "mean"):
@@ -515,8 +583,11 @@ def _draw(
     require("pairs", pairs, I32, (batch, kv_heads, room))
     require("weights", weights, F32, (batch, kv_heads, room))
     require("counts", counts, I32, (batch, kv_heads))
-    tally = np.zeros(3, np.int64) if tally is None else tally
-    require("tally", tally, I64, (3,))
+    tally = np.zeros(4, np.int64) if tally is None else tally
+    require("tally", tally, I64, (4,))
+    require("thresholds.order", thresholds.order, U32, (max(n_sealed * len(digest.runs) + 16, len(thresholds.order)),))
+    require("thresholds.first", thresholds.first, I32, (batch,))
+    require("thresholds.limits", thresholds.limits, I32, (2 if len(thresholds.limits) else 0,))
     cost = check_digest(digest, query.shape, kv_heads, n_sealed)
     if unsealed is not None:
         if len(digest.runs) != unsealed.block_size // 2:
@@ -532,7 +603,7 @@ def _draw(
     finished = np.zeros(batch * kv_heads, np.int64)
     args = (
         digest, full, rest, query, table, int(n_sealed), int(length), float(scale), cap_of(softcap),
-        JOINS[join], float(samples), masses, totals, peaks, tail, factors, finished, unsealed, always, resident, kept,
-        pairs, weights, counts, portion, tally,
+        JOINS[join], float(samples), thresholds, masses, totals, peaks, tail, factors, finished, unsealed, always,
+        resident, kept, pairs, weights, counts, portion, tally,
     )  # fmt: skip
     return Launch(draw_kernel, batch * kv_heads * chunks, args, cost, counters=finished)

@@ -373,52 +373,23 @@ def run_totals(typing: Any, address: Any, runs: Any) -> Any:
     return VECTOR(types.int64, runs), emit
 
 
-UNIT = 1 << 26
-"""1 as a whole number: a sum of 17 lanes below 1 fits 32 bits."""
-
-
-def _emit_sums(builder: Any, x: Any) -> Any:
-    """The running sums of the lanes below 1, in units: whole numbers, which add up the same in any order."""
-    below = builder.select(builder.fcmp_ordered("<", x, constant(1.0)), x, constant(0.0))
-    sums, none = builder.fptosi(builder.fmul(below, constant(float(UNIT))), WORDS), ir.Constant(WORDS, [0] * LANES)
-    for step in (1, 2, 4, 8):
-        earlier = shuffle(builder, sums, none, [lane - step if lane >= step else LANES for lane in range(LANES)])
-        sums = builder.add(sums, earlier)
-    return sums
-
-
 @lowered
-def crossings(typing: Any, x: Any, passed: Any) -> Any:
-    """A bit for each lane of at least 1, and for each other one in which the running sum of those passes an integer.
+def exceeds(typing: Any, x: Any, order: Any, shift: Any) -> Any:
+    """A bit for each lane of x that is more than its threshold, ((v >> 8) + 1/2) / 2 ** 24 with v = order + shift.
 
-    The sum begins at `passed`, an int64 of less than one `UNIT`. Lanes are not negative; NaN, and what is less than
-    1 / `UNIT`, count as 0.
+    `order` is the address of 16 uint32, `shift` an int64 of which the lower 32 bits count. NaN exceeds nothing.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        x, passed = args
-        none = ir.Constant(WORDS, [0] * LANES)
-        sums = builder.add(_emit_sums(builder, x), emit_splat(builder, builder.trunc(passed, BITS32), WORDS))
-        whole = builder.ashr(sums, ir.Constant(WORDS, [UNIT.bit_length() - 1] * LANES))
-        before = shuffle(builder, whole, none, [lane - 1 if lane else LANES for lane in range(LANES)])
-        sure = builder.fcmp_ordered(">=", x, constant(1.0))
-        hit = builder.or_(builder.icmp_signed(">", whole, before), sure)
+        x, order, shift = args
+        words = builder.load(pointer(builder, order, WORDS), align=4)
+        words = builder.add(words, emit_splat(builder, builder.trunc(shift, BITS32), WORDS))
+        number = builder.sitofp(builder.lshr(words, word_constant(8)), FLOATS)
+        threshold = builder.fmul(builder.fadd(number, constant(0.5)), constant(2.0**-24))
+        hit = builder.fcmp_ordered("<", threshold, x)
         return builder.zext(builder.bitcast(hit, BITS16), ir.IntType(64))
 
-    return types.int64(VECTOR, types.int64), emit
-
-
-@lowered
-def crossed(typing: Any, x: Any, passed: Any) -> Any:
-    """What has passed after the lanes of `crossings`: the running sum's fraction, int64 in units."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        x, passed = args
-        last = builder.extract_element(_emit_sums(builder, x), ir.Constant(BITS32, LANES - 1))
-        total = builder.add(builder.zext(last, passed.type), passed)
-        return builder.and_(total, ir.Constant(passed.type, UNIT - 1))
-
-    return types.int64(VECTOR, types.int64), emit
+    return types.int64(VECTOR, types.int64, types.int64), emit
 
 
 @lowered

@@ -114,7 +114,7 @@ def _rescue(
     errors: np.ndarray | None = None,
     tail: np.ndarray | None = None,
     unsealed: draw_pairs.Unsealed | None = None,
-    length: int = 0,
+    length: int,
 ) -> tuple[Launch, Launch, draw_pairs.PairLists]:
     """Prepare the draw of pairs among the tokens that are neither in the window nor retained, and their attention.
 
@@ -124,7 +124,7 @@ def _rescue(
         mass: the layer's state.
         query: float32 `[B, Hq, D]`.
         window: blocks of the window and their numbers, as in `draw_pairs.Resident`.
-        samples: 1 / τ.
+        samples: as in `draw_pairs.draw_missing`.
         target: the result's arrays.
         scores: the model's.
         buffer: gives scratch by name, shape and dtype.
@@ -138,14 +138,15 @@ def _rescue(
     view, (batch, heads, _), width = store.view(store.length), query.shape, store.table.shape[1]
     lines, pairs = (batch, store.num_kv_heads), store.block_size // 2
     most = width * pairs
-    lists = draw_pairs.PairLists.of(*lines, min(draw_pairs.most_pairs(samples, heads // lines[1], most), most))
+    lists = draw_pairs.PairLists.of(*lines, draw_pairs.most_pairs(samples, heads // lines[1], most))
     score = buffer("scores of blocks", (*lines, width), np.dtype(np.float32))
     masses = buffer("masses of pairs", (batch, heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
     portion = np.empty((batch, heads), np.float32)
     tail = np.empty((batch, heads), np.float32) if tail is None else tail
+    thresholds = draw_pairs.Thresholds.of(stats.layer, store.padding.first, most)
     draw = draw_pairs.draw_missing(
         query, store.digests.arrays(query, scores.scale), store.table, draw_pairs.Resident(*window, score),
-        tail, masses, *lists, portion, samples=samples, join="max", **scores._asdict(), unsealed=unsealed,
+        thresholds, tail, masses, *lists, portion, samples=samples, join="max", **scores._asdict(), unsealed=unsealed,
         length=length, kept=draw_pairs.Kept(mass.kept, mass.retained.counts), tally=stats.drawn,
     )  # fmt: skip
     attention = attend_pairs(
@@ -203,7 +204,7 @@ class RetainedHostPartial(BlockHostPartial):
         self._nothing = Partial(np.zeros(query.shape, np.float32), nothing)
         self._scratch: dict[str, np.ndarray] = {}
         self._mass: TokenMass | None = None
-        self._window, self._samples = range(0), 0
+        self._window, self._samples, self._length = range(0), 0, 0
 
     def attend(self, step: SplitStep, mass: TokenMass, samples: int) -> RetainedHostPartial:
         """Start attention with the step's query.
@@ -215,6 +216,7 @@ class RetainedHostPartial(BlockHostPartial):
         """
         self.cancel()
         self._mass, self._window, self._samples = mass, range(mass.evicted, step.num_blocks), samples
+        self._length = step.length
         if samples:
             self.tail.copy_(step.tail(), non_blocking=True)
         self.start(step, None, correct=False, label="attention to retained tokens")
@@ -258,7 +260,7 @@ class RetainedHostPartial(BlockHostPartial):
         target, errors = self._pairs if retained else result, np.zeros(query.shape[:2], np.float32)
         *rescue, lists = _rescue(
             self.store, self.stats, self._mass, query, window, self._samples, target, scores, self._keep,
-            errors=errors, tail=self.tail.numpy(),
+            errors=errors, tail=self.tail.numpy(), length=self._length,
         )  # fmt: skip
         self._drawn = Drawn(lists, target.lse, errors, self._mass.kept)
         return (*retained, *rescue, *((join_parts(*result, self._pairs, self._nothing),) if retained else ()))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 RESCUE = 128
-"""Points with one memory, if `HGCA.rescue` says nothing."""
+"""`samples` of the draw with one memory, if `HGCA.rescue` says nothing."""
 
 
 @dataclass(frozen=True)
