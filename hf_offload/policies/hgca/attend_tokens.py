@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -184,6 +184,24 @@ def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.
 # --- two memories ----------------------------------------------------------------------------------------------------
 
 
+class _Made(NamedTuple):
+    """Launches, and what they were made for.
+
+    Args:
+        key: values that they were made for.
+        arrays: objects that they read, whose contents may change.
+        launches: the launches.
+    """
+
+    key: tuple[Any, ...]
+    arrays: tuple[Any, ...]
+    launches: tuple[Launch, ...]
+
+    def serves(self, key: tuple[Any, ...], arrays: tuple[Any, ...]) -> bool:
+        """Whether the launches serve a step with these values and the same objects."""
+        return self.key == key and all(map(operator.is_, self.arrays, arrays))
+
+
 class RetainedHostPartial(BlockHostPartial):
     """Attention to the retained tokens, and to pairs drawn from the others outside the window.
 
@@ -204,6 +222,7 @@ class RetainedHostPartial(BlockHostPartial):
         self._scratch: dict[str, np.ndarray] = {}
         self._mass: TokenMass | None = None
         self._window, self._samples = range(0), 0
+        self._made: _Made | None = None
 
     def attend(self, step: SplitStep, mass: TokenMass, samples: int) -> RetainedHostPartial:
         """Start attention with the step's query.
@@ -214,7 +233,8 @@ class RetainedHostPartial(BlockHostPartial):
             samples: as `HGCA.rescue`; 0: no pairs are drawn.
         """
         self.cancel()
-        self._mass, self._window, self._samples = mass, range(mass.evicted, step.num_blocks), samples
+        self._mass, self._samples = mass, samples
+        self._window = range(mass.evicted, step.num_blocks) if samples else range(0)
         if samples:
             self.tail.copy_(step.tail(), non_blocking=True)
         self.start(step, None, correct=False, label="attention to retained tokens")
@@ -241,7 +261,14 @@ class RetainedHostPartial(BlockHostPartial):
         self.query.copy_(query, non_blocking=True)
 
     def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:
-        return make(scores)  # lists may have grown at any step
+        """Return the launches of the last step, unless a block came or left, or arrays were replaced since then."""
+        assert self._mass is not None
+        mass, retained = self._mass, self._mass.retained
+        key = scores, self._window, self._samples, bool(retained.counts.any())
+        arrays = self.store.view(self.store.length), mass.kept, retained.counts, *retained.arrays
+        if self._made is None or not self._made.serves(key, arrays):
+            self._made = _Made(key, arrays, make(scores))
+        return self._made.launches
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         assert self._mass is not None
