@@ -80,7 +80,8 @@ def profile(
 ) -> None:
     """Measure how many decode steps each layer can run between two recalls.
 
-    The file goes into HybridCache(model, "scout", recall=FILE).
+    The file goes into HybridCache(model, "scout", recall=FILE), with two memories: a GPU, or tier="split". The CPU's
+    share is a number of tokens, not a time, so a model on the CPU gives a GPU's intervals: two memories are simulated.
     """
     with _mistakes():
         _check_dtype(dtype)
@@ -100,10 +101,13 @@ def profile(
             block_size=block_size, progress=True, budget=budget, threshold=threshold,
         )  # fmt: skip
         found.write(out)
-        one_memory = language_model.device.type == "cpu"
+        simulated = language_model.device.type == "cpu"
     _print(profile_table(found))
-    if one_memory:
-        typer.echo('With this model on the CPU nothing is recalled: the profile is for a GPU, or for tier="split".')
+    if simulated:
+        typer.echo(
+            "The model is on the CPU, where two memories were simulated. The intervals are for a GPU: ratios count "
+            'tokens, not time. Here the line below needs tier="split", because one memory recalls nothing.'
+        )
     typer.echo(f"wrote {out}; use it with\n\n    {usage(found, out)}\n")
 
 

@@ -7,6 +7,7 @@ Texts may differ in length: the attention mask marks the padding, which no query
 Without files the texts are three parts of Python's manual.
 """
 
+import inspect
 import time
 from pathlib import Path
 from typing import Annotated
@@ -39,8 +40,9 @@ def main(
     ).to(lm.device)
 
     cache = hf_offload.HybridCache(lm, "scout", budget=512)
+    name = "cache" if "cache" in inspect.signature(lm.forward).parameters else "past_key_values"  # by version
     start = time.perf_counter()
-    out = lm.generate(**inputs, past_key_values=cache, max_new_tokens=answer, do_sample=False)
+    out = lm.generate(**inputs, **{name: cache}, max_new_tokens=answer, do_sample=False)
     seconds = time.perf_counter() - start
 
     lengths = inputs["attention_mask"].sum(dim=1).tolist()

@@ -7,6 +7,7 @@ The document is read once. Each turn is appended to the same cache, so a questio
 Without --file the document is a part of Python's manual in which a number is hidden. An empty line ends the chat.
 """
 
+import inspect
 import time
 from pathlib import Path
 from typing import Annotated
@@ -31,15 +32,14 @@ def main(
         document = hf_offload.hide_number(manual, tokenizer, tokens=4000, question="").content
         print("Try: What is the secret number of the lighthouse keeper? Answer with the number only.")
     cache = hf_offload.HybridCache(lm, "scout", budget=1024, progress=True)
+    name = "cache" if "cache" in inspect.signature(lm.forward).parameters else "past_key_values"  # by version
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
     messages = [{"role": "user", "content": f"I have questions about this document:\n\n{document}"}]
     messages += [{"role": "assistant", "content": "I have read it. What is your question?"}]
     ids = tokenizer.apply_chat_template(messages, return_tensors="pt")["input_ids"].to(lm.device)
     print(f"Reading {ids.shape[1]:,} tokens ...")
     with torch.inference_mode():
-        lm(ids, past_key_values=cache, logits_to_keep=1)
-
+        lm(ids, **{name: cache}, logits_to_keep=1)
     while question := input("\nYou: ").strip():
         messages.append({"role": "user", "content": question})
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt").to(lm.device)
@@ -49,7 +49,7 @@ def main(
         same = int((ids[0, :most] == prompt["input_ids"][0, :most]).cumprod(0).sum())
         cache.crop(same - cache.get_seq_length())
         start = time.perf_counter()
-        ids = lm.generate(**prompt, past_key_values=cache, max_new_tokens=answer, streamer=streamer)
+        ids = lm.generate(**prompt, **{name: cache}, max_new_tokens=answer, streamer=streamer)
         seconds = time.perf_counter() - start
         messages.append({"role": "assistant", "content": tokenizer.decode(ids[0, length:], skip_special_tokens=True)})
         print(f"[{same:,} tokens cached, {length - same} read, {ids.shape[1] - length} written in {seconds:.1f} s]")

@@ -6,6 +6,7 @@
 The processes exchange nothing while they generate. `cache.reset()` empties the cache before each question.
 """
 
+import inspect
 from typing import Annotated
 
 import torch
@@ -27,6 +28,7 @@ def main(
         model, attn_implementation="hybrid_sparse", dtype=dtype, device=state.device
     )
     cache = hf_offload.HybridCache(lm, "scout", budget=1024)
+    name = "cache" if "cache" in inspect.signature(lm.forward).parameters else "past_key_values"  # by version
     answers = []
     with state.split_between_processes(QUESTIONS) as share:
         for question in share:
@@ -34,7 +36,7 @@ def main(
             inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
             inputs = inputs.to(state.device)
             cache.reset()
-            out = lm.generate(**inputs, past_key_values=cache, max_new_tokens=16, do_sample=False)
+            out = lm.generate(**inputs, **{name: cache}, max_new_tokens=16, do_sample=False)
             answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             answers.append(f"process {state.process_index}: {question} {answer}")
     answers = gather_object(answers)

@@ -6,6 +6,7 @@
 The first makes a small model with random weights, which is enough to see the sizes.
 """
 
+import inspect
 from pathlib import Path
 from typing import Annotated
 
@@ -38,8 +39,8 @@ def main(
         lm, tokenizer = hf_offload.load_demo_model(model, attn_implementation="hybrid_sparse")
         ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
     cache = hf_offload.HybridCache(lm, "scout", budget=512, progress=True)
-    lm.generate(ids.to(lm.device), past_key_values=cache, max_new_tokens=32, do_sample=False)
-
+    name = "cache" if "cache" in inspect.signature(lm.forward).parameters else "past_key_values"  # by version
+    lm.generate(ids.to(lm.device), **{name: cache}, max_new_tokens=32, do_sample=False)
     stats = cache.stats().as_dict()
     states = sum(
         part.nbytes

@@ -7,6 +7,7 @@ The cache is saved in the folder saved_caches. A second run of the same command 
 """
 
 import hashlib
+import inspect
 import time
 from pathlib import Path
 from typing import Annotated
@@ -35,12 +36,12 @@ def main(
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     before, _, after = prompt.rpartition("<question>")
     prefix = tokenizer(before, add_special_tokens=False, return_tensors="pt").to(lm.device)
-
+    name = "cache" if "cache" in inspect.signature(lm.forward).parameters else "past_key_values"  # by version
     start = time.perf_counter()
     folder = Path("saved_caches") / hashlib.sha256(f"{model} {before}".encode()).hexdigest()[:16]
     if not folder.exists():
         cache = hf_offload.HybridCache(lm, "scout", budget=1024, progress=True)
-        lm.generate(**prefix, past_key_values=cache, max_new_tokens=1)
+        lm.generate(**prefix, **{name: cache}, max_new_tokens=1)
         cache.save(folder)
     cache = hf_offload.HybridCache.load(folder, lm)
     print(f"{cache.get_seq_length():,} tokens are cached after {time.perf_counter() - start:.1f} s ({folder})")
@@ -49,7 +50,7 @@ def main(
         start = time.perf_counter()
         question_ids = tokenizer(text + after, add_special_tokens=False, return_tensors="pt").input_ids.to(lm.device)
         ids = torch.cat([prefix.input_ids, question_ids], dim=1)  # generate() feeds those that the cache does not hold
-        out = lm.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache.fork(), max_new_tokens=48)
+        out = lm.generate(ids, attention_mask=torch.ones_like(ids), **{name: cache.fork()}, max_new_tokens=48)
         answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         print(f"\n{text}\n{answer.strip()}\n[{time.perf_counter() - start:.1f} s]")
 

@@ -7,6 +7,7 @@ The number of ranks divides query heads and KV heads. SmolLM2, the default, has 
 Every rank runs the same calls on the same inputs, on a GPU of its own or, without GPUs, on the CPU over gloo.
 """
 
+import inspect
 import os
 import tempfile
 from pathlib import Path
@@ -41,9 +42,9 @@ def main(
         )
     text = file.read_text(encoding="utf-8") if file else hf_offload.demo_text("prose")
     inputs = tokenizer(text[: 7 * tokens], truncation=True, max_length=tokens, return_tensors="pt").to(lm.device)
-
     cache = hf_offload.HybridCache(lm, "scout", budget=512)
-    out = lm.generate(**inputs, past_key_values=cache, max_new_tokens=answer, do_sample=False)
+    name = "cache" if "cache" in inspect.signature(lm.forward).parameters else "past_key_values"  # by version
+    out = lm.generate(**inputs, **{name: cache}, max_new_tokens=answer, do_sample=False)
     mebibytes = cache.stats().as_dict()["host_bytes"] / 2**20
     shares: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(shares, mebibytes)

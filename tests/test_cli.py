@@ -71,7 +71,8 @@ def test_profile_is_written_and_its_line_works(tmp_path: Path, loads: list[tuple
     assert line in said
     names = {"HybridCache": HybridCache, "model": tiny_model("llama")}
     assert eval(f'{line[:-1]}, tier="split")', names).policy.recall == str(out)
-    assert "With this model on the CPU nothing is recalled" in said
+    assert "two memories were simulated. The intervals are for a GPU" in said
+    assert 'Here the line below needs tier="split"' in said
     with pytest.raises(ValueError, match=r"recall=.* needs two memories"):
         eval(line, names)
 

@@ -151,40 +151,45 @@ def test_prompt_tuning_works() -> None:
     assert torch.equal(got.sequences, want)
 
 
+@torch.no_grad()
+def decoded_logits(model: PreTrainedModel, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits `[6, B, V]`, fp32, behind a prompt of 40 of the tokens and behind each of the next five."""
+    mask = nn.functional.pad(prompt(2, 40)[1], (0, 5), value=1)
+    found = []
+    for start, stop in ((0, 40), *((n, n + 1) for n in range(40, 45))):
+        out = model(
+            tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache,
+            position_ids=(mask[:, :stop].cumsum(1) - 1).clamp(0)[:, start:],
+        )  # fmt: skip
+        found.append(out.logits[:, -1].float())
+    return torch.stack(found)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3", pytest.param("gpt_neox", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("dtype", "most"), [(torch.float16, 0.015), pytest.param(torch.bfloat16, 0.1, marks=pytest.mark.slow)]
-)
-def test_autocast_is_what_it_is_without(family: str, dtype: torch.dtype, most: float) -> None:
-    stock, ours = tiny_model(family, "sdpa"), tiny_model(family)
-    with torch.autocast(DEVICE, dtype):
-        want = run(stock, None, max_new_tokens=6)
-        for tier in TIERS.values():
-            cache = HybridCache(ours, **COVERING, **tier)
-            ids, mask = prompt(2, 40)
-            logits = []
-            with torch.no_grad():
-                for length in range(40, 46):
-                    tokens = want.sequences[:, :length] if length == 40 else want.sequences[:, length - 1 : length]
-                    out = ours(
-                        tokens,
-                        attention_mask=nn.functional.pad(mask, (0, length - 40), value=1),
-                        position_ids=(nn.functional.pad(mask, (0, length - 40), value=1).cumsum(1) - 1).clamp(0)[
-                            :, -tokens.shape[1] :
-                        ],
-                        past_key_values=cache,
-                    )
-                    logits.append(out.logits[:, -1].float())
-            if DEVICE != "cpu" or not faster_than_torch(dtype):  # else prompts have a kernel of their own
-                assert torch.equal(logits[0], want.logits[0].float())
-            for got, theirs in zip(logits, want.logits, strict=True):
-                assert torch.allclose(got, theirs.float(), atol=most)
-            assert cache.layers[-1].dtype == dtype
-            with torch.no_grad(), torch.autocast(DEVICE, enabled=False):
-                if tier == TIERS["one"]:
-                    with pytest.raises(ValueError, match="holds torch"):
-                        ours(ids[:, :1], past_key_values=cache)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_is_what_it_is_without(family: str, dtype: torch.dtype) -> None:
+    """Against float32 it deviates no more than stock attention functions do under autocast."""
+    ours, tokens = tiny_model(family), prompt(2, 45)[0]
+
+    def stock(attention: str, enabled: bool) -> torch.Tensor:
+        model = tiny_model(family, attention)
+        with torch.autocast(DEVICE, dtype, enabled=enabled):
+            return decoded_logits(model, DynamicCache(config=model.config), tokens)
+
+    exact, sdpa = stock("sdpa", False), stock("sdpa", True)
+    rounding = max((other - exact).norm().item() for other in (sdpa, stock("eager", True)))
+    for tier in TIERS.values():
+        cache = HybridCache(ours, **COVERING, **tier)
+        with torch.autocast(DEVICE, dtype):
+            logits = decoded_logits(ours, cache, tokens)
+        if DEVICE != "cpu" or not faster_than_torch(dtype):  # else prompts have a kernel of their own
+            assert torch.equal(logits[0], sdpa[0])
+        assert (logits - exact).norm() <= 1.25 * rounding
+        assert cache.layers[-1].dtype == dtype
+        if tier == TIERS["one"]:
+            with torch.no_grad(), pytest.raises(ValueError, match="holds torch"):
+                ours(tokens[:, :1], past_key_values=cache)
 
 
 @pytest.mark.slow

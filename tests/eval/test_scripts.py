@@ -17,6 +17,7 @@ import error_estimate
 import extraction
 import frames
 import gguf_dtypes
+import launches
 import needle
 import perplexity
 import quality
@@ -115,6 +116,7 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (quality.main, "--rows"),
         (quality.main, "--kinds"),
         (frames.main, "--context"),
+        (launches.main, "--row"),
         (needle.main, "--row"),
         (needle.main, "--kinds"),
         (soak.main, "--rows"),

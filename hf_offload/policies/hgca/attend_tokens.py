@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -114,7 +114,8 @@ def _rescue(
     errors: np.ndarray | None = None,
     tail: np.ndarray | None = None,
     unsealed: draw_pairs.Unsealed | None = None,
-    length: int,
+    length: int = 0,
+    limits: np.ndarray | None = None,
 ) -> tuple[Launch, Launch, draw_pairs.PairLists]:
     """Prepare the draw of pairs among the tokens that are neither in the window nor retained, and their attention.
 
@@ -129,7 +130,7 @@ def _rescue(
         scores: the model's.
         buffer: gives scratch by name, shape and dtype.
         errors: as in `attend_pairs`.
-        tail, unsealed, length: as in `draw_pairs.draw_missing`.
+        tail, unsealed, length: as in `draw_pairs.draw_missing`; limits: those of its thresholds.
 
     Returns:
         The two launches, and what they list.
@@ -143,7 +144,7 @@ def _rescue(
     masses = buffer("masses of pairs", (batch, heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
     portion = np.empty((batch, heads), np.float32)
     tail = np.empty((batch, heads), np.float32) if tail is None else tail
-    thresholds = draw_pairs.Thresholds.of(stats.layer, store.padding.first, most)
+    thresholds = draw_pairs.Thresholds.of(stats.layer, store.padding.first, most, limits)
     draw = draw_pairs.draw_missing(
         query, store.digests.arrays(query, scores.scale), store.table, draw_pairs.Resident(*window, score),
         thresholds, tail, masses, *lists, portion, samples=samples, join="max", **scores._asdict(), unsealed=unsealed,
@@ -185,6 +186,24 @@ def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.
 # --- two memories ----------------------------------------------------------------------------------------------------
 
 
+class _Made(NamedTuple):
+    """Launches, and what they were made for.
+
+    Args:
+        key: values that they were made for.
+        arrays: objects that they read, whose contents may change.
+        launches: the launches.
+    """
+
+    key: tuple[Any, ...]
+    arrays: tuple[Any, ...]
+    launches: tuple[Launch, ...]
+
+    def serves(self, key: tuple[Any, ...], arrays: tuple[Any, ...]) -> bool:
+        """Whether the launches serve a step with these values and the same objects."""
+        return self.key == key and all(map(operator.is_, self.arrays, arrays))
+
+
 class RetainedHostPartial(BlockHostPartial):
     """Attention to the retained tokens, and to pairs drawn from the others outside the window.
 
@@ -204,7 +223,9 @@ class RetainedHostPartial(BlockHostPartial):
         self._nothing = Partial(np.zeros(query.shape, np.float32), nothing)
         self._scratch: dict[str, np.ndarray] = {}
         self._mass: TokenMass | None = None
-        self._window, self._samples, self._length = range(0), 0, 0
+        self._window, self._samples = range(0), 0
+        self._limits = np.zeros(2, np.int32)
+        self._made: _Made | None = None
 
     def attend(self, step: SplitStep, mass: TokenMass, samples: int) -> RetainedHostPartial:
         """Start attention with the step's query.
@@ -215,8 +236,9 @@ class RetainedHostPartial(BlockHostPartial):
             samples: as `HGCA.rescue`; 0: no pairs are drawn.
         """
         self.cancel()
-        self._mass, self._window, self._samples = mass, range(mass.evicted, step.num_blocks), samples
-        self._length = step.length
+        self._mass, self._samples = mass, samples
+        self._window = range(mass.evicted, step.num_blocks) if samples else range(0)
+        self._limits[0] = step.length
         if samples:
             self.tail.copy_(step.tail(), non_blocking=True)
         self.start(step, None, correct=False, label="attention to retained tokens")
@@ -243,7 +265,14 @@ class RetainedHostPartial(BlockHostPartial):
         self.query.copy_(query, non_blocking=True)
 
     def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:
-        return make(scores)  # lists may have grown at any step
+        """Return the launches of the last step, unless a block came or left, or arrays were replaced since then."""
+        assert self._mass is not None
+        mass, retained = self._mass, self._mass.retained
+        key = scores, self._window, self._samples, bool(retained.counts.any())
+        arrays = self.store.view(self.store.length), mass.kept, retained.counts, *retained.arrays
+        if self._made is None or not self._made.serves(key, arrays):
+            self._made = _Made(key, arrays, make(scores))
+        return self._made.launches
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         assert self._mass is not None
@@ -260,7 +289,7 @@ class RetainedHostPartial(BlockHostPartial):
         target, errors = self._pairs if retained else result, np.zeros(query.shape[:2], np.float32)
         *rescue, lists = _rescue(
             self.store, self.stats, self._mass, query, window, self._samples, target, scores, self._keep,
-            errors=errors, tail=self.tail.numpy(), length=self._length,
+            errors=errors, tail=self.tail.numpy(), limits=self._limits,
         )  # fmt: skip
         self._drawn = Drawn(lists, target.lse, errors, self._mass.kept)
         return (*retained, *rescue, *((join_parts(*result, self._pairs, self._nothing),) if retained else ()))

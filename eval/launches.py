@@ -1,0 +1,237 @@
+"""Which kernels does a decode step with two memories launch in each layer, on GPU and CPU, and in which order?
+
+    python eval/launches.py
+    python eval/launches.py --row scout:budget=96,lookahead=select --row quest:budget=96
+
+The device is simulated on the CPU (`tier="split"`). A call of a function of the package that would launch a Triton
+kernel on a GPU counts as a launch of that kernel; torch's own kernels are not counted. The model is a random one with
+four layers.
+
+Layers are the `first` one, one in the `middle` and the `last` one; `between` are launches outside of them. What a
+layer's hooks launch for the next one, and what jobs launch that it starts, counts as its own. Steps are the `first` one
+after a prompt, one that `fills` a block, one that `recalls` blocks in this layer, or a `usual` one. A row of the CSV is
+a launch; `steps` of this kind launched the same in the same order. `by` is the GPU, the CPU (the model's thread waits),
+or the CPU `beside` the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import typer
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+import common
+import hf_offload
+import hf_offload.gpu
+from hf_offload.cpu.launch import Launch, LaunchSequence
+from hf_offload.cpu.thread_pool import Worker
+from hf_offload.policies.hgca.kernels import resident_weights
+
+BLOCK_SIZE, STEPS = 16, 40
+LAYERS = {0: "first", 2: "middle", 3: "last", None: "between"}
+SCOUT: dict[str, Any] = {"sinks": 16, "recent": 16}
+DRAWN = {**SCOUT, "samples": 60, "resident": 96}
+ROWS = {
+    "full": {"resident": 96},
+    "window": {"budget": 96},
+    "quest": {"budget": 96},
+    **{name: {} for name in ("h2o", "infinigen", "fixed_hybrid")},
+    "fluxion": {"predictor": hf_offload.ConstantPredictor()},
+    "hgca": {"window": 96, "rescue": 0},
+    "hgca rescue": {"window": 96, "rescue": 60},
+    **{f"scout budget {mode}": {**SCOUT, "budget": 96, "lookahead": mode} for mode in ("off", "select", "attend")},
+    **{f"scout samples {mode}": {**DRAWN, "lookahead": mode} for mode in ("off", "select", "attend")},
+}
+"""Knobs by name of the row, which begins with the policy's."""
+KNOWN: dict[str, Any] = {name: common.Row(name, name.split()[0], knobs) for name, knobs in ROWS.items()}
+KNOWN["all"] = list(ROWS)
+
+Place = tuple[int, int | None]
+"""A step and a layer; None: outside of the layers."""
+
+
+def kernels_of(module: ModuleType) -> dict[FunctionType, str]:
+    """The public functions of a module that launch a Triton kernel, and its name."""
+    mine = {name: f for name, f in vars(module).items() if getattr(f, "__module__", None) == module.__name__}
+    own = {name: f for name, f in mine.items() if isinstance(f, FunctionType)}
+
+    def kernel(function: FunctionType) -> str | None:
+        names = function.__code__.co_names
+        inner = (kernel(own[name]) for name in names if name.startswith("_") and name in own)
+        return next((name for name in names if name.endswith("_kernel")), None) or next(filter(None, inner), None)
+
+    return {f: found for name, f in own.items() if not name.startswith("_") and (found := kernel(f))}
+
+
+def all_kernels() -> dict[FunctionType, str]:
+    """`kernels_of` all modules of the package with Triton kernels."""
+    names = [f"hf_offload.gpu.{found.name}" for found in pkgutil.iter_modules(hf_offload.gpu.__path__)]
+    modules = [*map(importlib.import_module, names), resident_weights]
+    return {function: kernel for module in modules for function, kernel in kernels_of(module).items()}
+
+
+class Log:
+    """Launches by step, layer, and who launched them, each in their order."""
+
+    def __init__(self) -> None:
+        self.found: dict[Place, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        self._here = threading.local()
+        self.place: Place = (-1, None)
+
+    @property
+    def place(self) -> Place:
+        """Where this thread is."""
+        place: Place = self._here.place
+        return place
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self._here.place = place
+
+    def note(self, by: str, *kernels: str) -> None:
+        """Note launches here."""
+        beside = by == "CPU" and threading.current_thread() is not threading.main_thread()
+        self.found[self.place]["beside" if beside else by] += kernels
+
+    @contextmanager
+    def watching(self, layers: list[nn.Module]) -> Iterator[None]:
+        """Note all launches, and in which of these layers they are."""
+        with ExitStack() as patches:
+            for function, kernel in all_kernels().items():
+                for module in [module for name, module in sys.modules.items() if name.startswith("hf_offload")]:
+                    for name in [name for name, value in vars(module).items() if value is function]:
+                        patches.enter_context(mock.patch.object(module, name, self._noting(function, kernel)))
+            for cls, name, kernels in (
+                (LaunchSequence, "run", lambda sequence: sequence.launches),
+                (Launch, "__call__", lambda launch: (launch,)),
+            ):
+                patches.enter_context(mock.patch.object(cls, name, self._noting_cpu(getattr(cls, name), kernels)))
+            patches.enter_context(mock.patch.object(Worker, "submit", self._following(Worker.submit)))
+            numbers, kind = {layer: number for number, layer in enumerate(layers)}, type(layers[0])
+            patches.enter_context(mock.patch.object(kind, "__call__", self._numbered(kind.__call__, numbers)))
+            yield
+
+    def _noting(self, function: Callable[..., Any], kernel: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self.note("GPU", kernel)
+            return function(*args, **kwargs)
+
+        return noting
+
+    def _noting_cpu(
+        self, method: Callable[..., Any], launches: Callable[[Any], Sequence[Launch]]
+    ) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def noting(this: Any, *args: Any) -> Any:
+            self.note("CPU", *(launch.kernel.__name__ for launch in launches(this)))
+            return method(this, *args)
+
+        return noting
+
+    def _following(self, submit: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(submit)
+        def following(worker: Worker, work: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+            place = self.place
+
+            def placed() -> Any:
+                self.place = place
+                return work()
+
+            return submit(worker, placed, *args, **kwargs)
+
+        return following
+
+    def _numbered(self, call: Callable[..., Any], numbers: dict[nn.Module, int]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def numbered(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            step, before = self.place
+            self.place = step, numbers[layer]
+            try:
+                return call(layer, *args, **kwargs)
+            finally:
+                self.place = step, before
+
+        return numbered
+
+
+def make_model() -> PreTrainedModel:
+    """The model."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return model
+
+
+def measure(row: common.Row, model: PreTrainedModel, ids: torch.Tensor, context: int) -> list[dict[str, Any]]:
+    """The launches of each kind of step and layer, as records."""
+    cache: Any = row.make_cache(model)
+    log, kinds = Log(), {}
+    with torch.inference_mode(), log.watching(list(model.model.layers)):
+        model(ids[:, :context], past_key_values=cache)
+        recalls = [layer.recalls for layer in cache.stats().layers]
+        for step, token in enumerate(ids[:, context:].split(1, 1)):
+            log.place = step, None
+            model(token, past_key_values=cache)
+            log.place = -1, None
+            before, recalls = recalls, [layer.recalls for layer in cache.stats().layers]
+            for number in LAYERS:
+                recalled = number is not None and recalls[number] > before[number]
+                full = (context + step + 1) % BLOCK_SIZE == 0
+                kinds[step, number] = "first" if not step else "fills" if full else "recalls" if recalled else "usual"
+        cache.drain()
+    alike: Counter[Any] = Counter()
+    for place, kind in kinds.items():
+        launched = sorted((by, tuple(kernels)) for by, kernels in log.found[place].items())
+        alike[place[1], kind, tuple(launched)] += 1
+    return [
+        {"row": row.name, "layer": LAYERS[number], "step": kind, "steps": steps, "by": by, "order": i, "kernel": kernel}
+        for (number, kind, launched), steps in alike.items()
+        for by, kernels in launched
+        for i, kernel in enumerate(kernels)
+    ]
+
+
+def main(
+    rows: common.RowsOption = ["all"],  # noqa: B006
+    context: Annotated[str, typer.Option(help="Tokens of the prompt; k is 1,024.")] = "512",
+    out: common.OutOption = common.RESULTS / "launches.csv",
+) -> None:
+    """List the kernels that a decode step with two memories launches."""
+    (length,) = common.numbers(context)
+    knobs = {"tier": "split", "block_size": BLOCK_SIZE, "threads": 1}  # one thread: jobs in the order of submission
+    chosen = [common.Row(row.name, row.policy, knobs | row.options) for row in common.rows_of(rows, known=KNOWN)]
+    model = make_model()
+    common.check_rows(chosen, model)
+    ids = torch.randint(3, 150, (1, length + STEPS), generator=torch.Generator().manual_seed(0))
+    records = [record for row in chosen for record in measure(row, model, ids, length)]
+    common.write_csv(out, records)
+    common.show("launches of a layer in the middle in most steps", [summary(row.name, records) for row in chosen])
+
+
+def summary(row: str, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row's numbers of launches in the steps that most of its steps are like."""
+    mine = [record for record in records if (record["row"], record["layer"]) == (row, "middle")]
+    steps = max(record["steps"] for record in mine)
+    counts = Counter(record["by"] for record in mine if record["steps"] == steps)
+    return {"row": row, "steps": steps, **{by: counts[by] for by in ("GPU", "CPU", "beside")}}
+
+
+if __name__ == "__main__":
+    common.command(main)()
