@@ -267,7 +267,7 @@ def pairs_of(rows: int, kv_heads: int, dim: int, rng: np.random.Generator) -> Di
     levels[:] = rng.integers(-(2**31), 2**31, levels.shape[2:]).astype(np.int32)
     sizes = host_empty((rows, kv_heads, pairs), torch.int32).numpy()
     sizes[:] = 0x3D803D80
-    center, sigma = (rng.random((kv_heads, dim), dtype=np.float32) for _ in range(2))
+    center, sigma = (rng.random((1, kv_heads, dim), dtype=np.float32) for _ in range(2))
     return submeans(codes, levels, sizes, np.zeros((rows, pairs), np.float32), center, sigma)
 
 

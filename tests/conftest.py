@@ -21,7 +21,10 @@ from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload import assets
+from hf_offload.cache import digests
 
+STATISTICS_TOKENS = digests.STATISTICS_TOKENS
+digests.STATISTICS_TOKENS = 16  # or tiny contexts would be attended whole
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 
@@ -33,6 +36,13 @@ DEFAULT = os.environ.get("HF_OFFLOAD_TEST_DEFAULT")
 def other_default() -> Iterator[None]:
     with nullcontext() if DEFAULT is None else default(DEFAULT):
         yield
+
+
+@pytest.fixture(autouse=True)
+def real_statistics(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of a real model as users have them."""
+    if "smollm2" in request.fixturenames:
+        monkeypatch.setattr(digests, "STATISTICS_TOKENS", STATISTICS_TOKENS)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

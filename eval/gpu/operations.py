@@ -56,7 +56,7 @@ def score_submeans(x: Inputs) -> Operation:
     levels = torch.randint(-(2**31), 2**31 - 1, (physical, size.kv_heads, size.dim // 16, pairs), **some)
     sizes = torch.full((physical, size.kv_heads, pairs), 0x3D803D80, **some)
     bias = torch.full((physical, pairs), 0.7, device=device)
-    center, sigma = x.floats(size.kv_heads, size.dim), x.floats(size.kv_heads, size.dim).abs()
+    center, sigma = (x.floats(size.batch, size.kv_heads, size.dim) for _ in range(2))
     table = x.ints(torch.arange(physical).view(size.batch, -1))
     query, limits = x.query(), x.limits()
     digests = (codes.view(torch.uint8), levels, sizes, bias, center, sigma)

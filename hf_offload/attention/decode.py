@@ -16,7 +16,7 @@ from hf_offload.cache.last_queries import joined
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory import trim_heap_by_turns
 from hf_offload.cache.prefill_tiles import read_tiles
-from hf_offload.cache.sealing import seal
+from hf_offload.cache.sealing import seal, seal_waiting
 from hf_offload.cache.torch_modes import uncast
 from hf_offload.scores import Scores
 
@@ -123,6 +123,8 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     store = layer.store
     assert layer.scores is not None
     assert store is not None
+    if store.awaits_digests:
+        return
     if layer.ahead is not None or layer.host_partial is not None:
         layer.drain_ahead()
     if not layer.two_memories:  # one memory: no operation that autocast would change
@@ -165,6 +167,7 @@ def decode(
     assert store is not None
     fresh, layer.pending = layer.pending is not None, None
     layer.state.before_token(layer)
+    seal_waiting(store, layer.settings.prefill_tile)
     length = store.length + fresh
     view = store.view(length)
     store.length = length
@@ -184,7 +187,7 @@ def decode(
         store.pack_old(length - 1)  # before the next read; without the new token, which may be undone
     layer.policy.after_layer(step, step.plan)
     if length % store.block_size == 0 and store.sealed < store.num_blocks:
-        seal(store, layer.settings.prefill_tile)
+        seal(store, layer.settings.prefill_tile, wait=False)
     if fresh:
         layer.state.token(layer)
     return out

@@ -10,7 +10,7 @@ from hf_offload.attention.checking import Outcome, check
 from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.attention.step_split import SplitStep
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.sealing import seal
+from hf_offload.cache.sealing import seal, seal_waiting
 from hf_offload.gpu import kv_copy
 from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.policies.base import Partial, Plan
@@ -28,6 +28,7 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     assert store is not None
     assert resident is not None
     resident.clear()
+    seal_waiting(store, layer.settings.prefill_tile)
     if layer.state.slots not in (None, resident.slots):
         resident = layer.resize_resident(layer.state.slots)
     store.reserve_table(store.num_blocks + 2)  # includes the next block
@@ -162,5 +163,5 @@ def close_step(layer: HybridLayer) -> None:
     if store.length % store.block_size or store.sealed == store.num_blocks:
         return
     resident.store_block(store.sealed, store.length)
-    seal(store, store.block_size, resident.keys(store.sealed))
+    seal(store, store.block_size, resident.keys(store.sealed), wait=False)
     _open_block(layer)

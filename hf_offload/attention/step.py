@@ -58,7 +58,8 @@ class Step(ABC):
         Raises:
             TypeError: it gives something else.
         """
-        plan = self.layer.policy.plan(self)
+        policy = self.layer.policy
+        plan = policy.plan_without_digests(self) if self.store.awaits_digests else policy.plan(self)
         if not isinstance(plan, Plan):
             name = type(self.layer.policy).__name__
             raise TypeError(f"{name}.plan gave a {type(plan).__name__}, not a hf_offload.Plan")

@@ -338,8 +338,8 @@ class CpuStep(Step):
     def _choose(self, join: str, blocks: int | None) -> Selection | None:
         """Queue the scoring of the sealed blocks and, unless `blocks` is None, the choice of as many blocks."""
         store, buffers = self.store, self.buffers
-        digests, sealed, size = self.digests, store.sealed, self.block_size
-        if not digests.frozen or sealed == 0:  # no block has a digest, or all are padding
+        sealed, size = store.sealed, self.block_size
+        if sealed == 0:
             buffers.make_room(store.num_kv_heads, sealed)
             buffers.score[:, :, :sealed] = -np.inf
             return None if blocks is None else self.select(buffers.score, blocks)
@@ -474,8 +474,8 @@ class CpuStep(Step):
         return to
 
     def attend_drawn(self, join: str, samples: int, ahead: None = None) -> tuple[Partial, ...]:
-        store, view, buffers, digests = self.store, self.view, self.buffers, self.digests
-        if not digests.frozen or store.sealed == 0:  # no block has a digest, or all are padding
+        store, view, buffers = self.store, self.view, self.buffers
+        if store.sealed == 0:
             self.serve_this_block()
             return (self.attention(self.all_blocks(), "CPU attention"),)
         batch, heads, _ = buffers.query.shape

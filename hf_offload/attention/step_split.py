@@ -68,7 +68,7 @@ class SplitStep(Step):
             return torch.stack(scores).mean(0)
         digests, store = self.digests, self.store
         kv_heads = store.num_kv_heads
-        if not digests.frozen:  # no block has a digest, or all are padding
+        if store.awaits_digests:
             return query.new_full((store.batch, kv_heads, store.table.shape[1]), float("-inf"))
         if store.scored_on_host:
             return self._score_on_host(query, join)
@@ -231,15 +231,14 @@ class SplitStep(Step):
         if self.all_resident:
             return (self.attend_resident(),)
         partial = ahead
-        if partial is None and self.digests.frozen:
+        if partial is None:
             partial = DrawnHostPartial.of(self, samples, join).attend(self, correct=False, label="CPU attention")
-        elif partial is not None and partial.awaits_query:
+        elif partial.awaits_query:
             partial.attend_drawn(self)
-        found = self.attend_device(self.resident_blocks())
-        return (found,) if partial is None else (found, partial)
+        return self.attend_device(self.resident_blocks()), partial
 
     def draw_early(self, join: str, samples: int, *, attend: bool, correct: bool) -> DrawnHostPartial | None:
-        if self.all_resident or not self.digests.frozen:  # not frozen: all but the (resident) tail is padding
+        if self.all_resident:
             return None
         partial = DrawnHostPartial.of(self, samples, join)
         if not attend:

@@ -89,7 +89,7 @@ class BlockStore:
         self.packed_blocks = 0
         """All logical blocks before this one are packed."""
         self.sealed = 0
-        """Number of blocks that have a digest: all full ones, after `sealing.seal`."""
+        """Number of full blocks, after `sealing.seal`. They have digests unless the store awaits them."""
         self.event: torch.cuda.Event | None = None
         """On a CUDA device: recorded after the last work that writes into blocks."""
         if device.type == "cuda":
@@ -101,6 +101,11 @@ class BlockStore:
     def num_blocks(self) -> int:
         """Logical blocks that hold at least one token."""
         return -(-self.length // self.block_size)
+
+    @property
+    def awaits_digests(self) -> bool:
+        """Whether full blocks have no digests yet, for want of tokens for the statistics (`DigestStore.freeze`)."""
+        return self.digests is not None and not self.digests.frozen
 
     @property
     def host_bytes(self) -> int:
@@ -298,8 +303,8 @@ class BlockStore:
         """Keep the first `length` tokens; on failure nothing has changed."""
         self.open(length)
         self.sealed = min(self.sealed, length // self.block_size)
-        if self.digests is not None and self.sealed == 0 and not self.pool.shared:
-            self.digests.thaw()
+        if self.digests is not None:
+            self.digests.crop(length)
         self.packed_blocks = min(self.packed_blocks, length // self.block_size)
         self.length = length  # last but the release: if interrupted before this, another crop completes it
         self._release(self.num_blocks)
@@ -337,6 +342,8 @@ class BlockStore:
         kept = self.table[rows]
         self.pool.retain(kept[:, : self.reserved])
         self.pool.release(self.table[:, : self.reserved])
+        if self.digests is not None:
+            self.digests.select_rows(rows)
         self.table, self.batch = np.ascontiguousarray(kept), len(rows)
         self.revision += 1
 
@@ -419,12 +426,11 @@ def gathering_packed(store: BlockStore, k: torch.Tensor, v: torch.Tensor, first:
 def share_blocks(store: BlockStore, other: BlockStore) -> None:
     """Let an empty store share the blocks of another one of the same sizes, without a copy.
 
-    Digests are shared too if their statistics are fixed.
+    Digests are shared, too.
     """
     other.settle()
-    store.pool = other.pool
-    if other.digests is None or other.digests.frozen:
-        store.digests, store.sealed = other.digests, other.sealed
+    store.pool, store.sealed = other.pool, other.sealed
+    store.digests = None if other.digests is None else other.digests.fork()
     store.reserve_digests()
     store.pool.retain(other.table[:, : other.num_blocks])  # from here on this store releases them
     store.table, store.reserved = other.table.copy(), other.num_blocks

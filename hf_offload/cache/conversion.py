@@ -189,7 +189,6 @@ def _fork(source: HybridLayer, target: HybridLayer) -> None:
     open_layer(target, store.batch, store.num_kv_heads, store.head_dim, source.dtype, source.device)
     assert target.store is not None
     share_blocks(target.store, source.store)
-    seal(target.store, target.settings.prefill_tile)  # statistics that are not fixed (padding alone) are not shared
     target.last_queries, target.unplaced = source.last_queries, source.unplaced
     if target.resident is not None and source.resident is not None:
         target.resident.copy_from(source.resident)

@@ -6,11 +6,12 @@ A `DigestStore` holds, builds and scores the digests of one layer, indexed by ph
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,24 +20,42 @@ import torch
 from hf_offload.cache.device_mirror import sent
 from hf_offload.cache.memory import host_empty, memory_for
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors, vectors
-from hf_offload.cpu.kernels.submean_scores import submeans
+from hf_offload.cpu.kernels.submean_scores import SubMeans, submeans
 from hf_offload.gpu.digest_scores import score_submeans, score_vectors
 from hf_offload.gpu.seal import errors_of, pairs_of, seal_submeans, seal_vectors
 from hf_offload.scores import Scores
+
+STATISTICS_TOKENS = 1024
+"""The first valid tokens of a row, from which the statistics of its digests are made."""
+Tiles = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+"""Gives the first tokens of all rows in pieces: keys `[B, Hkv, T, D]`, T even; validity `[B, T]`, bool on the host."""
+
+
+@dataclass
+class _Blocks:
+    """What forks share: tensors by physical block, on the CPU as arrays, too."""
+
+    capacity: int = 0
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 class DigestStore(ABC):
     """The digests of one layer, indexed by physical block; tensors on the model's device.
 
-    Forks of a cache share them; a writer (`freeze`, `seal`, `reserve`, `copy`) holds `lock`.
+    Forks of a cache share the blocks' digests, each with statistics of its own; a writer (`seal`, `reserve`, `copy`)
+    holds `lock`.
     """
 
     frozen = True
     """Whether the statistics of the digest are fixed; `freeze` fixes them before the first `seal`."""
+    until = 0
+    """Tokens of a row that the statistics depend on; without one of these they are made again (`crop`)."""
 
     @property
     def statistics(self) -> dict[str, tuple[int, ...]]:
-        """The float32 tensors that `freeze` makes, with their shapes; the first axis is KV heads."""
+        """The float32 tensors that `freeze` makes, with their shapes behind the first axis, the rows."""
         return {}
 
     of_all_heads = ("bias",)
@@ -48,9 +67,31 @@ class DigestStore(ABC):
 
     def __init__(self, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device) -> None:
         self.num_kv_heads, self.head_dim, self.block_size, self.device = num_kv_heads, head_dim, block_size, device
-        self.capacity = 0
-        self.lock = threading.RLock()
-        self._arrays: dict[str, np.ndarray] = {}
+        self.blocks = _Blocks()
+
+    @property
+    def capacity(self) -> int:
+        """The number of physical blocks that there is room for."""
+        return self.blocks.capacity
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by who writes the blocks' digests."""
+        return self.blocks.lock
+
+    def fork(self) -> DigestStore:
+        """Return another store of the same blocks. Its statistics may become others: tensors are never written into."""
+        return copy.copy(self)
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Keep the statistics of the rows of an index `[B']`, in its order."""
+        for name in self.statistics if self.frozen else ():
+            setattr(self, name, getattr(self, name)[torch.from_numpy(rows.astype(np.int64)).to(self.device)])
+
+    def crop(self, length: int) -> None:
+        """Forget the statistics if they depend on tokens from `length` on; blocks have no digests then."""
+        if length < self.until:
+            self.frozen, self.until = type(self).frozen, 0
 
     @abstractmethod
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -61,18 +102,14 @@ class DigestStore(ABC):
         """Build the digests of full blocks.
 
         Args:
-            ids: `[n]`, physical blocks.
+            ids: `[n]`, physical blocks, equally many of each row, row by row.
             k: `[n, Hkv, block_size, D]`, their keys.
             valid: `[n, block_size]` bool, valid tokens.
         """
 
-    @cached_property
-    def _names(self) -> tuple[str, ...]:
-        return (*self.tensors(), *self.statistics)
-
     def held(self) -> tuple[torch.Tensor, ...]:
         """The tensors of the digests and their (fixed) statistics; a fork may replace them by larger ones."""
-        return tuple([getattr(self, name) for name in self._names])
+        return *self.blocks.tensors.values(), *(getattr(self, name) for name in self.statistics)
 
     @property
     @abstractmethod
@@ -107,34 +144,33 @@ class DigestStore(ABC):
             `[B, Hq, N]` fp32.
         """
 
-    def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Fix the statistics from tiles of keys `[B, Hkv, T, D]` and validity `[B, T]` (bool, on the host)."""
-        raise TypeError(f"{type(self).__name__} has no statistics to fix")
+    def freeze(self, tiles: Tiles, until: int) -> None:
+        """Fix the statistics of each row from its first `STATISTICS_TOKENS` valid tokens, or as many as there are.
 
-    def thaw(self) -> None:
-        """Let the statistics be fixed again, by another text; call it when no block has a digest."""
-        self.frozen = type(self).frozen
+        Args:
+            tiles: gives the first `until` tokens.
+            until: how many hold those.
+        """
+        raise TypeError(f"{type(self).__name__} has no statistics to fix")
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy digests from blocks `source` to blocks `target`; int `[n]`, physical blocks."""
         old, new = (torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (source, target))
         with self.lock:
-            for name in self.tensors():
-                tensor = getattr(self, name)
+            for tensor in self.blocks.tensors.values():
                 tensor[new] = tensor[old]
 
-    def of_head(self, ids: np.ndarray, head: int, device: torch.device) -> DigestStore:
-        """Copy one KV head's digests of blocks `ids` (int `[n]`) to a device, in a store whose block i is ids[i]."""
+    def of_head(self, ids: np.ndarray, row: int, head: int, device: torch.device) -> DigestStore:
+        """Copy the digests of a row's blocks `ids` (int `[n]`) for one KV head to a device; block i there is ids[i]."""
         part = type(self)(1, self.head_dim, self.block_size, device)
         index = torch.from_numpy(ids.astype(np.int64)).to(self.device)
         with self.lock:
-            for name in self.tensors():
-                kept = getattr(self, name)
+            for name, kept in self.blocks.tensors.items():
                 mine = kept[index] if name in self.of_all_heads else kept[index, head : head + 1]
-                setattr(part, name, mine.to(device))
-            for name in self.statistics:
-                setattr(part, name, getattr(self, name)[head : head + 1].to(device))
-        part.frozen, part.capacity = self.frozen, len(ids)
+                part.blocks.tensors[name] = mine.to(device)
+        for name in self.statistics:
+            setattr(part, name, getattr(self, name)[row : row + 1, head : head + 1].to(device))
+        part.frozen, part.blocks.capacity = self.frozen, len(ids)
         return part
 
     @property
@@ -164,13 +200,12 @@ class DigestStore(ABC):
                 else:
                     wide[name] = torch.empty(shape, dtype=dtype, device=self.device)
                 if self.capacity:
-                    wide[name][: self.capacity] = getattr(self, name)
+                    wide[name][: self.capacity] = self.blocks.tensors[name]
                 wide[name][self.capacity :] = 0
-        for name, grown in wide.items():  # replace all tensors or none
-            setattr(self, name, grown)
-            if on_host:
-                self._arrays[name] = grown.numpy()
-        self.capacity = blocks
+        self.blocks.tensors |= wide  # replace all tensors or none
+        if on_host:
+            self.blocks.arrays |= {name: grown.numpy() for name, grown in wide.items()}
+        self.blocks.capacity = blocks
 
 
 class VectorStore(DigestStore):
@@ -185,38 +220,35 @@ class VectorStore(DigestStore):
             "bias": ((), torch.float32),
         }
 
-    vectors: torch.Tensor
-    bias: torch.Tensor
-
     def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         return query * scale
 
     @property
     def identity(self) -> Any:
-        return self._arrays.get("vectors")
+        return self.blocks.arrays.get("vectors")
 
     def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
-        if isinstance(known, Vectors) and known.vectors is self._arrays["vectors"]:
+        arrays = self.blocks.arrays
+        if isinstance(known, Vectors) and known.vectors is arrays["vectors"]:
             self.fill(known, query, scale)
             return known
         ready = self._transform(torch.from_numpy(query), scale).numpy()
-        return vectors(ready, self._arrays["vectors"], self._arrays["bias"], dtype=torch.float32)
+        return vectors(ready, arrays["vectors"], arrays["bias"], dtype=torch.float32)
 
     def fill(self, known: Digest, query: np.ndarray, scale: float) -> None:
         assert isinstance(known, Vectors)
         np.copyto(known.query, self._transform(torch.from_numpy(query), scale).numpy())
 
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scores: Scores) -> torch.Tensor:
-        return score_vectors(
-            self._transform(query, scores.scale), self.vectors, self.bias, table, limits, softcap=scores.softcap
-        )
+        ready, kept = self._transform(query, scores.scale), self.blocks.tensors
+        return score_vectors(ready, kept["vectors"], kept["bias"], table, limits, softcap=scores.softcap)
 
 
 class MeanStore(VectorStore):
     """The mean key of a block (the digest of MoBA)."""
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=False)
+        seal_vectors(ids, k, valid, self.blocks.tensors["vectors"], self.blocks.tensors["bias"], bounds=False)
 
 
 class QuestStore(VectorStore):
@@ -225,7 +257,7 @@ class QuestStore(VectorStore):
     width, sums = 2, False
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=True)
+        seal_vectors(ids, k, valid, self.blocks.tensors["vectors"], self.blocks.tensors["bias"], bounds=True)
 
     def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         query = query * scale
@@ -233,7 +265,6 @@ class QuestStore(VectorStore):
 
 
 _NO_QUERY = np.empty(0, np.float32)
-_FIRST_PAIRS = 512  # whose mean error counts as the usual one
 
 
 class SubMeanStore(DigestStore):
@@ -242,16 +273,16 @@ class SubMeanStore(DigestStore):
     The keys of pair j are μ_j ± δ_j, so that log mass = logsumexp over j of log(tokens in j) + scale·q·μ_j +
     log cosh(scale·q·δ_j); a softcap applies to the scores of both keys. Each pair has a scale. Channels are divided by
     the square root of their standard deviation, half way between equal relative and equal absolute rounding errors.
-    Pairs that are missed by far more than others are marked as outliers (`seal_submeans`).
+    Pairs that are missed by far more than others are marked as outliers (`seal_submeans`). Center, deviations and the
+    usual error are each row's own.
     """
 
     frozen = False
     bundle: Digest | None = None
     """The result of `arrays`; None: not made yet."""
-    codes: torch.Tensor
-    levels: torch.Tensor
-    sizes: torch.Tensor
-    bias: torch.Tensor
+    center: torch.Tensor
+    sigma: torch.Tensor
+    error: torch.Tensor
 
     @property
     def statistics(self) -> dict[str, tuple[int, ...]]:
@@ -267,71 +298,60 @@ class SubMeanStore(DigestStore):
             "bias": ((pairs,), torch.float32),
         }
 
-    def freeze(self, tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        total = torch.zeros(self.num_kv_heads, self.head_dim, dtype=torch.float64, device=self.device)
-        square, number, first, room = total.clone(), 0, [], _FIRST_PAIRS
-        for k, valid in _even(tiles):
-            live = valid.view(len(valid), -1, 2).any(-1)
-            number += int(live.sum())
-            means, half, count = pairs_of(k, sent(valid.numpy(), self.device))
-            used = (count > 0)[:, None, :, None]
-            if room:
-                some = live.any(0).nonzero().view(-1)[:room]  # whatever the size of the tiles
-                room -= len(some)
-                there = some.to(self.device)
-                first.append((means[:, :, there], half[:, :, there], live[:, some].to(self.device)))
-            total += torch.where(used, means, 0).double().sum((0, 2))
-            square += torch.where(used, means, 0).double().square().sum((0, 2))
-        center = total / max(number, 1)
+    def freeze(self, tiles: Tiles, until: int) -> None:
+        def means() -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+            """Means and half differences `[B, Hkv, S, D]` of the pairs of a tile, and which `[B, S]` hold a token."""
+            seen: torch.Tensor | int = 0
+            for k, valid in tiles():
+                order = valid.cumsum(1) + seen
+                seen = order[:, -1:]
+                mean, half, count = pairs_of(k, sent((valid & (order <= STATISTICS_TOKENS)).numpy(), self.device))
+                yield mean, half, count > 0
+
+        total: Any = 0.0
+        square: Any = 0.0
+        number: Any = 0
+        for mean, _, used in means():
+            mean = torch.where(used[:, None, :, None], mean, 0).double()
+            total, square, number = total + mean.sum(2), square + mean.square().sum(2), number + used.sum(1)
+        number = number.clamp(min=1)[:, None, None]  # of a row without tokens everything is 0
+        center = total / number
         self.center = center.float()
-        variance = (square / max(number, 1) - center.square()).clamp(min=0)
-        self.sigma = variance.pow(0.25).float().clamp(min=1e-6)
-        errors = [errors_of(means, half, self.center, self.sigma).transpose(1, 2)[live] for means, half, live in first]
-        self.error = torch.cat(errors).mean(0)
-        self.frozen = number > 0  # blocks of padding alone have no statistics
-        self.bundle = None
+        self.sigma = (square / number - center.square()).clamp(min=0).pow(0.25).float().clamp(min=1e-6)
+        error: Any = 0.0
+        for mean, half, used in means():
+            error = error + errors_of(mean, half, self.center, self.sigma).where(used[:, None], 0).double().sum(2)
+        self.error = (error / number[..., 0]).float()
+        self.frozen, self.until, self.bundle = True, until, None
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        kept = (self.codes, self.levels, self.sizes, self.bias)
-        seal_submeans(ids, k, valid, *kept, self.center, self.sigma, self.error)
+        each = len(ids) // len(self.center)
+        statistics = (getattr(self, name).repeat_interleave(each, 0) for name in self.statistics)
+        seal_submeans(ids, k, valid, *(self.blocks.tensors[name] for name in self.tensors()), *statistics)
 
-    def _grow(self, blocks: int) -> None:
+    def select_rows(self, rows: np.ndarray) -> None:
+        super().select_rows(rows)
         self.bundle = None
-        super()._grow(blocks)
 
     @property
     def identity(self) -> Any:
-        if self.bundle is not None:
-            return self.bundle
         return self.arrays(_NO_QUERY, 1.0) if self.frozen and self.device.type == "cpu" else None
 
     def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
-        with self.lock:
-            if self.bundle is None:
-                kept, center, sigma = self._arrays, self.center.numpy(), self.sigma.numpy()
-                self.bundle = submeans(kept["codes"], kept["levels"], kept["sizes"], kept["bias"], center, sigma)
-            return self.bundle
+        kept, found = self.blocks.arrays, self.bundle
+        if not isinstance(found, SubMeans) or found.codes is not kept["codes"]:
+            with self.lock:
+                self.bundle = found = submeans(
+                    kept["codes"], kept["levels"], kept["sizes"], kept["bias"], self.center.numpy(), self.sigma.numpy()
+                )
+        return found
 
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scores: Scores) -> torch.Tensor:
+        kept = self.blocks.tensors
         return score_submeans(
-            query,
-            self.codes,
-            self.levels,
-            self.sizes,
-            self.bias,
-            self.center,
-            self.sigma,
-            table,
-            limits,
+            query, kept["codes"], kept["levels"], kept["sizes"], kept["bias"], self.center, self.sigma, table, limits,
             **scores._asdict(),
-        )
-
-
-def _even(tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tiles, cut to an even number of tokens."""
-    for k, valid in tiles:
-        keep = k.shape[2] // 2 * 2
-        yield k[:, :, :keep], valid[:, :keep]
+        )  # fmt: skip
 
 
 DIGESTS: dict[str, type[DigestStore]] = {"submean": SubMeanStore, "quest": QuestStore, "mean": MeanStore}

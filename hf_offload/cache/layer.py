@@ -340,6 +340,8 @@ class HybridLayer(CacheLayerMixin):
             self.state.padding_changed(self, block)
             self.store.own(range(block, self.store.sealed))
             self.store.sealed = block
+            if self.store.digests is not None:
+                self.store.digests.crop(block * self.store.block_size)
             seal(self.store, self.settings.prefill_tile)
         else:
             self.state.padding_changed(self, block)
@@ -430,15 +432,12 @@ class HybridLayer(CacheLayerMixin):
         assert store is not None
         policy = self.state.snapshot()  # may free slots
         resident = None if self.resident is None or self.unplaced else self.resident.state()
-        frozen = store.digests is not None and store.digests.frozen
-        self.snapshots.save(self.past, Snapshot(policy, store.packed_so_far(), frozen, resident), store.pool)
+        self.snapshots.save(self.past, Snapshot(policy, store.packed_so_far(), resident), store.pool)
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Restore a snapshot; the blocks are cropped already."""
         self.state.restore(self, snapshot.policy)
         self.unplaced = snapshot.resident is None
-        if self.store is not None and self.store.digests is not None:
-            self.store.digests.frozen = snapshot.frozen
         if self.resident is None:
             return
         if snapshot.resident is None:

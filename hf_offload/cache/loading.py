@@ -258,10 +258,10 @@ class SavedCache:
         for name, saved in found.items():
             kind, _, mine = name.partition(".")
             if kind == "digest":
-                getattr(digests, mine)[: len(saved)] = saved.to(digests.device)
+                digests.blocks.tensors[mine][: len(saved)] = saved.to(digests.device)
             else:
                 setattr(digests, mine, saved.to(digests.device, copy=True))  # a copy: aligned
-        digests.frozen = told["frozen"]
+        digests.frozen, digests.until = told["frozen"], told["until"]
 
     def _slabs(self, kind: str, layer: HybridLayer, blocks: _Blocks) -> list[torch.Tensor]:
         """The blocks of one kind: a view of the mapped file, or, with two memories, read into (pinned) host memory."""

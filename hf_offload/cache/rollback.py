@@ -64,13 +64,11 @@ class Snapshot:
     Args:
         policy: the policy's state (`LayerState.snapshot`).
         packed: the packed blocks (`BlockStore.packed_so_far`).
-        frozen: whether the statistics of the digests were fixed; the first full block fixes them.
         resident: the resident set (`ResidentSet.state`), or None if it was not decided yet.
     """
 
     policy: Any
     packed: tuple[int, int]
-    frozen: bool
     resident: tuple[torch.Tensor, ...] | None
 
 

@@ -79,7 +79,8 @@ def _scores(name: str, value: Any) -> None:
 
 _LAYER: dict[str, Check] = {
     "batch": count(1), "heads": count(1), "dim": _dim, "dtype": _choice(*DTYPES), "length": count(1),
-    "sealed": count(0), "packed": count(0), "frozen": check_flag, "scores": _scores, "placed": check_flag,
+    "sealed": count(0), "packed": count(0), "frozen": check_flag, "until": count(0), "scores": _scores,
+    "placed": check_flag,
     "queries_end": count(0), "blocks": partial(list_of, count(0), length=2),
 }  # fmt: skip
 _STOCK: dict[str, Check] = {"stock": partial(is_a, str), "state": partial(is_a, dict)}
@@ -145,13 +146,11 @@ def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
         ValueError: a number does not agree.
     """
     full, packed = told["length"] // settings.block_size, told["blocks"][1]
-    sealed = {full}
-    if settings.policy.requirements.digest is not None and not told["frozen"]:  # padding alone has no statistics
-        sealed.add(0)
     allowed: dict[str, tuple[int, Container[int]]] = {
         "batch": (told["batch"], {len(settings.padding.valid)}),
         "length": (told["length"], {settings.padding.seen}),
-        "sealed": (told["sealed"], sealed),
+        "sealed": (told["sealed"], {full}),
+        "until": (told["until"], range(full * settings.block_size + 1) if told["frozen"] else {0}),
         "packed": (told["packed"], range(full + 1) if FORMATS[settings.host_dtype].packs else {0}),
         "blocks[1]": (packed, range(MOST) if FORMATS[settings.host_dtype].packs else {0}),
         "queries_end": (told["queries_end"], range(told["length"] + 1)),
@@ -252,10 +251,11 @@ def digest_fields(digests: DigestStore | None, told: dict[str, Any]) -> dict[str
     if digests is None:
         return {}
     fields, blocks = {}, sum(told["blocks"])
-    if told["sealed"]:
+    if told["sealed"] and told["frozen"]:
         fields = {f"digest.{n}": Field(dtype, (blocks, *row)) for n, (row, dtype) in digests.tensors().items()}
     if told["frozen"]:
-        fields |= {f"statistics.{n}": Field(torch.float32, shape) for n, shape in digests.statistics.items()}
+        rows = told["batch"]
+        fields |= {f"statistics.{n}": Field(torch.float32, (rows, *row)) for n, row in digests.statistics.items()}
     return fields
 
 

@@ -273,6 +273,7 @@ def _describe(layer: HybridLayer, ids: np.ndarray) -> dict[str, Any]:
         "batch": store.batch, "heads": store.num_kv_heads, "dim": store.head_dim,
         "dtype": str(store.dtype).removeprefix("torch."), "length": store.length, "sealed": store.sealed,
         "packed": store.packed_blocks, "frozen": store.digests is not None and store.digests.frozen,
+        "until": 0 if store.digests is None else store.digests.until,
         "blocks": [len(ids) - packed, packed], "scores": None if layer.scores is None else layer.scores._asdict(),
         "placed": not layer.unplaced,
         "queries_end": 0 if layer.last_queries is None else layer.last_queries.end,
@@ -304,8 +305,8 @@ def _digests(store: BlockStore, ids: np.ndarray) -> dict[str, torch.Tensor]:
         return {}
     index = torch.from_numpy(ids.astype(np.int64))
     empty = torch.from_numpy(~np.isin(ids, store.table[:, : store.sealed]))  # these have no digest
-    for name in digests.tensors() if store.sealed else ():
-        found[f"digest.{name}"] = getattr(digests, name)[index.to(digests.device)].cpu()
+    for name, tensor in digests.blocks.tensors.items() if store.sealed and digests.frozen else ():
+        found[f"digest.{name}"] = tensor[index.to(digests.device)].cpu()
         found[f"digest.{name}"][empty] = 0
     for name in digests.statistics if digests.frozen else ():
         found[f"statistics.{name}"] = getattr(digests, name).cpu()

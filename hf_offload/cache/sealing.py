@@ -7,26 +7,39 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from hf_offload.cache import digests as statistics
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.device_mirror import sent
 
 
-def seal(store: BlockStore, tile: int, newest: torch.Tensor | None = None) -> None:
+def seal(store: BlockStore, tile: int, newest: torch.Tensor | None = None, *, wait: bool = True) -> None:
     """Build the digests of all full blocks that have none, `tile` tokens at a time.
+
+    Digests with statistics begin when the full blocks of a row hold the tokens that these are made from: no block of
+    any row has a digest before that.
 
     Args:
         store: the blocks.
         tile: tokens of a piece.
         newest: keys `[B, Hkv, T, D]` of the last T tokens, on the model's device; other keys are gathered.
+        wait: whether every row must hold so many tokens, as while a prompt is read; else a row that holds fewer takes
+            what it has.
     """
     if store.device.type == "cuda":  # kernels launch on the current device, and a model may be on several
         with torch.cuda.device(store.device):
-            _seal(store, tile, newest)
+            _seal(store, tile, newest, wait)
     else:
-        _seal(store, tile, newest)
+        _seal(store, tile, newest, wait)
 
 
-def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None) -> None:
+def seal_waiting(store: BlockStore, tile: int) -> None:
+    """At a decode step: build the digests for which the prompt has waited for a row with fewer tokens, if any."""
+    digests = store.digests
+    if digests is not None and not digests.frozen and store.length >= statistics.STATISTICS_TOKENS:
+        seal(store, tile, wait=False)
+
+
+def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None, wait: bool) -> None:
     digests, size, full = store.digests, store.block_size, store.length // store.block_size
     if digests is None:
         store.sealed = full
@@ -37,11 +50,17 @@ def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None) -> None:
     packed = store.packed_on_arrival(start, store.length)
     if packed:  # digests of packed blocks are built from the packed keys
         newest = newest[:, :, packed.stop * size - start :]
-    if not digests.frozen and full:
-        with digests.lock:
-            digests.freeze(_token_tiles(store, newest, full * size, tile))
+    start_block = store.sealed
+    if not digests.frozen:
+        until = _tokens_of_statistics(store, full * size, wait)
+        if until:
+            store.own(range(full))  # other holders of these blocks may have other statistics
+            digests.freeze(lambda: _token_tiles(store, newest, until, tile), until)
+            start_block = 0
+        else:
+            start_block = full
     step = max(tile // size, 1)
-    for first in range(store.sealed, full, step):
+    for first in range(start_block, full, step):
         count = min(step, full - first)
         k = _keys(store, newest, first * size, count * size)
         k = k.view(store.batch, store.num_kv_heads, count, size, store.head_dim).transpose(1, 2)
@@ -50,6 +69,18 @@ def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None) -> None:
         with digests.lock:
             digests.seal(sent(ids, digests.device), k.flatten(0, 1), sent(valid, digests.device))
     store.sealed = full
+
+
+def _tokens_of_statistics(store: BlockStore, stop: int, wait: bool) -> int:
+    """Of the first `stop` tokens how many hold what statistics are made from; 0: too few do. `wait` as in `seal`."""
+    if stop < statistics.STATISTICS_TOKENS:
+        return 0
+    reached = store.padding.valid[:, :stop].cumsum(1, dtype=np.int32) >= statistics.STATISTICS_TOKENS
+    enough = reached[:, -1]
+    if not (enough.all() if wait else enough.any()):
+        return 0
+    until = int(reached.argmax(1).max()) + 1 if enough.all() else stop
+    return until + until % 2
 
 
 def _keys(store: BlockStore, newest: torch.Tensor, first: int, count: int) -> torch.Tensor:
@@ -69,6 +100,7 @@ def _token_tiles(
     store: BlockStore, newest: torch.Tensor, stop: int, tile: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The first `stop` tokens in pieces of at most `tile`: keys, and validity on the host."""
+    tile = max(tile - tile % 2, 2)
     for first in range(0, stop, tile):
         count = min(tile, stop - first)
         yield _keys(store, newest, first, count), torch.from_numpy(store.padding.valid[:, first : first + count] != 0)

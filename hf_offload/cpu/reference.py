@@ -134,8 +134,7 @@ def threshold(i: int, position: int, layer: int) -> float:
             x ^= x >> bits
         return x
 
-    reversed_bits = int(f"{i % 64:06b}"[::-1], 2)
-    v = ((reversed_bits << 26) + mix(i // 64) + 0x9E3779B9 * position + mix(layer + 1)) % 2**32
+    v = ((97 * i << 24) + mix(i // 256) + 0x9E3779B9 * position + mix(layer + 1)) % 2**32
     return float(np.float32((v >> 8) + 0.5)) / 2**24
 
 
@@ -238,15 +237,16 @@ def score_submeans(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return logmass [B, Hq, n_blocks], float64, of `submean_scores.SubMeans`, from codes and levels [P, Hkv, S, D].
+    """Return logmass [B, Hq, n_blocks], float64, of `submean_scores.SubMeans`.
 
-    sigma * query is rounded to 127 steps, as in the kernel.
+    Codes and levels are [P, Hkv, S, D], center and sigma [B, Hkv, D]. sigma * query is rounded to 127 steps, as in the
+    kernel.
     """
     group = query.shape[1] // codes.shape[1]
-    weighted = query * sigma.repeat_interleave(group, 0)
+    weighted = query * sigma.repeat_interleave(group, 1)
     step = weighted.abs().amax(-1, keepdim=True) / 127
     weighted = step.double() * (weighted * (1 / step)).round()
-    middle = torch.einsum("bhd,hd->bh", query.double(), center.double().repeat_interleave(group, 0))
+    middle = (query.double() * center.double().repeat_interleave(group, 1)).sum(-1)
     physical = table[:, :n_blocks].long()
     means, halves = (
         torch.einsum("bhd,bnhjd->bhnj", weighted, (x[..., None] * y).double()[physical].repeat_interleave(group, 2))

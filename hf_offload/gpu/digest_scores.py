@@ -99,7 +99,7 @@ def score_submeans(
         levels: int32 `[P, Hkv, D/16, S]`.
         sizes: int32 `[P, Hkv, S]`, two bfloat16 a word: code scale above level scale, whose sign does not matter.
         bias: fp32 `[P, S]`, log of the tokens in a pair; -inf for none.
-        center, sigma: fp32 `[Hkv, D]`.
+        center, sigma: fp32 `[B, Hkv, D]`.
         table: int32 `[B, N]`, physical block of each logical one.
         limits: int32 `[2]`: tokens of a row, sealed blocks.
         scale: softmax scale; softcap: bound of the scores (`cap·tanh(score / cap)`), or None.
@@ -124,8 +124,8 @@ def score_submeans(
         levels=(levels, I32, (physical, kv_heads, dim // 16, pairs)),
         sizes=(sizes, I32, (physical, kv_heads, pairs)),
         bias=(bias, F32, (physical, pairs)),
-        center=(center, F32, (kv_heads, dim)),
-        sigma=(sigma, F32, (kv_heads, dim)),
+        center=(center, F32, (batch, kv_heads, dim)),
+        sigma=(sigma, F32, (batch, kv_heads, dim)),
         table=(table, I32, (batch, table.shape[-1])),
         limits=(limits, I32, (2,)),
     )
@@ -241,7 +241,7 @@ def _submeans_by_torch(
 ) -> torch.Tensor:  # fmt: skip
     (batch, _, dim), (physical, kv_heads, pairs) = query.shape, sizes.shape
     sealed, grouped = _sealed(table, limits), query.view(batch, kv_heads, -1, dim)
-    weighted, middle = grouped * sigma[:, None], (grouped * center[:, None]).sum(-1)[..., None, None]
+    weighted, middle = grouped * sigma[:, :, None], (grouped * center[:, :, None]).sum(-1)[..., None, None]
     codes = codes.view(physical, kv_heads, dim // 8, pairs, 4)
     levels = levels.view(torch.uint8).view(physical, kv_heads, dim // 16, pairs, 4)
 
@@ -382,8 +382,8 @@ def score_submeans_kernel(
     r = tl.arange(0, 2 * HALF)
     real = (r % HALF < GROUP)[:, None]
     query_ptr += ((line + r % HALF) * DIM)[:, None]
-    center_ptr += head * DIM
-    sigma_ptr += head * DIM
+    center_ptr += (row * kv_heads + head) * DIM
+    sigma_ptr += (row * kv_heads + head) * DIM
     query = weighted(query_ptr, sigma_ptr, real, 0, DIM, DIM_PAD)
     unit = 1024.0 / tl.maximum(tl.max(tl.abs(query), 1), 1e-30)
     dots = tl.zeros((2 * HALF, COLUMNS), tl.float32)

@@ -91,8 +91,8 @@ def seal_submeans(
         levels: int32 `[P, Hkv, D/16, S]`, written.
         sizes: int32 `[P, Hkv, S]`, written: the code scale above the level scale, whose sign marks an outlier.
         bias: fp32 `[P, S]`, written: log of the tokens of a pair that count.
-        center, sigma: fp32 `[Hkv, D]`, what means are taken from and channels divided by.
-        error: fp32 `[Hkv]`, mean squared error of such pairs (`errors_of`).
+        center, sigma: fp32 `[n, Hkv, D]`, what means are taken from and channels divided by.
+        error: fp32 `[n, Hkv]`, mean squared error of such pairs (`errors_of`).
 
     Raises:
         ValueError: shapes, devices or layouts that do not fit.
@@ -108,9 +108,9 @@ def seal_submeans(
         levels=(levels, (torch.int32,), (physical, heads, dim // 16, pairs)),
         sizes=(sizes, (torch.int32,), (physical, heads, pairs)),
         bias=(bias, (torch.float32,), (physical, pairs)),
-        center=(center, (torch.float32,), (heads, dim)),
-        sigma=(sigma, (torch.float32,), (heads, dim)),
-        error=(error, (torch.float32,), (heads,)),
+        center=(center, (torch.float32,), (blocks, heads, dim)),
+        sigma=(sigma, (torch.float32,), (blocks, heads, dim)),
+        error=(error, (torch.float32,), (blocks, heads)),
     )
     if k.device.type not in ON_TRITON:
         codes[ids], levels[ids], sizes[ids], bias[ids] = _submeans_by_torch(k, valid, center, sigma, error)
@@ -168,13 +168,17 @@ def _submeans_by_torch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     means, half, count = pairs_of(k, valid)
     codes, levels, scales, sizes, missed = _quantised(means, half, center, sigma)
-    outlier = (missed > OUTLIER * error[:, None]) & (count > 0)[:, None]
+    outlier = (missed > OUTLIER * error[..., None]) & (count > 0)[:, None]
     sizes = torch.where(outlier, -sizes, sizes)
     return pack_codes(codes), pack_levels(levels), pack_halves(scales, sizes), count.float().log()
 
 
 def errors_of(means: torch.Tensor, half: torch.Tensor, center: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """Mean squared errors `[n, Hkv, S]` of the two keys of packed pairs, from `pairs_of`; channels over sigma."""
+    """Mean squared errors `[n, Hkv, S]` of the two keys of packed pairs, from `pairs_of`; channels over sigma.
+
+    Args:
+        means, half: `[n, Hkv, S, D]`; center, sigma: `[n, Hkv, D]`.
+    """
     return _quantised(means, half, center, sigma)[-1]
 
 
@@ -182,7 +186,7 @@ def _quantised(
     means: torch.Tensor, half: torch.Tensor, center: torch.Tensor, sigma: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Codes, levels, their scales, and the mean squared error of the two keys."""
-    standard, half = (means - center[:, None]) / sigma[:, None], half / sigma[:, None]
+    standard, half = (means - center[:, :, None]) / sigma[:, :, None], half / sigma[:, :, None]
     scales = (standard.abs().amax(-1) / LEVELS).clamp(min=LEAST).bfloat16().float()
     codes = (standard / scales[..., None] + 0.5).floor().clamp(-LEVELS, LEVELS).to(torch.int8)
     sizes = (STEP * half.square().mean(-1).sqrt()).bfloat16().float()
@@ -315,9 +319,9 @@ def seal_submeans_kernel(
     levels_ptr,  # [P, Hkv, D / 16, S] int32: bits 8i + 4j + 2k are dimension 8j + 2i + k, 2 too large
     sizes_ptr,  # [P, Hkv, S] int32: scale of the codes, scale of the levels, both bfloat16; its sign marks outliers
     bias_ptr,  # [P, S]
-    center_ptr,  # [Hkv, D]
-    sigma_ptr,  # [Hkv, D]
-    error_ptr,  # [Hkv]
+    center_ptr,  # [n, Hkv, D]
+    sigma_ptr,  # [n, Hkv, D]
+    error_ptr,  # [n, Hkv]
     block_stride,
     head_stride,
     token_stride,
@@ -340,8 +344,9 @@ def seal_submeans_kernel(
     count = one.to(tl.int32) + two.to(tl.int32)
     first = tl.load(k_ptr, mask=one[:, None] & inside[None, :], other=0.0).to(tl.float32)
     second = tl.load(k_ptr + token_stride, mask=two[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    center = tl.load(center_ptr + head * DIM + d, mask=inside, other=0.0)
-    sigma = tl.load(sigma_ptr + head * DIM + d, mask=inside, other=1.0)
+    line = block * heads + head
+    center = tl.load(center_ptr + line * DIM + d, mask=inside, other=0.0)
+    sigma = tl.load(sigma_ptr + line * DIM + d, mask=inside, other=1.0)
 
     mean = (first + second) / tl.maximum(count, 1).to(tl.float32)[:, None]
     standard = tl.where(inside[None, :], (mean - center[None, :]) / sigma[None, :], 0.0)
@@ -358,7 +363,7 @@ def seal_submeans_kernel(
     level = tl.minimum(tl.maximum(level, -2.0), 1.0)
     missed = tl.where(inside[None, :], half - (level + 0.5) * size.to(tl.float32, bitcast=True)[:, None], 0.0)
     error += tl.sum(missed * missed, 1)
-    sign = tl.where((error > OUTLIER * DIM * tl.load(error_ptr + head)) & (count > 0), 0x8000, 0)
+    sign = tl.where((error > OUTLIER * DIM * tl.load(error_ptr + line)) & (count > 0), 0x8000, 0)
     level = level.to(tl.int32) + 2
 
     physical = tl.load(ids_ptr + block)

@@ -436,6 +436,10 @@ class Policy(ABC):
     def plan(self, step: Step) -> Plan:
         """Return the plan of a decode step: the partials that it attends."""
 
+    def plan_without_digests(self, step: Step) -> Plan:
+        """Plan a step of a row that is too short for digests (`cache.digests.STATISTICS_TOKENS`): attend all blocks."""
+        return Plan(step.attend(step.all_blocks()), until=EVER)
+
     def after_layer(self, step: Step, plan: Plan) -> None:
         """Recall blocks and update averages; called after the layer's attention."""
         return

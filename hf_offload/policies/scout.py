@@ -247,6 +247,11 @@ class Scout(Policy):
         device, host = step.split(predicted or selection)
         return Plan(step.attend_split(resident or device, host), until=EVER)
 
+    def plan_without_digests(self, step: Step) -> Plan:
+        if step.all_resident:
+            return Plan((step.attend_resident(),), until=EVER)
+        return super().plan_without_digests(step)
+
     def after_layer(self, step: Step, plan: Plan) -> None:
         """Recall blocks that the real query wanted, off the critical path (section 3.4)."""
         if not step.layer.two_memories:
@@ -257,7 +262,9 @@ class Scout(Policy):
         step.recall(step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:
-        """Return the blocks with the highest scores by the prompt's last queries."""
+        """Return the blocks with the highest scores by the prompt's last queries; without digests the newest ones."""
+        if step.store.awaits_digests:
+            return step.recent(slots)
         score = step.score(self.join)
         step.learn(score, 0.0)
         return step.select(score, slots)

@@ -65,8 +65,8 @@ def test_keys_at_hand_make_the_same_digests(
             assert store.sealed == stop // SIZE
         assert store.digests is not None
         ids = torch.from_numpy(store.table[:, : store.sealed]).long()
-        kept = [getattr(store.digests, name)[ids] for name in store.digests.tensors()]
-        found.append([*kept, *(getattr(store.digests, name) for name in ("center", "sigma") if digest == "submean")])
+        kept = [tensor[ids] for tensor in store.digests.blocks.tensors.values()]
+        found.append([*kept, *(getattr(store.digests, name) for name in store.digests.statistics)])
     for got, want in zip(*found, strict=True):
         assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 

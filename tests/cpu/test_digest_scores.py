@@ -99,7 +99,7 @@ def test_submeans(count: int, dim: int, group: int, blocks: int, softcap: float 
     scales, sizes = ((torch.rand(physical, 2, count) * 0.3).bfloat16().float() for _ in range(2))
     bias = torch.randint(0, 3, (physical, count)).float().log()  # some pairs have no token
     bias[:3] = -math.inf
-    center, sigma = torch.randn(2, dim), torch.rand(2, dim) + 0.5
+    center, sigma = torch.randn(2, 2, dim), torch.rand(2, 2, dim) + 0.5
     table = _table(2, physical, blocks)
     query, tail, scale = torch.randn(2, 2 * group, dim), torch.randn(2, 2 * group), dim**-0.5
     logmass = reference.score_submeans(
@@ -207,7 +207,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="3 query heads"):
         _score(torch.zeros(1, 3, 16), digest, table, 2, 5, torch.zeros(1, 3), "max")
     pairs = (np.zeros((3, 1, 256), np.uint8), np.zeros((3, 1, 2, 16), np.int32), np.zeros((3, 1, 16), np.int32))
-    other = submeans(*pairs, np.zeros((3, 16), np.float32), *np.zeros((2, 1, 32), np.float32))
+    other = submeans(*pairs, np.zeros((3, 16), np.float32), *np.zeros((2, 1, 1, 32), np.float32))
     with pytest.raises(ValueError, match="query heads of 16"):
         _score(query, other, table, 1, 3, tail, "max")
     with pytest.raises(ValueError, match="width 20"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -86,21 +87,20 @@ def test_the_rule(kind: str, first: int, last: int, samples: int) -> None:
     assert count <= most_pairs(samples, max(total, 1), last - first)
 
 
-def test_of_64_pairs_thresholds_are_even() -> None:
+def test_of_256_pairs_thresholds_are_even() -> None:
     """Whatever the position, so that no more pairs are drawn than lists have room for."""
-    found = torch.from_numpy(order_of(1 << 16)[: 1 << 16].astype(np.int64))
+    draw, found = random.Random(0), torch.from_numpy(order_of(1 << 16)[: 1 << 16].astype(np.int64))
     for position in (0, 1, 2, 77, 10**6):
         v = (found + shift_of(position)) % 2**32
         u = ((v >> 8).float() + 0.5) * 2.0**-24
         torch.testing.assert_close(u[:200], thresholds(range(200), position))
-        rows = u.view(-1, 64).sort(1).values
-        torch.testing.assert_close(rows.diff(dim=1), torch.full((1024, 63), 1 / 64), rtol=0, atol=1e-6)
-        worst = u.sort().values  # the smallest first: as many pairs as a total of so much can draw
-        for samples in (1, 64, 512, 1 << 14):
-            for pairs in (64, 1000, 1 << 16):
-                mine = u[:pairs].sort().values.double().cumsum(0)
-                assert int((mine < 65 / 64 * samples).sum()) <= most_pairs(samples, 1, pairs)
-        assert worst[0] >= 0
+        rows = u.view(-1, 256).sort(1).values
+        torch.testing.assert_close(rows.diff(dim=1), torch.full((256, 255), 1 / 256), rtol=0, atol=1e-6)
+        for pairs in (16, 64, 250, 1000, 5000, 1 << 16):
+            first = draw.randint(0, (1 << 16) - pairs)
+            smallest = u[first : first + pairs].sort().values.double().cumsum(0)  # the most that a total can draw
+            for samples in (1, 8, 64, 512, 1 << 14):
+                assert int((smallest < 65 / 64 * samples).sum()) <= most_pairs(samples, 1, pairs)
 
 
 def test_a_list_without_room_is_reported() -> None:
@@ -115,7 +115,7 @@ def test_a_list_without_room_is_reported() -> None:
 
 
 def _digests(physical: int, count: int, dim: int, outliers: float = 0.01) -> tuple[SubMeans, tuple[torch.Tensor, ...]]:
-    """Sub-means of two KV heads, and the tensors for `reference.score_submeans` with each pair as a block.
+    """Sub-means of two rows and KV heads, and the tensors for `reference.score_submeans` with each pair as a block.
 
     Of the pairs with tokens such a share are outliers.
     """
@@ -123,7 +123,7 @@ def _digests(physical: int, count: int, dim: int, outliers: float = 0.01) -> tup
     levels = torch.randint(0, 4, codes.shape, dtype=torch.int8)
     scales, sizes = ((torch.rand(physical, 2, count) * 0.3).bfloat16().float() for _ in range(2))
     bias = torch.randint(0, 3, (physical, count)).float().log()  # some pairs have no token
-    center, sigma = torch.randn(2, dim), torch.rand(2, dim) + 0.5
+    center, sigma = torch.randn(2, 2, dim), torch.rand(2, 2, dim) + 0.5
     marked = (torch.rand(sizes.shape) < outliers) & (bias[:, None] >= 0)
     packed = pack_halves(scales, torch.where(marked, -sizes, sizes))
     arrays = (pack_codes(codes), pack_levels(levels), packed, bias, center, sigma)
@@ -361,7 +361,7 @@ def test_arguments_that_do_not_fit() -> None:
     digest, _ = _digests(len(case.clean), 8, 32)
     one = digest._replace(
         codes=digest.codes[:, :1].copy(), levels=digest.levels[:, :1].copy(), sizes=digest.sizes[:, :1].copy(),
-        center=digest.center[:1], sigma=digest.sigma[:1],
+        center=digest.center[:1, :1].copy(), sigma=digest.sigma[:1, :1].copy(),
     )  # fmt: skip
 
     def make(

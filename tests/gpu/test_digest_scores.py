@@ -113,7 +113,7 @@ def test_submeans(
     levels = torch.randint(0, 4, codes.shape, dtype=torch.int8)
     scales, sizes = ((torch.rand(physical, 2, pairs) * 0.3).bfloat16().float() for _ in range(2))
     bias = torch.randint(0, 3, (physical, pairs)).float().log()  # some pairs have no token
-    center, sigma = torch.randn(2, dim), torch.rand(2, dim) + 0.5
+    center, sigma = torch.randn(2, 2, dim), torch.rand(2, 2, dim) + 0.5
     table, limits = tables(2, physical, blocks, sealed)
     if sealed:
         bias[table[1, 0].long()] = -math.inf
@@ -121,15 +121,19 @@ def test_submeans(
     query, scale = torch.randn(2, 2 * group, dim) * 2, dim**-0.5
     query[0, 0] = 0.0
     query[1, -1] *= 1e-6
-    means = center[:, None].double() + (sigma[:, None] * codes * scales[..., None]).double()
-    swings = (sigma[:, None].double() * sizes[..., None]) * (levels - 1.5).double()
-    want = truth(query, means, swings, bias, table[:, :sealed], scale, softcap)
+    want = []
+    for row in range(2):
+        middle, spread = center[row, :, None].double(), sigma[row, :, None].double()
+        means = middle + spread * codes * scales[..., None]
+        swings = spread * sizes[..., None] * (levels - 1.5).double()
+        mine = slice(row, row + 1)
+        want.append(truth(query[mine], means, swings, bias, table[mine, :sealed], scale, softcap))
     scales[empty], sizes[empty] = math.nan, math.inf
     poison(table, sealed, scales, sizes, bias)
     digest = (pack_codes(codes), pack_levels(levels), pack_halves(scales, sizes), bias, center, sigma)
     masses = score_submeans(*(x.to(device) for x in (query, *digest, table, limits)), scale=scale, softcap=softcap)
     assert masses.shape == (2, 2 * group, blocks)
-    check(masses, want, 3e-5)
+    check(masses, torch.cat(want), 3e-5)
 
 
 @every_form
@@ -140,15 +144,15 @@ def test_the_digests_of_real_keys(form: str, request: pytest.FixtureRequest) -> 
     keys, valid = torch.randn(11, 2, 32, 64) + torch.randn(64), torch.rand(11, 32) > 0.2
     store = DIGESTS["submean"](2, 64, 32, torch.device("cpu"))
     store.reserve(13)
-    store.freeze([(keys.transpose(0, 1).reshape(1, 2, -1, 64), valid.reshape(1, -1))])
+    store.freeze(lambda: [(keys.transpose(0, 1).reshape(1, 2, -1, 64), valid.reshape(1, -1))], 352)
     store.seal(torch.arange(11), keys, valid)
     query, table = torch.randn(1, 6, 64), torch.randperm(11).int()[None]
-    kept = (store.codes, store.levels, store.sizes, store.bias, store.center, store.sigma)  # type: ignore[attr-defined]
+    kept = tuple(tensor.cpu() for tensor in store.held())[:6]
     limits = torch.tensor([11 * 32, 11], dtype=torch.int32)
     masses = score_submeans(*(x.to(device) for x in (query, *kept, table, limits)), scale=0.125)
     scales, sizes = (x.double()[table[0]] for x in unpack_halves(kept[2]))
     codes, levels = unpack_codes(kept[0], 16, 64)[table[0]].double(), unpack_levels(kept[1])[table[0]].double() - 1.5
-    center, sigma = (x.double()[:, None] for x in kept[4:])
+    center, sigma = (x.double()[0, :, None] for x in kept[4:])
     grouped = query.double().view(2, 3, 64)
     middle, swing = (
         0.125 * torch.einsum("hgd,nhsd->hgns", grouped, x)
@@ -166,6 +170,6 @@ def test_refusals() -> None:
         score_vectors(zeros, torch.zeros(3, 1, 16), torch.zeros(3), table, limits)
     with pytest.raises(TypeError, match=r"table has dtype torch\.int64"):
         score_vectors(zeros, torch.zeros(3, 1, 32), torch.zeros(3), table.long(), limits)
-    rest = (torch.zeros(3, 1, 2, 6).int(), torch.zeros(3, 1, 6).int(), torch.zeros(3, 6), *torch.zeros(2, 1, 32))
+    rest = (torch.zeros(3, 1, 2, 6).int(), torch.zeros(3, 1, 6).int(), torch.zeros(3, 6), *torch.zeros(2, 1, 1, 32))
     with pytest.raises(ValueError, match="6 pairs"):
         score_submeans(zeros, torch.zeros(3, 1, 96).byte(), *rest, table, limits, scale=1.0)

@@ -69,10 +69,10 @@ def test_submeans(form: str, tokens: int, dim: int, dtype: torch.dtype, request:
     k[1, 0, 0], k[1, 0, 1] = 3.0, 3.0  # a pair of equal keys
     k[0, 1, 2, 0] = 300.0  # of an outlier
     pairs, numbers = tokens // 2, {"dtype": torch.int32, "device": device}
-    center, sigma = torch.randn(2, dim, device=device), torch.rand(2, dim, device=device) + 0.5
+    center, sigma = torch.randn(4, 2, dim, device=device), torch.rand(4, 2, dim, device=device) + 0.5
     codes = torch.ones(PHYSICAL, 2, pairs * dim // 2, dtype=torch.uint8, device=device)
     levels, sizes = torch.ones(PHYSICAL, 2, dim // 16, pairs, **numbers), torch.ones(PHYSICAL, 2, pairs, **numbers)
-    bias, error = torch.ones(PHYSICAL, pairs, device=device), torch.tensor([0.5, 2.0], device=device)
+    bias, error = torch.ones(PHYSICAL, pairs, device=device), torch.tensor([[0.5, 2.0]] * 4, device=device)
     seal.seal_submeans(ids, k, valid, codes, levels, sizes, bias, center, sigma, error)
     assert untouched(codes, levels, sizes, bias, ids=ids.cpu())
 
@@ -81,7 +81,7 @@ def test_submeans(form: str, tokens: int, dim: int, dtype: torch.dtype, request:
     keys = k.double().masked_fill(~valid[:, None, :, None], 0).unflatten(2, (pairs, 2))
     mean = keys.sum(3) / count.clamp(min=1)[:, None, :, None]
     half = (keys[:, :, :, 0] - keys[:, :, :, 1]) / 2 * (count == 2)[:, None, :, None]
-    middle, spread = center.double()[:, None], sigma.double()[:, None]
+    middle, spread = center.double()[:, :, None], sigma.double()[:, :, None]
     standard, half = (mean - middle) / spread, half / spread
     scale, size = (x[ids].double() for x in unpack_halves(sizes))
     outlier, size = size.signbit(), size.abs()
@@ -95,7 +95,7 @@ def test_submeans(form: str, tokens: int, dim: int, dtype: torch.dtype, request:
     cell = (half / size.clamp(min=seal.LEAST)[..., None]).floor().clamp(-2, 1) + 2
     assert (level == cell).double().mean() > 0.999  # fp32 puts what lies on an edge on either side of it
     missed = (standard - code * scale[..., None]).square() + (half - (level - 1.5) * size[..., None]).square()
-    above = missed.mean(-1) / (seal.OUTLIER * error.double()[:, None])
+    above = missed.mean(-1) / (seal.OUTLIER * error.double()[..., None])
     there = (count > 0)[:, None].expand_as(above)
     assert (outlier == (there & (above > 1)))[(above - 1).abs() > 1e-4].all()
     assert outlier[0, 1, 1]
@@ -117,8 +117,8 @@ def test_refusals() -> None:
         torch.zeros(3, 2, 48).byte(),
         *torch.zeros(2, 3, 2, 6).int(),
         torch.zeros(3, 6),
-        *torch.zeros(2, 2, 16),
-        torch.ones(2),
+        *torch.zeros(2, 1, 2, 16),
+        torch.ones(1, 2),
     )
     with pytest.raises(ValueError, match="12 tokens a block a power of two"):
         seal.seal_submeans(ids, torch.zeros(1, 2, 12, 16), torch.ones(1, 12).bool(), *rest)

@@ -183,7 +183,7 @@ def check_digest(digest: Digest, query_shape: tuple[int, ...], kv_heads: int, n_
         fits = digest.query.shape[:2] == (batch, query_heads) and digest.vectors.shape[1] == kv_heads
         record = kv_heads * digest.vectors.shape[2] * digest.vectors.itemsize
     else:
-        fits = digest.center.shape == (kv_heads, dim)
+        fits = digest.center.shape == (batch, kv_heads, dim)
         record = kv_heads * (digest.codes.shape[2] + 4 * digest.sizes.shape[2] * (digest.levels.shape[2] + 1))
     if not fits:
         shapes = [x.shape for x in digest if isinstance(x, np.ndarray)]
@@ -242,7 +242,7 @@ def _score_submeans(
     begin: int, end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
     heads = query[b, h * group : (h + 1) * group]
-    submeans.score_chunk(digest, full, rest, heads, table[b], h, scale, cap, begin, end, reach, out, stride)
+    submeans.score_chunk(digest, full, rest, heads, table[b], b, h, scale, cap, begin, end, reach, out, stride)
 
 
 @jit

@@ -10,10 +10,11 @@ An outlier, a pair that its digest misses by far (`seal.OUTLIER`), is attended l
 one pair in 64.
 
 If thresholds were random, every pair would be attended with probability min(x, 1), and the weighted sums would have no
-bias, whatever the digest's errors. They are fixed, and of 64 consecutive pairs they lie evenly between 0 and 1, so that
-fewer differ from what x promises. Each pair is decided by itself: rounding moves the decision of few pairs, and of no
-other pair. With one memory sinks, the newest pairs and the blocks without digest are listed, too (`draw_pairs`); with
-two the resident blocks are attended elsewhere and not drawn from (`draw_missing`).
+bias, whatever the digest's errors. They are fixed, and lie evenly between 0 and 1 for 256 consecutive pairs, and for
+every second, third, … one of them: about as many are drawn as x promises, even of a text that repeats itself. Each pair
+is decided by itself: rounding moves the decision of few pairs, and of no other pair. With one memory sinks, the newest
+pairs and the blocks without digest are listed, too (`draw_pairs`); with two the resident blocks are attended elsewhere
+and not drawn from (`draw_missing`).
 
 Tasks are chunks of blocks, as in `block_topk.choose_blocks`; the thread that finishes the last one of a (row, KV head)
 draws. Between the two a pair's mass is kept in 16 bits for each query head.
@@ -83,20 +84,23 @@ _order = np.empty(0, np.uint32)
 def most_pairs(samples: int, group: int, pairs: int) -> int:
     """The largest number of pairs that a KV head can draw of so many.
 
-    Of 64 consecutive pairs the thresholds are 1 / 64 apart, so that the k-th smallest of N is at least
-    (k - N / 64 - 12) / N; those of drawn pairs add up to less than `group * samples`, within rounding.
+    Of 256 consecutive pairs the thresholds are 1 / 256 apart, so that the k-th smallest of N is at least
+    (k - N / 64 - 16) / N; those of drawn pairs add up to less than `group * samples`, within rounding.
     """
     even = math.isqrt(2 * 65 * group * samples * pairs // 64)
     return min(pairs, even + pairs // 64 + 16 + -(-pairs // OUTLIERS))
 
 
 def order_of(pairs: int) -> Array:
-    """The part of thresholds that a pair's number alone decides, uint32 [`pairs` or more]: of 64 a bit reversal."""
+    """The part of thresholds that a pair's number alone decides, uint32 [`pairs` or more].
+
+    256 consecutive pairs are a lattice: 97 is a multiplier of which every stride up to 28 is spread out, too. Each 256
+    have a hash of their own, so that strides do not add up over a long text.
+    """
     global _order
     if len(_order) < pairs:
         i = np.arange(max(2 * pairs, 1 << 12), dtype=np.uint32)
-        places = sum(((i >> bit) & 1) << (31 - bit) for bit in range(6))
-        _order = (places + _mix(i >> 6)).astype(np.uint32)
+        _order = i * np.uint32(97 << 24) + _mix(i >> 8)
     return _order
 
 
@@ -131,6 +135,13 @@ class PairLists(NamedTuple):
         """Empty lists with room for so many pairs."""
         shape = batch, kv_heads, room
         return cls(np.empty(shape, np.int32), np.empty(shape, np.float32), np.zeros(shape[:2], np.int32))
+
+    @classmethod
+    def all_of(cls, batch: int, kv_heads: int, pairs: int) -> PairLists:
+        """Lists of the first so many pairs, of which none is drawn."""
+        lists = cls.of(batch, kv_heads, pairs)
+        lists.pairs[:], lists.weights[:], lists.counts[:] = np.arange(pairs), 0, pairs
+        return lists
 
 
 class Thresholds(NamedTuple):

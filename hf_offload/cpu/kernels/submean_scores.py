@@ -81,8 +81,7 @@ class SubMeans(NamedTuple):
         sizes: int32 [P, Hkv, S], from `seal.pack_halves`: scale and size as bfloat16. The sign of the size marks an
             outlier.
         bias: float32 [P, S], log of the pair's valid tokens; -inf if none, whatever the other arrays hold.
-        center: float32 [Hkv, D].
-        sigma: float32 [Hkv, D].
+        center, sigma: float32 [B, Hkv, D].
         pieces: a tuple as long as blocks fit a register (at least one).
         runs: a tuple of S entries.
     """
@@ -105,15 +104,15 @@ def submeans(codes: Array, levels: Array, sizes: Array, bias: Array, center: Arr
         TypeError: an array of another dtype.
     """
     physical, kv_heads, count = sizes.shape
-    dim = center.shape[1]
+    batch, _, dim = center.shape
     if dim % 16 or not 16 <= dim <= 256 or count not in SUBMEANS:
         raise ValueError(f"D {dim} must be a multiple of 16 in 16..256, and S {count} one of {SUBMEANS}")
     require("codes", codes, U8, (physical, kv_heads, count * dim // 2))
     require("levels", levels, I32, (physical, kv_heads, dim // 16, count))
     require("sizes", sizes, I32, (physical, kv_heads, count))
     require("bias", bias, F32, (physical, count))
-    require("center", center, F32, (kv_heads, dim))
-    require("sigma", sigma, F32, (kv_heads, dim))
+    require("center", center, F32, (batch, kv_heads, dim))
+    require("sigma", sigma, F32, (batch, kv_heads, dim))
     return SubMeans(codes, levels, sizes, bias, center, sigma, (0,) * max(1, 16 // count), (0,) * count)
 
 
@@ -195,10 +194,10 @@ def _find_places(
 
 @jit
 def score_chunk(
-    digest: Any, full: Any, rest: Any, query: Array, table: Array, h: int, scale: float, cap: Any,
+    digest: Any, full: Any, rest: Any, query: Array, table: Array, b: int, h: int, scale: float, cap: Any,
     begin: int, end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
-    """Write the scores of the pairs of blocks begin..end-1 of one KV head, query heads `stride` bytes apart.
+    """Write the scores of the pairs of blocks begin..end-1 of one row and KV head, query heads `stride` bytes apart.
 
     Args:
         query: float32 [G, D].
@@ -213,7 +212,7 @@ def score_chunk(
     octets, starts = np.empty((group, dim), np.int8), np.empty((group, 2), np.int32)
     facts, places = np.empty((group, 3), np.float32), np.empty(16 * len(pieces), np.int64)
     for g in range(group):
-        _prepare_query(query[g], digest.center[h], digest.sigma[h], scale, octets[g], starts[g], facts[g])
+        _prepare_query(query[g], digest.center[b, h], digest.sigma[b, h], scale, octets[g], starts[g], facts[g])
     registers, kv_heads, steps = 2 * len(pieces), digest.sizes.shape[1], (end - begin + step - 1) // step
     code_row, size_row = kv_heads * count * dim // 2, 4 * kv_heads * count
     code_sweep = sweep_from(address_of(digest.codes), code_row, end, reach, h, kv_heads, steps)

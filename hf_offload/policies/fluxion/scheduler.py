@@ -210,7 +210,7 @@ class DeviceTasks:
         heads = slice(head * group, (head + 1) * group)
         query = step.query[row : row + 1, heads]
         digests, blocks = digests_of(store), selector.end - low
-        mine = digests.of_head(store.table[row, low : selector.end], head, device)
+        mine = digests.of_head(store.table[row, low : selector.end], row, head, device)
         places = torch.arange(blocks, dtype=torch.int32, device=device)[None]
         masses = mine.score(query, places, places.new_full((2,), blocks), step.scores)[0]
         capacity = min(sum(wanted) * span, blocks)

@@ -124,7 +124,7 @@ def lengths_of(step: Step) -> torch.Tensor:
 def _reserve(step: Step, selector: Selector, granularities: tuple[int, ...]) -> bool:
     """Make room for this step's choice; whether there is anything to choose from."""
     selector.reserve(step.state.counts.spans_for(granularities, step.block_size), _sink_blocks(step)[1], step.host_end)
-    return digests_of(step.store).frozen and has_host_tokens(step)
+    return has_host_tokens(step)
 
 
 class LocalBlocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -80,7 +81,7 @@ def queue_attention(step: CpuStep, window: Selection, samples: int) -> tuple[Par
         step.add(_attention(retained, query, *target, step.scores), "attention to retained tokens")
         step.as_long_as(lambda: mass.retained is retained and all(map(operator.is_, retained.arrays, arrays)))
         found.append(target)
-    if samples and mass.evicted and step.digests.frozen:
+    if samples and mass.evicted:
         found.append(_queue_rescue(step, mass, window, samples))
     return tuple(found)
 
@@ -90,11 +91,12 @@ def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: in
     kept, counts = mass.kept, mass.retained.counts
     step.as_long_as(lambda: mass.kept is kept and mass.retained.counts is counts)
     target, errors = step.room(), np.zeros(step.query_shape, np.float32)
-    draw, attention, lists = _rescue(
+    *draw, attention, lists = _rescue(
         step.store, step.layer.stats, mass, step.buffers.query, (window.blocks, window.counts), samples, target,
         step.scores, step.layer.settings.buffer, errors=errors, unsealed=step.unsealed(), length=step.length,
     )  # fmt: skip
-    step.add(draw, "the draw of pairs", length=True)
+    for launch in draw:
+        step.add(launch, "the draw of pairs", length=True)
     step.add(attention, "attention to drawn pairs")
     step.note_drawn(lists, target.lse, errors, kept)
     return target
@@ -116,11 +118,13 @@ def _rescue(
     unsealed: draw_pairs.Unsealed | None = None,
     length: int = 0,
     limits: np.ndarray | None = None,
-) -> tuple[Launch, Launch, draw_pairs.PairLists]:
+) -> tuple[Any, ...]:
     """Prepare the draw of pairs among the tokens that are neither in the window nor retained, and their attention.
 
+    Without digests all such pairs are attended.
+
     Args:
-        store: the layer's blocks, with digests of the full ones.
+        store: the layer's blocks.
         stats: the layer's statistics.
         mass: the layer's state.
         query: float32 `[B, Hq, D]`.
@@ -133,12 +137,21 @@ def _rescue(
         tail, unsealed, length: as in `draw_pairs.draw_missing`; limits: those of its thresholds.
 
     Returns:
-        The two launches, and what they list.
+        The two launches, or without digests that of the attention, and what they list.
     """
-    assert store.digests is not None
     view, (batch, heads, _), width = store.view(store.length), query.shape, store.table.shape[1]
     lines, pairs = (batch, store.num_kv_heads), store.block_size // 2
     most = width * pairs
+    attend = functools.partial(
+        attend_pairs, query, view.block_ptr, view.table, holes=view.holes, valid=view.valid,
+        length=mass.evicted * store.block_size, out=target.out, lse=target.lse, kbar=None, kv_dtype=store.dtype,
+        block_size=store.block_size, **scores._asdict(), packed=store.format.packed, skipped=mass.kept, errors=errors,
+        tally=stats.errors,
+    )  # fmt: skip
+    if store.awaits_digests:
+        lists = draw_pairs.PairLists.all_of(*lines, mass.evicted * pairs)
+        return attend(**lists._asdict()), lists
+    assert store.digests is not None
     lists = draw_pairs.PairLists.of(*lines, draw_pairs.most_pairs(samples, heads // lines[1], most))
     score = buffer("scores of blocks", (*lines, width), np.dtype(np.float32))
     masses = buffer("masses of pairs", (batch, heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
@@ -150,12 +163,7 @@ def _rescue(
         thresholds, tail, masses, *lists, portion, samples=samples, join="max", **scores._asdict(), unsealed=unsealed,
         length=length, kept=draw_pairs.Kept(mass.kept, mass.retained.counts), tally=stats.drawn,
     )  # fmt: skip
-    attention = attend_pairs(
-        query, view.block_ptr, view.table, *lists, view.holes, view.valid, mass.evicted * store.block_size, *target,
-        None, kv_dtype=store.dtype, block_size=store.block_size, **scores._asdict(), packed=store.format.packed,
-        skipped=mass.kept, portion=portion, errors=errors, tally=stats.errors,
-    )  # fmt: skip
-    return draw, attention, lists
+    return draw, attend(**lists._asdict(), portion=portion), lists
 
 
 def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
@@ -321,7 +329,7 @@ def attend_on_both_sides(step: SplitStep, window: Selection | None, samples: int
     mass: TokenMass = step.state
     assert window is not None, "with two memories the window is resident"
     partial: RetainedHostPartial | None = None
-    samples = samples if samples and mass.evicted and step.digests.frozen else 0
+    samples = samples if mass.evicted else 0
     if samples or mass.retained.counts.any():
         partial = step.layer.host_partial
         if partial is None or partial.form != (step.query.shape, 0):

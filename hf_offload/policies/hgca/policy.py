@@ -145,6 +145,9 @@ class HGCA(Policy):
         mass = cast(TokenMass, layer.state)
         return (torch.arange(blocks, device="cpu") >= mass.evicted).repeat(layer.batch_size, 1)
 
+    def plan_without_digests(self, step: Step) -> Plan:
+        return self.plan(step)
+
     def plan(self, step: Step) -> Plan:
         """Algorithm 2: the window where it is, the retained tokens on the CPU."""
         mass: TokenMass = step.state

@@ -1,0 +1,177 @@
+"""Drawn keys and rounding: a row draws the same keys whatever way its tokens came into the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt, tiny_model
+
+import hf_offload
+import quality
+from hf_offload.cache import digests
+
+KNOBS = {"samples": 24, "sinks": 4, "recent": 16, "block_size": 16}
+LENGTH, STEPS = 300, 48
+IDS = prompt(1, LENGTH + STEPS)[0]
+Read = Callable[[Any, Path], tuple[Any, torch.Tensor]]
+"""Reads the first tokens: a cache, and log probabilities of the steps behind them, `[STEPS, V]`."""
+
+
+@pytest.fixture(autouse=True)
+def few_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "STATISTICS_TOKENS", 64)
+
+
+def read(model: Any, ids: torch.Tensor = IDS[:, :LENGTH], **memory: Any) -> Any:
+    cache = hf_offload.HybridCache(model, "scout", **KNOBS, **memory)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def follow(model: Any, cache: Any, ids: torch.Tensor = IDS[:, LENGTH:], **options: Any) -> torch.Tensor:
+    """Log probabilities `[STEPS, V]` of the first row's steps."""
+    steps = [model(ids[:, i : i + 1], past_key_values=cache, **options).logits[0, -1] for i in range(ids.shape[1])]
+    return torch.stack(steps).log_softmax(-1)
+
+
+def with_noise(model: Any, folder: Path) -> torch.Tensor:
+    cache = read(model)
+    with quality.noisy(1e-7, 0):
+        return follow(model, cache)
+
+
+def in_a_fork(model: Any, folder: Path) -> torch.Tensor:
+    cache = read(model)
+    fork = cache.fork()
+    follow(model, cache, IDS[:, 5:25])
+    return follow(model, fork)
+
+
+def after_a_crop(model: Any, folder: Path) -> torch.Tensor:
+    cache = read(model)
+    follow(model, cache, IDS[:, 5:25])
+    cache.crop(-20)
+    return follow(model, cache)
+
+
+def loaded(model: Any, folder: Path) -> torch.Tensor:
+    read(model).save(folder)
+    return follow(model, hf_offload.HybridCache.load(folder, model))
+
+
+def in_drafts(model: Any, folder: Path) -> torch.Tensor:
+    """Eight tokens a forward, each of which is verified."""
+    cache = read(model)
+    cache.activate_past_recording()
+    found = []
+    for first in range(LENGTH, LENGTH + STEPS, 8):
+        logits = model(IDS[:, first : first + 8], past_key_values=cache, logits_to_keep=8).logits
+        found.append(logits[0])
+    return torch.cat(found).log_softmax(-1)
+
+
+def in_chunks(model: Any, folder: Path) -> torch.Tensor:
+    cache = hf_offload.HybridCache(model, "scout", **KNOBS)
+    for part in IDS[:, :LENGTH].split([7, 40, 100, 100, 53], 1):
+        model(part, past_key_values=cache, logits_to_keep=1)
+    return follow(model, cache)
+
+
+def in_a_batch(model: Any, folder: Path) -> torch.Tensor:
+    """Behind two blocks of padding, beside another row."""
+    ids = torch.cat([torch.cat([IDS[:, :32], IDS], 1), torch.cat([IDS.roll(9, 1), IDS[:, :32]], 1)])
+    mask = torch.ones_like(ids)
+    mask[0, :32] = 0
+    cache, start = hf_offload.HybridCache(model, "scout", **KNOBS), LENGTH + 32
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    options = {"attention_mask": mask[:, :start], "position_ids": positions[:, :start]}
+    model(ids[:, :start], past_key_values=cache, **options)
+    found = []
+    for stop in range(start + 1, ids.shape[1] + 1):
+        here = slice(stop - 1, stop)
+        options = {"attention_mask": mask[:, :stop], "position_ids": positions[:, here]}
+        found.append(model(ids[:, here], past_key_values=cache, **options).logits[0, -1])
+    return torch.stack(found).log_softmax(-1)
+
+
+WAYS = (with_noise, in_a_fork, after_a_crop, loaded, in_drafts, in_chunks, in_a_batch)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_row_is_the_same(way: Callable[[Any, Path], torch.Tensor], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    cache = read(model)
+    want = follow(model, cache)
+    assert cache.stats().as_dict()["attended_share"] < 0.5
+    worst = (way(model, tmp_path) - want).abs().amax(-1)
+    assert (worst <= 1e-3).float().mean() >= 0.9
+    assert worst.max() <= 0.1
+    other = follow(model, read(model, IDS[:, :LENGTH].roll(1, 1)))
+    assert (other - want).abs().amax(-1).min() > 0.1  # what is compared is not insensitive
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize(
+    "knobs", [{"samples": 4}, {"budget": 64}, {"policy": "hgca", "window": 48, "rescue": 4}], ids=str
+)
+def test_before_there_are_digests_all_is_attended(
+    knobs: dict[str, Any], tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "STATISTICS_TOKENS", LENGTH + 16)
+    model, full = tiny_model("llama"), None
+    knobs = {"policy": "scout", **knobs, "tier": tier}
+    if tier == "split" and "window" not in knobs:
+        knobs["resident"] = 96
+    ids = IDS[:, LENGTH : LENGTH + 40]
+    for given in ({"policy": "full"}, knobs):
+        cache = hf_offload.HybridCache(model, **given, block_size=16)
+        model(IDS[:, :LENGTH], past_key_values=cache, logits_to_keep=1)
+        found = follow(model, cache, ids)
+        if full is None:
+            full = found
+    same = (found - full).abs().amax(-1) < 1e-4
+    assert same[:15].all()  # the 316th token is in a full block at the 20th step
+    assert not same[24:].any()
+
+
+@torch.inference_mode()
+def test_a_short_row_of_a_batch_takes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt waits for it; the first decode step does not. A crop below it makes the statistics anew."""
+    monkeypatch.setattr(digests, "STATISTICS_TOKENS", 128)
+    model, (ids, mask) = tiny_model("llama"), prompt(2, 200)
+    mask[1, :100] = 0
+    cache = hf_offload.HybridCache(model, "scout", **KNOBS)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    stores = [layer.store for layer in cache.layers]
+    assert all(store.awaits_digests for store in stores)
+    mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
+    model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+    assert not any(store.awaits_digests for store in stores)
+    assert [store.digests.until for store in stores] == [192] * len(stores)
+    cache.crop(-6)
+    assert not any(store.awaits_digests for store in stores)
+    cache.crop(-5)
+    assert all(store.awaits_digests for store in stores)
+
+
+@torch.inference_mode()
+def test_forks_that_share_blocks_have_digests_of_their_own() -> None:
+    """Before there are statistics, blocks are shared that get other digests in each fork."""
+    model = tiny_model("llama")
+    want = follow(model, read(model))
+    first = hf_offload.HybridCache(model, "scout", **KNOBS)
+    model(IDS[:, :60], past_key_values=first, logits_to_keep=1)
+    other = first.fork()
+    model(IDS[:, 100:200] * 1, past_key_values=other, logits_to_keep=1)  # another text decides other statistics
+    model(IDS[:, 60:LENGTH], past_key_values=first, logits_to_keep=1)
+    centers = [cache.layers[0].store.digests.center for cache in (first, other)]
+    assert not torch.equal(*centers)
+    assert not (first.layers[0].store.table[:, 0] == other.layers[0].store.table[:, 0]).any()
+    worst = (follow(model, first) - want).abs().amax(-1)
+    assert (worst <= 1e-3).float().mean() >= 0.9
