@@ -220,6 +220,16 @@ class VectorStore(DigestStore):
             "bias": ((), torch.float32),
         }
 
+    @property
+    def vectors(self) -> torch.Tensor:
+        """`[P, Hkv, W]` fp32, by physical block."""
+        return self.blocks.tensors["vectors"]
+
+    @property
+    def bias(self) -> torch.Tensor:
+        """`[P]` fp32, added to the scores; −inf: no token counts."""
+        return self.blocks.tensors["bias"]
+
     def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         return query * scale
 
@@ -240,15 +250,15 @@ class VectorStore(DigestStore):
         np.copyto(known.query, self._transform(torch.from_numpy(query), scale).numpy())
 
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scores: Scores) -> torch.Tensor:
-        ready, kept = self._transform(query, scores.scale), self.blocks.tensors
-        return score_vectors(ready, kept["vectors"], kept["bias"], table, limits, softcap=scores.softcap)
+        ready = self._transform(query, scores.scale)
+        return score_vectors(ready, self.vectors, self.bias, table, limits, softcap=scores.softcap)
 
 
 class MeanStore(VectorStore):
     """The mean key of a block (the digest of MoBA)."""
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        seal_vectors(ids, k, valid, self.blocks.tensors["vectors"], self.blocks.tensors["bias"], bounds=False)
+        seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=False)
 
 
 class QuestStore(VectorStore):
@@ -257,7 +267,7 @@ class QuestStore(VectorStore):
     width, sums = 2, False
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        seal_vectors(ids, k, valid, self.blocks.tensors["vectors"], self.blocks.tensors["bias"], bounds=True)
+        seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=True)
 
     def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         query = query * scale
