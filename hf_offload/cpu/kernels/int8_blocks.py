@@ -43,7 +43,6 @@ from hf_offload.cpu.simd.register_tiles import (
 )
 from hf_offload.cpu.simd.vectors import (
     BITS8,
-    BITS32,
     FLOATS,
     LANES,
     ROUNDER,
@@ -111,18 +110,6 @@ def load_value_codes(typing: Any, address: Any) -> Any:
         return builder.sitofp(builder.sext(codes, WORDS), FLOATS)
 
     return VECTOR(types.int64), emit
-
-
-@lowered
-def copy_word(typing: Any, source: Any, target: Any) -> Any:
-    """Copy 4 bytes."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        word = builder.load(pointer(builder, args[0], BITS32), align=2)
-        builder.store(word, pointer(builder, args[1], BITS32), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
 
 
 CODES, SCALES = np.empty(0, np.int8), np.empty(0, np.uint16)  # tags, see `launch.TAGS`
@@ -307,6 +294,18 @@ def _score_pairs(
 
 
 @jit
+def _sum_pairs(
+    tile: Any, heads: Any, records: Array, places: Array, first: int, tokens: int, dim: int, block_size: int, d: int,
+    step: int, spare: int,
+) -> Any:  # fmt: skip
+    """Add the products of the pairs' values from channel d on with int16 weights, heads `step` bytes apart."""
+    for i in range(0, tokens, 2):
+        values = records[first + i] - 1 + (block_size + places[first + i]) * dim
+        tile = add_value_pairs(tile, values + 2 * d, spare + _UNITS + 2 * i, step, heads)
+    return tile
+
+
+@jit
 def _add_pairs(
     heads: Any, part: int, records: Array, places: Array, first: int, tokens: int, dim: int, block_size: int,
     weights: int, stride: int, sums: int, spare: int,
@@ -326,23 +325,18 @@ def _add_pairs(
     scales = spare + _spare_bytes(dim, block_size) - 2 * STEP_TOKENS
     for i in range(0, 2 * width, 64):
         store(scales + i, splat(np.float32(0.0)))
-    for i in range(0, tokens, 2):
-        copy_word(records[first + i] - 1 + 2 * (block_size + 2) * dim + 2 * places[first + i], scales + 2 * i)
+    for i in range(0, tokens, 2):  # two bfloat16 at a time
+        put(scales + 2 * i, get(records[first + i] - 1 + 2 * (block_size + 2) * dim + 2 * places[first + i]))
     _fold_weights(heads, weights, stride, width, scales, spare)
-    shorts, step = spare + _UNITS, 2 * width
     wide = dim - dim % 64
     for d in range(0, wide, 64):
         tile = no_sums(heads, 4)
-        for i in range(0, tokens, 2):
-            values = records[first + i] - 1 + (block_size + places[first + i]) * dim
-            tile = add_value_pairs(tile, values + 2 * d, shorts + 2 * i, step, heads)
+        tile = _sum_pairs(tile, heads, records, places, first, tokens, dim, block_size, d, 2 * width, spare)
         add_sums(sums + 4 * d, 4 * dim, spare, heads, tile)
     for d in range(wide, dim, 16):
-        tile = no_sums(heads, 1)
-        for i in range(0, tokens, 2):
-            values = records[first + i] - 1 + (block_size + places[first + i]) * dim
-            tile = add_value_pairs(tile, values + 2 * d, shorts + 2 * i, step, heads)
-        add_sums(sums + 4 * d, 4 * dim, spare, heads, tile)
+        strip = no_sums(heads, 1)
+        strip = _sum_pairs(strip, heads, records, places, first, tokens, dim, block_size, d, 2 * width, spare)
+        add_sums(sums + 4 * d, 4 * dim, spare, heads, strip)
 
 
 class Int8Records(NamedTuple):
