@@ -161,10 +161,10 @@ def _score(
 ) -> None:
     """`block.score_block` for a packed record."""
     words, width = 2 * block_size * dim, (dim + 31) & ~31
+    _fold_query(heads, query, dim, record + words, width, spare)
     if ahead != 0:
         for line in range(words, words + 4 * dim + 2 * block_size, LINE):
             prefetch(ahead + line, 2)
-    _fold_query(heads, query, dim, record + words, width, spare)
     for token in range(0, block_size, 4):
         first = record + token * dim
         if ahead != 0:

@@ -20,7 +20,7 @@ from numba.core import cgutils, types
 from numba.core.extending import models, register_model
 
 from hf_offload.cpu.memory import emit_prefetch
-from hf_offload.cpu.simd.register_tiles import emit_offset, emit_quad_sums
+from hf_offload.cpu.simd.register_tiles import emit_offset, emit_quarter_sums
 from hf_offload.cpu.simd.vectors import (
     BITS8,
     BITS16,
@@ -322,6 +322,12 @@ def add_row_dots(typing: Any, tile: Any, addresses: Any, rows: Any, stride: Any,
     return tile(tile, addresses, types.int64, types.int64, heads), emit
 
 
+def _join(builder: Any, x: Any, y: Any, width: int) -> Any:
+    """Add the odd runs of `width` words of two registers to the even ones."""
+    even = [lane for lane in range(2 * LANES) if lane // width % 2 == 0]
+    return _plus(builder, shuffle(builder, x, y, even), shuffle(builder, x, y, [lane + width for lane in even]))
+
+
 @lowered
 def row_scores(typing: Any, tile: Any, units: Any) -> Any:
     """Scores from `add_row_dots`' sums: lane 4 * head + token.
@@ -332,8 +338,13 @@ def row_scores(typing: Any, tile: Any, units: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         quads = [_load(builder, builder.add(args[1], ir.Constant(_LONG, at)), FLOAT, 4) for at in (0, 32)]
         factors, more = (shuffle(builder, quad, quad, [lane // 4 for lane in range(LANES)]) for quad in quads)
-        sums = emit_quad_sums(builder, [builder.extract_value(args[0], i) for i in range(tile.count)], _plus)
-        return emit_fma(builder, builder.sitofp(sums, FLOATS), factors, more)
+        sums = [builder.extract_value(args[0], i) for i in range(tile.count)]
+        while len(sums) > tile.count // 4:  # halves first: with AVX2 they are registers
+            width = 8 if len(sums) == tile.count else 4
+            sums = [_join(builder, a, b, width) for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        quarters = emit_quarter_sums(builder, sums + [word_constant(0)] * (4 - len(sums)), _plus)
+        turned = shuffle(builder, quarters, quarters, [4 * (lane % 4) + lane // 4 for lane in range(LANES)])
+        return emit_fma(builder, builder.sitofp(turned, FLOATS), factors, more)
 
     return VECTOR(tile, types.int64), emit
 

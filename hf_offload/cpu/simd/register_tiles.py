@@ -17,7 +17,6 @@ from hf_offload.cpu.simd.vectors import (
     BITS32,
     FLOAT,
     FLOATS,
-    LANES,
     VECTOR,
     constant,
     emit_add,
@@ -142,7 +141,7 @@ def _in_quarters(*picks: int) -> list[int]:
     return [4 * quarter + (pick % 4) + 16 * (pick // 4) for quarter in range(4) for pick in picks]
 
 
-def _add_halves(builder: Any, x: Any, y: Any, first: Any, second: Any, add: Any) -> Any:
+def _add_halves(builder: Any, x: Any, y: Any, first: Any, second: Any, add: Any = emit_add) -> Any:
     return add(builder, shuffle(builder, x, y, first), shuffle(builder, x, y, second))
 
 
@@ -154,19 +153,19 @@ def emit_quarter_sums(builder: Any, vectors: Any, add: Callable[[Any, Any, Any],
     return _add_halves(builder, ab, cd, _in_quarters(0, 1, 4, 5), _in_quarters(2, 3, 6, 7), add)
 
 
-def emit_quad_sums(builder: Any, vectors: Any, add: Callable[[Any, Any, Any], Any]) -> Any:
-    """Sum each vector of an m x 4 tile over its lanes, into lane 4 * head + column of the result."""
-    folded = [emit_quarter_sums(builder, vectors[i : i + 4], add) for i in range(0, len(vectors), 4)]
-    folded += [ir.Constant(vectors[0].type, [0] * LANES)] * (4 - len(folded))
-    first = _add_halves(builder, folded[0], folded[1], _quarters(0, 1, 4, 5), _quarters(2, 3, 6, 7), add)
-    second = _add_halves(builder, folded[2], folded[3], _quarters(0, 1, 4, 5), _quarters(2, 3, 6, 7), add)
-    return _add_halves(builder, first, second, _quarters(0, 2, 4, 6), _quarters(1, 3, 5, 7), add)
-
-
 @lowered
 def quad_sums(typing: Any, tile: Any) -> Any:
     """Sum each vector of an m x 4 tile over its lanes, into lane 4 * head + column of the result."""
-    return VECTOR(tile), lambda c, b, sig, args: emit_quad_sums(b, _unpack(b, args[0], tile), emit_add)
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        vectors = _unpack(builder, args[0], tile)
+        folded = [emit_quarter_sums(builder, vectors[i : i + 4], emit_add) for i in range(0, tile.count, 4)]
+        folded += [constant(0.0)] * (4 - len(folded))
+        first = _add_halves(builder, folded[0], folded[1], _quarters(0, 1, 4, 5), _quarters(2, 3, 6, 7))
+        second = _add_halves(builder, folded[2], folded[3], _quarters(0, 1, 4, 5), _quarters(2, 3, 6, 7))
+        return _add_halves(builder, first, second, _quarters(0, 2, 4, 6), _quarters(1, 3, 5, 7))
+
+    return VECTOR(tile), emit
 
 
 @lowered
