@@ -303,14 +303,14 @@ def test_another_model_is_refused(saved: Any) -> None:
         HybridCache.load(saved[0], model)
 
 
+@pytest.mark.parametrize("other", [saving.FORMAT - 1, saving.FORMAT + 1])
 def test_another_format_is_refused(
-    models: dict[str, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int
 ) -> None:
     cache = make(models["llama"], "full", "one")
-    later = saving.FORMAT + 1
-    monkeypatch.setattr(saving, "FORMAT", later)
+    monkeypatch.setattr(saving, "FORMAT", other)
     cache.save(tmp_path / "cache")
-    with pytest.raises(ValueError, match=f"saved in format {later}"):
+    with pytest.raises(ValueError, match=f"saved in format {other}, this version reads format {loading.FORMAT}"):
         HybridCache.load(tmp_path / "cache", models["llama"])
 
 

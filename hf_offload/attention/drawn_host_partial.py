@@ -19,7 +19,6 @@ from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
 
 
@@ -68,7 +67,7 @@ class DrawnHostPartial(BlockHostPartial):
         """Whether pairs are drawn, and attended with a query that comes later."""
 
     @classmethod
-    def of(cls, step: SplitStep, samples: int, join: str) -> DrawnHostPartial:
+    def of(cls, step: Step, samples: int, join: str) -> DrawnHostPartial:
         """Return the partial of a step's layer, made anew where sizes have changed."""
         layer = step.layer
         partial = layer.host_partial
@@ -84,7 +83,7 @@ class DrawnHostPartial(BlockHostPartial):
             and self.width == step.store.table.shape[1]
         )
 
-    def attend(self, step: SplitStep, *, correct: bool, label: str) -> DrawnHostPartial:
+    def attend(self, step: Step, *, correct: bool, label: str) -> DrawnHostPartial:
         """Start the draw and the attention with the step's query.
 
         Args:
@@ -97,7 +96,7 @@ class DrawnHostPartial(BlockHostPartial):
         self._job = self._submit(step, functools.partial(self._send_all, step), self.make_launches, label)
         return self
 
-    def draw(self, step: SplitStep) -> DrawnHostPartial:
+    def draw(self, step: Step) -> DrawnHostPartial:
         """Start the draw alone, with a predicted query; `attend_drawn` follows."""
         self._drop()
         self._correct, self.awaits_query = False, True
@@ -105,7 +104,7 @@ class DrawnHostPartial(BlockHostPartial):
         self._drawing = self._submit(step, send, self._make_draw, "draw of pairs", key=self._lists)
         return self
 
-    def attend_drawn(self, step: SplitStep) -> DrawnHostPartial:
+    def attend_drawn(self, step: Step) -> DrawnHostPartial:
         """Start the attention of what was drawn, with the step's real query."""
         self.predicted, self.awaits_query, before = step.query, False, self._drawing
         send = functools.partial(self._send_real, step.query)
@@ -118,7 +117,7 @@ class DrawnHostPartial(BlockHostPartial):
         super().rehearse(capture)
         self._rehearse(capture, self._real)  # without a tail: another kernel
 
-    def _send_all(self, step: SplitStep, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
+    def _send_all(self, step: Step, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
         self.mirror.pause()
         held = step.resident_blocks()
         assert held is not None, "with two memories"

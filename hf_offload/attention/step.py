@@ -35,6 +35,8 @@ class Step(ABC):
     """fp32 `[B, Hq, D]` (in `place`: `[B, Hq, n, D]`), the real or the predicted query."""
     query_shape: tuple[int, int]
     """Rows and query heads."""
+    limits: Any
+    """With two memories: int32 `[2]` on the device, the tokens of a row and the number of full blocks."""
 
     def __init__(self, layer: HybridLayer, length: int, scores: Scores) -> None:
         assert layer.store is not None

@@ -43,7 +43,7 @@ from hf_offload.cache.saved_fields import check_state
 from hf_offload.cache.stock_layers import pack
 from hf_offload.cpu.kernels.checksum import checksum_records
 
-FORMAT = 7
+FORMAT = 8
 """Version of the format; incremented when caches saved before can no longer be read."""
 BLOCKS, DIGESTS, CACHE, SUMS = "blocks.safetensors", "digests.safetensors", "cache.safetensors", "SHA256SUMS"
 ALIGNMENT = 4096  # bytes, of the data in the file of the blocks

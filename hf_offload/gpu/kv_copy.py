@@ -26,17 +26,16 @@ _TILE_BYTES = 8192  # what one program moves: 64 bytes for each of its 128 threa
 class PackedLayout:
     """Where things lie in an int8 record, behind its codes.
 
-    Codes of K come first, `[block_size / 4, D / 8, 4, 8]` (of 4 tokens in 8 dimensions), then those of V,
-    `[block_size / 2, D, 2]` (of 2 tokens).
+    Codes of K come first, `[block_size, D]`, then those of V, `[block_size / 2, D, 2]` (of 2 tokens).
 
     Args:
         record_bytes: bytes of the packed record of one block and KV head.
-        key_scales: offset in bytes of the scales of the keys, bfloat16 [D]; their middles, bfloat16 [D], follow.
+        words: offset in bytes of D words of two bfloat16: high the scale of a channel of the keys, low its middle.
         value_scales: offset in bytes of the scales of the values, bfloat16 [block_size] or more.
     """
 
     record_bytes: int
-    key_scales: int
+    words: int
     value_scales: int
 
 
@@ -113,7 +112,7 @@ def fetch(
         counts=(counts, (torch.int32,), (batch, heads)),
     )
     _check_host(block_ptr, table, batch)
-    if packed is not None and (packed.record_bytes % 16 or packed.key_scales % 16 or packed.value_scales % 16):
+    if packed is not None and (packed.record_bytes % 16 or packed.words % 16 or packed.value_scales % 16):
         raise ValueError(f"{packed} is not aligned: all of these must be multiples of 16 bytes")
     if pool.device.type not in ON_TRITON:
         _fetch_by_torch(pool, slots, blocks, counts, block_ptr, table, packed)
@@ -124,7 +123,7 @@ def fetch(
             pool, slots, blocks, counts, block_ptr, table, batch * heads, heads, there, moves, table.shape[1],
             LINES=next_power_of_2(batch * heads), SIZE=size, D=dim, WIDTH=width, TOKENS=tokens,
             RECORD=_record_bytes(pool), PACKED=packed.record_bytes if packed else 0,
-            KEY_SCALES=packed.key_scales if packed else 0, VALUE_SCALES=packed.value_scales if packed else 0,
+            WORDS=packed.words if packed else 0, VALUE_SCALES=packed.value_scales if packed else 0,
             TOP=torch.finfo(pool.dtype).max, num_warps=4, num_stages=1,
         )  # fmt: skip
 
@@ -278,13 +277,12 @@ def _fetch_by_torch(
 
 def _unpack(address: int, packed: PackedLayout, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     size, dim = shape[1:]
-    keys = _view(address, (size // 4, dim // 8, 4, 8), torch.int8).transpose(1, 2).reshape(size, dim)
+    keys = _view(address, (size, dim), torch.int8)
     values = _view(address + size * dim, (size // 2, dim, 2), torch.int8).transpose(1, 2).reshape(size, dim)
-    key_scales = _view(address + packed.key_scales, (dim,), torch.bfloat16).float()
-    key_middles = _view(address + packed.key_scales + 2 * dim, (dim,), torch.bfloat16).float()
+    middles, key_scales = _view(address + packed.words, (dim, 2), torch.bfloat16).float().unbind(1)
     value_scales = _view(address + packed.value_scales, (size, 1), torch.bfloat16).float()
     top = torch.finfo(dtype).max
-    return torch.stack((keys * key_scales + key_middles, values * value_scales)).clamp(-top, top).to(dtype)
+    return torch.stack((keys * key_scales + middles, values * value_scales)).clamp(-top, top).to(dtype)
 
 
 def _store_block_by_torch(
@@ -349,7 +347,7 @@ def fetch_kernel(
     pool, into, chosen, counts, block_ptr, table,
     lines, heads, slots, moves, width,
     LINES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    RECORD: tl.constexpr, PACKED: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, TOP: tl.constexpr,
+    RECORD: tl.constexpr, PACKED: tl.constexpr, WORDS: tl.constexpr, VALUE_SCALES: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
     """Programs take tiles [TOKENS, D] of moves in turn, over all (row, KV head): one half keys, one half values."""
     tiles: tl.constexpr = SIZE // TOKENS
@@ -376,10 +374,10 @@ def fetch_kernel(
             else:
                 record = _aligned(address - 1 + head * PACKED, tl.int8)
                 if part == 0:
-                    key_scales = (record + KEY_SCALES).to(tl.pointer_type(tl.int16)) + channel
-                    codes = _codes_of_keys(record, first, D, WIDTH, TOKENS).to(tl.float32)
-                    content = codes * _widen(tl.load(key_scales, mask=channel < D, other=0))[None, :]
-                    content += _widen(tl.load(key_scales + D, mask=channel < D, other=0))[None, :]
+                    words = (record + WORDS).to(tl.pointer_type(tl.int32)) + channel
+                    word = tl.load(words, mask=channel < D, other=0)[None, :]
+                    content = tl.load(record + place, mask=there, other=0).to(tl.float32) * _widen(word >> 16)
+                    content += _widen(word)
                 else:
                     value_scales = (record + VALUE_SCALES).to(tl.pointer_type(tl.int16)) + first + token
                     codes = _codes_of_values(record + SIZE * D, first, D, WIDTH, TOKENS).to(tl.float32)
@@ -457,16 +455,6 @@ def _copy(source, target, place, there):
 def _widen(bits):
     """bfloat16 as float32, by its bits."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@jit
-@no_type_check
-def _codes_of_keys(codes, first, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
-    """Int8 codes [TOKENS, WIDTH], which lie as [TOKENS / 4, D / 8, 4, 8] and are read in that order."""
-    quad, place = first // 4 + tl.arange(0, TOKENS // 4)[:, None], tl.arange(0, 4 * WIDTH)[None, :]
-    read = tl.load(codes + quad * (4 * D) + place, mask=place < 4 * D, other=0)
-    turned = tl.permute(tl.reshape(read, (TOKENS // 4, WIDTH // 8, 4, 8)), (0, 2, 1, 3))
-    return tl.reshape(turned, (TOKENS, WIDTH))
 
 
 @jit

@@ -131,10 +131,11 @@ def test_codes_lie_as_described(dim: int, block_size: int) -> None:
     places = [np.array([x.data_ptr()]) for x in (keys, values, record)]
     pack_records(*places[:2], 4 * dim, 4 * dim, places[2], kv_dtype=torch.float32, dim=dim, block_size=block_size).run()
     size = block_size * dim
-    k, v = record[:size].view(block_size // 4, dim // 8, 4, 8), record[size : 2 * size].view(block_size // 2, dim, 2)
+    k, v = record[:size].view(block_size, dim), record[size : 2 * size].view(block_size // 2, dim, 2)
     facts = record[2 * size : 2 * (size + 2 * dim + block_size)].view(torch.bfloat16).double()
+    middles, scales = facts[: 2 * dim].view(dim, 2).unbind(1)
     want_k, want_v = reference.pack_block(keys.double(), values.double())
-    assert torch.equal(k.permute(0, 2, 1, 3).reshape(block_size, dim) * facts[:dim] + facts[dim : 2 * dim], want_k)
+    assert torch.equal(k * scales + middles, want_k)
     assert torch.equal(v.transpose(1, 2).reshape(block_size, dim) * facts[2 * dim :, None], want_v)
     assert (record[2 * (size + 2 * dim + block_size) :] == 0).all()
 

@@ -464,30 +464,45 @@ def test_attention(
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    ("dim", "block_size", "dtype"), [(64, 32, torch.bfloat16), (96, 8, torch.bfloat16), (16, 128, torch.float32)]
+    ("group", "dim", "block_size", "blocks", "dtype", "softcap"),
+    [
+        (3, 64, 32, 6, torch.bfloat16, None),
+        (3, 96, 8, 6, torch.bfloat16, None),
+        (1, 16, 128, 6, torch.float32, 20.0),
+        pytest.param(5, 80, 16, 90, torch.float16, 20.0, marks=pytest.mark.slow),  # several parts
+    ],
 )
-def test_attention_over_packed_and_plain_blocks(dim: int, block_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("skips", [False, True])
+def test_attention_over_packed_and_plain_blocks(
+    group: int, dim: int, block_size: int, blocks: int, dtype: torch.dtype, softcap: float | None, skips: bool
+) -> None:
     torch.manual_seed(dim)
-    blocks, kv_heads, group = 6, 2, 3
-    pool, held = packed_pool(kv_heads, dim, block_size, blocks, dtype, large=2.0)
-    length = blocks * block_size
-    table = torch.randperm(blocks).view(1, -1).int()
-    valid, holes = torch.ones(1, length, dtype=torch.uint8), torch.zeros(1, blocks, dtype=torch.uint8)
-    valid[0, 3], holes[0, 0] = 0, 1
-    query = torch.randn(1, kv_heads * group, dim)
-    pairs, weights, counts = _lists(blocks, block_size, kv_heads, 1, 90)
-    counts[0] = counts[0].clamp(min=5)
-    pairs, weights = pairs[:, -1:].repeat(1, 2, 1), weights[:, -1:].repeat(1, 2, 1)
-    out, lse, kbar = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0), torch.full_like(query, 7)
-    attend_pairs(
-        query.numpy(), pool.block_ptr, table.numpy(), pairs.numpy(), weights.numpy(), counts.numpy(), holes.numpy(),
-        valid.numpy(), length, out.numpy(), lse.numpy(), kbar.numpy(), kv_dtype=dtype, block_size=block_size,
-        scale=dim**-0.5, softcap=None, packed=Int8Records(packed_bytes(dim, block_size)),
-    ).run()  # fmt: skip
-    want = reference.attend_pairs(
-        query, held, table, pairs, weights, counts, valid, length, torch.ones(query.shape[:2]),
-        scale=dim**-0.5, softcap=None,
-    )  # fmt: skip
-    torch.testing.assert_close(kbar.double(), want[2], rtol=0, atol=1e-4)
-    torch.testing.assert_close(out.double(), want[0], rtol=0, atol=1e-4)
-    torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=1e-4)
+    kv_heads = 2
+    pool, held = packed_pool(kv_heads, dim, block_size, 2 * blocks, dtype, large=2.0)
+    length = blocks * block_size - 3
+    table = torch.randperm(2 * blocks).view(2, blocks).int()
+    valid = (torch.rand(2, blocks * block_size) < 0.97).to(torch.uint8)
+    holes = (valid.view(2, blocks, block_size) == 0).any(-1).to(torch.uint8)
+    seen = (valid.bool() & (torch.arange(blocks * block_size) < length)).view(2 * blocks, block_size)
+    for block, here in zip(table.flatten().tolist(), seen, strict=True):
+        if block % 2 == 0:  # plain
+            pool.slabs[0][block, :, :, ~here] = math.nan
+    skipped = (torch.rand(2, kv_heads, blocks * block_size) < 0.2).to(torch.uint8) if skips else None
+    query = torch.randn(2, kv_heads * group, dim)
+    pairs, weights, counts = _lists(blocks, block_size, kv_heads, 2, blocks * block_size // 2 - 5)
+    for threads in (1, 3):
+        out, lse, kbar = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0), torch.full_like(query, 7)
+        launch = attend_pairs(
+            query.numpy(), pool.block_ptr, table.numpy(), pairs.numpy(), weights.numpy(), counts.numpy(),
+            holes.numpy(), valid.numpy(), length, out.numpy(), lse.numpy(), kbar.numpy(), kv_dtype=dtype,
+            block_size=block_size, scale=dim**-0.5, softcap=softcap, packed=Int8Records(packed_bytes(dim, block_size)),
+            skipped=None if skipped is None else skipped.numpy(),
+        )  # fmt: skip
+        run(launch, threads)
+        want = reference.attend_pairs(
+            query, held, table, pairs, weights, counts, valid, length, torch.ones(query.shape[:2]),
+            scale=dim**-0.5, softcap=softcap, skipped=skipped,
+        )  # fmt: skip
+        torch.testing.assert_close(out.double(), want[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=1e-4)
+        torch.testing.assert_close(kbar.double(), want[2], rtol=0, atol=1e-4)

@@ -41,7 +41,7 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         tokens_of = {**_STORE, "k": f"*{kind}", "v": f"*{kind}"}
         found.append((f"store_tokens {name}", kv_copy.store_tokens_kernel, tokens_of, record, four))
         for packed in (0, packed_bytes(dim, size)):
-            layout = {"PACKED": packed, "KEY_SCALES": 2 * size * dim, "VALUE_SCALES": 2 * (size + 2) * dim, "TOP": top}
+            layout = {"PACKED": packed, "WORDS": 2 * size * dim, "VALUE_SCALES": 2 * (size + 2) * dim, "TOP": top}
             layout |= {"LINES": 64}
             found.append(
                 (

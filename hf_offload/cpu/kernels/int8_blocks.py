@@ -1,15 +1,18 @@
 """Int8 blocks: keys with a scale and a middle for each channel, values with a scale for each token.
 
-A packed record of one (block, KV head) is K codes int8 [block_size / 4, D / 8, 4, 8] (of 4 tokens in 8 dimensions: a
-register of int16), V codes int8 [block_size / 2, D, 2] (of 2 tokens in 16 dimensions), key scales and key middles
-bfloat16 [D], value scales bfloat16 [max(block_size, 16)], padded to whole cache lines. The two axes differ because
-keys, unlike values, have channels that are large in every token. Codes of keys count from the middle of the channel's
-range in the block: such channels seldom change their sign. The address of a packed record has a 1 in its lowest bit.
+A packed record of one (block, KV head) is K codes int8 [block_size, D]; V codes int8 [block_size / 2, D, 2], of 2
+tokens side by side; D words, the high half the scale of a channel of the keys, the low half its middle, bfloat16; value
+scales bfloat16 [max(block_size, 16)]; padded to whole cache lines. The two axes differ because keys, unlike values,
+have channels that are large in every token. Codes of keys count from the middle of the channel's range in the block:
+such channels seldom change their sign. The address of a packed record has a 1 in its lowest bit.
+
+    key[token, d] = code[token, d] * scale[d] + middle[d];  value[token, d] = code[token, d] * scale[token]
 
 Attention multiplies the codes in integers. The float operand (the query, or the softmax weights) is multiplied by the
-codes' scales and rounded to int16, with one unit for each head and block. No rounding error exceeds half a unit: a
-score is off by at most D / 65534 of the largest product of a single channel, a weight by at most 1 / 65534 of the
-block's largest. The products with the middles are floats.
+codes' scales and rounded to int16, with one unit for each head and block (for the weights of listed pairs: and softmax
+step). No rounding error exceeds half a unit: a score is off by at most D / 65534 of the largest product of a single
+channel, a weight by at most 1 / 65534 of the largest of its block or step. The products with the middles are floats.
+Only the keys of listed pairs become floats: to scale the query for each record would take longer.
 """
 
 # mypy: allow-untyped-calls
@@ -22,21 +25,22 @@ import torch
 from llvmlite import ir
 from numba.core import types
 
+from hf_offload.cpu.kernels.block import STEP_TOKENS, add_weighted
 from hf_offload.cpu.kernels.packed import READERS, Reader, is_packed
 from hf_offload.cpu.launch import I32, I64, Array, Launch, check_geometry, jit, jit_for_python, kernel, require, tag_of
 from hf_offload.cpu.memory import LINE, address_of, count_up, get, hold, prefetch, put
 from hf_offload.cpu.simd.convert import choose_units, first_half, round_rows, scale_rows
-from hf_offload.cpu.simd.int_dot import (
-    add_key_octets,
-    add_sums,
-    add_token_dots,
-    add_value_pairs,
-    join_key_sums,
-    no_sums,
-    repeat_octet,
-    token_scores,
+from hf_offload.cpu.simd.int_dot import add_row_dots, add_sums, add_value_pairs, no_sums, row_scores
+from hf_offload.cpu.simd.register_tiles import (
+    load_at,
+    load_tile,
+    outer_fma,
+    quad_sums,
+    spread,
+    store_quads,
+    store_tile,
+    zeros,
 )
-from hf_offload.cpu.simd.register_tiles import store_quads, zeros
 from hf_offload.cpu.simd.vectors import (
     BITS8,
     FLOATS,
@@ -51,71 +55,41 @@ from hf_offload.cpu.simd.vectors import (
     lane_sum,
     load,
     load_f32,
+    load_high,
+    load_low,
     lowered,
     pointer,
+    round_nearest,
+    round_up,
     shuffle,
     splat,
     store,
-    store_nearest,
+    store_halves,
     store_upper,
     vmax,
 )
 
-_LONG = ir.IntType(64)
-_HALF, _WHOLE, _PAIR = (ir.VectorType(BITS8, count) for count in (LANES // 2, LANES, 2 * LANES))
-
-
-@jit
-def key_place(token: int, d: int, dim: int) -> int:
-    """Offset in bytes of the key codes d..d+15 of a token in its record; d is a multiple of 16."""
-    return token // 4 * 4 * dim + 4 * d + token % 4 * 8
-
-
-@jit
-def value_place(token: int, d: int, dim: int, block_size: int) -> int:
-    """Offset in bytes of the value codes d..d+15 of a token in its record; d is a multiple of 16."""
-    return (block_size + token // 2 * 2) * dim + 2 * d + token % 2
+_CODES, _PAIR = (ir.VectorType(BITS8, count) for count in (LANES, 2 * LANES))
 
 
 def _codes(builder: Any, vector: Any) -> Any:
-    return builder.trunc(builder.bitcast(builder.fadd(vector, ROUNDER), WORDS), _WHOLE)
-
-
-def _floats(builder: Any, codes: Any) -> Any:
-    return builder.sitofp(builder.sext(codes, WORDS), FLOATS)
-
-
-def _key_halves(builder: Any, address: Any) -> list[Any]:
-    return [pointer(builder, builder.add(address, ir.Constant(_LONG, offset)), _HALF) for offset in (0, 32)]
+    return builder.trunc(builder.bitcast(builder.fadd(vector, ROUNDER), WORDS), _CODES)
 
 
 @lowered
-def store_key_codes(typing: Any, address: Any, codes: Any) -> Any:
-    """Write 16 lanes, of magnitude at most 127, rounded to int8, at a `key_place`."""
+def store_codes(typing: Any, address: Any, vector: Any) -> Any:
+    """Write 16 lanes, of magnitude at most 127, rounded to int8."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        whole = _codes(builder, args[1])
-        for i, place in enumerate(_key_halves(builder, args[0])):
-            builder.store(shuffle(builder, whole, whole, range(8 * i, 8 * i + 8)), place, align=1)
+        builder.store(_codes(builder, args[1]), pointer(builder, args[0], _CODES), align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, VECTOR), emit
 
 
 @lowered
-def load_key_codes(typing: Any, address: Any) -> Any:
-    """The 16 codes at a `key_place`, as floats."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        low, high = (builder.load(place, align=1) for place in _key_halves(builder, args[0]))
-        return _floats(builder, shuffle(builder, low, high, range(LANES)))
-
-    return VECTOR(types.int64), emit
-
-
-@lowered
 def store_value_codes(typing: Any, address: Any, even: Any, odd: Any) -> Any:
-    """Write 16 lanes of each of two tokens, magnitudes up to 127, as int8 at the `value_place` of the even token."""
+    """Write 16 lanes of each of two tokens, magnitudes up to 127, side by side as int8."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lanes = [lane + LANES * odd for lane in range(LANES) for odd in (0, 1)]
@@ -128,16 +102,17 @@ def store_value_codes(typing: Any, address: Any, even: Any, odd: Any) -> Any:
 
 @lowered
 def load_value_codes(typing: Any, address: Any) -> Any:
-    """The 16 codes at a `value_place`, as floats; reads one byte beyond them, inside the record."""
+    """Every other code of 32 as floats; for an odd token it reads one byte beyond its own, inside the record."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         both = builder.load(pointer(builder, args[0], _PAIR), align=1)
-        return _floats(builder, shuffle(builder, both, both, range(0, 2 * LANES, 2)))
+        codes = shuffle(builder, both, both, range(0, 2 * LANES, 2))
+        return builder.sitofp(builder.sext(codes, WORDS), FLOATS)
 
     return VECTOR(types.int64), emit
 
 
-SCALES = np.empty(0, np.uint16)  # a tag, see `launch.TAGS`
+CODES, SCALES = np.empty(0, np.int8), np.empty(0, np.uint16)  # tags, see `launch.TAGS`
 _UNITS = 64  # bytes for the units of a register tile of heads, and what is added to its scores
 _ADDED = 32  # where the latter begins
 
@@ -145,53 +120,39 @@ _ADDED = 32  # where the latter begins
 @jit
 def _spare_bytes(dim: int, block_size: int) -> int:
     """Bytes of scratch (`spare`) that the functions below need for one register tile of heads."""
-    return _UNITS + 24 * max(dim, block_size, 16) + 64 * (block_size + 4)
+    return _UNITS + 24 * max(dim + 16, block_size, STEP_TOKENS) + 2 * STEP_TOKENS
+
+
+# --- a whole block ---------------------------------------------------------------------------------------------------
 
 
 @jit
-def _fold(heads: Any, rows: int, row_step: int, width: int, scales: int, spare: int, first: int, second: int) -> None:
-    """Multiply float32 rows, one for each head, by scales (bfloat16; address 0: all 1); write int16 rows and units.
-
-    Args:
-        width: entries of a row, a multiple of 16.
-        first, second: addresses at which to prefetch 4 * width bytes (0: none).
-        spare: units float32 [4] and their inverses [4], then int16 [heads, width], then float32 [heads, width].
-    """
-    shorts = spare + _UNITS
-    scaled = shorts + 2 * len(heads) * width
-    peaks = zeros(heads, 1)
-    for i in range(0, width, 16):
-        if first != 0:
-            prefetch(first + 4 * i, 2)
-        factors = splat(np.float32(1.0)) if scales == 0 else load(SCALES, scales + 2 * i)
-        peaks = scale_rows(peaks, rows + 4 * i, row_step, factors, scaled + 4 * i, 4 * width, heads)
+def _round(heads: Any, peaks: Any, scaled: int, width: int, spare: int) -> None:
+    """Write float32 rows [heads, width] as int16 rows behind the units, which follow from each row's largest entry."""
     choose_units(peaks, spare)
     for i in range(0, width, 16):
-        if second != 0:
-            prefetch(second + 4 * i, 2)
-        round_rows(scaled + 4 * i, 4 * width, spare, shorts + 2 * i, 2 * width, heads)
+        round_rows(scaled + 4 * i, 4 * width, spare, spare + _UNITS + 2 * i, 2 * width, heads)
 
 
 @jit
-def _fold_weights(heads: Any, weights: int, stride: int, block_size: int, scales: int, spare: int) -> None:
-    """`_fold` for softmax weights; those of a block of 8 tokens are padded with zeros."""
-    if block_size >= 16:
-        _fold(heads, weights, stride, block_size, scales, spare, 0, 0)
-        return
-    padded = spare + _UNITS + 96 * len(heads)
-    for head in range(len(heads)):
-        store(padded + 64 * head, first_half(load_f32(weights + head * stride)))
-    _fold(heads, padded, 64, 16, scales, spare, 0, 0)
+def _fold_query(heads: Any, query: int, dim: int, words: int, width: int, spare: int) -> None:
+    """Multiply queries by the scales of a record's keys; write int16 [heads, width], 0 behind D, units and additions.
 
-
-@jit
-def _score_middles(heads: Any, query: int, dim: int, middles: int, added: int) -> None:
-    """Write the product of each head's query with a record's middles, float32, to `added`."""
+    Args:
+        width: D, rounded up to 32.
+        spare: units float32 [4] and their inverses [4], products of the queries with the middles [4]; int16 rows,
+            float32 rows.
+    """
+    scaled = spare + _UNITS + 2 * len(heads) * width
+    peaks, middles = zeros(heads, 1), zeros(heads, 1)
+    for d in range(0, dim, 16):
+        peaks = scale_rows(peaks, query + 4 * d, 4 * dim, load_high(words + 4 * d), scaled + 4 * d, 4 * width, heads)
+        middles = outer_fma(middles, (load_low(words + 4 * d),), load_tile(query + 4 * d, 4 * dim, heads, 1))
     for head in range(len(heads)):
-        total = splat(np.float32(0.0))
-        for d in range(0, dim, 16):
-            total = fma(load_f32(query + 4 * (head * dim + d)), load(SCALES, middles + 2 * d), total)
-        put(added + 4 * head, lane_sum(total))
+        put(spare + _ADDED + 4 * head, lane_sum(middles[head]))
+        if width > dim:
+            store(scaled + 4 * (head * width + dim), splat(np.float32(0.0)))
+    _round(heads, peaks, scaled, width, spare)
 
 
 @jit
@@ -199,25 +160,44 @@ def _score(
     heads: Any, record: int, ahead: int, query: int, dim: int, block_size: int, scores: int, stride: int, spare: int
 ) -> None:
     """`block.score_block` for a packed record."""
-    facts = 2 * block_size * dim
+    words, width = 2 * block_size * dim, (dim + 31) & ~31
+    _fold_query(heads, query, dim, record + words, width, spare)
     if ahead != 0:
-        for line in range(facts, facts + 2 * (2 * dim + block_size), LINE):
+        for line in range(words, words + 4 * dim + 2 * block_size, LINE):
             prefetch(ahead + line, 2)
-    shorts, step = spare + _UNITS, 2 * dim
-    values = ahead + block_size * dim if ahead != 0 else 0
-    _fold(heads, query, 4 * dim, dim, record + facts, spare, ahead, values)
-    _score_middles(heads, query, dim, record + facts + 2 * dim, spare + _ADDED)
-    for token in range(0, block_size, 8):
-        sums = no_sums(heads, 4)
-        for d in range(0, dim, 16):
-            if ahead != 0 and token > 0:  # `_fold` prefetches for the first 8 tokens
-                line = token * dim // 2 + 4 * d
+    for token in range(0, block_size, 4):
+        first = record + token * dim
+        if ahead != 0:
+            for line in range(token * dim // 2, token * dim // 2 + 2 * dim, LINE):
                 prefetch(ahead + line, 2)
-                prefetch(values + line, 2)
-            sums = add_token_dots(sums, record + token * dim + 4 * d, 4 * dim, shorts + 2 * d, step, heads)
-        first, second = token_scores(sums, spare)
-        store_quads(scores + 4 * token, stride, heads, first)
-        store_quads(scores + 4 * (token + 4), stride, heads, second)
+                prefetch(ahead + block_size * dim + line, 2)
+        sums = no_sums(heads, 4)
+        for d in range(0, dim, 32):  # beyond D: the next row, times 0
+            at = first + d
+            sums = add_row_dots(
+                sums, (at, at + dim, at + 2 * dim, at + 3 * dim), spare + _UNITS + 2 * d, 2 * width, heads
+            )
+        store_quads(scores + 4 * token, stride, heads, row_scores(sums, spare))
+
+
+@jit
+def _fold_weights(heads: Any, weights: int, stride: int, tokens: int, scales: int, spare: int) -> None:
+    """Multiply softmax weights by the values' scales; write int16 [heads, tokens] and units, as `_fold_query`.
+
+    The weights of 8 tokens are padded with zeros; other numbers of tokens are multiples of 16.
+    """
+    width = max(tokens, 16)
+    scaled = spare + _UNITS + 2 * len(heads) * width
+    if tokens < 16:
+        for head in range(len(heads)):
+            store(scaled + 64 * head, first_half(load_f32(weights + head * stride)))
+        weights, stride = scaled, 64
+    peaks = zeros(heads, 1)
+    for i in range(0, width, 16):
+        peaks = scale_rows(
+            peaks, weights + 4 * i, stride, load(SCALES, scales + 2 * i), scaled + 4 * i, 4 * width, heads
+        )
+    _round(heads, peaks, scaled, width, spare)
 
 
 @jit
@@ -254,38 +234,121 @@ def _add_values(
 def _add_keys(
     heads: Any, record: int, dim: int, block_size: int, weights: int, stride: int, sums: int, spare: int
 ) -> None:
-    """`block.add_weighted` for all keys of a packed record."""
-    shorts, step = spare + _UNITS, 2 * max(block_size, 16)
-    _fold_weights(heads, weights, stride, block_size, 0, spare)
-    octets = shorts + len(heads) * step
-    totals = octets + 16 * len(heads) * block_size
+    """`block.add_weighted` for all keys of a packed record, in floats."""
+    for place in range(spare, spare + 4 * len(heads) * dim, 64):
+        store(place, splat(np.float32(0.0)))
+    add_weighted(CODES, heads, record, 0, dim, block_size, weights, stride, spare, 0, block_size)
+    words = record + 2 * block_size * dim
     for head in range(len(heads)):
         whole = np.float32(0.0)
         for token in range(block_size):
             whole += get(weights + head * stride + 4 * token)
-        put(spare + _ADDED + 4 * head, whole)
-        for token in range(0, block_size, 8):
-            repeat_octet(shorts + head * step + 2 * token, octets + 16 * (head * block_size + token))
-    for d in range(0, dim, 16):
-        tile = no_sums(heads, 2)
-        for token in range(0, block_size, 8):
-            keys = record + token * dim + 4 * d
-            tile = add_key_octets(tile, keys, 4 * dim, octets + 16 * token, 16 * block_size, heads)
-        for head in range(len(heads)):
-            store(totals + 64 * head, splat(np.float32(0.0)))
-        add_sums(totals, 64, spare, heads, join_key_sums(tile))
-        facts = record + 2 * (block_size * dim + d)
-        scales, middles = load(SCALES, facts), load(SCALES, facts + 2 * dim)
-        for head in range(len(heads)):
-            place = sums + 4 * (head * dim + d)
-            known = fma(splat(get(spare + _ADDED + 4 * head)), middles, load_f32(place))
-            store(place, fma(load_f32(totals + 64 * head), scales, known))
+        for d in range(0, dim, 16):
+            place = 4 * (head * dim + d)
+            known = fma(splat(whole), load_low(words + 4 * d), load_f32(sums + place))
+            store(sums + place, fma(load_f32(spare + place), load_high(words + 4 * d), known))
+
+
+# --- listed pairs ----------------------------------------------------------------------------------------------------
+
+
+@jit
+def _fetch_pair(record: int, token: int, dim: int, block_size: int) -> None:
+    """Prefetch what the two tokens from an even one on take."""
+    key, words = record + token * dim, record + 2 * block_size * dim
+    for line in range(0, 2 * dim, LINE):
+        prefetch(key + line, 2)
+        prefetch(key + block_size * dim + line, 2)
+    for line in range(0, 4 * dim, LINE):
+        prefetch(words + line, 2)
+    prefetch(words + 4 * dim + 2 * token, 2)
+
+
+@jit
+def _scaled_keys(codes: Any, words: Any) -> Any:
+    """Two keys' codes times the scales, plus the middles."""
+    scale, middle = load_high(words), load_low(words)
+    return fma(codes[0], scale, middle), fma(codes[1], scale, middle)
+
+
+@jit
+def _score_pairs(
+    heads: Any, records: Array, places: Array, first: int, tokens: int, end: int, query: int, dim: int,
+    block_size: int, scores: int, stride: int,
+) -> None:  # fmt: skip
+    for i in range(0, tokens, 4):
+        at = first + i
+        other = at + 2 if i + 2 < tokens else at
+        for following in (at + tokens, at + tokens + 2):
+            if following < end:
+                _fetch_pair(records[following] - 1, places[following], dim, block_size)
+        a, b = records[at] - 1, records[other] - 1
+        key, more = a + places[at] * dim, b + places[other] * dim
+        words, others = a + 2 * block_size * dim, b + 2 * block_size * dim
+        tile = zeros(heads, 4)
+        for d in range(0, dim, 16):
+            codes = load_at(CODES, (key, key + dim, more, more + dim), d)
+            keys = _scaled_keys(codes[:2], words + 4 * d) + _scaled_keys(codes[2:], others + 4 * d)
+            tile = outer_fma(tile, keys, load_tile(query + 4 * d, 4 * dim, heads, 1))
+        store_quads(scores + 4 * i, stride, heads, quad_sums(tile))
+
+
+@jit
+def _sum_pairs(
+    tile: Any, heads: Any, records: Array, places: Array, first: int, tokens: int, dim: int, block_size: int, d: int,
+    step: int, spare: int,
+) -> Any:  # fmt: skip
+    """Add the products of the pairs' values from channel d on with int16 weights, heads `step` bytes apart."""
+    for i in range(0, tokens, 2):
+        values = records[first + i] - 1 + (block_size + places[first + i]) * dim
+        tile = add_value_pairs(tile, values + 2 * d, spare + _UNITS + 2 * i, step, heads)
+    return tile
+
+
+@jit
+def _add_pairs(
+    heads: Any, part: int, records: Array, places: Array, first: int, tokens: int, dim: int, block_size: int,
+    weights: int, stride: int, sums: int, spare: int,
+) -> None:  # fmt: skip
+    if part == 1:
+        for d in range(0, dim, 16):
+            keys = load_tile(sums + 4 * d, 4 * dim, heads, 1)
+            for i in range(tokens):
+                record = records[first + i] - 1
+                words = record + 2 * block_size * dim + 4 * d
+                codes = load(CODES, record + places[first + i] * dim + d)
+                key = fma(codes, load_high(words), load_low(words))
+                keys = outer_fma(keys, (key,), spread(weights + 4 * i, stride, heads))
+            store_tile(sums + 4 * d, 4 * dim, heads, keys)
+        return
+    width = (tokens + 15) & ~15
+    scales = spare + _spare_bytes(dim, block_size) - 2 * STEP_TOKENS
+    for i in range(0, 2 * width, 64):
+        store(scales + i, splat(np.float32(0.0)))
+    for i in range(0, tokens, 2):  # two bfloat16 at a time
+        put(scales + 2 * i, get(records[first + i] - 1 + 2 * (block_size + 2) * dim + 2 * places[first + i]))
+    _fold_weights(heads, weights, stride, width, scales, spare)
+    wide = dim - dim % 64
+    for d in range(0, wide, 64):
+        tile = no_sums(heads, 4)
+        tile = _sum_pairs(tile, heads, records, places, first, tokens, dim, block_size, d, 2 * width, spare)
+        add_sums(sums + 4 * d, 4 * dim, spare, heads, tile)
+    for d in range(wide, dim, 16):
+        strip = no_sums(heads, 1)
+        strip = _sum_pairs(strip, heads, records, places, first, tokens, dim, block_size, d, 2 * width, spare)
+        add_sums(sums + 4 * d, 4 * dim, spare, heads, strip)
 
 
 class Int8Records(NamedTuple):
     """Packed records for kernels (`packed.py`)."""
 
     record_bytes: int
+
+
+READERS[Int8Records] = Reader(_score, _add_values, _add_keys, _fetch_pair, _score_pairs, _add_pairs, _spare_bytes)
+
+
+# --- packing and unpacking -------------------------------------------------------------------------------------------
 
 
 _TOP = np.float32(3e38)
@@ -295,7 +358,7 @@ _CHUNK_BYTES = 1 << 16
 @jit_for_python
 def _last_line(dim: int, block_size: int) -> int:
     """Where a packed record's last cache line begins."""
-    size = 2 * block_size * dim + 2 * (2 * dim + max(block_size, 16))
+    size = 2 * (block_size + 2) * dim + 2 * max(block_size, 16)
     return (size - 1) // LINE * LINE
 
 
@@ -312,9 +375,9 @@ def _clean(tag: Any, address: int) -> Any:
 
 
 @jit
-def _inverse(address: int) -> Any:
-    """1 / scale of 16 scales, 0 where the scale is 0."""
-    scale, zero = load(SCALES, address), splat(np.float32(0.0))
+def _inverse(scale: Any) -> Any:
+    """1 / scale, 0 where the scale is 0."""
+    zero = splat(np.float32(0.0))
     return choose_less(zero, scale, splat(np.float32(1.0)) / scale, zero)
 
 
@@ -322,24 +385,23 @@ def _inverse(address: int) -> Any:
 def _pack(
     tag: Any, keys: int, values: int, key_step: int, value_step: int, record: int, dim: int, block_size: int, peaks: int
 ) -> None:
-    zero, part = splat(np.float32(0.0)), splat(np.float32(1.0) / np.float32(127.0))
-    scales, half = record + 2 * block_size * dim, splat(np.float32(0.5))
+    zero, part, half = splat(np.float32(0.0)), splat(np.float32(1.0) / np.float32(127.0)), splat(np.float32(0.5))
+    codes, words = record + block_size * dim, record + 2 * block_size * dim
+    scales = words + 4 * dim
     store(record + _last_line(dim, block_size), zero)  # what pads it is saved, too
     for d in range(0, dim, 16):
-        column, place = keys + d * tag.itemsize, scales + 2 * (dim + d)
+        column = keys + d * tag.itemsize
         high = _clean(tag, column)
         low = zero - high  # its negative, so that a maximum finds it
         for token in range(1, block_size):
             x = _clean(tag, column + token * key_step)
             high, low = vmax(high, x), vmax(low, zero - x)
-        store_nearest(place, high * half - low * half)
-        middle = load(SCALES, place)
-        store_upper(scales + 2 * d, vmax(high - middle, low + middle) * part)
-        inverse = _inverse(scales + 2 * d)
+        middle = round_nearest(high * half - low * half)
+        scale = round_up(vmax(high - middle, low + middle) * part)
+        store_halves(words + 4 * d, scale, middle)
+        inverse = _inverse(scale)
         for token in range(block_size):
-            x = (_clean(tag, column + token * key_step) - middle) * inverse
-            store_key_codes(record + key_place(token, d, dim), x)
-    scales += 4 * dim
+            store_codes(record + token * dim + d, (_clean(tag, column + token * key_step) - middle) * inverse)
     for token in range(block_size):
         peak = zero
         for d in range(0, dim, 16):
@@ -348,13 +410,13 @@ def _pack(
         put(peaks + 4 * token, lane_max(peak))
     for token in range(0, block_size, 16):
         store_upper(scales + 2 * token, load_f32(peaks + 4 * token) * part)
-        store(peaks + 4 * token, _inverse(scales + 2 * token))
+        store(peaks + 4 * token, _inverse(load(SCALES, scales + 2 * token)))
     for token in range(0, block_size, 2):
         even, odd = splat(get(peaks + 4 * token)), splat(get(peaks + 4 * token + 4))
         for d in range(0, dim, 16):
             place = values + token * value_step + d * tag.itemsize
             x, y = _clean(tag, place) * even, _clean(tag, place + value_step) * odd
-            store_value_codes(record + value_place(token, d, dim, block_size), x, y)
+            store_value_codes(codes + token * dim + 2 * d, x, y)
 
 
 @kernel
@@ -394,17 +456,15 @@ def _unpack(tag: Any, address: int, key: int, value: int, token: int, count: int
             store(value + 4 * place, load(tag, at + block_size * size))
         return
     record = address - 1
-    scales = record + 2 * block_size * dim
-    for i in range(count):
-        share = splat(get_upper(scales + 2 * (2 * dim + token + i)))
+    words = record + 2 * block_size * dim
+    for i in range(token, token + count):
+        share = splat(get_upper(words + 4 * dim + 2 * i))
+        values = record + (block_size + i // 2 * 2) * dim + i % 2
         for d in range(0, dim, 16):
-            at = 4 * (i * dim + d)
-            codes = load_key_codes(record + key_place(token + i, d, dim))
-            store(key + at, fma(codes, load(SCALES, scales + 2 * d), load(SCALES, scales + 2 * (dim + d))))
-            store(value + at, load_value_codes(record + value_place(token + i, d, dim, block_size)) * share)
-
-
-READERS[Int8Records] = Reader(_score, _add_values, _add_keys, _unpack, _spare_bytes)
+            at = 4 * ((i - token) * dim + d)
+            codes = load(CODES, record + i * dim + d)
+            store(key + at, fma(codes, load_high(words + 4 * d), load_low(words + 4 * d)))
+            store(value + at, load_value_codes(values + 2 * d) * share)
 
 
 @kernel

@@ -24,15 +24,21 @@ class Reader(NamedTuple):
         add_values: (heads, record, ahead, dim, block_size, weights, stride, sums, spare): adds all values of a record
             times the weights, as `block.add_block`; a weight of 0 excludes a token.
         add_keys: (heads, record, dim, block_size, weights, stride, sums, spare), the same for the keys.
-        unpack: (tag, address, key, value, token, count, dim, block_size), writes tokens of a record, packed (with the
-            mark) or plain in the tag's dtype, as float32 at the addresses `key` and `value`.
+        fetch_pair: (record, token, dim, block_size), prefetches what an even token and the next one take.
+        score_pairs: (heads, records, places, first, tokens, end, query, dim, block_size, scores, stride), scores of the
+            tokens first..first+tokens-1 of two lists, int64: addresses with the mark, numbers in the records. Two
+            tokens side by side are a pair, whose first number is even. It prefetches as many that follow before `end`.
+        add_pairs: (heads, part, records, places, first, tokens, dim, block_size, weights, stride, sums, spare), adds
+            their values (part 0) or keys (1) times the weights, which are 0 up to a multiple of 16; at most 128 tokens.
         spare_bytes: (dim, block_size), bytes of scratch (`spare`) that these need for one register tile of heads.
     """
 
     score: Callable[..., None]
     add_values: Callable[..., None]
     add_keys: Callable[..., None]
-    unpack: Callable[..., None]
+    fetch_pair: Callable[..., None]
+    score_pairs: Callable[..., None]
+    add_pairs: Callable[..., None]
     spare_bytes: Callable[[int, int], int]
 
 
@@ -46,41 +52,24 @@ def is_packed(address: int) -> bool:
     return address & 1 != 0
 
 
-def score_packed(packed: Any, *args: Any) -> None:
-    """`Reader.score` of a format."""
-    raise TypeError("for compiled code")
-
-
-def add_packed_values(packed: Any, *args: Any) -> None:
-    """`Reader.add_values` of a format."""
-    raise TypeError("for compiled code")
-
-
-def add_packed_keys(packed: Any, *args: Any) -> None:
-    """`Reader.add_keys` of a format."""
-    raise TypeError("for compiled code")
-
-
-def unpack_tokens(packed: Any, *args: Any) -> None:
-    """`Reader.unpack` of a format."""
-    raise TypeError("for compiled code")
-
-
-def spare_bytes(packed: Any, dim: int, block_size: int) -> int:
-    """`Reader.spare_bytes` of a format; 0 without packed blocks."""
-    raise TypeError("for compiled code")
-
-
-def _call_reader(packed: Any, function: str) -> Callable[..., Any]:
+def _call_reader(packed: Any, name: str) -> Callable[..., Any]:
     """What a kernel calls, for Numba's type of `packed`."""
     if isinstance(packed, types.NoneType):
         return lambda packed, *args: 0
-    found = getattr(READERS[packed.instance_class], function)
+    found = getattr(READERS[packed.instance_class], name)
     return lambda packed, *args: found(*args)
 
 
-overload(score_packed)(lambda packed, *args: _call_reader(packed, "score"))
-overload(add_packed_values)(lambda packed, *args: _call_reader(packed, "add_values"))
-overload(add_packed_keys)(lambda packed, *args: _call_reader(packed, "add_keys"))
-overload(unpack_tokens)(lambda packed, *args: _call_reader(packed, "unpack"))
-overload(spare_bytes)(lambda packed, *args: _call_reader(packed, "spare_bytes"))
+def _reader(name: str) -> Callable[..., Any]:
+    """A function of `Reader` for compiled code, with the format before its arguments; 0 without packed blocks."""
+
+    def function(packed: Any, *args: Any) -> Any:
+        raise TypeError("for compiled code")
+
+    overload(function)(lambda packed, *args: _call_reader(packed, name))  # whose parameters bear no annotations
+    return function
+
+
+score_packed, add_packed_values, add_packed_keys = map(_reader, ("score", "add_values", "add_keys"))
+fetch_pair, score_packed_pairs, add_packed_pairs = map(_reader, ("fetch_pair", "score_pairs", "add_pairs"))
+spare_bytes: Callable[..., int] = _reader("spare_bytes")

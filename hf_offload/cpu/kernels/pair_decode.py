@@ -26,7 +26,13 @@ from hf_offload.cpu.kernels.block import (
     soften_scores,
     softmax_step,
 )
-from hf_offload.cpu.kernels.packed import unpack_tokens
+from hf_offload.cpu.kernels.packed import (
+    add_packed_pairs,
+    fetch_pair,
+    is_packed,
+    score_packed_pairs,
+    spare_bytes,
+)
 from hf_offload.cpu.kernels.parts import (
     NO_KBAR,
     PART_TOKENS,
@@ -44,7 +50,6 @@ from hf_offload.cpu.launch import (
     F32,
     I32,
     I64,
-    TAGS,
     U8,
     Array,
     Launch,
@@ -87,7 +92,6 @@ ERROR_BINS, ERROR_STEPS, LEAST_ERROR = 96, 4, -20
 _PAIR = (0, 0)
 _EVEN = 0.75  # SmolLM2, 6k: 2 true errors of 3 are below the estimate, as of a normal distribution
 _NO_MARKS = np.empty((0, 0, 0), np.uint8)
-_FLOAT = TAGS[torch.float32]
 
 
 @jit
@@ -99,40 +103,50 @@ def _fetch(row: int, size: int) -> None:
 
 @jit
 def _score_rows(
-    tag: Any, heads: Any, rows: Array, first: int, tokens: int, ahead: int, query: int, dim: int, scores: int,
-    stride: int,
+    tag: Any, heads: Any, keys: Array, places: Array, first: int, tokens: int, end: int, query: int, dim: int,
+    block_size: int, scores: int, stride: int, packed: Any,
 ) -> None:  # fmt: skip
-    """scores[head, token] = query[head] · the keys at rows[first + token]; prefetch as many rows from `ahead` on."""
+    """scores[head, token] = query[head] · the key of first + token in the lists; prefetch as many behind, before `end`.
+
+    Lists as in `attend_rows`.
+    """
+    if packed is not None:
+        score_packed_pairs(packed, heads, keys, places, first, tokens, end, query, dim, block_size, scores, stride)
+        return
     size = 2 * dim * tag.itemsize
-    for i in range(0, tokens, 4):
-        at = first + i
-        if ahead + i + 4 <= len(rows):
-            _fetch(rows[ahead + i], size)
-            _fetch(rows[ahead + i + 2], size)
-        sums = dot_quad(tag, heads, (rows[at], rows[at + 1], rows[at + 2], rows[at + 3]), query, dim)
-        store_quads(scores + 4 * i, stride, heads, sums)
+    for at in range(first, first + tokens, 4):
+        if at + tokens + 4 <= end:
+            _fetch(keys[at + tokens], size)
+            _fetch(keys[at + tokens + 2], size)
+        sums = dot_quad(tag, heads, (keys[at], keys[at + 1], keys[at + 2], keys[at + 3]), query, dim)
+        store_quads(scores + 4 * (at - first), stride, heads, sums)
 
 
 @jit
 def _add_rows(
-    tag: Any, heads: Any, rows: Array, first: int, tokens: int, ahead: int, dim: int, weights: int, stride: int,
-    sums: int,
+    tag: Any, heads: Any, part: int, rows: Array, places: Array, first: int, tokens: int, end: int, dim: int,
+    block_size: int, weights: int, stride: int, sums: int, packed: Any, spare: int,
 ) -> None:  # fmt: skip
-    """sums[head] += weights[head, token] · the values at rows[first + token]; prefetch as `_score_rows` does."""
+    """sums[head] += weights[head, token] · the value (part 0) or key (1); prefetch as `_score_rows` does."""
+    if packed is not None:
+        add_packed_pairs(
+            packed, heads, part, rows, places, first, tokens, dim, block_size, weights, stride, sums, spare
+        )  # fmt: skip
+        return
     wide, share = dim - dim % 64, 64 * tag.itemsize
     for d in range(0, wide, 64):
         tile = load_tile(sums + 4 * d, 4 * dim, heads, 4)
-        for i in range(tokens):
-            if ahead + i < len(rows):
-                _fetch(rows[ahead + i] + d * tag.itemsize, share)
-            columns = load_columns(tag, rows[first + i] + d * tag.itemsize, 4)
-            tile = outer_fma(tile, columns, spread(weights + 4 * i, stride, heads))
+        for at in range(first, first + tokens):
+            if at + tokens < end:
+                _fetch(rows[at + tokens] + d * tag.itemsize, share)
+            columns = load_columns(tag, rows[at] + d * tag.itemsize, 4)
+            tile = outer_fma(tile, columns, spread(weights + 4 * (at - first), stride, heads))
         store_tile(sums + 4 * d, 4 * dim, heads, tile)
     for d in range(wide, dim, 16):
         tile = load_tile(sums + 4 * d, 4 * dim, heads, 1)
-        for i in range(tokens):
-            columns = load_columns(tag, rows[first + i] + d * tag.itemsize, 1)
-            tile = outer_fma(tile, columns, spread(weights + 4 * i, stride, heads))
+        for at in range(first, first + tokens):
+            columns = load_columns(tag, rows[at] + d * tag.itemsize, 1)
+            tile = outer_fma(tile, columns, spread(weights + 4 * (at - first), stride, heads))
         store_tile(sums + 4 * d, 4 * dim, heads, tile)
 
 
@@ -157,18 +171,22 @@ def _rows_of(
 
 @jit
 def _add_all(
-    tag: Any, full: Any, rest: Any, group: int, rows: Array, first: int, tokens: int, ahead: int, dim: int,
-    weights: int, stride: int, sums: int,
+    tag: Any, full: Any, rest: Any, group: int, part: int, rows: Array, places: Array, first: int, tokens: int,
+    end: int, dim: int, block_size: int, weights: int, stride: int, sums: int, packed: Any, spare: int,
 ) -> None:  # fmt: skip
     """`_add_rows` for all heads of a group."""
     done = 0
     while done < group:
-        at, to = weights + done * stride, sums + 4 * done * dim
+        at, to, until = weights + done * stride, sums + 4 * done * dim, end if done == 0 else 0
         if done + len(full) <= group:
-            _add_rows(tag, full, rows, first, tokens, ahead if done == 0 else len(rows), dim, at, stride, to)
+            _add_rows(
+                tag, full, part, rows, places, first, tokens, until, dim, block_size, at, stride, to, packed, spare
+            )  # fmt: skip
             done += len(full)
         else:
-            _add_rows(tag, rest, rows, first, tokens, ahead if done == 0 else len(rows), dim, at, stride, to)
+            _add_rows(
+                tag, rest, part, rows, places, first, tokens, until, dim, block_size, at, stride, to, packed, spare
+            )  # fmt: skip
             done += len(rest)
 
 
@@ -192,15 +210,17 @@ def _add_drawn(group: int, weights: int, stride: int, pairs: int, drawn: int, fa
 
 @jit
 def attend_rows(
-    tag: Any, full: Any, rest: Any, group: int, keys: Array, values: Array, added: Array, drawn: Array, first: int,
-    tokens: int, ahead: int, query: int, dim: int, cap: float, scores: int, state: int, sums: int, kbar: int,
+    tag: Any, full: Any, rest: Any, group: int, keys: Array, values: Array, places: Array, added: Array, drawn: Array,
+    first: int, tokens: int, end: int, query: int, dim: int, block_size: int, cap: float, scores: int, state: int,
+    sums: int, kbar: int, packed: Any, spare: int,
 ) -> None:  # fmt: skip
-    """Attend the tokens first..first+tokens-1 of the lists as one softmax step.
+    """Attend the tokens first..first+tokens-1 of the lists as one softmax step; prefetch as many behind, before `end`.
 
     Args:
-        keys, values: int64, the tokens' addresses; added: float32, what is added to their scores, MASKED: none.
+        keys, values: int64, the tokens' addresses. With `packed` all are packed: those of their records, and `places`,
+            int64, are their numbers in these.
+        added: float32, what is added to the scores, MASKED: the token is not attended.
         drawn: float32, by pairs, as for `_add_drawn`.
-        ahead: place in the lists of the tokens to prefetch; beyond the end: none.
         query: address of the scaled queries [G, D].
         scores: address of scratch float32 [2, G, 2 · STEP].
         state: peaks, masses, fades and Σ (1 - x) y² [G] each.
@@ -210,12 +230,12 @@ def attend_rows(
     nothing, none = splat(NOTHING), splat(MASKED)
     done = 0
     while done < group:
-        at, to = query + 4 * done * dim, scores + done * stride
+        at, to, until = query + 4 * done * dim, scores + done * stride, end if done == 0 else 0
         if done + len(full) <= group:
-            _score_rows(tag, full, keys, first, tokens, ahead if done == 0 else len(keys), at, dim, to, stride)
+            _score_rows(tag, full, keys, places, first, tokens, until, at, dim, block_size, to, stride, packed)
             done += len(full)
         else:
-            _score_rows(tag, rest, keys, first, tokens, ahead if done == 0 else len(keys), at, dim, to, stride)
+            _score_rows(tag, rest, keys, places, first, tokens, until, at, dim, block_size, to, stride, packed)
             done += len(rest)
     bent = scores + group * stride
     if cap > 0.0:
@@ -239,7 +259,10 @@ def attend_rows(
             key_weights = bent
     for part in range(2 if kbar != 0 else 1):  # V, then K; a loop, since a second inlined copy costs compile time
         rows, at, to = (values, scores, sums) if part == 0 else (keys, key_weights, kbar)
-        _add_all(tag, full, rest, group, rows, first, tokens, ahead if part == 0 else len(rows), dim, at, stride, to)
+        _add_all(
+            tag, full, rest, group, part, rows, places, first, tokens, end if part == 0 else 0, dim, block_size, at,
+            stride, to, packed, spare,
+        )  # fmt: skip
 
 
 @jit
@@ -308,11 +331,10 @@ def pair_kernel(
     state_offset = partial_state(group, dim, wants_kbar)
     most = 2 * (most_part_blocks(pairs.shape[2], parts, 2, STEP) + 2 * STEP)
     keys, values, added = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most + 32, np.float32)
-    drawn = np.zeros(most // 2 + 16, np.float32)
-    # Scratch: the scaled query, the scores of a step twice, a row of zeros, and where blocks are packed a step's keys
-    # and values in float32.
-    spare = 0 if packed is None else 16 * STEP * dim
-    scratch = np.empty((64 + part + 16 * STEP * group + 4 * dim + spare) // 4 + 16, np.float32)
+    places, drawn = np.empty(0 if packed is None else most, np.int64), np.zeros(most // 2 + 16, np.float32)
+    # Scratch: the scaled query, the scores of a step twice, a row of zeros, and what packed rows need.
+    size = 64 + part + 16 * STEP * group + 4 * dim + spare_bytes(packed, dim, block_size)
+    scratch = np.empty(size // 4 + 16, np.float32)
     queries = (address_of(scratch) + 63) & ~63
     scores = queries + part
     zero = scores + 16 * STEP * group
@@ -333,23 +355,32 @@ def pair_kernel(
         clear_part(sums, dim, group, wants_kbar)
         for i in range(group):
             put(state + 12 * group + 4 * i, np.float32(0.0))
+        front, back = 0, mine  # packed pairs come first in the lists: the rows of a step are of one kind
         for i in range(mine):
             weight = weights[b, h, begin + i]
             token, key, value, checked = _rows_of(
                 pairs[b, h, begin + i], block_ptr, table[b], h, block_size, line, holes[b], length, packed
             )
-            drawn[i] = -weight
+            at, step = 2 * i, line
+            if packed is not None:
+                if is_packed(key):
+                    at, step, front = 2 * front, 0, front + 1
+                    places[at], places[at + 1] = value, value + 1
+                    if i < STEP:
+                        fetch_pair(packed, key - 1, value, dim, block_size)
+                    value = key
+                else:
+                    back -= 1
+                    at, key, value = 2 * back, key + value * line, key + (block_size + value) * line
+            drawn[at // 2] = -weight
             for j in range(2):
-                at = 2 * i + j
-                added[at] = weight
+                added[at + j], keys[at + j], values[at + j] = weight, key + j * step, value + j * step
                 if (checked or skips) and (
                     token + j >= length or valid[b, token + j] == 0 or (skips and skipped[b, h, token + j] != 0)
                 ):
-                    added[at], keys[at], values[at] = MASKED, zero, zero
-                elif packed is not None:
-                    keys[at], values[at] = key, value + j
-                else:
-                    keys[at], values[at] = key + j * line, value + j * line
+                    added[at + j] = MASKED
+                    if step != 0:  # packed tokens are finite
+                        keys[at + j] = values[at + j] = zero
             if packed is None and i < STEP:
                 _fetch(keys[2 * i], 2 * line)
                 _fetch(values[2 * i], 2 * line)
@@ -359,35 +390,28 @@ def pair_kernel(
             put_word(address_of(keys) + 8 * at, zero)
             put_word(address_of(values) + 8 * at, zero)
         following = reserve(ticket, tasks)
-        if packed is None and following < tasks and mine > 0:
-            # The last step prefetches the first pairs of the next part, from where its own next step would lie.
+        if packed is None and following < tasks and mine > 0:  # the last step prefetches the next part's first pairs
             start, ahead = part_of(following, parts, 2, STEP, counts)
             next_b, next_h = following // parts // kv_heads, following // parts % kv_heads
-            at = (mine + STEP - 1) // STEP * STEP
             for i in range(min(ahead, STEP)):
                 _, key, value, _ = _rows_of(
                     pairs[next_b, next_h, start + i], block_ptr, table[next_b], next_h, block_size, line,
                     holes[next_b], length, packed,
                 )  # fmt: skip
                 for j in range(2):
-                    keys[2 * (at + i) + j], values[2 * (at + i) + j] = key + j * line, value + j * line
-        for first in range(0, 2 * mine, 2 * STEP):
-            tokens = min(2 * STEP, 2 * mine - first)
-            if packed is None:
+                    at = 2 * (mine + i) + j
+                    keys[at], values[at] = key + j * line, value + j * line
+        if packed is not None:
+            for first in range(0, 2 * front, 2 * STEP):
                 attend_rows(
-                    tag, full, rest, group, keys, values, added, drawn, first, tokens, first + 2 * STEP, queries, dim,
-                    cap, scores, state, sums, key_sums,
+                    tag, full, rest, group, keys, values, places, added, drawn, first, min(2 * STEP, 2 * front - first),
+                    2 * front, queries, dim, block_size, cap, scores, state, sums, key_sums, packed, spare,
                 )  # fmt: skip
-            else:
-                for i in range(first, first + tokens):
-                    if added[i] > NOTHING:
-                        key, value = spare + 4 * dim * (i - first), spare + 4 * dim * (2 * STEP + i - first)
-                        unpack_tokens(packed, tag, keys[i], key, value, values[i], 1, dim, block_size)
-                        keys[i], values[i] = key, value
-                attend_rows(
-                    _FLOAT, full, rest, group, keys, values, added, drawn, first, tokens, len(keys), queries, dim, cap,
-                    scores, state, sums, key_sums,
-                )  # fmt: skip
+        for first in range(2 * front, 2 * mine, 2 * STEP):
+            attend_rows(
+                tag, full, rest, group, keys, values, places, added, drawn, first, min(2 * STEP, 2 * mine - first),
+                len(keys), queries, dim, block_size, cap, scores, state, sums, key_sums, None, spare,
+            )  # fmt: skip
         if count_up(finished, head) == parts - 1:
             origin, heads = address_of(partial) + head * parts * partial_step, slice(h * group, (h + 1) * group)
             merge_parts(

@@ -5,8 +5,8 @@ of them, at least 1), a number given by the length of a tuple tag; the layout is
 
 Int8 blocks: tiles of sums of int8 codes times int16 rows, exact in 32 bits. A lane adds two products at a time, one
 instruction of x86 (`pmaddwd`; with VNNI it includes the sum). A tile of m heads by n columns is a tuple of m * n
-registers of 16 words, head-major, as in `register_tiles.py`. Codes are laid out as in `kernels/int8_blocks.py`:
-operands of one lane are adjacent.
+registers of 16 words, head-major, as in `register_tiles.py`. Codes are laid out as in `kernels/int8_blocks.py`: of keys
+by tokens, of values with two tokens side by side.
 """
 
 # mypy: allow-untyped-calls
@@ -306,49 +306,47 @@ def no_sums(typing: Any, heads: Any, columns: Any) -> Any:
 
 
 @lowered
-def add_token_dots(typing: Any, tile: Any, keys: Any, step: Any, rows: Any, stride: Any, heads: Any) -> Any:
-    """Add the products of 16 dimensions of 8 tokens with int16 rows, heads `stride` bytes apart, to an m x 4 tile.
-
-    The codes of the first 4 tokens are at `keys`, those of the others `step` bytes on. A quarter of a register is a
-    token. The columns are dimensions 0..7 and 8..15 of the first four tokens, then of the others: two sums for each
-    token shorten the chain of dependent additions.
-    """
+def add_row_dots(typing: Any, tile: Any, addresses: Any, rows: Any, stride: Any, heads: Any) -> Any:
+    """Add the products of 32 dimensions of the keys at 4 addresses with int16 rows, heads `stride` bytes apart."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes = [_load_codes(builder, emit_offset(builder, args[1], args[2], i // 2, 32 * (i % 2))) for i in range(4)]
+        codes = [_load_codes(builder, builder.extract_value(args[1], i)) for i in range(4)]
         totals = []
         for head in range(heads.count):
-            halves = [_load(builder, emit_offset(builder, args[3], args[4], head, 16 * i), BITS16, 8) for i in (0, 1)]
-            queries = [shuffle(builder, half, half, list(range(8)) * 4) for half in halves]
+            query = _load(builder, emit_offset(builder, args[2], args[3], head), BITS16, 2 * LANES)
             for i in range(4):
                 old = builder.extract_value(args[0], 4 * head + i)
-                totals.append(builder.add(old, _multiply(context, builder, codes[i], queries[i % 2])))
+                totals.append(builder.add(old, _multiply(context, builder, codes[i], query)))
         return context.make_tuple(builder, tile, totals)
 
-    return tile(tile, types.int64, types.int64, types.int64, types.int64, heads), emit
+    return tile(tile, addresses, types.int64, types.int64, heads), emit
+
+
+def _join(builder: Any, x: Any, y: Any, width: int) -> Any:
+    """Add the odd runs of `width` words of two registers to the even ones."""
+    even = [lane for lane in range(2 * LANES) if lane // width % 2 == 0]
+    return _plus(builder, shuffle(builder, x, y, even), shuffle(builder, x, y, [lane + width for lane in even]))
 
 
 @lowered
-def token_scores(typing: Any, tile: Any, units: Any) -> Any:
-    """Scores from `add_token_dots`' sums: a vector of the first 4 tokens, one of the others; lane 4 * head + token.
+def row_scores(typing: Any, tile: Any, units: Any) -> Any:
+    """Scores from `add_row_dots`' sums: lane 4 * head + token.
 
     They are multiplied by the head's float32 at units + 4 * head; that at units + 32 + 4 * head is added.
     """
-    heads = tile.count // 4
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         quads = [_load(builder, builder.add(args[1], ir.Constant(_LONG, at)), FLOAT, 4) for at in (0, 32)]
         factors, more = (shuffle(builder, quad, quad, [lane // 4 for lane in range(LANES)]) for quad in quads)
-        found = []
-        for column in (0, 2):
-            places = [4 * head + column for head in range(heads)]
-            sums = [_plus(builder, *(builder.extract_value(args[0], place + i) for i in (0, 1))) for place in places]
-            quarters = emit_quarter_sums(builder, sums + [word_constant(0)] * (4 - heads), _plus)
-            turned = shuffle(builder, quarters, quarters, [4 * (lane % 4) + lane // 4 for lane in range(LANES)])
-            found.append(emit_fma(builder, builder.sitofp(turned, FLOATS), factors, more))
-        return context.make_tuple(builder, uniform(VECTOR, 2), found)
+        sums = [builder.extract_value(args[0], i) for i in range(tile.count)]
+        while len(sums) > tile.count // 4:  # halves first: with AVX2 they are registers
+            width = 8 if len(sums) == tile.count else 4
+            sums = [_join(builder, a, b, width) for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        quarters = emit_quarter_sums(builder, sums + [word_constant(0)] * (4 - len(sums)), _plus)
+        turned = shuffle(builder, quarters, quarters, [4 * (lane % 4) + lane // 4 for lane in range(LANES)])
+        return emit_fma(builder, builder.sitofp(turned, FLOATS), factors, more)
 
-    return uniform(VECTOR, 2)(tile, types.int64), emit
+    return VECTOR(tile, types.int64), emit
 
 
 @lowered
@@ -371,62 +369,6 @@ def add_value_pairs(typing: Any, tile: Any, values: Any, weights: Any, stride: A
         return context.make_tuple(builder, tile, totals)
 
     return tile(tile, types.int64, types.int64, types.int64, heads), emit
-
-
-@lowered
-def repeat_octet(typing: Any, source: Any, target: Any) -> Any:
-    """Write the weights of 8 tokens as `add_key_octets` reads them, from their int16 at `source`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        octet = _load(builder, args[0], BITS16, 8)
-        repeated = shuffle(builder, octet, octet, [i for token in (0, 2, 1, 3) for i in 8 * [token, token + 4]])
-        builder.store(repeated, pointer(builder, args[1], repeated.type), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
-
-
-@lowered
-def add_key_octets(typing: Any, tile: Any, keys: Any, step: Any, weights: Any, stride: Any, heads: Any) -> Any:
-    """Add the products of 8 tokens' keys (as in `add_token_dots`) with 64 int16 at `weights`, to an m x 2 tile.
-
-    A column is two sums of 8 dimensions each, which `join_key_sums` adds. The weights are from `repeat_octet`.
-    """
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes = []
-        for i in (0, 1):
-            x, y = (_load(builder, emit_offset(builder, args[1], args[2], j, 32 * i), BITS8, 32) for j in (0, 1))
-            for first in (0, 8):  # tokens 0 and 2 of the one, 4 and 6 of the other, then 1, 3 and 5, 7
-                lanes = [place + i + 32 * odd for place in (first, first + 16) for i in range(8) for odd in (0, 1)]
-                codes.append(builder.sext(shuffle(builder, x, y, lanes), _SHORTS))
-        totals = []
-        for head in range(heads.count):
-            pairs = [_load(builder, emit_offset(builder, args[3], args[4], head, 64 * i), BITS16, 32) for i in (0, 1)]
-            for i in (0, 1):
-                total = builder.extract_value(args[0], 2 * head + i)
-                for j in (0, 1):
-                    total = builder.add(total, _multiply(context, builder, codes[2 * i + j], pairs[j]))
-                totals.append(total)
-        return context.make_tuple(builder, tile, totals)
-
-    return tile(tile, types.int64, types.int64, types.int64, types.int64, heads), emit
-
-
-@lowered
-def join_key_sums(typing: Any, tile: Any) -> Any:
-    """The sums of `add_key_octets` as a tile of one column of 16 dimensions."""
-    heads = tile.count // 2
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        totals = []
-        for head in range(heads):
-            a, b = (builder.extract_value(args[0], 2 * head + i) for i in (0, 1))
-            low, high = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
-            totals.append(_plus(builder, shuffle(builder, a, b, low), shuffle(builder, a, b, high)))
-        return context.make_tuple(builder, uniform(WORDS_TYPE, heads), totals)
-
-    return uniform(WORDS_TYPE, heads)(tile), emit
 
 
 @lowered

@@ -111,9 +111,12 @@ def has_half(context: Any) -> bool:
 
 
 def emit_widen(context: Any, builder: Any, element: Any, address: Any) -> Any:
-    """Load 16 stored elements (float32 or the bits of float16/bfloat16) as float lanes."""
+    """Load 16 stored elements (float32, int8, or the bits of float16/bfloat16) as float lanes."""
     if element == types.float32:
         return builder.load(pointer(builder, address, FLOATS), align=4)
+    if element == types.int8:
+        octets = builder.load(pointer(builder, address, ir.VectorType(BITS8, LANES)), align=1)
+        return builder.sitofp(builder.sext(octets, WORDS), FLOATS)
     if element == types.int16 and has_half(context):
         return builder.fpext(builder.load(pointer(builder, address, ir.VectorType(HALF, LANES)), align=2), FLOATS)
     bits = builder.zext(builder.load(pointer(builder, address, ir.VectorType(BITS16, LANES)), align=2), WORDS)
@@ -153,28 +156,72 @@ def store(typing: Any, address: Any, vector: Any) -> Any:
     return types.void(types.int64, VECTOR), emit
 
 
-def _emit_store_short(more: int) -> Any:
-    """Stores the upper halves of 16 lanes as bfloat16, after `more` is added to their bits."""
+def _emit_upper(builder: Any, vector: Any, more: int) -> Any:
+    """The words of 16 lanes as bfloat16 in their upper halves, after `more` is added to the lanes' bits."""
+    words = builder.add(builder.bitcast(vector, WORDS), word_constant(more))
+    return builder.and_(words, word_constant(0xFFFF0000))
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        words = builder.add(builder.bitcast(args[1], WORDS), word_constant(more))
-        halves = builder.trunc(builder.lshr(words, word_constant(16)), ir.VectorType(BITS16, LANES))
-        builder.store(halves, pointer(builder, args[0], halves.type), align=2)
-        return context.get_dummy_value()
 
-    return emit
+@lowered
+def round_up(typing: Any, vector: Any) -> Any:
+    """16 lanes, none negative, as bfloat16 rounded up."""
+    return VECTOR(VECTOR), lambda c, b, sig, args: b.bitcast(_emit_upper(b, args[0], 0xFFFF), FLOATS)
+
+
+@lowered
+def round_nearest(typing: Any, vector: Any) -> Any:
+    """16 lanes as the nearest bfloat16, ties away from zero."""
+    return VECTOR(VECTOR), lambda c, b, sig, args: b.bitcast(_emit_upper(b, args[0], 0x8000), FLOATS)
 
 
 @lowered
 def store_upper(typing: Any, address: Any, vector: Any) -> Any:
     """Write 16 lanes, none negative, as bfloat16 rounded up."""
-    return types.void(types.int64, VECTOR), _emit_store_short(0xFFFF)
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        words = _emit_upper(builder, args[1], 0xFFFF)
+        halves = builder.trunc(builder.lshr(words, word_constant(16)), ir.VectorType(BITS16, LANES))
+        builder.store(halves, pointer(builder, args[0], halves.type), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, VECTOR), emit
 
 
 @lowered
-def store_nearest(typing: Any, address: Any, vector: Any) -> Any:
-    """Write 16 lanes as the nearest bfloat16, ties away from zero."""
-    return types.void(types.int64, VECTOR), _emit_store_short(0x8000)
+def store_halves(typing: Any, address: Any, high: Any, low: Any) -> Any:
+    """Write 16 words of two bfloat16 each, from lanes that bfloat16 holds exactly."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        high, low = (builder.bitcast(vector, WORDS) for vector in args[1:])
+        words = builder.or_(high, builder.lshr(low, word_constant(16)))
+        builder.store(words, pointer(builder, args[0], WORDS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, VECTOR, VECTOR), emit
+
+
+def _emit_words(builder: Any, address: Any) -> Any:
+    return builder.load(pointer(builder, address, WORDS), align=4)
+
+
+@lowered
+def load_high(typing: Any, address: Any) -> Any:
+    """The bfloat16 in the high halves of 16 words at `address`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(builder.and_(_emit_words(builder, args[0]), word_constant(0xFFFF0000)), FLOATS)
+
+    return VECTOR(types.int64), emit
+
+
+@lowered
+def load_low(typing: Any, address: Any) -> Any:
+    """The bfloat16 in the low halves of 16 words at `address`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(builder.shl(_emit_words(builder, args[0]), word_constant(16)), FLOATS)
+
+    return VECTOR(types.int64), emit
 
 
 @lowered
