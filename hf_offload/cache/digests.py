@@ -10,7 +10,7 @@ import copy
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from hf_offload.gpu.seal import errors_of, pairs_of, seal_submeans, seal_vectors
 from hf_offload.scores import Scores
 
 STATISTICS_TOKENS = 1024
-"""The first valid tokens of a row, from which the statistics of its digests are made."""
+"""So many valid tokens a row holds at least when the statistics of its digests are made from what it holds."""
 Tiles = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
 """Gives the first tokens of all rows in pieces: keys `[B, Hkv, T, D]`, T even; validity `[B, T]`, bool on the host."""
 
@@ -50,8 +50,6 @@ class DigestStore(ABC):
 
     frozen = True
     """Whether the statistics of the digest are fixed; `freeze` fixes them before the first `seal`."""
-    until = 0
-    """Tokens of a row that the statistics depend on; without one of these they are made again (`crop`)."""
 
     @property
     def statistics(self) -> dict[str, tuple[int, ...]]:
@@ -89,9 +87,9 @@ class DigestStore(ABC):
             setattr(self, name, getattr(self, name)[torch.from_numpy(rows.astype(np.int64)).to(self.device)])
 
     def crop(self, length: int) -> None:
-        """Forget the statistics if they depend on tokens from `length` on; blocks have no digests then."""
-        if length < self.until:
-            self.frozen, self.until = type(self).frozen, 0
+        """Forget the statistics if so few tokens are left that digests begin anew."""
+        if length < STATISTICS_TOKENS:
+            self.frozen = type(self).frozen
 
     @abstractmethod
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -144,13 +142,8 @@ class DigestStore(ABC):
             `[B, Hq, N]` fp32.
         """
 
-    def freeze(self, tiles: Tiles, until: int) -> None:
-        """Fix the statistics of each row from its first `STATISTICS_TOKENS` valid tokens, or as many as there are.
-
-        Args:
-            tiles: gives the first `until` tokens.
-            until: how many hold those.
-        """
+    def freeze(self, tiles: Tiles) -> None:
+        """Fix the statistics of each row from its valid tokens."""
         raise TypeError(f"{type(self).__name__} has no statistics to fix")
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
@@ -275,6 +268,7 @@ class QuestStore(VectorStore):
 
 
 _NO_QUERY = np.empty(0, np.float32)
+_FIRST_PAIRS = 512  # of a row, whose mean error counts as the usual one
 
 
 class SubMeanStore(DigestStore):
@@ -308,20 +302,11 @@ class SubMeanStore(DigestStore):
             "bias": ((pairs,), torch.float32),
         }
 
-    def freeze(self, tiles: Tiles, until: int) -> None:
-        def means() -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-            """Means and half differences `[B, Hkv, S, D]` of the pairs of a tile, and which `[B, S]` hold a token."""
-            seen: torch.Tensor | int = 0
-            for k, valid in tiles():
-                order = valid.cumsum(1) + seen
-                seen = order[:, -1:]
-                mean, half, count = pairs_of(k, sent((valid & (order <= STATISTICS_TOKENS)).numpy(), self.device))
-                yield mean, half, count > 0
-
+    def freeze(self, tiles: Tiles) -> None:
         total: Any = 0.0
         square: Any = 0.0
         number: Any = 0
-        for mean, _, used in means():
+        for mean, _, used in self._pairs(tiles):
             mean = torch.where(used[:, None, :, None], mean, 0).double()
             total, square, number = total + mean.sum(2), square + mean.square().sum(2), number + used.sum(1)
         number = number.clamp(min=1)[:, None, None]  # of a row without tokens everything is 0
@@ -329,10 +314,21 @@ class SubMeanStore(DigestStore):
         self.center = center.float()
         self.sigma = (square / number - center.square()).clamp(min=0).pow(0.25).float().clamp(min=1e-6)
         error: Any = 0.0
-        for mean, half, used in means():
+        number = 0
+        for mean, half, used in self._pairs(tiles):
+            used = used & (number + used.cumsum(1) <= _FIRST_PAIRS)
             error = error + errors_of(mean, half, self.center, self.sigma).where(used[:, None], 0).double().sum(2)
-        self.error = (error / number[..., 0]).float()
-        self.frozen, self.until, self.bundle = True, until, None
+            number = number + used.sum(1, keepdim=True)
+            if int(number.min()) >= _FIRST_PAIRS:
+                break
+        self.error = (error / number.clamp(min=1)).float()
+        self.frozen, self.bundle = True, None
+
+    def _pairs(self, tiles: Tiles) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Means and half differences `[B, Hkv, S, D]` of the pairs of each tile, and which `[B, S]` hold a token."""
+        for k, valid in tiles():
+            mean, half, count = pairs_of(k, sent(valid.numpy(), self.device))
+            yield mean, half, count > 0
 
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
         each = len(ids) // len(self.center)

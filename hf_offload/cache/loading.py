@@ -261,7 +261,7 @@ class SavedCache:
                 digests.blocks.tensors[mine][: len(saved)] = saved.to(digests.device)
             else:
                 setattr(digests, mine, saved.to(digests.device, copy=True))  # a copy: aligned
-        digests.frozen, digests.until = told["frozen"], told["until"]
+        digests.frozen = told["frozen"]
 
     def _slabs(self, kind: str, layer: HybridLayer, blocks: _Blocks) -> list[torch.Tensor]:
         """The blocks of one kind: a view of the mapped file, or, with two memories, read into (pinned) host memory."""

@@ -79,8 +79,7 @@ def _scores(name: str, value: Any) -> None:
 
 _LAYER: dict[str, Check] = {
     "batch": count(1), "heads": count(1), "dim": _dim, "dtype": _choice(*DTYPES), "length": count(1),
-    "sealed": count(0), "packed": count(0), "frozen": check_flag, "until": count(0), "scores": _scores,
-    "placed": check_flag,
+    "sealed": count(0), "packed": count(0), "frozen": check_flag, "scores": _scores, "placed": check_flag,
     "queries_end": count(0), "blocks": partial(list_of, count(0), length=2),
 }  # fmt: skip
 _STOCK: dict[str, Check] = {"stock": partial(is_a, str), "state": partial(is_a, dict)}
@@ -150,7 +149,6 @@ def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
         "batch": (told["batch"], {len(settings.padding.valid)}),
         "length": (told["length"], {settings.padding.seen}),
         "sealed": (told["sealed"], {full}),
-        "until": (told["until"], range(full * settings.block_size + 1) if told["frozen"] else {0}),
         "packed": (told["packed"], range(full + 1) if FORMATS[settings.host_dtype].packs else {0}),
         "blocks[1]": (packed, range(MOST) if FORMATS[settings.host_dtype].packs else {0}),
         "queries_end": (told["queries_end"], range(told["length"] + 1)),

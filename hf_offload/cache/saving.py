@@ -273,7 +273,6 @@ def _describe(layer: HybridLayer, ids: np.ndarray) -> dict[str, Any]:
         "batch": store.batch, "heads": store.num_kv_heads, "dim": store.head_dim,
         "dtype": str(store.dtype).removeprefix("torch."), "length": store.length, "sealed": store.sealed,
         "packed": store.packed_blocks, "frozen": store.digests is not None and store.digests.frozen,
-        "until": 0 if store.digests is None else store.digests.until,
         "blocks": [len(ids) - packed, packed], "scores": None if layer.scores is None else layer.scores._asdict(),
         "placed": not layer.unplaced,
         "queries_end": 0 if layer.last_queries is None else layer.last_queries.end,

@@ -15,8 +15,8 @@ from hf_offload.cache.device_mirror import sent
 def seal(store: BlockStore, tile: int, newest: torch.Tensor | None = None, *, wait: bool = True) -> None:
     """Build the digests of all full blocks that have none, `tile` tokens at a time.
 
-    Digests with statistics begin when the full blocks of a row hold the tokens that these are made from: no block of
-    any row has a digest before that.
+    Digests with statistics begin when the full blocks of a row hold `STATISTICS_TOKENS`: no block of any row has a
+    digest before that.
 
     Args:
         store: the blocks.
@@ -52,13 +52,11 @@ def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None, wait: bool)
         newest = newest[:, :, packed.stop * size - start :]
     start_block = store.sealed
     if not digests.frozen:
-        until = _tokens_of_statistics(store, full * size, wait)
-        if until:
+        start_block = full
+        if _holds_enough(store, full * size, wait):
             store.own(range(full))  # other holders of these blocks may have other statistics
-            digests.freeze(lambda: _token_tiles(store, newest, until, tile), until)
+            digests.freeze(lambda: _token_tiles(store, newest, full * size, tile))
             start_block = 0
-        else:
-            start_block = full
     step = max(tile // size, 1)
     for first in range(start_block, full, step):
         count = min(step, full - first)
@@ -71,16 +69,12 @@ def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None, wait: bool)
     store.sealed = full
 
 
-def _tokens_of_statistics(store: BlockStore, stop: int, wait: bool) -> int:
-    """Of the first `stop` tokens how many hold what statistics are made from; 0: too few do. `wait` as in `seal`."""
+def _holds_enough(store: BlockStore, stop: int, wait: bool) -> bool:
+    """Whether the first `stop` tokens are enough for statistics; `wait` as in `seal`."""
     if stop < statistics.STATISTICS_TOKENS:
-        return 0
-    reached = store.padding.valid[:, :stop].cumsum(1, dtype=np.int32) >= statistics.STATISTICS_TOKENS
-    enough = reached[:, -1]
-    if not (enough.all() if wait else enough.any()):
-        return 0
-    until = int(reached.argmax(1).max()) + 1 if enough.all() else stop
-    return until + until % 2
+        return False
+    enough = np.count_nonzero(store.padding.valid[:, :stop], axis=1) >= statistics.STATISTICS_TOKENS
+    return bool(enough.all() if wait else enough.any())
 
 
 def _keys(store: BlockStore, newest: torch.Tensor, first: int, count: int) -> torch.Tensor:

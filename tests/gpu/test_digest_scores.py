@@ -144,7 +144,7 @@ def test_the_digests_of_real_keys(form: str, request: pytest.FixtureRequest) -> 
     keys, valid = torch.randn(11, 2, 32, 64) + torch.randn(64), torch.rand(11, 32) > 0.2
     store = DIGESTS["submean"](2, 64, 32, torch.device("cpu"))
     store.reserve(13)
-    store.freeze(lambda: [(keys.transpose(0, 1).reshape(1, 2, -1, 64), valid.reshape(1, -1))], 352)
+    store.freeze(lambda: [(keys.transpose(0, 1).reshape(1, 2, -1, 64), valid.reshape(1, -1))])
     store.seal(torch.arange(11), keys, valid)
     query, table = torch.randn(1, 6, 64), torch.randperm(11).int()[None]
     kept = tuple(tensor.cpu() for tensor in store.held())[:6]

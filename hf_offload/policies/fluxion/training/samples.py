@@ -267,7 +267,7 @@ def _sealed(digest: str, key: torch.Tensor) -> DigestStore:
     store = DIGESTS[digest](heads, dim, BLOCK, key.device)
     store.reserve(count)
     if not store.frozen:
-        store.freeze(lambda: _tiles(key), length)
+        store.freeze(lambda: _tiles(key))
     for ids in torch.split(torch.arange(count, device=key.device), _TILE // BLOCK):
         part = key[0, :, int(ids[0]) * BLOCK : (int(ids[-1]) + 1) * BLOCK]
         blocks = torch.unflatten(part, 1, (-1, BLOCK)).transpose(0, 1).contiguous()
