@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -18,6 +19,7 @@ from hf_offload.cpu.kernels.draw_pairs import (
     MASSES,
     Always,
     Kept,
+    PairLists,
     Resident,
     Thresholds,
     Unsealed,
@@ -354,6 +356,35 @@ def test_a_draw_beside_resident_blocks(
                 u = reference.threshold(j - begins, int(limits[0]) - 1 - int(first[b]), LAYER)
                 if not resident[j] and not 0.98 * u < float(share[j]) * samples < 1.02 * u:
                     assert (j in listed_pairs) == bool(outlier[j] or float(share[j]) * samples > u)
+
+
+def test_what_is_resident_changes_no_other_decision() -> None:
+    """Of pairs that are resident in neither of two draws, and of those of any number of rows."""
+    torch.manual_seed(0)
+    count, blocks, samples, group, dim = 16, 300, 150, 3, 64
+    digest, _ = _digests(2 * blocks, count, dim)
+    table, query, tail = torch.arange(2 * blocks).view(2, blocks).int(), torch.randn(2, 6, dim), torch.randn(2, 6) + 3
+    room, found = most_pairs(samples, group, blocks * count), []
+    for resident in ([5, 6, 290], [], list(range(100, 200))):
+        held = torch.tensor([*resident, blocks - 1], dtype=torch.int32).expand(2, 2, -1).contiguous()
+        lists = PairLists.of(2, 2, room)
+        draw_missing(
+            query.numpy(), digest, table.numpy(),
+            Resident(held.numpy(), np.full((2, 2), held.shape[2], np.int32), np.zeros((2, 2, 304), np.float32)),
+            Thresholds.of(LAYER, np.array([0, 64], np.int32), blocks * count), tail.numpy(),
+            np.empty((2, 6, kept_masses(blocks, count)), MASSES), *lists, np.zeros((2, 6), np.float32),
+            samples=samples, join="max", scale=dim**-0.5, softcap=None, length=2 * count * blocks - 7,
+        ).run()  # fmt: skip
+        for b, h in np.ndindex(2, 2):
+            pairs, weights = (x[b, h, : lists.counts[b, h]].tolist() for x in (lists.pairs, lists.weights))
+            found.append(dict(zip(pairs, weights, strict=True)))
+            assert not {pair // count for pair in pairs} & set(resident)
+    for some, others in itertools.combinations(range(3), 2):
+        for one, other in zip(found[4 * some : 4 * some + 4], found[4 * others : 4 * others + 4], strict=True):
+            left_out = {5, 6, 290, *range(100, 200)}
+            one, other = ({p: w for p, w in x.items() if p // count not in left_out} for x in (one, other))
+            assert one == pytest.approx(other, rel=1e-5)
+            assert len(one) > 20
 
 
 def test_arguments_that_do_not_fit() -> None:
