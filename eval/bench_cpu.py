@@ -32,7 +32,16 @@ from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.kernels.block_topk import choose_blocks, select_blocks
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
-from hf_offload.cpu.kernels.draw_pairs import MASSES, Always, PairLists, Unsealed, draw_pairs, kept_masses, most_pairs
+from hf_offload.cpu.kernels.draw_pairs import (
+    MASSES,
+    Always,
+    PairLists,
+    Thresholds,
+    Unsealed,
+    draw_pairs,
+    kept_masses,
+    most_pairs,
+)
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
 from hf_offload.cpu.kernels.linear import linear
 from hf_offload.cpu.kernels.pair_decode import attend_pairs
@@ -183,8 +192,8 @@ class Memory:
         return draw_pairs(
             query, digest, self.table[:, :blocks].copy(),
             Unsealed(tag_of(self.dtype), self.pool.block_ptr, holes, valid, self.block_size),
-            Always(low, low + 16, 16), blocks, context, masses, *PairLists.of(1, self.kv_heads, room),
-            samples=samples, join="max", scale=self.dim**-0.5, softcap=None,
+            Always(low, low + 16, 16), Thresholds.of(0, low, blocks * size), blocks, context, masses,
+            *PairLists.of(1, self.kv_heads, room), samples=samples, join="max", scale=self.dim**-0.5, softcap=None,
         )  # fmt: skip
 
     def _query(self, group: int, batch: int) -> np.ndarray:
