@@ -210,7 +210,7 @@ def measure(row: common.Row, model: PreTrainedModel, ids: torch.Tensor, context:
 
 def main(
     rows: common.RowsOption = ["all"],  # noqa: B006
-    context: Annotated[str, typer.Option(help="Tokens of the prompt; k is 1,024.")] = "512",
+    context: Annotated[str, typer.Option(help="Tokens of the prompt; k is 1,024.")] = "2k",
     out: common.OutOption = common.RESULTS / "launches.csv",
 ) -> None:
     """List the kernels that a decode step with two memories launches."""
