@@ -1,0 +1,139 @@
+"""What rounding does to drawn keys: a text decoded again in ways that round otherwise.
+
+    python eval/rounding.py
+    python eval/rounding.py --contexts 6k --kinds prose --row scout:samples=512
+
+Each way decodes the same tokens as plain decoding does: with noise of 1e-7 on queries, in drafts of eight tokens, in a
+fork beside another, after tokens that were dropped, from a file, and as a row of a batch, behind two blocks of padding.
+The table has the share of steps whose log probabilities are within 1e-3 of plain decoding, and the median and the
+largest of the steps' largest differences. For comparison `other` decodes after another first token.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+import common
+from hf_offload import HybridCache, measuring
+from quality import noisy
+
+DRAFTS, NOISE = 8, 1e-7
+Way = Callable[[PreTrainedModel, common.Row, measuring.Reading], torch.Tensor]
+
+
+def plain(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+    """Log probabilities `[steps, V]`; the other ways give the same."""
+    return measuring.follow(model, _cache(model, row, reading), reading.following)[0]
+
+
+def _cache(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> HybridCache:
+    return measuring.hold(model, row.policy, row.options, reading)
+
+
+def noise(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+    with noisy(NOISE, 0):
+        return plain(model, row, reading)
+
+
+def drafts(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+    cache = _cache(model, row, reading)
+    cache.activate_past_recording()
+    given = measuring.cache_argument(model, cache)
+    parts = reading.following.split(DRAFTS, 1)  # type: ignore[no-untyped-call]
+    logits = [model(part, **given, logits_to_keep=part.shape[1]).logits[0] for part in parts]
+    return torch.cat(logits).float().log_softmax(-1).cpu()
+
+
+def fork(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+    cache = _cache(model, row, reading)
+    other = cache.fork()
+    measuring.follow(model, cache, reading.context[:, :40])
+    return measuring.follow(model, other, reading.following)[0]
+
+
+def crop(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+    cache = _cache(model, row, reading)
+    measuring.follow(model, cache, reading.context[:, :40])
+    cache.crop(-40)
+    return measuring.follow(model, cache, reading.following)[0]
+
+
+def load(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+    with tempfile.TemporaryDirectory() as folder:
+        _cache(model, row, reading).save(folder)
+        return measuring.follow(model, HybridCache.load(folder, model), reading.following)[0]
+
+
+def batch(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+    """The first row begins behind padding, the second one is another text."""
+    padding, start = 2 * row.options.get("block_size", 32), reading.context.shape[1]
+    mine = reading.ids[0]
+    padded, second = torch.cat([mine[:padding], mine]), torch.cat([mine.roll(padding), mine[:padding]])
+    ids = torch.stack([padded, second])
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    positions, cache = (mask.cumsum(1) - 1).clamp(min=0), HybridCache(model, row.policy, **row.options)
+    found, given = [], measuring.cache_argument(model, cache)
+    stops = [*range(2048, start + padding, 2048), *range(start + padding, ids.shape[1] + 1)]
+    for first, stop in zip([0, *stops], stops, strict=False):
+        now = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
+        found.append(model(ids[:, first:stop], **given, **now, logits_to_keep=1).logits[0, -1])
+    return torch.stack(found[-reading.following.shape[1] :]).float().log_softmax(-1).cpu()
+
+
+def other(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+    ids = reading.ids.clone()
+    ids[0, 0] = (ids[0, 0] + 1) % model.config.vocab_size
+    return plain(model, row, measuring.read(model, ids, reading.following.shape[1]))
+
+
+WAYS: dict[str, Way] = {way.__name__: way for way in (noise, drafts, fork, crop, load, batch, other)}
+
+
+def compared(found: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
+    """Share of steps within 1e-3, median and largest difference, of log probabilities `[steps, V]`."""
+    worst = (found - want).abs().amax(-1)
+    within = float((worst <= 1e-3).float().mean())
+    return {"within": within, "median": float(worst.median()), "largest": float(worst.max())}
+
+
+def main(
+    rows: common.RowsOption = ["scout:samples=512", "scout:samples=128"],  # noqa: B006
+    contexts: common.ContextsOption = "4k",
+    kinds: common.KindsOption = common.KINDS,
+    steps: common.StepsOption = 256,
+    ways: Annotated[str, typer.Option(help="Ways, comma-separated.")] = ",".join(WAYS),
+    *,
+    setting: common.TextSetting = common.EXACT_TEXT,
+) -> None:
+    """Compare ways to decode the same tokens."""
+    chosen, names = common.rows_of(rows), ways.split(",")
+    if unknown := sorted(set(names) - set(WAYS)):
+        raise typer.BadParameter(f"{', '.join(unknown)}: no way; use {', '.join(WAYS)}")
+    model, tokenizer = setting.load()
+    model.set_attn_implementation("hybrid_sparse")
+    common.check_rows(chosen, model)
+    places = [(length, kind) for length in common.numbers(contexts) for kind in common.kinds_of(kinds)]
+    lines: list[dict[str, Any]] = []
+    with tqdm(total=len(places) * len(chosen) * len(names)) as bar, torch.inference_mode():
+        for length, kind in places:
+            ids = setting.window(tokenizer, kind, common.OFFSETS[kind][0], length + steps)
+            reading = measuring.read(model, ids.to(model.device), steps)
+            for row in chosen:
+                want = plain(model, row, reading)
+                for name in names:
+                    told = compared(WAYS[name](model, row, reading), want)
+                    lines.append({"row": row.name, "context": length, "kind": kind, "steps": steps, "way": name} | told)
+                    bar.update()
+    setting.write(lines)
+
+
+if __name__ == "__main__":
+    common.command(main)()
