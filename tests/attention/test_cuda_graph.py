@@ -22,6 +22,7 @@ from hf_offload.attention import decode_split as tiered
 from hf_offload.attention import graph_capture as capture
 from hf_offload.attention.cuda_graph import StepGraph
 from hf_offload.attention.step_split import SplitStep
+from hf_offload.cache import digests
 from hf_offload.cpu import serving
 
 from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
@@ -60,6 +61,21 @@ def test_replayed_steps_are_those_in_python(policy: str, knobs: dict[str, Any], 
     mine, other = cache.stats().as_dict(), want_cache.stats().as_dict()
     for key in ("steps", "recalls", "recall_blocks", "cpu_ratio"):
         assert mine[key] == other[key]
+
+
+@pytest.mark.parametrize("knobs", [{**SCOUT, "lookahead": "attend"}, {**DRAWN, "lookahead": "select"}])
+def test_replayed_steps_are_full_attention_until_there_are_digests(
+    knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The 176th token fills a block at the 26th step, of two rows; the third one has padding."""
+    monkeypatch.setattr(digests, "STATISTICS_TOKENS", 176)
+    model, (ids, mask) = tiny_model("llama"), prompt(3, 195)
+    want = logits_of(model, HybridCache(model, "scout", **KNOBS, **knobs), ids, mask)
+    found = logits_of(model, graph_cache(model, "scout", **knobs), ids, mask)
+    assert torch.equal(found, want)
+    apart = (found - logits_of(model, HybridCache(model, "full", **KNOBS), ids, mask)).abs().amax((0, 2))
+    assert apart[:26].max() < 1e-4
+    assert apart[26:].min() > 1e-2
 
 
 def test_a_deep_copy_captures_steps_of_its_own() -> None:
