@@ -81,7 +81,7 @@ def batch(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -
     mask[0, :padding] = 0
     positions, cache = (mask.cumsum(1) - 1).clamp(min=0), HybridCache(model, row.policy, **row.options)
     found, given = [], measuring.cache_argument(model, cache)
-    stops = [*range(2048, start + padding, 2048), *range(start + padding, ids.shape[1] + 1)]
+    stops = range(start + padding, ids.shape[1] + 1)  # one piece, as statistics of digests come from the first
     for first, stop in zip([0, *stops], stops, strict=False):
         now = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
         found.append(model(ids[:, first:stop], **given, **now, logits_to_keep=1).logits[0, -1])

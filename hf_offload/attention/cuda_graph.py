@@ -99,7 +99,7 @@ class StepGraph:
     def _relied_on(self) -> tuple[object, ...]:
         """Return objects, each replaced by another when the cache or its padding is changed."""
         padding = self.layers[0].settings.padding
-        return self._transaction.turn, padding.valid, padding.holes
+        return self._transaction.turn, padding.valid, padding.holes, padding.first
 
     def prepare(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], *, same_model: bool = False) -> bool:
         """Prepare a step; return whether `run` can take it, or it must run eagerly.
@@ -332,8 +332,10 @@ class StepGraph:
         assert self._doorbell is not None
         store = self.layers[0].store
         assert store is not None
+        padding = store.padding
+        shared = id(padding.valid), id(padding.holes), id(padding.first)
         arrays = [
-            (id(layer.store.table), id(layer.store.pool.block_ptr), id(store.padding.valid), id(store.padding.holes))
+            (id(layer.store.table), id(layer.store.pool.block_ptr), *shared)
             for layer in self.layers
             if layer.store is not None
         ]

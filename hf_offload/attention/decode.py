@@ -123,6 +123,7 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     store = layer.store
     assert layer.scores is not None
     assert store is not None
+    seal_waiting(store, layer.settings.prefill_tile)
     if store.awaits_digests:
         return
     if layer.ahead is not None or layer.host_partial is not None:

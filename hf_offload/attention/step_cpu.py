@@ -339,7 +339,7 @@ class CpuStep(Step):
         """Queue the scoring of the sealed blocks and, unless `blocks` is None, the choice of as many blocks."""
         store, buffers = self.store, self.buffers
         sealed, size = store.sealed, self.block_size
-        if sealed == 0:
+        if sealed == 0 or store.awaits_digests:
             buffers.make_room(store.num_kv_heads, sealed)
             buffers.score[:, :, :sealed] = -np.inf
             return None if blocks is None else self.select(buffers.score, blocks)
@@ -475,7 +475,7 @@ class CpuStep(Step):
 
     def attend_drawn(self, join: str, samples: int, ahead: None = None) -> tuple[Partial, ...]:
         store, view, buffers = self.store, self.view, self.buffers
-        if store.sealed == 0:
+        if store.sealed == 0 or store.awaits_digests:
             self.serve_this_block()
             return (self.attention(self.all_blocks(), "CPU attention"),)
         batch, heads, _ = buffers.query.shape

@@ -143,7 +143,7 @@ class DigestStore(ABC):
         """
 
     def freeze(self, tiles: Tiles) -> None:
-        """Fix the statistics of each row from its valid tokens."""
+        """Fix the statistics of each row from its valid tokens, or, if it has few, from those of all rows."""
         raise TypeError(f"{type(self).__name__} has no statistics to fix")
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
@@ -278,7 +278,7 @@ class SubMeanStore(DigestStore):
     log cosh(scale·q·δ_j); a softcap applies to the scores of both keys. Each pair has a scale. Channels are divided by
     the square root of their standard deviation, half way between equal relative and equal absolute rounding errors.
     Pairs that are missed by far more than others are marked as outliers (`seal_submeans`). Center, deviations and the
-    usual error are each row's own.
+    usual error are each row's own; a row with fewer than `STATISTICS_TOKENS` takes those of all rows.
     """
 
     frozen = False
@@ -309,7 +309,10 @@ class SubMeanStore(DigestStore):
         for mean, _, used in self._pairs(tiles):
             mean = torch.where(used[:, None, :, None], mean, 0).double()
             total, square, number = total + mean.sum(2), square + mean.square().sum(2), number + used.sum(1)
-        number = number.clamp(min=1)[:, None, None]  # of a row without tokens everything is 0
+        few = (2 * number < STATISTICS_TOKENS)[:, None, None]
+        total, square, number = (
+            torch.where(few, x.sum(0), x) for x in (total, square, number.clamp(min=1)[:, None, None])
+        )
         center = total / number
         self.center = center.float()
         self.sigma = (square / number - center.square()).clamp(min=0).pow(0.25).float().clamp(min=1e-6)
@@ -321,6 +324,7 @@ class SubMeanStore(DigestStore):
             number = number + used.sum(1, keepdim=True)
             if int(number.min()) >= _FIRST_PAIRS:
                 break
+        error, number = (torch.where(few[..., 0], x.sum(0), x) for x in (error, number))
         self.error = (error / number.clamp(min=1)).float()
         self.frozen, self.bundle = True, None
 

@@ -432,12 +432,15 @@ class HybridLayer(CacheLayerMixin):
         assert store is not None
         policy = self.state.snapshot()  # may free slots
         resident = None if self.resident is None or self.unplaced else self.resident.state()
-        self.snapshots.save(self.past, Snapshot(policy, store.packed_so_far(), resident), store.pool)
+        snapshot = Snapshot(policy, store.packed_so_far(), store.awaits_digests, resident)
+        self.snapshots.save(self.past, snapshot, store.pool)
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Restore a snapshot; the blocks are cropped already."""
         self.state.restore(self, snapshot.policy)
         self.unplaced = snapshot.resident is None
+        if snapshot.awaits_digests and self.store is not None and self.store.digests is not None:
+            self.store.digests.frozen = False
         if self.resident is None:
             return
         if snapshot.resident is None:

@@ -64,11 +64,13 @@ class Snapshot:
     Args:
         policy: the policy's state (`LayerState.snapshot`).
         packed: the packed blocks (`BlockStore.packed_so_far`).
+        awaits_digests: `BlockStore.awaits_digests`; a token that is dropped may have made the statistics.
         resident: the resident set (`ResidentSet.state`), or None if it was not decided yet.
     """
 
     policy: Any
     packed: tuple[int, int]
+    awaits_digests: bool
     resident: tuple[torch.Tensor, ...] | None
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,7 +134,7 @@ def threshold(i: int, position: int, layer: int) -> float:
         return x
 
     v = ((97 * i << 24) + mix(i // 256) + 0x9E3779B9 * position + mix(layer + 1)) % 2**32
-    return float(np.float32((v >> 8) + 0.5)) / 2**24
+    return ((v >> 9) + 0.5) / 2**23
 
 
 def draw_pairs(x: Tensor, position: int, layer: int) -> list[tuple[int, float]]:

@@ -94,7 +94,7 @@ def test_of_256_pairs_thresholds_are_even() -> None:
     draw, found = random.Random(0), torch.from_numpy(order_of(1 << 16)[: 1 << 16].astype(np.int64))
     for position in (0, 1, 2, 77, 10**6):
         v = (found + shift_of(position)) % 2**32
-        u = ((v >> 8).float() + 0.5) * 2.0**-24
+        u = ((v >> 9).float() + 0.5) * 2.0**-23
         torch.testing.assert_close(u[:200], thresholds(range(200), position))
         rows = u.view(-1, 256).sort(1).values
         torch.testing.assert_close(rows.diff(dim=1), torch.full((256, 255), 1 / 256), rtol=0, atol=1e-6)

@@ -167,3 +167,77 @@ def test_forks_that_share_blocks_have_digests_of_their_own() -> None:
     assert not (first.layers[0].store.table[:, 0] == other.layers[0].store.table[:, 0]).any()
     worst = (follow(model, first) - want).abs().amax(-1)
     assert (worst <= 1e-3).float().mean() >= 0.9
+
+
+@torch.inference_mode()
+def test_drafts_that_are_dropped_leave_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With padding a row may be long enough, and hold too few tokens."""
+    monkeypatch.setattr(digests, "STATISTICS_TOKENS", 64)
+    model, ids = tiny_model("llama"), prompt(1, 160)[0]
+    mask = torch.ones_like(ids)
+    mask[0, :50] = 0
+
+    def forward(cache: Any, first: int, stop: int, keep: int) -> torch.Tensor:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, first:stop]
+        given = {"attention_mask": mask[:, :stop], "position_ids": positions, "logits_to_keep": keep}
+        return model(ids[:, first:stop], past_key_values=cache, **given).logits[0, -1]
+
+    found = []
+    for drafts in (8, 0):
+        cache = hf_offload.HybridCache(model, "scout", **KNOBS | {"block_size": 8})
+        forward(cache, 0, 112, 1)
+        cache.activate_past_recording()
+        if drafts:
+            forward(cache, 112, 112 + drafts, drafts)
+            cache.crop(1 - drafts)
+        else:
+            forward(cache, 112, 113, 1)
+        assert all(layer.store.awaits_digests for layer in cache.layers)
+        found.append(torch.stack([forward(cache, i, i + 1, 1) for i in range(113, 160)]).log_softmax(-1))
+        assert not any(layer.store.awaits_digests for layer in cache.layers)
+    assert (found[0] - found[1]).abs().max() < 0.1
+
+
+@torch.inference_mode()
+def test_a_row_of_few_tokens_takes_the_statistics_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "STATISTICS_TOKENS", 128)
+    model, (ids, mask) = tiny_model("llama"), prompt(2, 208)
+    mask[1, :202] = 0
+    cache = hf_offload.HybridCache(model, "scout", **KNOBS)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids[:, :1], attention_mask=torch.cat([mask, mask[:, -1:]], 1), past_key_values=cache)
+    for layer in cache.layers:
+        sigma = layer.store.digests.sigma
+        assert (sigma[1] > 0.8 * sigma[0]).all()
+
+
+class Centered(digests.MeanStore):
+    """A digest of a user's own with statistics."""
+
+    frozen = False
+    center: torch.Tensor
+
+    @property
+    def statistics(self) -> dict[str, tuple[int, ...]]:
+        return {"center": (self.num_kv_heads, self.head_dim)}
+
+    def freeze(self, tiles: digests.Tiles) -> None:
+        self.center = sum(k.float().sum(2) for k, _ in tiles())
+        self.frozen = True
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_a_digest_of_your_own_begins_as_the_others_do(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "STATISTICS_TOKENS", 128)
+    monkeypatch.setitem(digests.DIGESTS, "centered", Centered)
+    model, found = tiny_model("llama"), []
+    memory = {"resident": 96, "lookahead": "off"} if tier == "split" else {}
+    scout = {"policy": "scout", "digest": "centered", "budget": 64, "recent": 16, **memory}
+    for knobs in ({"policy": "full"}, scout):
+        cache = hf_offload.HybridCache(model, tier=tier, block_size=16, **knobs)
+        model(IDS[:, :120], past_key_values=cache, logits_to_keep=1)
+        found.append(follow(model, cache, IDS[:, 120:150]))
+    apart = (found[0] - found[1]).abs().amax(-1)
+    assert apart[:8].max() < 1e-4
+    assert apart[8:].min() > 1e-2

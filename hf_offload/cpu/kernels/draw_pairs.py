@@ -98,10 +98,11 @@ def order_of(pairs: int) -> Array:
     have a hash of their own, so that strides do not add up over a long text.
     """
     global _order
-    if len(_order) < pairs:
+    found = _order  # another thread may replace it
+    if len(found) < pairs:
         i = np.arange(max(2 * pairs, 1 << 12), dtype=np.uint32)
-        _order = i * np.uint32(97 << 24) + _mix(i >> 8)
-    return _order
+        _order = found = i * np.uint32(97 << 24) + _mix(i >> 8)
+    return found
 
 
 def _mix(x: Any) -> Any:
@@ -145,7 +146,7 @@ class PairLists(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """What the thresholds of a step's pairs depend on: u = ((v >> 8) + 1/2) / 2 ** 24, in uint32
+    """What the thresholds of a step's pairs depend on: u = ((v >> 9) + 1/2) / 2 ** 23, in uint32
 
         v = order[j - f // 2] + 0x9E3779B9 · (length - 1 - f) + layer
 

@@ -422,7 +422,7 @@ def run_totals(typing: Any, address: Any, runs: Any) -> Any:
 
 @lowered
 def exceeds(typing: Any, x: Any, order: Any, shift: Any) -> Any:
-    """A bit for each lane of x that is more than its threshold, ((v >> 8) + 1/2) / 2 ** 24 with v = order + shift.
+    """A bit for each lane of x that is more than its threshold, ((v >> 9) + 1/2) / 2 ** 23 with v = order + shift.
 
     `order` is the address of 16 uint32, `shift` an int64 of which the lower 32 bits count. NaN exceeds nothing.
     """
@@ -431,8 +431,8 @@ def exceeds(typing: Any, x: Any, order: Any, shift: Any) -> Any:
         x, order, shift = args
         words = builder.load(pointer(builder, order, WORDS), align=4)
         words = builder.add(words, emit_splat(builder, builder.trunc(shift, BITS32), WORDS))
-        number = builder.sitofp(builder.lshr(words, word_constant(8)), FLOATS)
-        threshold = builder.fmul(builder.fadd(number, constant(0.5)), constant(2.0**-24))
+        number = builder.sitofp(builder.lshr(words, word_constant(9)), FLOATS)
+        threshold = builder.fmul(builder.fadd(number, constant(0.5)), constant(2.0**-23))
         hit = builder.fcmp_ordered("<", threshold, x)
         return builder.zext(builder.bitcast(hit, BITS16), ir.IntType(64))
 

@@ -146,7 +146,6 @@ def _rescue(
         attend_pairs, query, view.block_ptr, view.table, holes=view.holes, valid=view.valid,
         length=mass.evicted * store.block_size, out=target.out, lse=target.lse, kbar=None, kv_dtype=store.dtype,
         block_size=store.block_size, **scores._asdict(), packed=store.format.packed, skipped=mass.kept, errors=errors,
-        tally=stats.errors,
     )  # fmt: skip
     if store.awaits_digests:
         lists = draw_pairs.PairLists.all_of(*lines, mass.evicted * pairs)
@@ -163,7 +162,7 @@ def _rescue(
         thresholds, tail, masses, *lists, portion, samples=samples, join="max", **scores._asdict(), unsealed=unsealed,
         length=length, kept=draw_pairs.Kept(mass.kept, mass.retained.counts), tally=stats.drawn,
     )  # fmt: skip
-    return draw, attend(**lists._asdict(), portion=portion), lists
+    return draw, attend(**lists._asdict(), portion=portion, tally=stats.errors), lists
 
 
 def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
