@@ -60,11 +60,8 @@ class Step(ABC):
         Raises:
             TypeError: it gives something else.
         """
-        policy, store = self.layer.policy, self.store
-        awaits = store.awaits_digests
-        if store.digests is not None and store.digests.statistics:
-            self.as_long_as(lambda: store.awaits_digests == awaits)
-        plan = policy.plan_without_digests(self) if awaits else policy.plan(self)
+        policy = self.layer.policy
+        plan = policy.plan_without_digests(self) if self.store.awaits_digests else policy.plan(self)
         if not isinstance(plan, Plan):
             name = type(self.layer.policy).__name__
             raise TypeError(f"{name}.plan gave a {type(plan).__name__}, not a hf_offload.Plan")

@@ -196,7 +196,7 @@ class BlockStore:
         pool, padding, digests, old = self.pool, self.padding, self.digests, self._view
         if length > self.length and (length > self.reserved * self.block_size or pool.shared):
             self.reserve(length)
-        digest = None if digests is None else digests.identity
+        digest = None if digests is None or self.awaits_digests else digests.identity
         if (
             old is not None
             and old.table is self.table

@@ -19,7 +19,7 @@ class View(NamedTuple):
         table: int32 `[B, N]`, physical block of each logical one.
         block_ptr: int64 `[P]`, address of each physical block.
         valid: uint8 `[B, T]`; holes: uint8 `[B, N]`; first: int32 `[B]`: the arrays of `Padding`.
-        digest: identity of the digests' arrays (`DigestStore.identity`).
+        digest: identity of the digests' arrays (`DigestStore.identity`); None while blocks have no digests.
         revision: revision of the padding.
         covered: tokens that the arrays have room for.
     """

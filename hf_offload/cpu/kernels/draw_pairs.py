@@ -12,7 +12,7 @@ one pair in 64.
 If thresholds were random, every pair would be attended with probability min(x, 1), and the weighted sums would have no
 bias, whatever the digest's errors. They are fixed, and lie evenly between 0 and 1 for 256 consecutive pairs, and for
 every second, third, … one of them: about as many are drawn as x promises, even of a text that repeats itself. Each pair
-is decided by itself: rounding moves the decision of few pairs, and of no other pair. With one memory sinks, the newest
+is decided by itself: rounding moves the decision of pairs near their threshold alone. With one memory sinks, the newest
 pairs and the blocks without digest are listed, too (`draw_pairs`); with two the resident blocks are attended elsewhere
 and not drawn from (`draw_missing`).
 
@@ -106,7 +106,7 @@ def order_of(pairs: int) -> Array:
 
 
 def _mix(x: Any) -> Any:
-    """A hash of uint32 (the last steps of MurmurHash3 and xxHash)."""
+    """A hash of uint32, with the primes of xxHash32."""
     x = x * np.uint32(0x9E3779B1)
     x = (x ^ (x >> 15)) * np.uint32(0x85EBCA77)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE3D)
