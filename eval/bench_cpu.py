@@ -31,21 +31,20 @@ import common
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.kernels.block_topk import choose_blocks, select_blocks
+from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
 from hf_offload.cpu.kernels.draw_pairs import (
     MASSES,
     Always,
     PairLists,
     Thresholds,
-    Unsealed,
     draw_pairs,
     kept_masses,
     most_pairs,
 )
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
 from hf_offload.cpu.kernels.linear import linear
-from hf_offload.cpu.kernels.pair_decode import attend_pairs
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
+from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.cpu.launch import Launch, LaunchSequence, tag_of
 from plotting import plot
@@ -148,7 +147,7 @@ class Memory:
         picks = [self.rng.choice(self.blocks, count, replace=False) for _ in range(batch * self.kv_heads)]
         return np.sort(np.stack(picks), -1).reshape(batch, self.kv_heads, count).astype(np.int32)
 
-    def decode(self, group: int, batch: int, budget: int, *, dense: bool = False, prefetch: bool = True) -> Launch:
+    def decode(self, group: int, batch: int, budget: int, *, dense: bool = False) -> Launch:
         """One decode over `budget` tokens a row and KV head, scattered or (dense) one behind the other."""
         count = budget // self.block_size
         query = self._query(group, batch)
@@ -156,13 +155,21 @@ class Memory:
         if dense:
             start = self.rng.integers(self.blocks - count)
             blocks[:] = np.arange(start, start + count)
-        length = self.blocks * self.block_size
-        return sparse_decode(
-            query, self.pool.block_ptr, np.repeat(self.table, batch, 0), blocks,
-            np.full(blocks.shape[:2], count, np.int32), np.zeros((batch, self.blocks), np.uint8),
-            np.ones((batch, length), np.uint8), length, np.empty_like(query), np.empty(query.shape[:2], np.float32),
-            None, kv_dtype=self.dtype, block_size=self.block_size, scale=self.dim**-0.5, softcap=None,
-            packed=Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None, prefetch=prefetch,
+        counts = np.full(blocks.shape[:2], count, np.int32)
+        return self._attention(query, blocks, counts)
+
+    def _attention(
+        self, query: np.ndarray, items: np.ndarray, counts: np.ndarray, pairs: Pairs | None = None
+    ) -> Launch:
+        """Attention of some rows, each of which has all blocks."""
+        batch, length = len(query), self.blocks * self.block_size
+        packed = Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None
+        holes, valid = np.zeros((batch, self.blocks), np.uint8), np.ones((batch, length), np.uint8)
+        table = np.repeat(self.table, batch, 0)
+        blocks = HostBlocks(tag_of(self.dtype), self.pool.block_ptr, table, holes, valid, self.block_size, packed)
+        return decode_attention(
+            query, blocks, items, counts, length, np.empty_like(query), np.empty(query.shape[:2], np.float32),
+            scale=self.dim**-0.5, softcap=None, pairs=pairs,
         )  # fmt: skip
 
     def pairs(self, group: int, tokens: int, context: int) -> Launch:
@@ -174,13 +181,7 @@ class Memory:
             lists.pairs[0, h] = np.sort(self.rng.choice(context // 2, tokens // 2, replace=False)) + start
         lists.weights[:] = self.rng.integers(0, 2, lists.weights.shape)
         lists.counts[:] = tokens // 2
-        length = self.blocks * self.block_size
-        return attend_pairs(
-            query, self.pool.block_ptr, self.table, *lists, np.zeros((1, self.blocks), np.uint8),
-            np.ones((1, length), np.uint8), length, np.empty_like(query), np.empty(query.shape[:2], np.float32), None,
-            kv_dtype=self.dtype, block_size=self.block_size, scale=self.dim**-0.5, softcap=None,
-            packed=Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None,
-        )  # fmt: skip
+        return self._attention(query, lists.pairs, lists.counts, Pairs.of(lists.weights, query.shape[1]))
 
     def draw(self, group: int, digest: Digest, context: int, samples: int) -> Launch:
         """One draw from the digests of a context."""
@@ -189,11 +190,12 @@ class Memory:
         masses = np.empty((1, group * self.kv_heads, kept_masses(blocks, size)), MASSES)
         holes, valid = np.zeros((1, blocks), np.uint8), np.ones((1, context), np.uint8)
         low = np.zeros(1, np.int32)
+        table = self.table[:, :blocks].copy()
         return draw_pairs(
-            query, digest, self.table[:, :blocks].copy(),
-            Unsealed(tag_of(self.dtype), self.pool.block_ptr, holes, valid, self.block_size),
-            Always(low, low + 16, 16), Thresholds.of(0, low, blocks * size), blocks, context, masses,
-            *PairLists.of(1, self.kv_heads, room), samples=samples, join="max", scale=self.dim**-0.5, softcap=None,
+            query, digest, table, Always(low, low + 16, 16), Thresholds.of(0, low, blocks * size), masses,
+            PairLists.of(1, self.kv_heads, room), n_sealed=blocks, length=context, samples=samples, join="max",
+            scale=self.dim**-0.5, softcap=None,
+            unsealed=HostBlocks(tag_of(self.dtype), self.pool.block_ptr, table, holes, valid, self.block_size),
         )  # fmt: skip
 
     def _query(self, group: int, batch: int) -> np.ndarray:
@@ -209,9 +211,9 @@ def decode_cases(name: str, threads: int, read: Case) -> Iterator[list[Case]]:
     """Sets of cases that take turns: head dimensions, groups, batches, block sizes."""
     dtype = DTYPES[name]
 
-    def case(memory: Memory, group: int, batch: int, budget: int, kind: str = "sparse_decode") -> Case:
+    def case(memory: Memory, group: int, batch: int, budget: int, kind: str = "blocks") -> Case:
         def prepare() -> Callable[[], Any]:
-            launch = memory.decode(group, batch, budget, dense=kind == "dense", prefetch=kind != "no prefetch")
+            launch = memory.decode(group, batch, budget, dense=kind == "dense")
             if threads == 1:
                 return launch
             _WARM @ _WARM  # in a model, an operator before has the team awake
@@ -228,7 +230,6 @@ def decode_cases(name: str, threads: int, read: Case) -> Iterator[list[Case]]:
     yield [
         read,
         *(case(memory, group, batch, 2048) for group, batch in ((4, 1), (3, 1), (7, 1), (4, 4))),
-        case(memory, 4, 1, 2048, "no prefetch"),
         *packed,
         case(memory, 4, 1, 8192, "dense"),
     ]
@@ -262,7 +263,7 @@ def torch_cases(name: str, read: Case) -> list[Case]:
     nbytes, facts = memory.bytes_of(1, budget), {"dtype": name, "dim": 128, "group": group, "kernel_threads": 1}
     return [
         read,
-        Case("sparse_decode", lambda: memory.decode(group, 1, budget), nbytes, facts),
+        Case("blocks", lambda: memory.decode(group, 1, budget), nbytes, facts),
         *(Case(f"torch: gather, {way}", partial(prepare, attend), nbytes, facts) for way, attend in ways.items()),
     ]
 
@@ -296,7 +297,7 @@ def pair_cases(name: str, read: Case) -> Iterator[list[Case]]:
                 blocks = partial(memory.decode, group, 1, tokens)
                 more = facts | {"budget": tokens}
                 cases += [Case(kind, make, memory.bytes_of(1, tokens), more) for kind, make in
-                          (("attend_pairs", attend), ("sparse_decode", blocks))]  # fmt: skip
+                          (("pairs", attend), ("blocks", blocks))]  # fmt: skip
         for context in (each for each in (8192, 32768) if each <= 32 * memories[0].blocks):
             digest = pairs_of(context // 32, kv_heads, dim, rng)
             for samples in (128, 512):

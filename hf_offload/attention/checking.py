@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from hf_offload.attention.merge import merge_partials
-from hf_offload.cpu.kernels.pair_decode import attend_pairs
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
-from hf_offload.policies.base import Drawn
+from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
+from hf_offload.policies.base import Drawn, Selection
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
@@ -21,12 +20,11 @@ class Early(NamedTuple):
     """The part of a step that the CPU attended with a predicted query.
 
     Args:
-        blocks, counts: int32 `[B, Hkv, C]` and `[B, Hkv]`, what it attended.
+        selection: the blocks.
         lse: float32 `[B, Hq]`, as the merge took it: of the predicted query, or corrected to the real one.
     """
 
-    blocks: np.ndarray
-    counts: np.ndarray
+    selection: Selection
     lse: np.ndarray
 
 
@@ -65,30 +63,28 @@ def check(
     assert store is not None
     assert checks is not None
     query, got, got_lse, drawn, early = outcome
-    view, size = store.view(length), store.block_size
-    arrays, padding = (query, view.block_ptr, view.table), (view.holes, view.valid)
-    form: dict[str, Any] = {"kv_dtype": store.dtype, "block_size": size, **scores._asdict()}
-    form["packed"] = store.format.packed
-    shape = store.batch, store.num_kv_heads, -(-length // size)
-    blocks = np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape).copy()
-    out, lse = np.empty(query.shape, np.float32), np.empty(query.shape[:2], np.float32)
-    counts = np.full(shape[:2], shape[2], np.int32)
-    sparse_decode(*arrays, blocks, counts, *padding, length, out, lse, None, **form).run(label)
-    attended, estimated, once = got_lse, None, np.empty_like(lse)
+    blocks, count = store.view(length).blocks, -(-length // store.block_size)
+
+    def attend(selection: Selection, pairs: Pairs | None = None, end: int = length) -> tuple[np.ndarray, np.ndarray]:
+        out, lse = np.empty(query.shape, np.float32), np.empty(query.shape[:2], np.float32)
+        decode_attention(
+            query, blocks, selection.items, selection.counts, end, out, lse, **scores._asdict(), pairs=pairs
+        ).run(label)
+        return out, lse
+
+    shape = store.batch, store.num_kv_heads, count
+    numbers = np.broadcast_to(np.arange(count, dtype=np.int32), shape).copy()
+    out, lse = attend(Selection(numbers, np.full(shape[:2], count, np.int32), store.block_size))
+    attended, errors = got_lse, None
     # In place of what a part stands for: the log mass of its keys themselves, by the real query.
     if drawn is not None:
-        pairs, weights, number = drawn.pairs
-        marked = length if drawn.skipped is None else min(length, drawn.skipped.shape[2])  # all pairs lie before that
-        attend_pairs(
-            *arrays, pairs, np.zeros_like(weights), number, *padding, marked, np.empty_like(out), once, None, **form,
-            skipped=drawn.skipped,
-        ).run(label)  # fmt: skip
-        attended = _replaced(attended, drawn.lse, once)
+        pairs: Pairs = drawn.selection.weights
+        errors, skipped = pairs.errors, pairs.skipped
+        plain = Pairs.of(np.zeros_like(pairs.weights), query.shape[1], skipped=skipped)
+        end = min(length, skipped.shape[2]) if len(skipped) else length  # all pairs lie before that
+        attended = _replaced(attended, drawn.lse, attend(drawn.selection, plain, end)[1])
     elif early is not None:
-        sparse_decode(
-            *arrays, early.blocks, early.counts, *padding, length, np.empty_like(out), once, None, **form
-        ).run(label)  # fmt: skip
-        attended = _replaced(attended, early.lse, once)
+        attended = _replaced(attended, early.lse, attend(early.selection)[1])
     if sinks is not None:
         both = torch.from_numpy(out), torch.from_numpy(lse)
         out = merge_partials([both], sinks.float().cpu().view(1, -1))[0].numpy()
@@ -99,7 +95,7 @@ def check(
     missed = -np.expm1(np.minimum(attended[there] - lse[there], 0))
     norm = np.maximum(np.linalg.norm(out[there], axis=-1), np.finfo(np.float32).tiny)
     error = np.linalg.norm(got[there] - out[there], axis=-1) / norm
-    estimated = None if drawn is None else drawn.errors[there]
+    estimated = None if errors is None else errors[there]
     layer.stats.checked.add(missed, error, estimated, true)
     if estimated is not None:
         checks.compare(estimated, true)

@@ -42,9 +42,9 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     # The tail must have a slot and comes last in ascending order: surplus blocks are dropped from the front.
     counts = chosen.counts.clamp(max=slots)
     skipped = (chosen.counts - counts)[..., None]
-    width = min(slots, chosen.blocks.shape[2])
-    kept = (skipped + torch.arange(width, device=store.device)).clamp(max=chosen.blocks.shape[2] - 1)
-    resident.load(chosen.blocks.gather(2, kept.long()), counts, step.label("placement"))
+    width = min(slots, chosen.items.shape[2])
+    kept = (skipped + torch.arange(width, device=store.device)).clamp(max=chosen.items.shape[2] - 1)
+    resident.load(chosen.items.gather(2, kept.long()), counts, step.label("placement"))
     layer.stats.placement_bytes += int(counts.sum()) * store.pool.record_bytes
     layer.stats.placements += 1
     layer.state.placed(layer, query.shape[1])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
+from hf_offload.attention.draw import Draw
 from hf_offload.attention.host_partial import BlockHostPartial, discard
-from hf_offload.cpu.kernels import draw_pairs
-from hf_offload.cpu.kernels.pair_decode import attend_pairs
+from hf_offload.cpu.kernels.decode_attention import decode_attention
+from hf_offload.cpu.kernels.draw_pairs import Resident
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Job
 from hf_offload.gpu.handover import hand_over
-from hf_offload.policies.base import Drawn
+from hf_offload.policies.base import Drawn, Selection
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class DrawnHostPartial(BlockHostPartial):
     Args:
         layer: the layer.
         query: `[B, Hq, D]` fp32, a tensor with the sizes of the queries.
-        samples, join: as for `draw_pairs.draw_missing`.
+        samples, join: as for `Draw`.
     """
 
     def __init__(self, layer: HybridLayer, query: torch.Tensor, samples: int, join: str) -> None:
@@ -55,16 +55,10 @@ class DrawnHostPartial(BlockHostPartial):
         self._inbox = self._make_inbox(self.query, self.blocks, self.counts, self.tail, self.limits)
         self._real = self._make_inbox(*real)
         """Takes in the real query, where a predicted one has drawn."""
-        pairs = store.block_size // 2
-        most = width * pairs
-        room = draw_pairs.most_pairs(samples, query.shape[1] // kv_heads, most)
-        self._lists = draw_pairs.PairLists.of(batch, kv_heads, room)._replace(counts=self.drawn.numpy())
-        heads = batch, query.shape[1]
-        self._masses = np.empty((*heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
-        self._portion, self._errors = np.zeros(heads, np.float32), np.zeros(heads, np.float32)
+        self._draw = Draw(store, layer.stats, query.shape[1], samples, join, width, counts=self.drawn.numpy())
+        self.selection = self._draw.selection
         self._drawing: Job | None = None
-        self.awaits_query = False
-        """Whether pairs are drawn, and attended with a query that comes later."""
+        self._is_drawn = False
 
     @classmethod
     def of(cls, step: Step, samples: int, join: str) -> DrawnHostPartial:
@@ -83,35 +77,25 @@ class DrawnHostPartial(BlockHostPartial):
             and self.width == step.store.table.shape[1]
         )
 
-    def attend(self, step: Step, *, correct: bool, label: str) -> DrawnHostPartial:
-        """Start the draw and the attention with the step's query.
-
-        Args:
-            step: the step.
-            correct: whether to compute k̄ for the first-order correction.
-            label: the job's name in error messages.
-        """
+    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> DrawnHostPartial:
+        """Start the draw, unless `read` has, and the attention, with the step's query."""
+        self.predicted = step.query
+        if self._is_drawn:
+            self._is_drawn, send = False, functools.partial(self._send_real, step.query)
+            make, after, before = self._make_real_attention, self.selection, self._drawing
+            self._job = self._submit(step, send, make, label, after=after, before=before)
+            return self
         self._drop()
-        self.predicted, self._correct = step.query, correct
+        self._correct = correct
         self._job = self._submit(step, functools.partial(self._send_all, step), self.make_launches, label)
         return self
 
-    def draw(self, step: Step) -> DrawnHostPartial:
-        """Start the draw alone, with a predicted query; `attend_drawn` follows."""
+    def read(self, step: Step, host: Selection) -> None:
+        """Start the draw alone, with a predicted query; `start` attends with the real one."""
         self._drop()
-        self._correct, self.awaits_query = False, True
+        self._correct, self._is_drawn = False, True
         send = functools.partial(self._send_all, step)
-        self._drawing = self._submit(step, send, self._make_draw, "draw of pairs", key=self._lists)
-        return self
-
-    def attend_drawn(self, step: Step) -> DrawnHostPartial:
-        """Start the attention of what was drawn, with the step's real query."""
-        self.predicted, self.awaits_query, before = step.query, False, self._drawing
-        send = functools.partial(self._send_real, step.query)
-        self._job = self._submit(
-            step, send, self._make_real_attention, "CPU attention", after=self._lists, before=before
-        )
-        return self
+        self._drawing = self._submit(step, send, self._make_draw, "draw of pairs", key=self.selection)
 
     def rehearse(self, capture: Any) -> None:
         super().rehearse(capture)
@@ -121,7 +105,7 @@ class DrawnHostPartial(BlockHostPartial):
         self.mirror.pause()
         held = step.resident_blocks()
         assert held is not None, "with two memories"
-        hand_over(self._inbox, step.query, held.blocks, held.counts, step.tail(), step.limits, flag=flag, epoch=epoch)
+        hand_over(self._inbox, step.query, held.items, held.counts, step.tail(), step.limits, flag=flag, epoch=epoch)
 
     def _send_real(
         self, query: torch.Tensor, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None
@@ -133,29 +117,20 @@ class DrawnHostPartial(BlockHostPartial):
         return (*self._make_draw(scores), self._attention(scores, self.query))
 
     def _make_draw(self, scores: Scores) -> tuple[Launch, ...]:
-        store = self.store
-        assert store.digests is not None
-        resident = draw_pairs.Resident(self.blocks.numpy(), self.counts.numpy(), self.score.numpy())
-        most, first = self.width * store.block_size // 2, store.padding.first
-        thresholds = draw_pairs.Thresholds.of(self.stats.layer, first, most, self.limits.numpy())
-        return (
-            draw_pairs.draw_missing(
-                self.query.numpy(), store.digests.arrays(self.query.numpy(), scores.scale), store.table, resident,
-                thresholds, self.tail.numpy(), self._masses, *self._lists, self._portion, samples=self.samples,
-                join=self.join, **scores._asdict(), tally=self.stats.drawn,
-            ),
-        )  # fmt: skip
+        digests, query = self.store.digests, self.query.numpy()
+        assert digests is not None
+        resident = Resident(self.blocks.numpy(), self.counts.numpy(), self.score.numpy(), self._draw.portion)
+        digest, limits = digests.arrays(query, scores.scale), self.limits.numpy()
+        return (self._draw.launch(query, digest, resident, scores, limits=limits, tail=self.tail.numpy()),)
 
     def _make_real_attention(self, scores: Scores) -> tuple[Launch, ...]:
         return (self._attention(scores, self._real.query),)
 
     def _attention(self, scores: Scores, query: torch.Tensor) -> Launch:
-        store, view = self.store, self.store.view(self.store.length)
-        return attend_pairs(
-            query.numpy(), view.block_ptr, view.table, *self._lists, view.holes, view.valid, view.covered,
-            self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None, kv_dtype=store.dtype,
-            block_size=store.block_size, **scores._asdict(), packed=store.format.packed, portion=self._portion,
-            errors=self._errors, tally=self.stats.errors,
+        view, kbar = self.store.view(self.store.length), self.kbar.numpy() if self._correct else None
+        return decode_attention(
+            query.numpy(), view.blocks, self.selection.items, self.selection.counts, view.covered, self.out.numpy(),
+            self.lse.numpy(), kbar, **scores._asdict(), pairs=self.selection.weights,
         )  # fmt: skip
 
     def share(self, step: Step) -> torch.Tensor:
@@ -171,10 +146,10 @@ class DrawnHostPartial(BlockHostPartial):
         return self.score.to(self.store.device, non_blocking=True)
 
     def drawn_part(self, step: Step) -> Drawn:
-        return Drawn(self._lists, self.real_lse(step), self._errors)
+        return Drawn(self.selection, self.real_lse(step))
 
     def _drop(self) -> None:
         super()._drop()
-        drawing, self._drawing, self.awaits_query = self._drawing, None, False
+        drawing, self._drawing, self._is_drawn = self._drawing, None, False
         if drawing is not None:
             discard(drawing)

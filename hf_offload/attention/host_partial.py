@@ -14,7 +14,7 @@ from hf_offload.attention.checking import Early
 from hf_offload.cache.memory import host_empty
 from hf_offload.cache.view import View
 from hf_offload.cpu.kernels import move_records as movers
-from hf_offload.cpu.kernels import sparse_decode as cpu_decode
+from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Job, WorkerError
 from hf_offload.gpu.handover import Inbox, hand_over
@@ -149,7 +149,7 @@ class BlockHostPartial(HostPartial):
     ) -> None:
         assert host is not None
         self.mirror.pause()
-        hand_over(self._inbox, query, host.blocks, host.counts, flag=flag, epoch=epoch)
+        hand_over(self._inbox, query, host.items, host.counts, flag=flag, epoch=epoch)
 
     def _arrived(self) -> torch.cuda.Event | None:
         """Return an event after the hand-over on a CUDA device, or None."""
@@ -179,19 +179,19 @@ class BlockHostPartial(HostPartial):
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         """Return new launches that attend the buffers' blocks, with their own counters and scratch memory."""
-        store, view = self.store, self.store.view(self.store.length)
+        view = self.store.view(self.store.length)
         # Host blocks are full: the length need not be exact.
         return (
-            cpu_decode.sparse_decode(
-                self.query.numpy(), view.block_ptr, view.table, self.blocks.numpy(), self.counts.numpy(), view.holes,
-                view.valid, view.covered, self.out.numpy(), self.lse.numpy(),
-                self.kbar.numpy() if self._correct else None, kv_dtype=store.dtype, block_size=store.block_size,
-                **scores._asdict(), packed=store.format.packed,
+            decode_attention(
+                self.query.numpy(), view.blocks, self.blocks.numpy(), self.counts.numpy(), view.covered,
+                self.out.numpy(), self.lse.numpy(), self.kbar.numpy() if self._correct else None, **scores._asdict(),
             ),
         )  # fmt: skip
 
     def read(self, step: Step, host: Selection) -> None:
-        """Start a job that reads host blocks into the CPU's caches, off the critical path."""
+        """Start a job that reads host blocks into the CPU's caches, off the critical path; a captured step has none."""
+        if self.mirror.capture is not None:
+            return
         self._drop()
         self._send(step.query, host)
         arrived, store = self._arrived(), step.store
@@ -242,7 +242,8 @@ class BlockHostPartial(HostPartial):
         """Return what was attended with a predicted query, after `result`; None: nothing was."""
         if self is not step.layer.ahead or self.host is None:
             return None
-        return Early(self.blocks.numpy(), self.counts.numpy(), self.real_lse(step))
+        selection = Selection(self.blocks.numpy(), self.counts.numpy(), step.block_size)
+        return Early(selection, self.real_lse(step))
 
     def cancel(self) -> None:
         """Wait for the job and drop its result, so that nothing reads blocks that are about to change.

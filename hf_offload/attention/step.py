@@ -152,17 +152,20 @@ class Step(ABC):
         """Select `blocks` blocks: the sinks and the newest blocks."""
 
     @abstractmethod
+    def draw(self, join: str, samples: int) -> Selection:
+        """Select pairs of keys by their estimated attention (`cpu.kernels.draw_pairs`); few blocks are all selected.
+
+        With one memory sinks, newest tokens and what has no digest are always listed. With two the CPU draws from what
+        is not resident, once the selection is attended or read ahead, and the device attends all that is resident.
+
+        Args:
+            join: how the query heads of a KV head are joined, `"max"` or `"mean"`.
+            samples: a pair with more than 1 / samples of a head's attention is always listed.
+        """
+
+    @abstractmethod
     def all_blocks(self) -> Selection:
         """Select every block."""
-
-    @property
-    def all_resident(self) -> bool:
-        """Whether all blocks are resident; False with one memory."""
-        return False
-
-    def attend_resident(self) -> Partial:
-        """Attend all blocks on the device, where all are resident (`all_resident`)."""
-        raise RuntimeError("attend_resident needs two memories; check step.all_resident first")
 
     @abstractmethod
     def resident_blocks(self) -> Selection | None:
@@ -192,16 +195,19 @@ class Step(ABC):
         raise RuntimeError("tail needs two memories; check step.layer.two_memories first")
 
     @abstractmethod
-    def split(self, selection: Selection) -> tuple[Selection | None, Selection]:
-        """Split a selection into (resident blocks, host blocks); with one memory (None, all blocks)."""
+    def split(self, selection: Selection) -> tuple[Selection | None, Selection | None]:
+        """Split a selection into (resident blocks, blocks or pairs on the host); with one memory (None, all).
+
+        With two memories the second is None where all blocks are resident.
+        """
 
     def attend(self, selection: Selection) -> tuple[Partial | HostPartial, ...]:
-        """Attend blocks in place: resident ones on the device, concurrently the others on the CPU."""
+        """Attend a selection in place: resident blocks on the device, concurrently the rest on the CPU."""
         return self.attend_split(*self.split(selection))
 
     @abstractmethod
     def attend_split(self, device: Selection | None, host: Selection | None) -> tuple[Partial | HostPartial, ...]:
-        """Attend resident blocks on the device and host blocks on the CPU, as returned by `split`; None: no blocks."""
+        """Attend a selection in the two parts that `split` returns; None: nothing."""
 
     def fetch(self, score: Any, chosen: Selection) -> tuple[Partial | HostPartial, ...]:
         """Attend all chosen blocks on the device, fetching those that are not resident; with one memory as `attend`.
@@ -216,38 +222,11 @@ class Step(ABC):
         """Copy host blocks to the device, tile by tile, and attend them there; with two memories only."""
         raise RuntimeError("attend_fetched needs two memories; check step.layer.two_memories first")
 
-    @abstractmethod
-    def attend_drawn(self, join: str, samples: int, ahead: Any = None) -> tuple[Partial | HostPartial, ...]:
-        """Attend pairs of keys that are drawn by their estimated attention (`cpu.kernels.draw_pairs`).
-
-        With one memory sinks, newest tokens and what has no digest are always attended; with two all that is resident,
-        on the device.
-
-        Args:
-            join: how the query heads of a KV head are joined, `"max"` or `"mean"`.
-            samples: a pair with more than 1 / samples of a head's attention is always attended.
-            ahead: what `draw_early` returned for this step.
-        """
-
-    def draw_early(self, join: str, samples: int, *, attend: bool, correct: bool) -> Any:
-        """Draw with this step's (predicted) query on the CPU; with two memories only.
-
-        Args:
-            join, samples: as for `attend_drawn`.
-            attend: whether the CPU attends with it, too; else it waits for the real query.
-            correct: whether the merge corrects the result to the real query, to first order.
-        """
-        raise RuntimeError("draw_early needs two memories; check step.layer.two_memories first")
-
-    def block_shares(self, plan: Plan) -> Any:
-        """Return the blocks' shares of the attention by this step's draw, for `learn`; None with one memory."""
-        return None
-
     def attend_early(self, host: Selection, *, correct: bool) -> Any:
         """Start the host partial with this step's (predicted) query; with two memories only.
 
         Args:
-            host: host blocks to attend.
+            host: what to attend on the host, as returned by `split`.
             correct: whether the merge corrects the result to the real query, to first order.
         """
         raise RuntimeError("attend_early needs two memories; check step.layer.two_memories first")
@@ -260,7 +239,7 @@ class Step(ABC):
         raise RuntimeError("share_of needs two memories; check step.layer.two_memories first")
 
     def read_ahead(self, host: Selection) -> None:
-        """Start to read host blocks into the CPU's caches, off the critical path; with two memories only."""
+        """Start to read host blocks into the CPU's caches, or to draw, beside the model; with two memories only."""
         raise RuntimeError("read_ahead needs two memories; check step.layer.two_memories first")
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:

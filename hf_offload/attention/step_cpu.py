@@ -12,16 +12,18 @@ import numpy as np
 import torch
 
 from hf_offload.attention.checking import Outcome, check
+from hf_offload.attention.draw import Draw
 from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.view import View
-from hf_offload.cpu.kernels import block_topk, draw_pairs, pair_decode
+from hf_offload.cpu.kernels import block_topk
 from hf_offload.cpu.kernels import move_records as movers
-from hf_offload.cpu.kernels import sparse_decode as cpu_decode
+from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, Digest
+from hf_offload.cpu.kernels.draw_pairs import Always
 from hf_offload.cpu.kernels.merge import join_parts
-from hf_offload.cpu.launch import TAGS, Launch, LaunchSequence, tag_of
+from hf_offload.cpu.launch import TAGS, Launch, LaunchSequence
 from hf_offload.cpu.simd.convert import SHORT, narrow, widen
 from hf_offload.policies.base import EVER, Drawn, HostPartial, Partial, Plan, Selection
 from hf_offload.scores import Scores
@@ -144,7 +146,9 @@ class CpuStep(Step):
             assert value is not None
             key, value = readable(key), readable(value)
             last = view.covered - 1  # each step writes its own number
-            token_launch = movers.write_tokens(key, value, view.block_ptr, view.table, last, self.block_size)
+            token_launch = movers.write_tokens(
+                key, value, view.blocks.block_ptr, view.blocks.table, last, self.block_size
+            )
             self._input_launches.insert(0, self._launch(token_launch, "an append"))
             self._input_words += [token_launch.word(name) for name in ("keys", "values", "start")]
         for launch in self._input_launches:
@@ -176,7 +180,6 @@ class CpuStep(Step):
         self._all_counts: np.ndarray | None = None
         self._partials = 0
         self._drawn: Drawn | None = None
-        """Drawn pairs, and the estimated errors `[B, Hq]` of their attention."""
         self._valid_blocks = range(EVER)
         """Numbers of blocks for which the launches are valid."""
         self._conditions: list[Callable[[], bool]] = []
@@ -347,10 +350,11 @@ class CpuStep(Step):
         buffers.make_room(store.num_kv_heads, last)
         unsealed, select, selection = None, None, None
         if join != "raw" and sealed * size < store.length:  # without the token of a predicted query
-            unsealed = (self.view.block_ptr, self.view.holes, self.view.valid, store.length, size)
+            held = self.view.blocks
+            unsealed = (held.block_ptr, held.holes, held.valid, store.length, size)
         if blocks is not None:
             selection, bounds = self._new_selection(blocks, self.recent_blocks, last + 1)
-            chosen = (selection.blocks, selection.counts)
+            chosen = (selection.items, selection.counts)
             select = (*bounds, self.recent_blocks, last + 1, blocks, *chosen)
         tail = np.full(buffers.query.shape[:2], -np.inf, np.float32)
         launch = block_topk.choose_blocks(
@@ -364,7 +368,8 @@ class CpuStep(Step):
     def _last_sealed(self) -> int:
         """The largest number of sealed blocks that gives a scoring launch as many tasks as now; serve no others."""
         first = (self.store.sealed - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS + 1
-        last = min(first + CHUNK_BLOCKS - 1, self.view.table.shape[1], self.view.holes.shape[1] - 1)
+        held = self.view.blocks
+        last = min(first + CHUNK_BLOCKS - 1, held.table.shape[1], held.holes.shape[1] - 1)
         self.serve(range(first + 1, last + 2))
         return int(last)
 
@@ -403,36 +408,57 @@ class CpuStep(Step):
         always = max((high - low).tolist(), default=0) + recent + self.num_blocks - self.store.sealed
         shape = (self.store.batch, self.store.num_kv_heads)
         width = min(max(blocks, always), most)
-        return Selection(np.empty((*shape, width), np.int32), np.empty(shape, np.int32)), (low, high)
+        return self._selection(np.empty((*shape, width), np.int32), np.empty(shape, np.int32)), (low, high)
 
     def _select(self, score: np.ndarray, blocks: int, recent: int) -> Selection:
         """Select blocks now, by computed scores."""
         selection, bounds = self._new_selection(blocks, recent, self.num_blocks)
         launch = block_topk.select_blocks(
-            score, self.store.sealed, self.num_blocks, *bounds, recent, blocks, selection.blocks, selection.counts
+            score, self.store.sealed, self.num_blocks, *bounds, recent, blocks, selection.items, selection.counts
         )
         launch.run(self.label("selection"))
         self.serve_this_block()
         return selection
+
+    def draw(self, join: str, samples: int) -> Selection:
+        store, query = self.store, self.buffers.query
+        if store.sealed == 0 or store.awaits_digests:
+            self.serve_this_block()
+            return self.all_blocks()
+        last, wants, size = self._last_sealed(), self.layer.requirements, self.block_size // 2
+        (low, high), recent = store.padding.sinks(wants.sinks, 2), -(-wants.recent // 2)
+        sure = max((high - low).tolist(), default=0) + recent + (self.num_blocks - store.sealed) * size
+        draw = Draw(
+            store, self.layer.stats, query.shape[1], samples, join, last, sure=sure, buffer=self.layer.settings.buffer
+        )
+        covered = min((last + 1) * self.block_size, self.view.covered)
+        always = Always(low, high, recent)
+        launch = draw.launch(query, self._digest(), always, self.scores, length=covered, unsealed=self.view.blocks)
+        self.add(launch, "the draw of pairs", length=True)
+        self._number_blocks(launch, "n_sealed")
+        return draw.selection
+
+    def _selection(self, blocks: np.ndarray, counts: np.ndarray) -> Selection:
+        return Selection(blocks, counts, self.block_size)
 
     def all_blocks(self) -> Selection:
         shape, last = (self.store.batch, self.store.num_kv_heads), -(-self.num_blocks // LIST_BLOCKS) * LIST_BLOCKS
         blocks = np.broadcast_to(np.arange(last, dtype=np.int32), (*shape, last)).copy()
         self._all_counts = counts = np.full(shape, self.num_blocks, np.int32)
         self.serve(range(last - LIST_BLOCKS + 1, last + 1))
-        return Selection(blocks, counts)
+        return self._selection(blocks, counts)
 
     def blocks_from(self, first: int) -> Selection:
         shape = (self.store.batch, self.store.num_kv_heads, self.num_blocks - first)
         blocks = np.broadcast_to(np.arange(first, self.num_blocks, dtype=np.int32), shape).copy()
         self.serve_this_block()
-        return Selection(blocks, np.full(shape[:2], shape[2], np.int32))
+        return self._selection(blocks, np.full(shape[:2], shape[2], np.int32))
 
     def blocks(self, numbers: Sequence[int]) -> Selection:
         listed, shape = self._listed(numbers), (self.store.batch, self.store.num_kv_heads)
         self.serve_this_block()
         wide = np.broadcast_to(listed, (*shape, len(listed))).copy()
-        return Selection(wide, np.full(shape, len(listed), np.int32))
+        return self._selection(wide, np.full(shape, len(listed), np.int32))
 
     def resident_blocks(self) -> None:
         return None
@@ -451,72 +477,34 @@ class CpuStep(Step):
         return self.buffers.partial(self._partials - 1)
 
     def attention(
-        self, host: Selection, what: str, scores: np.ndarray | None = None, to: Partial | None = None
+        self,
+        host: Selection,
+        what: str,
+        scores: np.ndarray | None = None,
+        to: Partial | None = None,
+        end: int | None = None,
     ) -> Partial:
-        """Queue attention to blocks with this step's query.
+        """Queue attention to a selection with this step's query.
 
         Args:
-            host: the blocks.
+            host: the selection.
             what: its name in error messages.
-            scores: as for `cpu.kernels.sparse_decode.sparse_decode`.
+            scores: as for `cpu.kernels.decode_attention.decode_attention`.
             to: buffers of the result; None: `room()`.
+            end: all selected tokens lie before this one; None: the row's end.
 
         Returns:
             The buffers, which the queue fills.
         """
-        store, view, buffers, to = self.store, self.view, self.buffers, to or self.room()
-        launch = cpu_decode.sparse_decode(
-            buffers.query, view.block_ptr, view.table, host.blocks, host.counts, view.holes, view.valid, view.covered,
-            *to, None, kv_dtype=store.dtype, block_size=self.block_size,
-            **self.scores._asdict(), packed=store.format.packed, scores=scores,
+        to = to or self.room()
+        launch = decode_attention(
+            self.buffers.query, self.view.blocks, host.items, host.counts, end or self.view.covered, *to,
+            **self.scores._asdict(), pairs=host.weights, scores=scores,
         )  # fmt: skip
-        self.add(launch, what, length=True)
+        self.add(launch, what, length=end is None)
+        if host.weights is not None:
+            self._drawn = Drawn(host, to.lse)
         return to
-
-    def attend_drawn(self, join: str, samples: int, ahead: None = None) -> tuple[Partial, ...]:
-        store, view, buffers = self.store, self.view, self.buffers
-        if store.sealed == 0 or store.awaits_digests:
-            self.serve_this_block()
-            return (self.attention(self.all_blocks(), "CPU attention"),)
-        batch, heads, _ = buffers.query.shape
-        last, pairs = self._last_sealed(), self.block_size // 2
-        needs = self.layer.requirements
-        (low, high), recent = store.padding.sinks(needs.sinks, 2), -(-needs.recent // 2)
-        sure = max((high - low).tolist(), default=0) + recent + (self.num_blocks - store.sealed) * pairs
-        drawable = draw_pairs.most_pairs(samples, heads // store.num_kv_heads, last * pairs)
-        most = min(sure + drawable, (last + 1) * pairs)
-        drawn = draw_pairs.PairLists.of(batch, store.num_kv_heads, most)
-        width = draw_pairs.kept_masses(last, pairs)
-        masses = self.layer.settings.buffer("masses of pairs", (batch, heads, width), draw_pairs.MASSES)
-        always = draw_pairs.Always(low, high, recent)
-        thresholds = draw_pairs.Thresholds.of(self.layer.index, store.padding.first, last * pairs)
-        covered = min((last + 1) * self.block_size, view.covered)
-        draw = draw_pairs.draw_pairs(
-            buffers.query, self._digest(), store.table, self.unsealed(), always, thresholds, last, covered,
-            masses, *drawn, samples=samples, join=join, **self.scores._asdict(), tally=self.layer.stats.drawn,
-        )  # fmt: skip
-        self.add(draw, "the draw of pairs", length=True)
-        self._number_blocks(draw, "n_sealed")
-        to, errors = self.room(), np.zeros((batch, heads), np.float32)
-        launch = pair_decode.attend_pairs(
-            buffers.query, view.block_ptr, view.table, *drawn, view.holes, view.valid, view.covered, *to, None,
-            kv_dtype=store.dtype, block_size=self.block_size, **self.scores._asdict(), packed=store.format.packed,
-            errors=errors, tally=self.layer.stats.errors,
-        )  # fmt: skip
-        self.note_drawn(drawn, to.lse, errors)
-        self.add(launch, "CPU attention", length=True)
-        return (to,)
-
-    def unsealed(self) -> draw_pairs.Unsealed:
-        """The tokens without digest."""
-        view = self.view
-        return draw_pairs.Unsealed(tag_of(self.store.dtype), view.block_ptr, view.holes, view.valid, self.block_size)
-
-    def note_drawn(
-        self, pairs: draw_pairs.PairLists, lse: np.ndarray, errors: np.ndarray, skipped: np.ndarray | None = None
-    ) -> None:
-        """Remember the drawn part of the step for its checks; arguments as for `Drawn`."""
-        self._drawn = Drawn(pairs, lse, errors, skipped)
 
     def check(self) -> None:
         """Compare the result of the step that has just run with full attention, for the statistics."""

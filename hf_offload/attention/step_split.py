@@ -22,7 +22,7 @@ from hf_offload.gpu.block_topk import select_blocks, split_blocks
 from hf_offload.gpu.digest_scores import join_heads
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged_attention import paged_attention
-from hf_offload.policies.base import HostPartial, Partial, Plan, Selection
+from hf_offload.policies.base import HostPartial, Partial, Selection
 from hf_offload.scores import Scores
 
 COMPARE_EVERY = 8  # steps between two comparisons of predicted and wanted blocks
@@ -52,6 +52,7 @@ class SplitStep(Step):
         self.query, self.resident, self.mirror = query.detach().float().contiguous(), layer.resident, layer.mirror
         self.query_shape = query.shape[0], query.shape[1]
         self.limits, self.valid = self.mirror.limits("step", length, self.store.sealed), self.mirror.valid()
+        self._resident_blocks: Selection | None = None
         self.cpu_ratio: Any = None
         """The host partial's tokens as a share of the budget (without one: of all tokens), once it has its result: fp32
         `[]` or a float."""
@@ -111,7 +112,7 @@ class SplitStep(Step):
         sink_blocks = -(-self.layer.requirements.sinks // self.block_size) + 1
         always = sink_blocks + recent + self.num_blocks - self.store.sealed
         capacity = min(max(blocks, always), self.store.table.shape[1])
-        return Selection(
+        return self._selection(
             *select_blocks(
                 score, self.limits, low, high, block_size=self.block_size, recent=recent, k=blocks, capacity=capacity
             )
@@ -126,51 +127,64 @@ class SplitStep(Step):
         newest = max(blocks - (self.num_blocks - self.store.sealed) - sinks, 0)
         return self.select(torch.zeros_like(self.resident.worth), 0, newest)
 
+    def draw(self, join: str, samples: int) -> Selection:
+        if self._all_resident:
+            return self.all_blocks()
+        partial = DrawnHostPartial.of(self, samples, join)
+        partial.cancel()
+        return partial.selection
+
     def all_blocks(self) -> Selection:
-        shape = (self.store.batch, self.store.num_kv_heads, self.store.table.shape[1])
-        device = self.query.device
+        shape, device = (self.store.batch, self.store.num_kv_heads, self.store.table.shape[1]), self.query.device
+        if self._all_resident:  # in the order of their slots: while all blocks are resident, free slots come last
+            held = self.resident.block_of
+            slots = self.mirror.numbers(held.shape[2]).expand_as(held).contiguous()
+            return self._selection(held, (held >= 0).sum(-1, dtype=torch.int32), slots)
         blocks = torch.arange(shape[2], dtype=torch.int32, device=device).expand(shape).contiguous()
         count = (self.limits[:1] + self.block_size - 1) // self.block_size
-        return Selection(blocks, count.expand(shape[:2]).contiguous())
+        return self._selection(blocks, count.expand(shape[:2]).contiguous())
 
     def blocks_from(self, first: int) -> Selection:
         shape, device = (self.store.batch, self.store.num_kv_heads), self.query.device
         blocks = torch.arange(first, first + self.resident.slots, dtype=torch.int32, device=device)
         counts = torch.full(shape, self.num_blocks - first, dtype=torch.int32, device=device)
-        return Selection(blocks.clamp(max=self.store.table.shape[1] - 1).expand(*shape, -1).contiguous(), counts)
+        blocks = blocks.clamp(max=self.store.table.shape[1] - 1)
+        return self._selection(blocks.expand(*shape, -1).contiguous(), counts)
 
     def blocks(self, numbers: Sequence[int]) -> Selection:
         listed = sent(self._listed(numbers), self.query.device)
         shape = (self.store.batch, self.store.num_kv_heads)
         counts = torch.full(shape, len(listed), dtype=torch.int32, device=self.query.device)
-        return Selection(listed.expand(*shape, -1).contiguous(), counts)
+        return self._selection(listed.expand(*shape, -1).contiguous(), counts)
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         block, offset = divmod(self.length - 1, self.block_size)
         key, value = self.resident.block(block)[:, :, :, offset].unbind(2)
         return key, value
 
+    def _selection(self, blocks: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor | None = None) -> Selection:
+        return Selection(blocks, counts, self.block_size, slots=slots)
+
     @property
-    def all_resident(self) -> bool:
+    def _all_resident(self) -> bool:
         return self.layer.fits_device(self.length)
 
-    def attend_resident(self) -> Partial:
-        held = self.resident.block_of
-        slots = self.mirror.numbers(held.shape[2]).expand_as(held).contiguous()
-        counts = (held >= 0).sum(-1, dtype=torch.int32)  # while all blocks are resident, free slots come last
-        return self.attend_device(Selection(held, counts, slots))
-
     def resident_blocks(self) -> Selection:
-        no_block = torch.iinfo(torch.int32).max
-        held = self.resident.block_of
-        blocks, slots = torch.where(held < 0, no_block, held).sort(-1)
-        return Selection(blocks, (held >= 0).sum(-1, dtype=torch.int32), slots.int())
+        if self._resident_blocks is None:
+            no_block, held = torch.iinfo(torch.int32).max, self.resident.block_of
+            blocks, slots = torch.where(held < 0, no_block, held).sort(-1)
+            self._resident_blocks = self._selection(blocks, (held >= 0).sum(-1, dtype=torch.int32), slots.int())
+        return self._resident_blocks
 
-    def split(self, selection: Selection) -> tuple[Selection, Selection]:
-        parts = split_blocks(selection.blocks, selection.counts, self.resident.slot_of)
+    def split(self, selection: Selection) -> tuple[Selection, Selection | None]:
+        if selection.slots is not None:
+            return selection, None
+        if selection.weights is not None:
+            return self.resident_blocks(), selection
+        parts = split_blocks(selection.items, selection.counts, self.resident.slot_of)
         return (
-            Selection(parts.near, parts.near_counts, parts.near_slots),
-            Selection(parts.far, parts.far_counts),
+            self._selection(parts.near, parts.near_counts, parts.near_slots),
+            self._selection(parts.far, parts.far_counts),
         )
 
     # --- computing ---------------------------------------------------------------------------------------------------
@@ -178,7 +192,7 @@ class SplitStep(Step):
     def attend_device(self, device: Selection) -> Partial:
         """Attend resident blocks on the device; the partial has splits."""
         out, lse = paged_attention(
-            self.query, self.resident.pool, device.slots, device.blocks, device.counts, self.limits,
+            self.query, self.resident.pool, device.slots, device.items, device.counts, self.limits,
             self.valid, **self.scores._asdict(),
         )  # fmt: skip
         return Partial(out, lse)
@@ -192,23 +206,23 @@ class SplitStep(Step):
 
     def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | HostPartial, ...]:
         resident = self.resident
-        if resident.slots > chosen.blocks.shape[2]:  # other resident blocks stay while there are slots
+        if resident.slots > chosen.items.shape[2]:  # other resident blocks stay while there are slots
             score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
         self.learn(score, 0.0)
         moves = resident.exchange(self.limits, self.sinks, self.recent_blocks, None)
         resident.bring(moves)
         self.layer.count("moves", moves.counts)
         device, missing = self.split(chosen)
-        found = self.attend_device(device)
-        return (found, self.attend_fetched(missing)) if chosen.blocks.shape[2] > resident.slots else (found,)
+        found, fits = self.attend_device(device), chosen.items.shape[2] <= resident.slots
+        return (found,) if missing is None or fits else (found, self.attend_fetched(missing))
 
     def attend_fetched(self, host: Selection) -> Partial:
-        resident, shape, most = self.resident, host.blocks.shape[:2], host.blocks.shape[2]
+        resident, shape, most = self.resident, host.items.shape[:2], host.items.shape[2]
         size = min(max(self.layer.settings.prefill_tile // self.block_size, 1), most)
         with memory_for(TILE, LOWER_TILE):
             tile = resident.pool.new_empty(*shape, size, *resident.pool.shape[3:])
         slots = torch.arange(size, dtype=torch.int32, device=self.query.device).expand(*shape, size).contiguous()
-        listed, parts = torch.nn.functional.pad(host.blocks, (0, -most % size)), []
+        listed, parts = torch.nn.functional.pad(host.items, (0, -most % size)), []
         for first in range(0, most, size):
             blocks, counts = listed[:, :, first : first + size].contiguous(), (host.counts - first).clamp(0, size)
             resident.bring(Moves(slots, blocks, counts), tile)
@@ -225,38 +239,16 @@ class SplitStep(Step):
         self.layer.ahead = partial.start(self, host, correct=correct, label="early CPU attention")
         return partial
 
-    def attend_drawn(
-        self, join: str, samples: int, ahead: DrawnHostPartial | None = None
-    ) -> tuple[Partial | HostPartial, ...]:
-        if self.all_resident:
-            return (self.attend_resident(),)
-        partial = ahead
-        if partial is None:
-            partial = DrawnHostPartial.of(self, samples, join).attend(self, correct=False, label="CPU attention")
-        elif partial.awaits_query:
-            partial.attend_drawn(self)
-        return self.attend_device(self.resident_blocks()), partial
-
-    def draw_early(self, join: str, samples: int, *, attend: bool, correct: bool) -> DrawnHostPartial | None:
-        if self.all_resident:
-            return None
-        partial = DrawnHostPartial.of(self, samples, join)
-        if not attend:
-            return partial.draw(self)
-        self.layer.ahead = partial.attend(self, correct=correct, label="early CPU attention")
-        return partial
-
-    def block_shares(self, plan: Plan) -> torch.Tensor | None:
-        return plan.host.block_shares() if isinstance(plan.host, DrawnHostPartial) else None
-
     def read_ahead(self, host: Selection) -> None:
-        if self.mirror.capture is None:
-            self._host_partial(host).read(self, host)
+        self._host_partial(host).read(self, host)
 
     def _host_partial(self, host: Selection) -> BlockHostPartial:
-        """Return the layer's host partial, a new one where sizes have changed."""
-        capacity = host.blocks.shape[2]
+        """Return the layer's host partial, a new one where sizes have changed; `draw` has made that of pairs."""
+        capacity = host.items.shape[2]
         partial: BlockHostPartial | None = self.layer.host_partial
+        if host.weights is not None:
+            assert partial is not None
+            return partial
         if partial is None or partial.form != (self.query.shape, capacity):
             partial = self.layer.host_partial = BlockHostPartial(self.layer, self.query, capacity)
         return partial
@@ -293,13 +285,13 @@ class SplitStep(Step):
     def compare(self, predicted: Selection, wanted: Selection) -> None:
         if self.layer.stats.steps % COMPARE_EVERY or self.mirror.capture is not None:
             return
-        valid = torch.arange(wanted.blocks.shape[2], device=self.query.device) < wanted.counts[..., None]
-        found = self._marks(predicted).gather(2, torch.where(valid, wanted.blocks, 0).long()) & valid
+        valid = torch.arange(wanted.items.shape[2], device=self.query.device) < wanted.counts[..., None]
+        found = self._marks(predicted).gather(2, torch.where(valid, wanted.items, 0).long()) & valid
         self.layer.count("overlap", found.sum(dtype=torch.float32) / valid.sum().clamp(min=1))
 
     def _marks(self, selection: Selection) -> torch.Tensor:
         """Return a selection as a mask over blocks, bool `[B, Hkv, N]`."""
         width, device = self.store.table.shape[1], self.query.device
-        valid = torch.arange(selection.blocks.shape[2], device=device) < selection.counts[..., None]
-        marks = torch.zeros(*selection.blocks.shape[:2], width + 1, dtype=torch.bool, device=device)
-        return marks.scatter_(2, torch.where(valid, selection.blocks, width).long(), True)[:, :, :width]
+        valid = torch.arange(selection.items.shape[2], device=device) < selection.counts[..., None]
+        marks = torch.zeros(*selection.items.shape[:2], width + 1, dtype=torch.bool, device=device)
+        return marks.scatter_(2, torch.where(valid, selection.items, width).long(), True)[:, :, :width]

@@ -18,7 +18,8 @@ from hf_offload.cache.padding import Padding
 from hf_offload.cache.view import View
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels.move_records import copy_records
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.kernels.record import HostBlocks
+from hf_offload.cpu.launch import Launch, tag_of
 from hf_offload.cpu.thread_pool import Worker
 from hf_offload.gpu.block_topk import spare_width
 from hf_offload.gpu.kv_copy import store_tokens
@@ -81,6 +82,7 @@ class BlockStore:
         self.table = np.zeros((batch, 0), np.int32)
         self.tables = TableMirror(self)
         self._view: View | None = None
+        self._tag = tag_of(dtype)
         self.revision = 0
         """Incremented whenever the table changes."""
         self.length = 0
@@ -199,10 +201,10 @@ class BlockStore:
         digest = None if digests is None or self.awaits_digests else digests.identity
         if (
             old is not None
-            and old.table is self.table
-            and old.block_ptr is pool.block_ptr
-            and old.valid is padding.valid
-            and old.holes is padding.holes
+            and old.blocks.table is self.table
+            and old.blocks.block_ptr is pool.block_ptr
+            and old.blocks.valid is padding.valid
+            and old.blocks.holes is padding.holes
             and old.first is padding.first
             and old.digest is digest
             and old.revision == padding.revision
@@ -210,9 +212,10 @@ class BlockStore:
             return old
         blocks = min(self.table.shape[1], padding.holes.shape[1])
         covered = min(padding.valid.shape[1], blocks * self.block_size)
-        self._view = View(
-            self.table, pool.block_ptr, padding.valid, padding.holes, padding.first, digest, padding.revision, covered
+        held = HostBlocks(
+            self._tag, pool.block_ptr, self.table, padding.holes, padding.valid, self.block_size, self.format.packed
         )
+        self._view = View(held, padding.first, digest, padding.revision, covered)
         return self._view
 
     def packed_on_arrival(self, start: int, stop: int) -> range:

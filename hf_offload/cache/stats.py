@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_offload.cache.checks import Checked
-from hf_offload.cpu.kernels.pair_decode import ERROR_BINS, ERROR_STEPS, LEAST_ERROR
+from hf_offload.cpu.kernels.decode_attention import ERROR_BINS, ERROR_STEPS, LEAST_ERROR
 
 KEEP_STEPS = 4096
 """Newest steps of which each layer keeps a number."""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_offload.cpu.kernels.record import HostBlocks
+
 
 class View(NamedTuple):
     """The arrays of a `BlockStore`, its padding and its digests.
@@ -16,18 +18,14 @@ class View(NamedTuple):
     which another thread may grow; `BlockStore.view` therefore compares all arrays at every step.
 
     Args:
-        table: int32 `[B, N]`, physical block of each logical one.
-        block_ptr: int64 `[P]`, address of each physical block.
-        valid: uint8 `[B, T]`; holes: uint8 `[B, N]`; first: int32 `[B]`: the arrays of `Padding`.
+        blocks: table and addresses of the blocks, and which tokens are valid.
+        first: int32 `[B]`, of `Padding`.
         digest: identity of the digests' arrays (`DigestStore.identity`); None while blocks have no digests.
         revision: revision of the padding.
         covered: tokens that the arrays have room for.
     """
 
-    table: np.ndarray
-    block_ptr: np.ndarray
-    valid: np.ndarray
-    holes: np.ndarray
+    blocks: HostBlocks
     first: np.ndarray
     digest: Any
     revision: int

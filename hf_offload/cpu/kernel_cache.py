@@ -210,6 +210,7 @@ def _collect(function: Any, files: set[Path], cells: list[bytes]) -> None:
         inner = getattr(value, "py_func", None)
         if inner is not None and Path(inner.__code__.co_filename).is_file():
             _collect(inner, files, cells)
+            cells.append(inner.__qualname__.encode())
         else:
             cells.append(dumps(value))
 

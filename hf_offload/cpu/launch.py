@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NoReturn, TypeVar, cast
 
 import numba
@@ -14,6 +15,7 @@ import torch
 from llvmlite import ir
 from numba.core import types
 from numba.core.registry import CPUDispatcher
+from numba.extending import overload
 from numpy.typing import NDArray
 
 from hf_offload.cpu.simd.vectors import lowered, pointer
@@ -249,6 +251,24 @@ def jit(function: Function) -> Function:
     return cast(Function, compiled)
 
 
+_BORROWING = _OPTIONS | {"_nrt": False}
+
+
+def borrowing(function: Function, *, inline: bool = False) -> Function:
+    """Compile as `jit` does a function that allocates nothing: nobody counts the references to its arrays.
+
+    A count is an atomic operation or a call, for each array of each NamedTuple that a function hands on.
+
+    Args:
+        function: the function.
+        inline: whether its code goes into that of its callers.
+    """
+    options = _BORROWING | {"no_cpython_wrapper": True, "forceinline": inline}
+    compiled: Any = _Internal(function, targetoptions=options)
+    compiled._cache = KernelCache(function, for_python=False)
+    return cast(Function, compiled)
+
+
 def jit_for_python(function: Function) -> Function:
     """Compile as `jit` does a function that Python calls, too."""
     compiled: Any = CPUDispatcher(function, targetoptions=_OPTIONS)
@@ -454,6 +474,40 @@ def head_tiles(group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     tiles = -(-group // 4)
     full = -(-group // tiles)
     return _HEADS[full], _HEADS[group - full * (tiles - 1)]
+
+
+def by_tiles(work: Callable[..., None]) -> Callable[..., None]:
+    """Compile `tiles(full, rest, group, *args)`, which calls `work(tile, done, *args)` for each register tile of heads.
+
+    Args:
+        work: compiled; `done` is the number of heads before the tile.
+    """
+
+    def tiles(full: Any, rest: Any, group: int, *args: Any) -> None:
+        done = 0
+        while done < group:
+            if done + len(full) <= group:
+                work(full, done, *args)
+                done += len(full)
+            else:
+                work(rest, done, *args)
+                done += len(rest)
+
+    return borrowing(tiles, inline=True)
+
+
+def by_class(choices: Mapping[type, Callable[..., Any]]) -> Callable[..., Any]:
+    """A function for compiled code, chosen by the NamedTuple class of its first argument; `NoneType` for None."""
+
+    def function(first: Any, *args: Any) -> Any:
+        raise TypeError("for compiled code")
+
+    def pick(kind: Any) -> Callable[..., Any]:
+        work = choices[NoneType if isinstance(kind, types.NoneType) else kind.instance_class]
+        return lambda first, *args: work(first, *args)
+
+    overload(function, jit_options=_BORROWING)(lambda first, *args: pick(first))  # without annotations
+    return function
 
 
 def check_blocks(table: Array, logmass: Array, batch: int, query_heads: int, n_blocks: int) -> None:

@@ -26,16 +26,21 @@ EVER = 2**31
 
 @dataclass(slots=True)
 class Selection:
-    """Selected logical blocks of each row and KV head: NumPy arrays with one memory, device tensors with two.
+    """What each row and KV head attends: NumPy arrays with one memory, device tensors with two.
 
     Args:
-        blocks: `[B, Hkv, C]` int32, ascending block numbers; entries from `counts` on are ignored.
+        items: `[B, Hkv, C]` int32, ascending numbers of blocks, or of pairs of tokens; entries from `counts` on are
+            ignored. Pairs are listed on the host, with two memories, too.
         counts: `[B, Hkv]` int32.
+        unit: tokens of an item: the block size, or 2.
+        weights: a `decode_attention.Pairs`, what drawn pairs stand for; None: items are blocks.
         slots: `[B, Hkv, C]` int32, the slots of resident blocks; None for others.
     """
 
-    blocks: Any
+    items: Any
     counts: Any
+    unit: int
+    weights: Any = None
     slots: Any = None
 
 
@@ -55,16 +60,12 @@ class Drawn(NamedTuple):
     """The pairs of keys that a step draws.
 
     Args:
-        pairs: a `draw_pairs.PairLists`: the pairs and their weights.
+        selection: the pairs.
         lse: fp32 array `[B, Hq]`, the log mass that they stand for.
-        errors: fp32 array `[B, Hq]`, estimated relative errors of the softmax's sum.
-        skipped: uint8 array `[B, Hkv, T]`, 1 for tokens of these pairs that are not attended; None: all are.
     """
 
-    pairs: Any
+    selection: Selection
     lse: Any
-    errors: Any
-    skipped: Any = None
 
 
 class HostPartial(ABC):
@@ -91,6 +92,10 @@ class HostPartial(ABC):
 
     def drawn_part(self, step: Step) -> Drawn | None:
         """Return the pairs that were drawn for the step, after `result`; None: none."""
+        return None
+
+    def block_shares(self) -> torch.Tensor | None:
+        """Return the blocks' shares of the attention, fp32 `[B, Hkv, N]` on the device, after `result`, if known."""
         return None
 
 

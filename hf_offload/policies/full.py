@@ -39,9 +39,7 @@ class Full(Policy):
         return Requirements(recalls=False, capturable=True)
 
     def plan(self, step: Step) -> Plan:
-        if step.all_resident:
-            return Plan((step.attend_resident(),))
         device, host = step.split(step.all_blocks())
-        if self.host == "fetch" and step.layer.two_memories:
+        if self.host == "fetch" and step.layer.two_memories and host is not None:
             return Plan((*step.attend_split(device, None), step.attend_fetched(host)))
         return Plan(step.attend_split(device, host), until=EVER)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hf_offload.cache.digests import DIGESTS
-from hf_offload.knobs import check_choice, check_tokens
+from hf_offload.knobs import check_choice, check_tokens, shown
 from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
-from hf_offload.policies.drawing import BUDGET, SINKS, check_samples, draw
+from hf_offload.policies.choices import BUDGET
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -27,38 +27,33 @@ class Quest(Policy):
     and values are offloaded, the first two layers are sparse, too, and the query heads of a KV head share a choice.
 
     Args:
-        budget: tokens that each row and KV head attends; sinks, recent tokens and the open block included. None: 2048,
-            unless `samples` says how many.
-        samples: as for `Scout`.
-        digest: `"quest"`, `"submean"` or `"mean"`. None: `"quest"`, with `samples` `"submean"`.
+        budget: tokens that each row and KV head attends; sinks, recent tokens and the open block included.
+        digest: `"quest"`, `"submean"` or `"mean"`.
         join: how the query heads of a KV head are joined: `"raw"`: the mean of their scores; `"max"`, `"mean"`: of the
-            softmax of each head's scores. None: `"raw"`, with `samples` `"max"`.
-        sinks: first tokens of a row that are always attended and resident. None: 0, with `samples` 4.
-            Rounded up to blocks, with samples to pairs.
+            softmax of each head's scores.
+        sinks: first tokens of a row that are always attended and resident, rounded up to blocks.
         recent: newest tokens in sealed blocks that are always attended and resident, rounded in the same way.
 
     Raises:
-        ValueError: a knob has a value that is not allowed.
+        ValueError: a knob has a value that is not allowed, or is `samples`, which `scout` has.
     """
 
     name = "quest"
     block_size = 16
-    budget: int | None = None
-    samples: int | None = None
-    digest: str | None = None
-    join: Literal["max", "mean", "raw"] | None = None
-    sinks: int | None = None
+    budget: int = BUDGET
+    digest: str = "quest"
+    join: Literal["max", "mean", "raw"] = "raw"
+    sinks: int = 0
     recent: int = 0
+    samples: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
-        drawn = self.samples is not None
-        digest = ("submean" if drawn else "quest") if self.digest is None else self.digest
-        join = ("max" if drawn else "raw") if self.join is None else self.join
-        budget = BUDGET if self.budget is None and not drawn else self.budget
-        sinks = (SINKS if drawn else 0) if self.sinks is None else self.sinks
-        check_samples(budget, self.samples, digest, join)
-        for name, value in (("digest", digest), ("join", join), ("budget", budget), ("sinks", sinks)):
-            object.__setattr__(self, name, value)
+    def __post_init__(self, samples: int | None) -> None:
+        if samples is not None:
+            raise ValueError(
+                f"samples={shown(samples)} is not a knob of policy 'quest' any more; use policy 'scout' with "
+                f"samples={shown(samples)}, recent=0"
+            )
+        check_tokens("budget", self.budget)
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("recent", self.recent, least=0)
         check_choice("digest", self.digest, sorted(DIGESTS))
@@ -66,25 +61,12 @@ class Quest(Policy):
 
     @property
     def requirements(self) -> Requirements:
-        assert self.sinks is not None
         return Requirements(
-            budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, leaves_out=True,
-            capturable=True,
-        )  # fmt: skip
-
-    def check(self, *, block_size: int, two_memories: bool) -> None:
-        super().check(block_size=block_size, two_memories=two_memories)
-        if self.samples is not None and two_memories:
-            raise ValueError(
-                f"samples={self.samples}: the device fetches whole blocks; use budget= with two memories, or scout"
-            )
+            budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, capturable=True
+        )
 
     def plan(self, step: Step) -> Plan:
         """Choose blocks by the real query, fetch them and attend them."""
-        assert self.join is not None
-        if self.samples is not None:
-            return draw(step, self.join, self.samples)
-        assert self.budget is not None
         return Plan(step.fetch(*step.choose(self.join, self.budget // step.block_size)), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:

@@ -12,7 +12,7 @@ from hf_offload.cache.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection
-from hf_offload.policies.drawing import BUDGET, SAMPLES, SINKS, check_samples, draw
+from hf_offload.policies.choices import BUDGET, SAMPLES, SINKS, BestBlocks, DrawnPairs, check_samples
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -207,59 +207,48 @@ class Scout(Policy):
     def looks_ahead(self, index: int, *, two_memories: bool, on_device: bool) -> bool:
         return self.mode(index, two_memories=two_memories, on_device=on_device) != "off"
 
-    def _blocks(self, step: Step) -> int:
-        assert self.budget is not None
-        return self.budget // step.block_size
+    @property
+    def choice(self) -> BestBlocks | DrawnPairs:
+        """What steps attend."""
+        if self.samples is not None:
+            return DrawnPairs(self.samples, self.join)
+        assert self.budget is not None, "with defaults"
+        return BestBlocks(self.budget, self.join)
 
     def before_layer(self, step: Step) -> None:
-        """Choose the next layer's blocks, or draw, by its predicted query; start the host partial (alg. 1: 3-7)."""
+        """Select for the next layer by its predicted query, and start the host partial (alg. 1: 3-7)."""
         state: ScoutState = step.state
         layer = step.layer
-        attend = self.mode(layer.index, two_memories=layer.two_memories, on_device=layer.on_device) == "attend"
-        if self.samples is not None:
-            state.ahead = step.draw_early(self.join, self.samples, attend=attend, correct=self.correction)
+        state.predicted = self.choice.predict(step)
+        host = step.split(state.predicted)[1]
+        if host is None:
             return
-        state.predicted = step.choose(self.join, self._blocks(step))[1]
-        if attend:
-            state.ahead = step.attend_early(step.split(state.predicted)[1], correct=self.correction)
+        if self.mode(layer.index, two_memories=layer.two_memories, on_device=layer.on_device) == "attend":
+            state.ahead = step.attend_early(host, correct=self.correction)
         else:
-            step.read_ahead(step.split(state.predicted)[1])
+            step.read_ahead(host)
 
     def plan(self, step: Step) -> Plan:
         """Attend resident blocks and join the host partial, or split the real query's choice (alg. 1: 8-12)."""
         state: ScoutState = step.state
-        if self.samples is not None:
-            drawn, state.ahead = state.ahead, None
-            return draw(step, self.join, self.samples, drawn)
-        predicted, ahead = state.predicted, state.ahead
-        blocks = self._blocks(step)
-        if predicted is None and not step.layer.two_memories and step.num_blocks <= blocks:
-            # The budget covers all blocks, and there is no resident set whose worth needs scores.
+        choice, predicted, ahead = self.choice, state.predicted, state.ahead
+        blocks = choice.blocks(step.block_size)
+        if not step.layer.two_memories and step.num_blocks <= blocks:  # no resident set whose worth needs scores
             return Plan(step.attend(step.all_blocks()), until=blocks + 1)
-        state.predicted = state.ahead = None
-        score, selection = step.choose(self.join, blocks)
-        step.learn(score, self.smoothing)
-        if predicted is not None:
-            step.compare(predicted, selection)
-        resident = step.resident_blocks() if self.attend_resident == "all" else None
+        state.cancelled()
+        selection = choice.select(step, predicted, self.smoothing)
+        device, host = step.split(selection if ahead is not None else predicted or selection)
+        if self.attend_resident == "all":
+            device = step.resident_blocks() or device
         if ahead is not None:
-            return Plan((*step.attend_split(resident or step.split(selection)[0], None), ahead))
-        device, host = step.split(predicted or selection)
-        return Plan(step.attend_split(resident or device, host), until=EVER)
-
-    def plan_without_digests(self, step: Step) -> Plan:
-        if step.all_resident:
-            return Plan((step.attend_resident(),), until=EVER)
-        return super().plan_without_digests(step)
+            return Plan((*step.attend_split(device, None), ahead))
+        return Plan(step.attend_split(device, host), until=EVER)
 
     def after_layer(self, step: Step, plan: Plan) -> None:
         """Recall blocks that the real query wanted, off the critical path (section 3.4)."""
-        if not step.layer.two_memories:
-            return
-        shares = None if self.samples is None else step.block_shares(plan)
-        if shares is not None:
-            step.learn(shares, self.smoothing)
-        step.recall(step.state.clock)
+        if step.layer.two_memories:
+            self.choice.learn(step, plan, self.smoothing)
+            step.recall(step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:
         """Return the blocks with the highest scores by the prompt's last queries; without digests the newest ones."""

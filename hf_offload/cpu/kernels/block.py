@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload.cpu.launch import Array, jit
+from hf_offload.cpu.launch import Array, borrowing, jit
 from hf_offload.cpu.memory import LINE, get, prefetch, put
 from hf_offload.cpu.simd.register_tiles import (
     dot_quad,
@@ -68,7 +68,7 @@ def soften_scores(count: int, scores: int, stride: int, tokens: int, cap: float)
             store(place, bend(load_f32(place), cap))
 
 
-@jit
+@borrowing
 def mask_scores(count: int, scores: int, stride: int, valid: Array, first: int, filled: int, block_size: int) -> None:
     """Write MASKED for the tokens of a block that are unfilled or invalid; `first`: position of its first token."""
     for token in range(block_size):
@@ -198,7 +198,7 @@ def add_weighted(
         store_tile(sums + 4 * d, 4 * dim, heads, tile)
 
 
-@jit
+@borrowing
 def add_block(
     tag: Any,
     heads: Any,

@@ -433,9 +433,9 @@ def choose_blocks(
         tail: float32 [B, Hq], log of the mass of the tokens without a digest; may be -inf. Written with `unsealed`.
         score: float32 [B, Hkv, N], written up to n_sealed rounded up to a multiple of 16.
         join: "max", "mean" or "raw".
-        scale, softcap: as in `sparse_decode`.
+        scale, softcap: as in `decode_attention`.
         kv_dtype: dtype of the pool, also where the pool is not read (it selects the compiled kernel).
-        unsealed: block_ptr, holes and valid (as in `sparse_decode`), length in tokens, block size: the tokens without a
+        unsealed: block_ptr, holes and valid (as in `HostBlocks`), length in tokens, block size: the tokens without a
             digest, whose mass fills `tail`.
         select: sink_lo, sink_hi, recent, n_blocks, k, blocks and counts, as in `select_blocks`; None: scores alone.
 

@@ -64,7 +64,7 @@ def tail_of_head(
         query: float32 [G, D].
         block_ptr: int64 [P], address in bytes of each physical block, a record [Hkv, 2 (K, V), block_size, D] in the
             tag's dtype.
-        table: int32 [N]; holes: uint8 [N]; valid: uint8 [T], as in `sparse_decode`.
+        table: int32 [N]; holes: uint8 [N]; valid: uint8 [T], as in `HostBlocks`.
         lse: float32 [G], written: natural log; -inf where there is no token.
     """
     group, dim = query.shape

@@ -12,9 +12,8 @@ one pair in 64.
 If thresholds were random, every pair would be attended with probability min(x, 1), and the weighted sums would have no
 bias, whatever the digest's errors. They are fixed, and lie evenly between 0 and 1 for 256 consecutive pairs, and for
 every second, third, … one of them: about as many are drawn as x promises, even of a text that repeats itself. Each pair
-is decided by itself: rounding moves the decision of pairs near their threshold alone. With one memory sinks, the newest
-pairs and the blocks without digest are listed, too (`draw_pairs`); with two the resident blocks are attended elsewhere
-and not drawn from (`draw_missing`).
+is decided by itself: rounding moves the decision of pairs near their threshold alone. The others are listed whatever
+their shares (`Always`), or attended elsewhere (`Resident`).
 
 Tasks are chunks of blocks, as in `block_topk.choose_blocks`; the thread that finishes the last one of a (row, KV head)
 draws. Between the two a pair's mass is kept in 16 bits for each query head.
@@ -34,13 +33,13 @@ from hf_offload.cpu.kernels.digest_scores import (
     SPARE_BLOCKS,
     Digest,
     check_digest,
-    check_tail,
     chunk_shares,
     join_chunks,
     soften_chunk,
     tail_of_head,
     write_scores,
 )
+from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.kernels.submean_scores import find_outliers
 from hf_offload.cpu.launch import (
     F32,
@@ -175,22 +174,6 @@ class Thresholds(NamedTuple):
 _NO_LIMITS = np.empty(0, np.int32)
 
 
-class Unsealed(NamedTuple):
-    """The tokens without digest, whose log mass a draw computes.
-
-    Args:
-        tag: `launch.tag_of` the pool's dtype.
-        block_ptr, holes, valid: as in `sparse_decode`.
-        block_size: tokens of a block.
-    """
-
-    tag: Array
-    block_ptr: Array
-    holes: Array
-    valid: Array
-    block_size: int
-
-
 class Always(NamedTuple):
     """Pairs that are listed whatever their shares, besides those without digest.
 
@@ -211,11 +194,13 @@ class Resident(NamedTuple):
         blocks: int32 [B, Hkv, R], ascending. The last block of a list has no digest, all blocks before that one have.
         counts: int32 [B, Hkv], at least 1.
         score: float32 [B, Hkv, N], written: the share of each block, as `choose_blocks` writes it.
+        portion: float32 [B, Hq], written: the share of each head's attention that is not attended elsewhere.
     """
 
     blocks: Array
     counts: Array
     score: Array
+    portion: Array
 
 
 class Kept(NamedTuple):
@@ -228,6 +213,37 @@ class Kept(NamedTuple):
 
     marks: Array
     counts: Array
+
+
+class Rule(NamedTuple):
+    """Which pairs are drawn.
+
+    Args:
+        mode: a value of `JOINS`: of a group's heads the largest share counts, or their mean.
+        samples: x of a share of 1.
+        thresholds: of the step.
+    """
+
+    mode: int
+    samples: float
+    thresholds: Thresholds
+
+
+class Estimates(NamedTuple):
+    """Scratch of a draw.
+
+    Args:
+        masses: uint16 [B, Hq, M], of pairs, relative to their chunk's peak.
+        totals: float32 [B, Hq, N], of blocks.
+        peaks, factors: float32 [B, Hq, chunks]; factors turn a chunk's masses into shares.
+        tail: float32 [B, Hq], log mass of the tokens without digest.
+    """
+
+    masses: Array
+    totals: Array
+    peaks: Array
+    factors: Array
+    tail: Array
 
 
 @jit
@@ -258,17 +274,15 @@ def _leave_out(
 
 @jit
 def draw_head(
-    masses: int, step: int, group: int, factors: Array, mode: int, each: int, first: int, last: int, samples: float,
-    order: Array, begins: int, shift: int, pairs: Array, weights: Array, count: int, limit: int,
+    masses: Array, factors: Array, mode: int, samples: float, each: int, first: int, last: int, order: Array,
+    begins: int, shift: int, pairs: Array, weights: Array, count: int, limit: int,
 ) -> int:  # fmt: skip
     """List the drawn ones of the pairs first..last-1 of one (row, KV head), with x in place of their weights.
 
     Args:
-        masses: address of a bfloat16 for each pair, query heads `step` bytes apart; read up to 15 pairs beyond `last`.
-        factors: float32 [G, chunks], what turns a chunk's masses into shares.
-        mode: a value of `JOINS`: the largest or the mean of the heads' shares.
+        masses: uint16 [G, M]; read up to 15 pairs beyond `last`. factors: float32 [G, chunks]. Both as in `Estimates`.
+        mode, samples: as in `Rule`.
         each: pairs of a chunk.
-        samples: x of a share of 1.
         order: uint32, `Thresholds.order`; begins: the pair that its first entry belongs to; shift: what is added.
         pairs: int32 [C], weights: float32 [C]: the list, written from `count` on.
         limit: the list is no longer.
@@ -281,8 +295,8 @@ def draw_head(
     for chunk in range(first // each, (last + each - 1) // each):
         begin, end = max(first, chunk * each), min(last, (chunk + 1) * each)
         size, places = 4 * (end - begin), address_of(order) + 4 * (begin - begins)
-        for g in range(group):
-            factor, head = splat(factors[g, chunk] * np.float32(samples)), masses + g * step + 2 * begin
+        for g in range(len(factors)):
+            factor, head = splat(factors[g, chunk] * np.float32(samples)), address_of(masses[g]) + 2 * begin
             for i in range(0, size, 64):
                 mine = load(_SHORT, head + i // 2) * factor
                 if g > 0:
@@ -301,6 +315,7 @@ def draw_head(
                 count += 1
     hold(shares)
     hold(order)
+    hold(masses)
     return count
 
 
@@ -316,6 +331,75 @@ def finish_weights(weights: Array, count: int) -> None:
     hold(weights)
 
 
+@jit
+def _draw_lists(
+    rule: Any, estimates: Any, always: Any, resident: Any, kept: Any, b: int, h: int, sealed: int, size: int,
+    length: int, lists: Any, tally: Array,
+) -> None:  # fmt: skip
+    """Draw for one (row, KV head), whose chunks all have masses and factors; arguments as in `draw_kernel`.
+
+    Args:
+        sealed: blocks with digests; size: pairs of a block.
+    """
+    kv_heads, thresholds, mode = lists.counts.shape[1], rule.thresholds, rule.mode
+    group, each = estimates.masses.shape[1] // kv_heads, CHUNK_BLOCKS * size
+    heads = slice(h * group, (h + 1) * group)
+    masses, factors = estimates.masses[b, heads], estimates.factors[b, heads]
+    totals, portion = estimates.totals[b, heads], np.zeros(group, np.float32)
+    listed, weights = lists.pairs[b, h], lists.weights[b, h]
+    tokens: Any = length if len(thresholds.limits) == 0 else np.int64(thresholds.limits[0])
+    begins: Any = np.int64(thresholds.first[b]) // 2
+    shift: Any = _GOLDEN * (tokens - 1 - thresholds.first[b]) + thresholds.layer
+    count, limit, gaps = 0, len(listed), 1
+    start, stop, last = 0, 0, (length + 1) // 2
+    if always is not None:  # listed: the pairs of the sinks [low, start) and [stop, last); drawn: those between
+        low = min(max(always.sink_lo[b], 0), last)
+        start = min(max(always.sink_hi[b], low), last)
+        stop = min(sealed * size, max(low, sealed * size - always.recent))
+        count = _list_all(low, min(start, stop), listed, weights, count)
+        limit -= last - stop
+    if resident is not None:
+        gaps = resident.counts[b, h]
+    for i in range(gaps):
+        if resident is not None:
+            block: Any = np.int64(resident.blocks[b, h, i])
+            stop = min(block, sealed) * size
+            for n in range(start // size, stop // size):
+                for g in range(group):
+                    portion[g] += totals[g, n] * factors[g, n // CHUNK_BLOCKS]
+        if kept is not None:
+            _leave_out(kept.marks[b, h], masses, factors, each, start, stop, portion)
+        if start < stop:
+            count = draw_head(
+                masses, factors, mode, rule.samples, each, start, stop, thresholds.order, begins, shift, listed,
+                weights, count, limit,
+            )  # fmt: skip
+        if resident is not None:
+            start = stop + size
+    add_to(tally, 1, 1)
+    add_to(tally, 3, max(count - limit, 0))
+    count = min(count, limit)
+    if always is not None:
+        count = _list_all(stop, last, listed, weights, count)
+        add_to(tally, 0, min(2 * count, length))
+        add_to(tally, 2, length)
+    if resident is not None:
+        fits: Any = (sealed + 1) * 2 * size
+        missing: Any = fits - length if length > 0 else 0  # of the unsealed block, if that is known
+        elsewhere: Any = np.int64(resident.counts[b, h]) * 2 * size - missing
+        if kept is not None:
+            elsewhere += kept.counts[b * kv_heads + h]
+            for i in range(count):  # of these pairs one token at most
+                elsewhere -= kept.marks[b, h, 2 * listed[i]] | kept.marks[b, h, 2 * listed[i] + 1]
+        resident.portion[b, heads] = portion * np.float32(group if mode == 1 else 1)
+        peaks, tail = estimates.peaks[b, heads], estimates.tail[b, heads]
+        join_chunks(totals, peaks, tail, sealed, mode, resident.score[b, h])
+        add_to(tally, 0, 2 * count + elsewhere)
+        add_to(tally, 2, fits - missing)
+    finish_weights(weights, count)
+    lists.counts[b, h] = count
+
+
 @kernel
 def draw_kernel(
     ticket: Array,
@@ -329,33 +413,23 @@ def draw_kernel(
     length: int,
     scale: float,
     cap: Any,
-    mode: int,
-    samples: float,
-    thresholds: Any,
-    masses: Array,
-    totals: Array,
-    peaks: Array,
-    tail: Array,
-    factors: Array,
+    rule: Any,
+    estimates: Any,
     finished: Array,
     unsealed: Any,
     always: Any,
     resident: Any,
     kept: Any,
-    pairs: Array,
-    weights: Array,
-    counts: Array,
-    portion: Array,
+    lists: Any,
     tally: Array,
 ) -> None:
     """One task = one (row, KV head, up to 128 blocks). Exactly one of `always` and `resident` is there."""
-    batch, kv_heads = counts.shape
+    batch, kv_heads = lists.counts.shape
     group = query.shape[1] // kv_heads
     chunks = tasks // (batch * kv_heads)
-    runs = digest.runs
+    runs, masses, totals, peaks = digest.runs, estimates.masses, estimates.totals, estimates.peaks
     size = len(runs)
     row = (min(CHUNK_BLOCKS, n_sealed) + SPARE_BLOCKS) * size
-    step = 2 * masses.shape[2]
     scores = np.empty(group * row, np.float32)
     while True:
         task = count_up(ticket, 0)
@@ -370,8 +444,8 @@ def draw_kernel(
         reach, at = min(end + CHUNK_BLOCKS, sealed), address_of(scores)
         if begin < end:
             write_scores(digest, full, rest, query, group, table, b, h, scale, cap, begin, end, reach, at, 4 * row)
-        for g in range(group):
-            mine, head = at + 4 * g * row, h * group + g
+        for head in range(h * group, (h + 1) * group):
+            mine = at + 4 * (head - h * group) * row
             peaks[b, head, chunk] = soften_chunk(
                 runs, mine, end - begin, False, address_of(totals[b, head]) + 4 * begin
             )
@@ -382,74 +456,16 @@ def draw_kernel(
         most = ((end - begin) * size + OUTLIERS - 1) // OUTLIERS
         find_outliers(digest, table[b], h, begin, end, marks, most, masses[b, h * group])
         if count_up(finished, b * kv_heads + h) == chunks - 1:
-            heads = slice(h * group, (h + 1) * group)
-            listed, weight = pairs[b, h], weights[b, h]
-            held, each, count, limit = address_of(masses[b, h * group]), CHUNK_BLOCKS * size, 0, len(listed)
-            tokens: Any = length if len(thresholds.limits) == 0 else np.int64(thresholds.limits[0])
-            begins: Any = np.int64(thresholds.first[b]) // 2
-            shift: Any = _GOLDEN * (tokens - 1 - thresholds.first[b]) + thresholds.layer
+            heads, tail = slice(h * group, (h + 1) * group), estimates.tail
             if unsealed is not None:
                 tail_of_head(
                     unsealed.tag, full, rest, query[b, heads], unsealed.block_ptr, table[b], h, kv_heads, sealed,
                     length, unsealed.holes[b], unsealed.valid[b], unsealed.block_size, scale, cap, tail[b, heads],
                 )  # fmt: skip
-            for g in range(group):
-                head, parts = h * group + g, group if mode == 1 else 1
-                chunk_shares(totals[b, head], peaks[b, head], chunks, tail[b, head], sealed, parts, factors[b, head])
-            if always is not None:
-                # Always listed: the pairs of the sinks [low, high) and [late, last); drawn: those between.
-                last = (length + 1) // 2
-                low = min(max(always.sink_lo[b], 0), last)
-                high = min(max(always.sink_hi[b], low), last)
-                late = min(sealed * size, max(low, sealed * size - always.recent))
-                count = _list_all(low, min(high, late), listed, weight, 0)
-                if high < late:
-                    limit -= last - late
-                    found = draw_head(
-                        held, step, group, factors[b, heads], mode, each, high, late, samples, thresholds.order,
-                        begins, shift, listed, weight, count, limit,
-                    )  # fmt: skip
-                    count = min(found, limit)
-                    add_to(tally, 3, found - count)
-                count = _list_all(late, last, listed, weight, count)
-                add_to(tally, 0, min(2 * count, length))
-                add_to(tally, 2, length)
-            if resident is not None:
-                start: Any = 0
-                fits: Any = (sealed + 1) * 2 * size
-                missing: Any = fits - length if length > 0 else 0  # of the unsealed block, if that is known
-                beside: Any = np.int64(resident.counts[b, h]) * 2 * size - missing
-                portion[b, heads] = np.float32(0.0)
-                for i in range(resident.counts[b, h]):
-                    stop: Any = min(np.int64(resident.blocks[b, h, i]), sealed)
-                    if start < stop:
-                        for head in range(h * group, (h + 1) * group):
-                            for n in range(start, stop):
-                                portion[b, head] += totals[b, head, n] * factors[b, head, n // CHUNK_BLOCKS]
-                        if kept is not None:
-                            _leave_out(
-                                kept.marks[b, h], masses[b, heads], factors[b, heads], each, start * size, stop * size,
-                                portion[b, heads],
-                            )  # fmt: skip
-                        count = draw_head(
-                            held, step, group, factors[b, heads], mode, each, start * size, stop * size, samples,
-                            thresholds.order, begins, shift, listed, weight, count, limit,
-                        )  # fmt: skip
-                    start = stop + 1
-                add_to(tally, 3, max(count - limit, 0))
-                count = min(count, limit)
-                if mode == 1:
-                    portion[b, heads] *= np.float32(group)
-                if kept is not None:
-                    beside += kept.counts[b * kv_heads + h]
-                    for i in range(count):  # of these pairs one token at most
-                        beside -= kept.marks[b, h, 2 * listed[i]] | kept.marks[b, h, 2 * listed[i] + 1]
-                join_chunks(totals[b, heads], peaks[b, heads], tail[b, heads], sealed, mode, resident.score[b, h])
-                add_to(tally, 0, 2 * count + beside)
-                add_to(tally, 2, fits - missing)
-            finish_weights(weight, count)
-            counts[b, h] = count
-            add_to(tally, 1, 1)
+            for head in range(h * group, (h + 1) * group):
+                parts, factors = group if rule.mode == 1 else 1, estimates.factors[b, head]
+                chunk_shares(totals[b, head], peaks[b, head], chunks, tail[b, head], sealed, parts, factors)
+            _draw_lists(rule, estimates, always, resident, kept, b, h, sealed, size, length, lists, tally)
         count_up(ticket, 1)
     hold(scores)
 
@@ -458,20 +474,20 @@ def draw_pairs(
     query: Array,
     digest: Digest,
     table: Array,
-    unsealed: Unsealed,
-    always: Always,
+    listed: Always | Resident,
     thresholds: Thresholds,
+    masses: Array,
+    lists: PairLists,
+    *,
     n_sealed: int,
     length: int,
-    masses: Array,
-    pairs: Array,
-    weights: Array,
-    counts: Array,
-    *,
     samples: int,
     join: str,
     scale: float,
     softcap: float | None,
+    unsealed: HostBlocks | None = None,
+    tail: Array | None = None,
+    kept: Kept | None = None,
     tally: Array | None = None,
 ) -> Launch:
     """Prepare the draw of pairs of consecutive tokens for each (row, KV head), in ascending order.
@@ -480,142 +496,87 @@ def draw_pairs(
         query: float32 [B, Hq, D], D a multiple of 16 up to 256.
         digest: digests with a score for each pair (`SubMeans`).
         table: int32 [B, N], physical block of each logical one.
-        unsealed: the tokens without digest; they are listed.
-        always: pairs that are always listed.
-        thresholds: of the step; its `limits` are empty.
-        n_sealed: blocks 0..n_sealed-1 have digests.
-        length: tokens in every row, with the query's.
-        masses: uint16 [B, Hq, N], N at least `kept_masses(n_sealed, block_size // 2)`: scratch.
-        pairs, weights, counts: a `PairLists`, written.
+        listed: the pairs that are listed whatever their shares, or the blocks that are attended elsewhere.
+        thresholds: of the step. With `Always` their `limits` are empty.
+        masses: uint16 [B, Hq, M], M at least `kept_masses(n_sealed, S)`, S the pairs of a block: scratch.
+        lists: written.
+        n_sealed: blocks 0..n_sealed-1 have digests. With `Resident` the most that have any: how many there are is read
+            from the lists of resident blocks when the launch runs.
+        length: tokens in every row, with the query's; 0 where `tail` and the thresholds' limits are given.
         samples: a pair with a share of 1 / samples is always listed.
         join: "max" or "mean".
-        scale, softcap: as in `sparse_decode`.
+        scale, softcap: as in `decode_attention`.
+        unsealed: the rows' blocks, of which those without digest give the tail; None: `tail` is given.
+        tail: float32 [B, Hq], log mass of the tokens without digest.
+        kept: single tokens that are attended elsewhere; with `Resident`.
         tally: int64 [4] or None: added to it are the numbers of listed tokens, of lists, of tokens in their rows, and
-            of pairs for which a list had no room, which is always 0.
+            of pairs for which a list had no room, which is always 0. What is attended elsewhere counts as listed.
 
     Raises:
         ValueError: an unknown join, a digest without pairs, or shapes that contradict each other or have no room.
         TypeError: an array of another dtype.
     """
-    (batch, query_heads, _), (kv_heads, room) = query.shape, pairs.shape[1:]
-    block_size, size = unsealed.block_size, unsealed.block_size // 2
-    require("sink_lo", always.sink_lo, I32, (batch,))
-    require("sink_hi", always.sink_hi, I32, (batch,))
-    n_blocks = -(-length // block_size)
-    sure = max([0, *(always.sink_hi - always.sink_lo).tolist()]) + always.recent + (n_blocks - n_sealed) * size
-    least = min(sure + most_pairs(samples, group_size(query_heads, kv_heads), n_sealed * size), n_blocks * size)
-    if always.recent < 0 or room < least:
-        raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn (recent {always.recent})")
-    tail = np.empty((batch, query_heads), np.float32)
-    return _draw(
-        query, digest, table, thresholds, n_sealed, length, masses, tail, unsealed, always, None, None, pairs, weights,
-        counts, tail, samples, join, scale, softcap, tally,
-    )  # fmt: skip
-
-
-def draw_missing(
-    query: Array,
-    digest: Digest,
-    table: Array,
-    resident: Resident,
-    thresholds: Thresholds,
-    tail: Array,
-    masses: Array,
-    pairs: Array,
-    weights: Array,
-    counts: Array,
-    portion: Array,
-    *,
-    samples: int,
-    join: str,
-    scale: float,
-    softcap: float | None,
-    unsealed: Unsealed | None = None,
-    length: int = 0,
-    kept: Kept | None = None,
-    tally: Array | None = None,
-) -> Launch:
-    """Prepare the draw of pairs for each (row, KV head) from what is not attended elsewhere, in ascending order.
-
-    The number of blocks with digests is read from the lists of resident blocks when the launch runs.
-
-    Args:
-        table: int32 [B, N]; the launch serves any number of blocks up to N.
-        resident: what is attended elsewhere.
-        thresholds: of the step.
-        tail: float32 [B, Hq], log mass of the tokens without digest. Written with `unsealed`.
-        masses: uint16 [B, Hq, M], M at least `kept_masses(N, S)`, S the pairs of a block: scratch.
-        portion: float32 [B, Hq], written: the share of each head's attention that is not attended elsewhere.
-        unsealed: the tokens without digest, whose mass fills `tail`; length: tokens in every row, with `unsealed` or
-            where `thresholds.limits` is empty.
-        kept: single tokens that are attended elsewhere.
-        tally: as in `draw_pairs`; what is attended elsewhere counts as listed.
-        query, digest, pairs, weights, counts, samples, join, scale, softcap: as in `draw_pairs`.
-
-    Raises:
-        ValueError, TypeError: as in `draw_pairs`.
-    """
-    (batch, query_heads, _), (kv_heads, room) = query.shape, pairs.shape[1:]
-    most, size = table.shape[-1], len(digest.runs)
-    require("resident.blocks", resident.blocks, I32, (batch, kv_heads, resident.blocks.shape[-1]))
-    require("resident.counts", resident.counts, I32, (batch, kv_heads))
-    require("resident.score", resident.score, F32, (batch, kv_heads, resident.score.shape[-1]))
-    require("tail", tail, F32, (batch, query_heads))
-    require("portion", portion, F32, (batch, query_heads))
-    if kept is not None:
-        require("kept.marks", kept.marks, U8, (batch, kv_heads, kept.marks.shape[-1]))
-        require("kept.counts", kept.counts, I64, (batch * kv_heads,))
-    if resident.score.shape[2] < -(-most // 16) * 16:
-        raise ValueError(f"resident.score {resident.score.shape} has no room for {most} blocks in multiples of 16")
-    least = min(most_pairs(samples, group_size(query_heads, kv_heads), most * size), most * size)
-    if room < least:
-        raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn")
-    return _draw(
-        query, digest, table, thresholds, most, length, masses, tail, unsealed, None, resident, kept, pairs, weights,
-        counts, portion, samples, join, scale, softcap, tally,
-    )  # fmt: skip
-
-
-def _draw(
-    query: Array, digest: Digest, table: Array, thresholds: Thresholds, n_sealed: int, length: int, masses: Array,
-    tail: Array, unsealed: Unsealed | None, always: Always | None, resident: Resident | None, kept: Kept | None,
-    pairs: Array, weights: Array, counts: Array, portion: Array, samples: int, join: str, scale: float,
-    softcap: float | None, tally: Array | None,
-) -> Launch:  # fmt: skip
-    (batch, query_heads, dim), (kv_heads, room) = query.shape, pairs.shape[1:]
+    (batch, query_heads, dim), (kv_heads, room), size = query.shape, lists.pairs.shape[1:], len(digest.runs)
+    group, heads, per_head = group_size(query_heads, kv_heads), (batch, query_heads), (batch, kv_heads)
     if join not in ("max", "mean"):
         raise ValueError(f"join {join!r} is not 'max' or 'mean'")
-    if len(digest.runs) < 2:
+    if size < 2:
         raise ValueError("the digest has one score for a block; pairs need a digest with a score for each")
     if samples < 1:
         raise ValueError(f"samples {samples} is not a positive number")
+    if (unsealed is None) == (tail is None):
+        raise ValueError("one of unsealed and tail gives the mass of the tokens without digest; pass one of them")
+    always, resident = (listed, None) if isinstance(listed, Always) else (None, listed)
+    most = n_sealed * size
+    if always is not None:
+        assert unsealed is not None, "with one memory"
+        require("sink_lo", always.sink_lo, I32, (batch,))
+        require("sink_hi", always.sink_hi, I32, (batch,))
+        if always.recent < 0:
+            raise ValueError(f"recent {always.recent} is negative")
+        most = -(-length // unsealed.block_size) * size
+        sure = max([0, *(always.sink_hi - always.sink_lo).tolist()]) + always.recent + most - n_sealed * size
+    if resident is not None:
+        require("resident.blocks", resident.blocks, I32, (*per_head, resident.blocks.shape[-1]))
+        require("resident.counts", resident.counts, I32, per_head)
+        require("resident.score", resident.score, F32, (*per_head, resident.score.shape[-1]))
+        require("resident.portion", resident.portion, F32, heads)
+        if resident.score.shape[2] < -(-n_sealed // 16) * 16:
+            raise ValueError(f"resident.score {resident.score.shape} has no room for {n_sealed} blocks, in sixteens")
+        sure = 0
+    least = min(sure + most_pairs(samples, group, n_sealed * size), most)
+    if room < least:
+        raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn")
     require("query", query, F32, (batch, query_heads, dim))
     require("table", table, I32, (batch, table.shape[-1]))
-    require("masses", masses, MASSES, (batch, query_heads, masses.shape[-1]))
-    require("pairs", pairs, I32, (batch, kv_heads, room))
-    require("weights", weights, F32, (batch, kv_heads, room))
-    require("counts", counts, I32, (batch, kv_heads))
-    tally = np.zeros(4, np.int64) if tally is None else tally
-    require("tally", tally, I64, (4,))
-    require("thresholds.order", thresholds.order, U32, (max(n_sealed * len(digest.runs) + 16, len(thresholds.order)),))
+    require("masses", masses, MASSES, (*heads, masses.shape[-1]))
+    require("pairs", lists.pairs, I32, (*per_head, room))
+    require("weights", lists.weights, F32, (*per_head, room))
+    require("counts", lists.counts, I32, per_head)
+    require("thresholds.order", thresholds.order, U32, (max(n_sealed * size + 16, len(thresholds.order)),))
     require("thresholds.first", thresholds.first, I32, (batch,))
     require("thresholds.limits", thresholds.limits, I32, (2 if len(thresholds.limits) else 0,))
+    tail = np.empty(heads, np.float32) if tail is None else tail
+    require("tail", tail, F32, heads)
+    tally = np.zeros(4, np.int64) if tally is None else tally
+    require("tally", tally, I64, (4,))
+    if kept is not None:
+        require("kept.marks", kept.marks, U8, (*per_head, kept.marks.shape[-1]))
+        require("kept.counts", kept.counts, I64, (batch * kv_heads,))
     cost = check_digest(digest, query.shape, kv_heads, n_sealed)
     if unsealed is not None:
-        if len(digest.runs) != unsealed.block_size // 2:
-            raise ValueError(f"the digest has {len(digest.runs)} scores for blocks of {unsealed.block_size // 2} pairs")
-        first = 0 if always is None else n_sealed
-        check_tail(unsealed.block_ptr, unsealed.holes, unsealed.valid, table, dim, first, length, unsealed.block_size)
-    if not 0 <= n_sealed <= table.shape[1] or kept_masses(n_sealed, len(digest.runs)) > masses.shape[2]:
+        unsealed.check(batch, dim, length)
+        unsealed = unsealed._replace(packed=None)  # blocks without digest are not packed: one kernel serves all pools
+        if size != unsealed.block_size // 2:
+            raise ValueError(f"the digest has {size} scores for blocks of {unsealed.block_size // 2} pairs")
+    if not 0 <= n_sealed <= table.shape[1] or kept_masses(n_sealed, size) > masses.shape[2]:
         raise ValueError(f"n_sealed {n_sealed} exceeds table {table.shape} or masses {masses.shape}")
-    full, rest = head_tiles(group_size(query_heads, kv_heads))
     chunks, padded = max(1, -(-n_sealed // CHUNK_BLOCKS)), -(-n_sealed // 16) * 16
-    peaks = np.empty((batch, query_heads, chunks), np.float32)
-    totals, factors = np.empty((batch, query_heads, padded), np.float32), np.empty_like(peaks)
+    totals, (peaks, factors) = np.empty((*heads, padded), np.float32), np.empty((2, *heads, chunks), np.float32)
     finished = np.zeros(batch * kv_heads, np.int64)
     args = (
-        digest, full, rest, query, table, int(n_sealed), int(length), float(scale), cap_of(softcap),
-        JOINS[join], float(samples), thresholds, masses, totals, peaks, tail, factors, finished, unsealed, always,
-        resident, kept, pairs, weights, counts, portion, tally,
+        digest, *head_tiles(group), query, table, int(n_sealed), int(length), float(scale), cap_of(softcap),
+        Rule(JOINS[join], float(samples), thresholds), Estimates(masses, totals, peaks, factors, tail), finished,
+        unsealed, always, resident, kept, lists, tally,
     )  # fmt: skip
     return Launch(draw_kernel, batch * kv_heads * chunks, args, cost, counters=finished)

@@ -1,7 +1,7 @@
 """Split of a KV head's decode attention into parts for several threads, and their merge.
 
-A partial result is float32: the weighted sum of V [G, D], that of K [G, D] if kbar is wanted, then peak, mass and fade
-[G] each (as in `block.softmax_step`).
+A partial result is float32: the weighted sum of V [G, D], that of K [G, D] if kbar is wanted, then peak, mass, fade
+(as in `block.softmax_step`) and the drawn pairs' Σ (1 - x) y² [G] each.
 """
 
 from __future__ import annotations
@@ -10,53 +10,53 @@ import math
 
 import numpy as np
 
-from hf_offload.cpu.launch import Array, jit
+from hf_offload.cpu.launch import Array, borrowing, jit
 from hf_offload.cpu.memory import get, put
 from hf_offload.cpu.simd.vectors import NOTHING, fma, load_f32, splat, store
 
 PART_TOKENS, PARTS = 512, 64
 """The least number of tokens of a part, and the largest number of tasks that parts are made for."""
-NO_KBAR = np.empty((0, 0, 0), np.float32)
 
 
-def partial_results(count: int, group: int, dim: int, wants_kbar: bool, more: int = 0) -> Array:
-    """An uninitialised array for `count` partial results, one for each row, with `more` numbers for each head."""
-    width = group * (dim * (2 if wants_kbar else 1) + 3 + more)
+def partial_results(count: int, group: int, dim: int, wants_kbar: bool) -> Array:
+    """An uninitialised array for `count` partial results, one for each row."""
+    width = group * (dim * (2 if wants_kbar else 1) + 4)
     return np.empty((count, -(-width // 16) * 16), np.float32)
 
 
 @jit
-def part_blocks(count: int, parts: int, block_size: int, step: int) -> int:
-    """Blocks in each part of a head that attends `count` blocks; a head with few blocks has fewer than `parts` parts.
+def part_items(count: int, parts: int, unit: int, step: int) -> int:
+    """Items in each part of a list of `count`; a short list has fewer than `parts` parts.
 
     Args:
-        step: blocks of one softmax step; a part is a whole number of steps.
+        unit: tokens of an item.
+        step: items of one softmax step; a part is a whole number of steps.
     """
-    parts = min(parts, max((count * block_size + PART_TOKENS - 1) // PART_TOKENS, 1))
+    parts = min(parts, max((count * unit + PART_TOKENS - 1) // PART_TOKENS, 1))
     share = (count + parts - 1) // parts
     return max((share + step - 1) // step * step, step)
 
 
-@jit
-def part_of(task: int, parts: int, block_size: int, step: int, counts: Array) -> tuple[int, int]:
-    """The first of a task's blocks in its head's list, and their number; counts: [B, Hkv]."""
+@borrowing
+def part_of(task: int, parts: int, unit: int, step: int, counts: Array) -> tuple[int, int]:
+    """The first of a task's items in its head's list, and their number; counts: [B, Hkv]."""
     head = task // parts
     count = counts[head // counts.shape[1], head % counts.shape[1]]
-    share = part_blocks(count, parts, block_size, step)
+    share = part_items(count, parts, unit, step)
     begin = min(task % parts * share, count)
     return begin, min(count - begin, share)
 
 
 @jit
-def most_part_blocks(capacity: int, parts: int, block_size: int, step: int) -> int:
-    """An upper bound of `part_blocks` for all counts up to `capacity` (it is not monotonic in the count)."""
-    share = max((capacity + parts - 1) // parts, PART_TOKENS // block_size)
+def most_part_items(capacity: int, parts: int, unit: int, step: int) -> int:
+    """An upper bound of `part_items` for all counts up to `capacity` (it is not monotonic in the count)."""
+    share = max((capacity + parts - 1) // parts, PART_TOKENS // unit)
     return max((share + step - 1) // step * step, step)
 
 
 @jit
 def partial_state(group: int, dim: int, wants_kbar: bool) -> int:
-    """Bytes of the sums in a partial result: the offset of its peaks, masses and fades."""
+    """Bytes of the sums in a partial result: the offset of what it has for each head."""
     return 4 * group * dim * (2 if wants_kbar else 1)
 
 
@@ -69,6 +69,7 @@ def clear_part(part: int, dim: int, group: int, wants_kbar: bool) -> None:
     for g in range(group):
         put(state + 4 * g, NOTHING)
         put(state + 4 * (group + g), np.float32(0.0))
+        put(state + 4 * (3 * group + g), np.float32(0.0))
 
 
 @jit
@@ -90,7 +91,7 @@ def _merge(first: int, rows: int, step: int, dim: int, group: int, sums: int, ma
             store(target + 4 * (head * dim + d), total)
 
 
-@jit
+@borrowing
 def merge_masses(first: int, rows: int, step: int, group: int, state: int, state_step: int, lse: Array) -> None:
     """Write each head's lse [group], and into each part's fade the factor of its sums in the merged result."""
     for head in range(group):
@@ -110,7 +111,7 @@ def merge_masses(first: int, rows: int, step: int, group: int, state: int, state
         lse[head] = -np.inf if none else peak + np.log(mass)
 
 
-@jit
+@borrowing
 def merge_parts(
     first: int, rows: int, step: int, dim: int, group: int, wants_kbar: bool, lse: Array, out: int, kbar: int
 ) -> None:

@@ -14,8 +14,8 @@ from hf_offload.attention.host_partial import BlockHostPartial, all_pinned
 from hf_offload.cache.block_store import BlockStore
 from hf_offload.cache.digests import DigestStore
 from hf_offload.cache.memory import host_empty
+from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.digest_scores import Digest
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu.merge import HostResult
 from hf_offload.policies.base import LayerState, Partial
@@ -149,12 +149,10 @@ class Selector:
 
     def make_attention(self, store: BlockStore, scores: Scores) -> Launch:
         """Prepare attention to the chosen blocks; blocks on the host are full."""
-        padding = store.padding
-        return sparse_decode(
-            self.query, store.pool.block_ptr, store.table, self.blocks, self.counts, padding.holes, padding.valid,
-            padding.valid.shape[1], self.out, self.lse, None, kv_dtype=store.dtype, block_size=store.block_size,
-            **scores._asdict(), packed=store.format.packed,
-        )  # fmt: skip
+        blocks = store.view(store.length).blocks
+        return decode_attention(
+            self.query, blocks, self.blocks, self.counts, blocks.valid.shape[1], self.out, self.lse, **scores._asdict()
+        )
 
 
 class SelectedHostPartial(BlockHostPartial):

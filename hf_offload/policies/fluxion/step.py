@@ -131,11 +131,12 @@ class LocalBlocks:
     """The sinks and the newest blocks of a layer as selections, kept from step to step while they are the same.
 
     Args:
+        size: tokens of a block.
         convert: makes of a selection in arrays what a step works with.
     """
 
-    def __init__(self, convert: Callable[[Selection], Any] = lambda selection: selection) -> None:
-        self._convert = convert
+    def __init__(self, size: int, convert: Callable[[Selection], Any] = lambda selection: selection) -> None:
+        self._size, self._convert = size, convert
         self._known: tuple[int, ...] = ()
         self._low: np.ndarray | None = None
         self._parts: tuple[Any, Any] | None = None
@@ -152,18 +153,18 @@ class LocalBlocks:
             low, high = sinks
             newest = np.maximum(low, end)  # a row may begin behind `end`
             spans = (low, np.minimum(high, newest)), (newest, np.full_like(low, blocks))
-            one, two = (self._convert(_consecutive(first, stop, blocks, kv_heads)) for first, stop in spans)
+            one, two = (self._convert(_consecutive(first, stop, blocks, kv_heads, self._size)) for first, stop in spans)
             self._known, self._low, self._parts = known, low, (one, two)
         return self._parts
 
 
-def _consecutive(first: np.ndarray, stop: np.ndarray, blocks: int, kv_heads: int) -> Selection:
-    """The blocks first..stop-1 of each row, `[B]` each, for all KV heads; there are so many blocks."""
+def _consecutive(first: np.ndarray, stop: np.ndarray, blocks: int, kv_heads: int, size: int) -> Selection:
+    """The blocks first..stop-1 of each row, `[B]` each, for all KV heads; there are so many, of `size` tokens."""
     counts = np.maximum(stop - first, 0).astype(np.int32)
     listed = first[:, None] + np.arange(max(int(counts.max()), 1), dtype=np.int32)
     shape = (len(first), kv_heads, listed.shape[1])
     wide = np.broadcast_to(listed.clip(max=blocks - 1)[:, None].astype(np.int32), shape).copy()
-    return Selection(wide, np.broadcast_to(counts[:, None], shape[:2]).copy())
+    return Selection(wide, np.broadcast_to(counts[:, None], shape[:2]).copy(), size)
 
 
 class Segments(NamedTuple):
@@ -231,7 +232,7 @@ class HostBuffers:
             self.sink_out = torch.empty(query.shape, dtype=torch.float32, device="cpu")
             self.sink_lse = torch.empty(query.shape[:2], dtype=torch.float32, device="cpu")
         self._sinks = Partial(self.sink_out.numpy(), self.sink_lse.numpy())
-        self._local = LocalBlocks()
+        self._local = LocalBlocks(step.block_size)
 
     def attend_local(self, step: CpuStep) -> Local:
         """Queue attention to what is local."""
@@ -271,7 +272,7 @@ class HostBuffers:
         )  # fmt: skip
         step.add(counting, "counts of the choice")
         step.as_long_as(lambda: counts.totals is totals)
-        chosen = Selection(selector.blocks, selector.counts)
+        chosen = Selection(selector.blocks, selector.counts, step.block_size)
         step.attention(chosen, "attention to the host", to=Partial(selector.out, selector.lse))
 
 
@@ -290,7 +291,7 @@ def _attend_local_on_device(step: SplitStep) -> Local:
     store = step.store
     local: LocalBlocks | None = step.layer.kernels.get("fluxion")
     if local is None:
-        local = step.layer.kernels["fluxion"] = LocalBlocks(functools.partial(_sent, store.device))
+        local = step.layer.kernels["fluxion"] = LocalBlocks(step.block_size, functools.partial(_sent, store.device))
     found = []
     for selection, index in local.parts(_sink_blocks(step), step.host_end, step.num_blocks, store.num_kv_heads):
         out, lse = step.attend_device(replace(selection, slots=step.resident.slot_of.gather(2, index)))
@@ -300,8 +301,8 @@ def _attend_local_on_device(step: SplitStep) -> Local:
 
 def _sent(device: torch.device, selection: Selection) -> tuple[Selection, torch.Tensor]:
     """A selection on the device, and its blocks as an index, int64."""
-    blocks, counts = (sent(array, device) for array in (selection.blocks, selection.counts))
-    return Selection(blocks, counts), blocks.long()
+    blocks, counts = (sent(array, device) for array in (selection.items, selection.counts))
+    return Selection(blocks, counts, selection.unit), blocks.long()
 
 
 def _select_beside_device(

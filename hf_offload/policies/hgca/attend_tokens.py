@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from hf_offload.attention.draw import Buffer, Draw
 from hf_offload.attention.host_partial import BlockHostPartial
-from hf_offload.cpu.kernels import draw_pairs
+from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
+from hf_offload.cpu.kernels.draw_pairs import Kept, PairLists, Resident
 from hf_offload.cpu.kernels.merge import join_parts
-from hf_offload.cpu.kernels.pair_decode import attend_pairs
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
+from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import Launch
 from hf_offload.policies.base import Drawn, HostPartial, Partial, Selection
 from hf_offload.policies.hgca.kernels.moving_average import move_averages
@@ -40,12 +40,10 @@ def _attention(retained: RetainedTokens, query: np.ndarray, out: np.ndarray, lse
         query, out: float32 `[B, Hq, D]`; lse: `[B, Hq]`.
         scores: the model's.
     """
-    lists, dim = retained.lists, query.shape[2]
-    rows = (lists, query.shape[0] * query.shape[1] // lists)
-    return sparse_decode(
-        query.reshape(*rows, dim), retained.pool.block_ptr, retained.table, retained.blocks, retained.block_counts,
-        retained.holes, retained.valid, retained.capacity, out.reshape(*rows, dim), lse.reshape(rows), None,
-        kv_dtype=retained.dtype, block_size=retained.block_size, **scores._asdict(),
+    rows, dim = (retained.lists, query.shape[0] * query.shape[1] // retained.lists), query.shape[2]
+    return decode_attention(
+        query.reshape(*rows, dim), retained.host_blocks, retained.blocks, retained.block_counts, retained.capacity,
+        out.reshape(*rows, dim), lse.reshape(rows), **scores._asdict(),
     )  # fmt: skip
 
 
@@ -65,7 +63,7 @@ def queue_attention(step: CpuStep, window: Selection, samples: int) -> tuple[Par
     mass: TokenMass = step.state
     query, scores = step.buffers.query, None
     if step.form.fresh:
-        shape = (*query.shape[:2], window.blocks.shape[2] * step.block_size)
+        shape = (*query.shape[:2], window.items.shape[2] * window.unit)
         key = "hgca", query.shape
         scores = step.layer.kernels.get(key)  # of the window's tokens
         if scores is None or scores.shape != shape:
@@ -90,79 +88,59 @@ def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: in
     """Queue the draw of pairs among the tokens that are neither in the window nor retained, and their attention."""
     kept, counts = mass.kept, mass.retained.counts
     step.as_long_as(lambda: mass.kept is kept and mass.retained.counts is counts)
-    target, errors = step.room(), np.zeros(step.query_shape, np.float32)
-    *draw, attention, lists = _rescue(
-        step.store, step.layer.stats, mass, step.buffers.query, (window.blocks, window.counts), samples, target,
-        step.scores, step.layer.settings.buffer, errors=errors, unsealed=step.unsealed(), length=step.length,
+    launches, selection = _draw(
+        step.store, step.layer.stats, mass, step.buffers.query, window, samples, step.scores,
+        step.layer.settings.buffer, unsealed=step.view.blocks, length=step.length,
     )  # fmt: skip
-    for launch in draw:
+    for launch in launches:
         step.add(launch, "the draw of pairs", length=True)
-    step.add(attention, "attention to drawn pairs")
-    step.note_drawn(lists, target.lse, errors, kept)
-    return target
+    return step.attention(selection, "attention to drawn pairs", end=mass.evicted * step.block_size)
 
 
-def _rescue(
+def _draw(
     store: BlockStore,
     stats: LayerStats,
     mass: TokenMass,
     query: np.ndarray,
-    window: tuple[np.ndarray, np.ndarray],
+    window: Selection,
     samples: int,
-    target: Partial,
     scores: Scores,
-    buffer: Callable[[str, tuple[int, ...], np.dtype], np.ndarray],
+    buffer: Buffer,
     *,
-    errors: np.ndarray | None = None,
     tail: np.ndarray | None = None,
-    unsealed: draw_pairs.Unsealed | None = None,
+    unsealed: HostBlocks | None = None,
     length: int = 0,
     limits: np.ndarray | None = None,
-) -> tuple[Any, ...]:
-    """Prepare the draw of pairs among the tokens that are neither in the window nor retained, and their attention.
+) -> tuple[tuple[Launch, ...], Selection]:
+    """Prepare the draw of pairs among the tokens that are neither in the window nor retained.
 
-    Without digests all such pairs are attended.
+    Without digests all such pairs are selected.
 
     Args:
         store: the layer's blocks.
         stats: the layer's statistics.
         mass: the layer's state.
         query: float32 `[B, Hq, D]`.
-        window: blocks of the window and their numbers, as in `draw_pairs.Resident`.
-        samples: as in `draw_pairs.draw_missing`.
-        target: the result's arrays.
+        window: blocks of the window.
+        samples: as for `Draw`.
         scores: the model's.
-        buffer: gives scratch by name, shape and dtype.
-        errors: as in `attend_pairs`.
-        tail, unsealed, length: as in `draw_pairs.draw_missing`; limits: those of its thresholds.
-
-    Returns:
-        The two launches, or without digests that of the attention, and what they list.
+        buffer: gives scratch.
+        tail, unsealed, length, limits: as for `Draw.launch`.
     """
-    view, (batch, heads, _), width = store.view(store.length), query.shape, store.table.shape[1]
-    lines, pairs = (batch, store.num_kv_heads), store.block_size // 2
-    most = width * pairs
-    attend = functools.partial(
-        attend_pairs, query, view.block_ptr, view.table, holes=view.holes, valid=view.valid,
-        length=mass.evicted * store.block_size, out=target.out, lse=target.lse, kbar=None, kv_dtype=store.dtype,
-        block_size=store.block_size, **scores._asdict(), packed=store.format.packed, skipped=mass.kept, errors=errors,
-    )  # fmt: skip
+    rows, heads, width = (store.batch, store.num_kv_heads), query.shape[1], store.table.shape[1]
     if store.awaits_digests:
-        lists = draw_pairs.PairLists.all_of(*lines, mass.evicted * pairs)
-        return attend(**lists._asdict()), lists
+        lists = PairLists.all_of(*rows, mass.evicted * store.block_size // 2)
+        weights = Pairs.of(lists.weights, heads, skipped=mass.kept, errors=np.zeros((rows[0], heads), np.float32))
+        return (), Selection(lists.pairs, lists.counts, 2, weights)
     assert store.digests is not None
-    lists = draw_pairs.PairLists.of(*lines, draw_pairs.most_pairs(samples, heads // lines[1], most))
-    score = buffer("scores of blocks", (*lines, width), np.dtype(np.float32))
-    masses = buffer("masses of pairs", (batch, heads, draw_pairs.kept_masses(width, pairs)), draw_pairs.MASSES)
-    portion = np.empty((batch, heads), np.float32)
-    tail = np.empty((batch, heads), np.float32) if tail is None else tail
-    thresholds = draw_pairs.Thresholds.of(stats.layer, store.padding.first, most, limits)
-    draw = draw_pairs.draw_missing(
-        query, store.digests.arrays(query, scores.scale), store.table, draw_pairs.Resident(*window, score),
-        thresholds, tail, masses, *lists, portion, samples=samples, join="max", **scores._asdict(), unsealed=unsealed,
-        length=length, kept=draw_pairs.Kept(mass.kept, mass.retained.counts), tally=stats.drawn,
+    draw = Draw(store, stats, heads, samples, "max", width, skipped=mass.kept, buffer=buffer)
+    score = buffer("scores of blocks", (*rows, width), np.dtype(np.float32))
+    launch = draw.launch(
+        query, store.digests.arrays(query, scores.scale), Resident(window.items, window.counts, score, draw.portion),
+        scores, length=length, limits=limits, unsealed=unsealed, tail=tail,
+        kept=Kept(mass.kept, mass.retained.counts),
     )  # fmt: skip
-    return draw, attend(**lists._asdict(), portion=portion, tally=stats.errors), lists
+    return (launch,), draw.selection
 
 
 def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
@@ -290,16 +268,21 @@ class RetainedHostPartial(BlockHostPartial):
         self._drawn = None
         if not self._samples:
             return retained
-        lines = (query.shape[0], self.counts.shape[1])
+        rows = (query.shape[0], self.counts.shape[1])
         numbers = np.arange(self._window.start, self._window.stop, dtype=np.int32)
-        window = np.broadcast_to(numbers, (*lines, len(numbers))).copy(), np.full(lines, len(numbers), np.int32)
-        target, errors = self._pairs if retained else result, np.zeros(query.shape[:2], np.float32)
-        *rescue, lists = _rescue(
-            self.store, self.stats, self._mass, query, window, self._samples, target, scores, self._keep,
-            errors=errors, tail=self.tail.numpy(), limits=self._limits,
+        counts = np.full(rows, len(numbers), np.int32)
+        window = Selection(np.broadcast_to(numbers, (*rows, len(numbers))).copy(), counts, self.store.block_size)
+        draw, selection = _draw(
+            self.store, self.stats, self._mass, query, window, self._samples, scores, self._keep,
+            tail=self.tail.numpy(), limits=self._limits,
         )  # fmt: skip
-        self._drawn = Drawn(lists, target.lse, errors, self._mass.kept)
-        return (*retained, *rescue, *((join_parts(*result, self._pairs, self._nothing),) if retained else ()))
+        target, end = self._pairs if retained else result, self._mass.evicted * self.store.block_size
+        attention = decode_attention(
+            query, self.store.view(self.store.length).blocks, selection.items, selection.counts, end, *target,
+            **scores._asdict(), pairs=selection.weights,
+        )  # fmt: skip
+        self._drawn = Drawn(selection, target.lse)
+        return (*retained, *draw, attention, *((join_parts(*result, self._pairs, self._nothing),) if retained else ()))
 
     def drawn_part(self, step: Step) -> Drawn | None:
         return self._drawn
@@ -340,7 +323,7 @@ def attend_on_both_sides(step: SplitStep, window: Selection | None, samples: int
         average, rows = mass.resident.average, mass.rows_at_padding(step.length)
         before = None if rows is None else average[rows]
         update_weights(
-            average, step.query, step.resident.pool, window.slots, window.blocks, window.counts, step.limits,
+            average, step.query, step.resident.pool, window.slots, window.items, window.counts, step.limits,
             step.valid, found.lse.logsumexp(-1), **step.scores._asdict(), **mass.step_update,
         )  # fmt: skip
         if before is not None:

@@ -10,7 +10,8 @@ import torch
 
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cpu.kernels.move_records import copy_records
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.kernels.record import HostBlocks
+from hf_offload.cpu.launch import Launch, tag_of
 from hf_offload.policies.hgca.kernels.compact import compact_tokens
 
 LIST_STEP = 4
@@ -57,6 +58,11 @@ class RetainedTokens:
     def capacity(self) -> int:
         """Tokens that a list has room for."""
         return self.positions.shape[1]
+
+    @property
+    def host_blocks(self) -> HostBlocks:
+        """The lists as rows of blocks."""
+        return HostBlocks(tag_of(self.dtype), self.pool.block_ptr, self.table, self.holes, self.valid, self.block_size)
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:

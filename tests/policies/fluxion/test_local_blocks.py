@@ -10,7 +10,7 @@ from hf_offload.policies.fluxion.step import LocalBlocks
 
 def lists(selection: Selection) -> list[list[int]]:
     found = []
-    for blocks, counts in zip(selection.blocks, selection.counts, strict=True):
+    for blocks, counts in zip(selection.items, selection.counts, strict=True):
         assert (blocks == blocks[:1]).all()
         assert (counts == counts[:1]).all()
         assert blocks.max() < 12  # what is behind a count is a block, too
@@ -21,7 +21,7 @@ def lists(selection: Selection) -> list[list[int]]:
 def test_rows_have_their_own_sinks_and_share_no_block() -> None:
     # A row without padding, one whose sinks reach into the newest blocks, one that begins behind the host's end.
     sinks = np.array([0, 7, 10], np.int32), np.array([2, 9, 12], np.int32)
-    first, newest = LocalBlocks().parts(sinks, 8, 12, kv_heads=3)
+    first, newest = LocalBlocks(8).parts(sinks, 8, 12, kv_heads=3)
     assert first.blocks.shape[:2] == newest.counts.shape == (3, 3)
     assert lists(first) == [[0, 1], [7], []]
     assert lists(newest) == [[8, 9, 10, 11], [8, 9, 10, 11], [10, 11]]
@@ -34,7 +34,7 @@ def test_they_are_made_anew_when_something_has_changed() -> None:
         made.append(selection)
         return selection
 
-    near, sinks = LocalBlocks(convert), (np.zeros(1, np.int32), np.full(1, 2, np.int32))
+    near, sinks = LocalBlocks(8, convert), (np.zeros(1, np.int32), np.full(1, 2, np.int32))
     known = near.parts(sinks, 8, 12, 2)
     assert near.parts(sinks, 8, 12, 2) is known
     assert len(made) == 2

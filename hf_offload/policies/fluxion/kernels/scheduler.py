@@ -12,16 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_offload.cpu.kernels.block import STEP_TOKENS
 from hf_offload.cpu.kernels.block_topk import SPARE
+from hf_offload.cpu.kernels.decode_attention import attend_part, make_lists, make_scratch, merge_head
 from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, SPARE_BLOCKS
-from hf_offload.cpu.kernels.packed import spare_bytes
-from hf_offload.cpu.kernels.parts import clear_part, merge_parts, part_blocks, partial_state
-from hf_offload.cpu.kernels.record import record_of
-from hf_offload.cpu.kernels.sparse_decode import attend_step
 from hf_offload.cpu.launch import I32, Array, Launch, jit, jit_for_python, kernel, require
-from hf_offload.cpu.memory import address_of, count_up, hold, peek, swap_if
-from hf_offload.cpu.simd.vectors import load_f32, splat, store
+from hf_offload.cpu.memory import count_up, peek, swap_if
 
 from .selector import score_blocks, take_blocks
 
@@ -136,29 +131,13 @@ class Choice(NamedTuple):
     counts: Array
 
 
-class Attention(NamedTuple):
-    """Arguments of `decode_kernel`, by its parameters' names."""
+class Attending(NamedTuple):
+    """Arguments of `attention_kernel`, by its parameters' names."""
 
-    tag: Any
     full: Any
     rest: Any
-    query: Array
-    block_ptr: Array
-    table: Array
-    blocks: Array
-    counts: Array
-    holes: Array
-    valid: Array
+    attention: Any
     length: int
-    out: Array
-    lse: Array
-    block_size: int
-    scale: float
-    cap: float
-    parts: int
-    partial: Array
-    packed: Any
-    prefetches: bool
 
 
 @jit
@@ -181,56 +160,18 @@ def _choose(choice: Any, b: int, h: int) -> None:
 
 
 @jit
-def _attend(attention: Any, b: int, h: int) -> None:
-    """Attend the chosen blocks in the parts of `decode_kernel`, so that results are bitwise the same."""
-    tag, full, rest, query, packed = (
-        attention.tag, attention.full, attention.rest, attention.query, attention.packed,
-    )  # fmt: skip
-    block_ptr, table, blocks, counts = attention.block_ptr, attention.table, attention.blocks, attention.counts
-    block_size, parts, partial = attention.block_size, attention.parts, attention.partial
-    out, lse, scale = attention.out, attention.lse, attention.scale
-    kv_heads, dim = counts.shape[1], query.shape[2]
-    group, head = query.shape[1] // kv_heads, b * kv_heads + h
-    record = 2 * block_size * dim * tag.itemsize
-    step, stride = max(1, STEP_TOKENS // block_size), 4 * max(STEP_TOKENS, block_size)
-    share = part_blocks(counts[b, h], parts, block_size, step)
-    part, partial_step = 4 * group * dim, 4 * partial.shape[1]
-    state_offset = partial_state(group, dim, False)
-    scratch = np.empty(16 + (part + 2 * group * stride + spare_bytes(packed, dim, block_size)) // 4, np.float32)
-    queries = (address_of(scratch) + 63) & ~63
-    scores = queries + part
-    spare = scores + 2 * group * stride
-    addresses = np.empty(share + step, np.int64)
-    source = address_of(query) + head * part
-    for place in range(0, part, 64):
-        store(queries + place, load_f32(source + place) * splat(np.float32(scale)))
-    origin = address_of(partial) + head * parts * partial_step
-    for number in range(parts):
-        begin = min(number * share, counts[b, h])
-        mine = min(counts[b, h] - begin, share)
-        chosen = blocks[b, h, begin : begin + mine]
-        sums = origin + number * partial_step
-        clear_part(sums, dim, group, False)
-        for i in range(mine):
-            addresses[i] = record_of(block_ptr[table[b, chosen[i]]], h, record, packed)
-        for i in range(mine, mine + step):
-            addresses[i] = addresses[max(i - 1, 0)]
-        for first in range(0, mine, step):
-            last = min(first + step, mine)
-            attend_step(
-                tag, full, rest, group, addresses, chosen, first, last, attention.valid[b], attention.holes[b],
-                attention.length, queries, dim, block_size, attention.cap, scores, stride, sums + state_offset, sums,
-                0, 0, 0, attention.prefetches, packed, spare,
-            )  # fmt: skip
-    merge_parts(
-        origin, parts, partial_step, dim, group, False, lse[b, h * group : (h + 1) * group],
-        address_of(out) + head * part, 0,
-    )  # fmt: skip
-    hold(scratch)
+def _attend(attending: Any, head: int) -> None:
+    """Attend the chosen blocks of one (row, KV head) in the parts of `attention_kernel`, for the same bits."""
+    attention, parts = attending.attention, attending.attention.parts
+    floats, lists = make_scratch(attention), make_lists(attention, attention.blocks.packed)
+    for task in range(head * parts, (head + 1) * parts):
+        none = attention.counts.size * parts
+        attend_part(attending.full, attending.rest, attention, floats, lists, task, none, attending.length)
+    merge_head(attention, head)
 
 
 @kernel
-def task_kernel(ticket: Array, tasks: int, lists: Any, choice: Any, attention: Any) -> None:
+def task_kernel(ticket: Array, tasks: int, lists: Any, choice: Any, attending: Any) -> None:
     """One task = choice and attention of one (row, KV head); taken from the lists."""
     kv_heads = choice.counts.shape[1]
     while True:
@@ -240,7 +181,7 @@ def task_kernel(ticket: Array, tasks: int, lists: Any, choice: Any, attention: A
         count_up(ticket, 0)
         b, h = task // kv_heads, task % kv_heads
         _choose(choice, b, h)
-        _attend(attention, b, h)
+        _attend(attending, task)
         count_up(ticket, 1)
 
 
@@ -251,7 +192,7 @@ def whole_tasks(choice: Launch, attention: Launch, lists: TaskLists) -> Launch:
 
     Args:
         choice: from `retrieve_blocks`, not run.
-        attention: from `sparse_decode`, not run, without `kbar` and `scores`, over what `choice` chooses.
+        attention: from `decode_attention`, not run, without `kbar` and `scores`, over what `choice` chooses.
         lists: for B * Hkv tasks; a task is row * Hkv + KV head. Read when the launch runs: each calling thread takes
             tasks until none is left for the CPU.
 
@@ -259,11 +200,11 @@ def whole_tasks(choice: Launch, attention: Launch, lists: TaskLists) -> Launch:
         ValueError: launches that do not fit together.
         TypeError: an array of another dtype.
     """
-    counts = choice.arg("counts")
-    if attention.arg("blocks") is not choice.arg("blocks") or attention.arg("counts") is not counts:
+    counts, attended = choice.arg("counts"), attention.arg("attention")
+    if attended.items is not choice.arg("blocks") or attended.counts is not counts:
         raise ValueError("the attention is to other blocks than those that are chosen; prepare both on the same arrays")
-    if len(attention.arg("kbar")) or len(attention.arg("raw")):
+    if len(attended.kbar) or len(attended.scores):
         raise ValueError("tasks return neither kbar nor scores; prepare the attention without them")
     require("order", lists.order, I32, (2, counts.size))
-    args = (lists, Choice(*map(choice.arg, Choice._fields)), Attention(*map(attention.arg, Attention._fields)))
+    args = (lists, Choice(*map(choice.arg, Choice._fields)), Attending(*map(attention.arg, Attending._fields)))
     return Launch(task_kernel, counts.size, args, choice.cost + attention.cost, dealt=True)

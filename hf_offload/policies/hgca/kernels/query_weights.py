@@ -116,7 +116,7 @@ def _score_tile(
     padded = (seen + 15) & ~15
     for i in range((seen + block_size - 1) // block_size):
         place = scores + 4 * i * block_size
-        score_keys(tag, _TILE, addresses[i], 0, tile, dim, block_size, place, stride, packed, spare)
+        score_keys(_TILE, 0, tag, addresses[i], 0, tile, dim, block_size, place, stride, packed, spare)
     if cap > 0.0:
         soften_scores(4, scores, stride, padded, cap)
     if masked:

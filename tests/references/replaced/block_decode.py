@@ -22,7 +22,7 @@ from hf_offload.cpu.kernels.block import (
     softmax_step,
 )
 from hf_offload.cpu.kernels.packed import spare_bytes
-from hf_offload.cpu.kernels.parts import (
+from references.replaced.parts import (
     NO_KBAR,
     PART_TOKENS,
     PARTS,
@@ -33,7 +33,7 @@ from hf_offload.cpu.kernels.parts import (
     partial_results,
     partial_state,
 )
-from hf_offload.cpu.kernels.record import add_vectors, record_of, score_keys, touch
+from references.replaced.record import add_vectors, record_of, score_keys, touch
 from hf_offload.cpu.launch import (
     F32,
     I32,

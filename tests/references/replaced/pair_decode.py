@@ -33,7 +33,7 @@ from hf_offload.cpu.kernels.packed import (
     score_packed_pairs,
     spare_bytes,
 )
-from hf_offload.cpu.kernels.parts import (
+from references.replaced.parts import (
     NO_KBAR,
     PART_TOKENS,
     PARTS,
@@ -44,8 +44,8 @@ from hf_offload.cpu.kernels.parts import (
     partial_results,
     partial_state,
 )
-from hf_offload.cpu.kernels.record import record_of
-from hf_offload.cpu.kernels.sparse_decode import check_lists
+from references.replaced.record import record_of
+from references.replaced.block_decode import check_lists
 from hf_offload.cpu.launch import (
     F32,
     I32,
