@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from references import cpu as reference
 
 from hf_offload.cache.host_pool import HostPool
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
 from hf_offload.cpu.launch import Launch, jit_for_python
 

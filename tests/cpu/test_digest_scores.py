@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from pools import bits, make_case, run
+from references import cpu as reference
 from unpacking import unpack_codes, unpack_halves, unpack_levels
 
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.cpu.kernels.digest_scores import Digest, LogMasses, vectors
 from hf_offload.cpu.kernels.submean_scores import submeans

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from pools import for_python, run
+from references import cpu as reference
+from references import fluxion as reference_retrieve
 
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.digest_scores import Digest, LogMasses, vectors
-from hf_offload.policies.fluxion.kernels import reference as reference_retrieve
 from hf_offload.policies.fluxion.kernels import selector
 from hf_offload.policies.fluxion.kernels.selector import (
     TALLIES,
