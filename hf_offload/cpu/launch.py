@@ -182,12 +182,6 @@ class LaunchSequence:
         self._address = self._rows.ctypes.data
         self._shared = any(launch.shared for launch in self.launches)
 
-    def set_tasks(self, tasks: Callable[[Launch], int]) -> None:
-        """Change the number of tasks of each launch; 0 measures what a sequence costs without its kernels."""
-        for row, launch in zip(self._rows, self.launches, strict=True):
-            words, i = launch.word("tasks")
-            words[i] = row[_TASKS] = tasks(launch)
-
     def run(self) -> None:
         """Run all launches.
 
@@ -454,11 +448,3 @@ def head_tiles(group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     tiles = -(-group // 4)
     full = -(-group // tiles)
     return _HEADS[full], _HEADS[group - full * (tiles - 1)]
-
-
-def check_blocks(table: Array, logmass: Array, batch: int, query_heads: int, n_blocks: int) -> None:
-    """Raise unless the block table and the log masses fit the batch and hold `n_blocks` blocks."""
-    require("table", table, I32, (batch, table.shape[-1]))
-    require("logmass", logmass, F32, (batch, query_heads, logmass.shape[-1]))
-    if not 0 <= n_blocks <= min(table.shape[1], logmass.shape[2]):
-        raise ValueError(f"n_blocks {n_blocks} exceeds table {table.shape} or logmass {logmass.shape}")

@@ -146,14 +146,7 @@ class Vectors(NamedTuple):
     runs: tuple[int] = (0,)
 
 
-class LogMasses(NamedTuple):
-    """Log masses computed elsewhere: float32 [B, Hq, N], -inf for blocks without valid tokens."""
-
-    values: Array
-    runs: tuple[int] = (0,)
-
-
-Digest = SubMeans | Vectors | LogMasses
+Digest = SubMeans | Vectors
 
 
 def vectors(query: Array, digests: Array, bias: Array, *, dtype: torch.dtype) -> Vectors:
@@ -175,11 +168,7 @@ def vectors(query: Array, digests: Array, bias: Array, *, dtype: torch.dtype) ->
 def check_digest(digest: Digest, query_shape: tuple[int, ...], kv_heads: int, n_blocks: int) -> int:
     """Raise ValueError unless a digest serves queries of this shape; return the bytes that scoring `n_blocks` reads."""
     batch, query_heads, dim = query_shape
-    if isinstance(digest, LogMasses):
-        require("values", digest.values, F32, digest.values.shape)
-        fits = digest.values.shape[:2] == (batch, query_heads) and digest.values.shape[2] >= n_blocks
-        record = 4 * query_heads
-    elif isinstance(digest, Vectors):
+    if isinstance(digest, Vectors):
         fits = digest.query.shape[:2] == (batch, query_heads) and digest.vectors.shape[1] == kv_heads
         record = kv_heads * digest.vectors.shape[2] * digest.vectors.itemsize
     else:
@@ -188,10 +177,10 @@ def check_digest(digest: Digest, query_shape: tuple[int, ...], kv_heads: int, n_
     if not fits:
         shapes = [x.shape for x in digest if isinstance(x, np.ndarray)]
         raise ValueError(
-            f"a digest of shapes {shapes} does not serve {batch} rows, {query_heads} query heads of {dim}, {kv_heads} "
-            f"KV heads and {n_blocks} blocks"
+            f"a digest of shapes {shapes} does not serve {batch} rows, {query_heads} query heads of {dim} and "
+            f"{kv_heads} KV heads"
         )
-    return batch * n_blocks * record
+    return int(batch * n_blocks * record)
 
 
 @jit
@@ -245,17 +234,6 @@ def _score_submeans(
     submeans.score_chunk(digest, full, rest, heads, table[b], b, h, scale, cap, begin, end, reach, out, stride)
 
 
-@jit
-def _copy_masses(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
-    begin: int, end: int, reach: int, out: int, stride: int,
-) -> None:  # fmt: skip
-    for g in range(group):
-        for n in range(begin, end):
-            x = digest.values[b, h * group + g, n]
-            put(out + g * stride + 4 * (n - begin), x if x > _LOWEST else MASKED)
-
-
 def write_scores(
     digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
     begin: int, end: int, reach: int, out: int, stride: int,
@@ -273,7 +251,7 @@ def write_scores(
     raise NotImplementedError("for compiled code")
 
 
-_WRITERS = {SubMeans: _score_submeans, Vectors: _score_vectors, LogMasses: _copy_masses}
+_WRITERS = {SubMeans: _score_submeans, Vectors: _score_vectors}
 
 
 @overload(write_scores)
