@@ -56,7 +56,7 @@ class Launch:
     (`word`). A kernel that raises leaves tasks undone; `check` then raises in the caller.
 
     Args:
-        kernel: made by `kernel`; it takes task numbers from the ticket until none is left.
+        kernel: made by `kernel`; it takes task numbers from the ticket (`memory.next_task`) until none is left.
         tasks: the number of tasks.
         args: the kernel's arguments after ticket and tasks.
         cost: an upper bound of the bytes that the kernel reads.

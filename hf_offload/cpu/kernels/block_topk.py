@@ -25,7 +25,7 @@ from hf_offload.cpu.kernels.digest_scores import (
     write_scores,
 )
 from hf_offload.cpu.launch import F32, I32, Array, Launch, cap_of, group_size, head_tiles, jit, kernel, require, tag_of
-from hf_offload.cpu.memory import address_of, count_up, get, hold, put
+from hf_offload.cpu.memory import address_of, count_up, get, hold, next_task, put
 from hf_offload.cpu.simd.vectors import choose_less, lane_max, lane_sum, load_f32, splat, store, vmax
 
 SPARE = 64
@@ -204,13 +204,11 @@ def select_kernel(
 ) -> None:
     """One task = one (row, KV head)."""
     kv_heads, word = score.shape[1], np.empty(1, np.int32)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         b, h = task // kv_heads, task % kv_heads
         select_head(score[b, h], n_sealed, n_blocks, choice, b, h, word)
-        count_up(ticket, 1)
+        task = next_task(ticket)
 
 
 def make_choice(
@@ -309,10 +307,8 @@ def choose_kernel(
     runs = digest.runs
     row = (min(CHUNK_BLOCKS, n_sealed) + SPARE_BLOCKS) * len(runs)
     scores, word = np.empty(group * row, np.float32), np.empty(1, np.int32)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
         begin = chunk * CHUNK_BLOCKS
         end = min(begin + CHUNK_BLOCKS, n_sealed)
@@ -334,7 +330,7 @@ def choose_kernel(
             join_chunks(masses[b, heads], peaks[b, heads], tail[b, heads], n_sealed, mode, score[b, h])
             if choice.k >= 0:
                 select_head(score[b, h], n_sealed, n_blocks, choice, b, h, word)
-        count_up(ticket, 1)
+        task = next_task(ticket)
     hold(scores)
 
 
