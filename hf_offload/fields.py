@@ -96,6 +96,13 @@ def list_of(check: Check, name: str, value: Any, *, length: int | None = None) -
         check(f"{name}[{place}]", item)
 
 
+def mapping_of(check: Check, name: str, value: Any) -> None:
+    """Check a JSON object with any keys: the type and each value."""
+    is_a(dict, name, value)
+    for key, each in value.items():
+        check(f"{name}.{key}", each)
+
+
 def count(least: int, most: int = MOST) -> Check:
     """Return a check for integers of at least `least` and at most `most`."""
     return partial(check_count, what="a count", least=least, most=most)

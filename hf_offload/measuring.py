@@ -65,6 +65,22 @@ class Cost:
     tokens: float | None = None
 
 
+def cut(ids: torch.Tensor, length: int, windows: int, apart: int) -> list[torch.Tensor]:
+    """Return evenly spread windows `[1, length]` of a text's ids `[1, N]`, whose starts are at least `apart` apart.
+
+    Raises:
+        ValueError: the text is too short for them.
+    """
+    have, need = ids.shape[1], length + (windows - 1) * apart
+    if have < need:
+        raise ValueError(
+            f"the text has {have} tokens, but {windows} windows of {length} tokens need {need}; use a longer text, or "
+            "fewer tokens, steps or windows"
+        )
+    starts = [i * (have - length) // max(windows - 1, 1) for i in range(windows)]
+    return [ids[:, first : first + length] for first in starts]
+
+
 @torch.inference_mode()
 def read(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> Reading:
     """Run full attention over a text, int64 `[1, N]`, of which the last `steps` tokens will be decoded."""

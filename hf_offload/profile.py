@@ -21,6 +21,7 @@ from hf_offload.cache.settings import check_block_size
 from hf_offload.cache.stats import KEEP_STEPS
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.knobs import MOST, check_count
+from hf_offload.measuring import cut
 from hf_offload.policies.registry import Scout, make_policy
 
 VERSION = 1
@@ -150,7 +151,10 @@ def profile_intervals(
     policy, resident = check_profiling(
         tokens=tokens, steps=steps, windows=windows, resident=resident, block_size=block_size, **knobs
     )
-    parts = _windows(ids, tokens, steps, windows)
+    ids = ids.reshape(1, -1) if ids.ndim == 1 else ids
+    if ids.ndim != 2 or ids.shape[0] != 1:
+        raise ValueError(f"ids of shape {list(ids.shape)} are not one text; use token ids of shape [1, N]")
+    parts = cut(ids, tokens + steps, windows, steps)  # no token is decoded in two of them
     _check_positions(model, tokens + steps)
     tier = "split" if model.device.type == "cpu" else None
     cache = HybridCache(model, policy, tier=tier, resident=resident, block_size=block_size)
@@ -215,21 +219,6 @@ def _run(decoder: torch.nn.Module, cache: HybridCache, ids: torch.Tensor, tokens
         bar.update()
     rows = cache.stats().as_dict()["layers"]
     return {row["layer"]: row["cpu_ratio_by_step"] for row in rows if row["cpu_ratio_by_step"]}
-
-
-def _windows(ids: torch.Tensor, tokens: int, steps: int, windows: int) -> list[torch.Tensor]:
-    """Return windows `[1, tokens + steps]` spread evenly over the text; no token is decoded in two of them."""
-    ids = ids.reshape(1, -1) if ids.ndim == 1 else ids
-    if ids.ndim != 2 or ids.shape[0] != 1:
-        raise ValueError(f"ids of shape {list(ids.shape)} are not one text; use token ids of shape [1, N]")
-    have, need = ids.shape[1], tokens + windows * steps
-    if have < need:
-        raise ValueError(
-            f"the text has {have} tokens, but tokens={tokens}, steps={steps} and windows={windows} need {need}; use a "
-            "longer text, or fewer of these"
-        )
-    starts = np.linspace(0, have - tokens - steps, windows).astype(int)
-    return [ids[:, start : start + tokens + steps] for start in starts]
 
 
 def _check_positions(model: PreTrainedModel, length: int) -> None:

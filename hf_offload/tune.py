@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedModel
 from hf_offload.attention.model_support import has_two_memories
 from hf_offload.cache.settings import check_tier
 from hf_offload.knobs import check_count, check_number
-from hf_offload.measuring import Reading, cost, follow, hold, read
+from hf_offload.measuring import Reading, cost, cut, follow, hold, read
 from hf_offload.policies.fluxion.predictor import read_about
 from hf_offload.policies.registry import POLICIES
 
@@ -146,16 +146,8 @@ class Tuning:
             title=f"KL to full attention of at most {self.target:g}; a token of its own cache takes "
             f"{1000 * self.full_seconds:.1f} ms"
         )
-        for title in (
-            "setting",
-            "KL",
-            "worst window",
-            "top token",
-            "ms",
-            "host MiB a step",
-            "device MiB",
-            "meets the target",
-        ):
+        titles = ("KL", "worst window", "top token", "ms", "host MiB a step", "device MiB", "meets the target")
+        for title in ("setting", *titles):
             table.add_column(title, justify="left" if title == "setting" else "right")
         for trial in sorted(self.trials, key=lambda trial: trial.seconds):
             host = "–" if trial.host_bytes is None else f"{trial.host_bytes / 2**20:.1f}"
@@ -223,8 +215,9 @@ def tune(
     """
     check_tuning(target, tokens=tokens, steps=steps, windows=windows, tier=tier)
     ladders = LADDERS if predictor is None else (*LADDERS, ("fluxion", _by_deviation(predictor)))
-    stretches = cut(ids, tokens + steps, windows)
-    others = [] if held_out is None else cut(held_out, tokens + steps, windows)
+    length = tokens + steps
+    stretches = cut(ids, length, windows, length)
+    others = [] if held_out is None else cut(held_out, length, windows, length)
     two_memories = has_two_memories(model, tier)
     with tqdm(total=_most_work(ladders, windows, len(others)), disable=not progress) as bar:
 
@@ -278,21 +271,6 @@ def _most_work(ladders: Ladders, windows: int, held_out: int) -> int:
     settings = 1 + sum(len(ladder).bit_length() for _, ladder in ladders)
     variants = len(BLOCK_SIZES) - 1 + len(RECALLS) - 1
     return windows + settings + variants + 1 + (held_out + 1 if held_out else 0)
-
-
-def cut(ids: torch.Tensor, length: int, windows: int) -> list[torch.Tensor]:
-    """Return evenly spread windows `[1, length]` of a text's ids `[1, N]`.
-
-    Raises:
-        ValueError: the text is too short for them.
-    """
-    if ids.shape[1] < windows * length:
-        raise ValueError(
-            f"the text has {ids.shape[1]} tokens, but {windows} windows of {length} tokens need {windows * length}; "
-            "give a longer text, or fewer tokens, steps or windows"
-        )
-    starts = [i * (ids.shape[1] - length) // max(windows - 1, 1) for i in range(windows)]
-    return [ids[:, first : first + length] for first in starts]
 
 
 def _by_deviation(predictor: str | os.PathLike[str]) -> tuple[dict[str, Any], ...]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from references import cpu as reference
 
 from hf_offload.cache.host_pool import HostPool
-from hf_offload.cpu import reference
+from hf_offload.cpu.kernels.digest_scores import Vectors, vectors
 from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
 from hf_offload.cpu.launch import Launch, jit_for_python
 
@@ -52,6 +53,28 @@ class Case:
     valid: torch.Tensor
     holes: torch.Tensor
     length: int
+
+
+def given_masses(
+    masses: torch.Tensor, kv_heads: int, table: torch.Tensor | None = None
+) -> tuple[Vectors, torch.Tensor]:
+    """A digest that scores block n of row b by masses[b, head, n], to the last bit, and its table.
+
+    Each query head picks out its own channel of the vectors.
+
+    Args:
+        masses: [B, Hq, N]; -inf for all heads of a row or for none.
+        table: [B, N or more], no block twice; a new one by default.
+    """
+    batch, heads, blocks = masses.shape
+    group, dead = heads // kv_heads, (masses == -math.inf).all(1)
+    table = torch.arange(batch * blocks).view(batch, blocks).int() if table is None else table
+    physical = table[:, :blocks].long()
+    digests, bias = torch.zeros(table.numel() + 2, kv_heads, 16), torch.zeros(table.numel() + 2)
+    digests[physical, :, :group] = masses.view(batch, kv_heads, group, blocks).permute(0, 3, 1, 2)
+    digests[physical[dead]], bias[physical[dead]] = math.nan, -math.inf
+    query = torch.eye(group, 16).repeat(batch, kv_heads, 1)
+    return vectors(query.numpy(), digests.numpy(), bias.numpy(), dtype=torch.float32), table
 
 
 def make_case(

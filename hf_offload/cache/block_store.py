@@ -477,20 +477,20 @@ class TableMirror:
 
     def __init__(self, store: BlockStore) -> None:
         self.store: BlockStore = weakref.proxy(store)  # a reference cycle would delay freeing the slabs
-        self._table: tuple[int, torch.Tensor] | None = None
-        self._block_ptr: tuple[int, torch.Tensor] | None = None
+        self._copies: dict[str, tuple[int, torch.Tensor]] = {}
 
     def table(self) -> torch.Tensor:
         """`[B, N]` int32, the physical block of each logical one."""
-        if self._table is None or self._table[0] != self.store.revision:
-            old = None if self._table is None else self._table[1]
-            self._table = self.store.revision, sent(self.store.table, self.store.device, old)
-        return self._table[1]
+        return self._copy("table", self.store.table, self.store.revision)
 
     def block_ptr(self) -> torch.Tensor:
         """`[P]` int64, the address of each physical block in host memory."""
-        pool = self.store.pool
-        if self._block_ptr is None or self._block_ptr[0] != pool.revision:
-            old = None if self._block_ptr is None else self._block_ptr[1]
-            self._block_ptr = pool.revision, sent(pool.block_ptr, self.store.device, old)
-        return self._block_ptr[1]
+        return self._copy("block_ptr", self.store.pool.block_ptr, self.store.pool.revision)
+
+    def _copy(self, name: str, array: np.ndarray, revision: int) -> torch.Tensor:
+        """The copy of an array, made anew when its revision has changed."""
+        made, old = self._copies.get(name, (-1, None))
+        if old is None or made != revision:
+            old = sent(array, self.store.device, old)
+            self._copies[name] = revision, old
+        return old

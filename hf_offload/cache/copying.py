@@ -41,12 +41,8 @@ def copies(store: BlockStore, pool: torch.Tensor, moves: Moves) -> Callable[[], 
     slots, blocks, counts = moves.slots.cpu().numpy(), moves.blocks.cpu().numpy(), moves.counts.cpu().numpy()
     rows, heads, column = np.nonzero(np.arange(slots.shape[2]) < counts[..., None])
     slot, block = slots[rows, heads, column], blocks[rows, heads, column]
-    record = store.pool.record_bytes
     source = store.pool.addresses(store.table[rows, block], heads)
-    index = (rows * pool.shape[1] + heads) * pool.shape[2] + slot
-    if store.device.type == "cpu" and not store.format.packs:
-        return movers.copy_records(source, pool.data_ptr() + index * record, record)
-    return staged(store, pool.flatten(0, 2), source, index)
+    return _copies(store, pool.flatten(0, 2), source, (rows * pool.shape[1] + heads) * pool.shape[2] + slot)
 
 
 def bring(store: BlockStore, into: torch.Tensor, row: int, head: int, blocks: np.ndarray) -> None:
@@ -58,13 +54,16 @@ def bring(store: BlockStore, into: torch.Tensor, row: int, head: int, blocks: np
         row, head: row and KV head of the blocks.
         blocks: logical blocks, int `[m]`, at most n.
     """
-    record = store.pool.record_bytes
     source = store.pool.addresses(store.table[row, blocks], np.full(len(blocks), head))
-    index = np.arange(len(blocks), dtype=np.int64)
+    _copies(store, into, source, np.arange(len(blocks), dtype=np.int64))()
+
+
+def _copies(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.ndarray) -> Callable[[], None]:
+    """Return a callable that copies records, directly if both lie on the host and none is packed; as `staged`."""
     if into.device.type == "cpu" and not store.format.packs:
-        movers.copy_records(source, into.data_ptr() + index * record, record)()
-    else:
-        staged(store, into, source, index)()
+        record = store.pool.record_bytes
+        return movers.copy_records(source, into.data_ptr() + index * record, record)
+    return staged(store, into, source, index)
 
 
 def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.ndarray) -> Callable[[], None]:
@@ -74,7 +73,7 @@ def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.
         store: gives the format of the records.
         into: `[n, 2, block_size, D]`, written by the callable.
         source: int64 `[m]`, addresses of the records, packed ones marked.
-        index: `[m]`, entry of `into` for each record.
+        index: int64 `[m]`, entry of `into` for each record.
     """
     dtype = store.format.gather_dtype
     shape = (2, store.block_size, store.head_dim)

@@ -38,10 +38,7 @@ def fingerprint(config: Any, stack: nn.Module) -> dict[str, Any]:
 
 def likeness(config: Any, stack: nn.Module) -> dict[str, Any]:
     """Return what identifies a model in any dtype, as JSON values; arguments as in `fingerprint`."""
-    return {
-        "config": _config(config),
-        "weights": {name: _values(weight) for name, weight in _weights(stack)},
-    }
+    return {"config": _config(config), "weights": {name: _values(weight) for name, weight in _weights(stack)}}
 
 
 def _config(config: Any) -> dict[str, Any]:

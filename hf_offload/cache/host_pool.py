@@ -47,16 +47,10 @@ class _Slabs:
 
     def take(self, count: int) -> np.ndarray:
         """Take free places; return their addresses, int64 `[count]`, ascending in new slabs."""
-        missing = count - len(self.free)
-        more = max(missing, MIN_SLAB_BLOCKS, self.places // 4) if missing > 0 else 0
-        for blocks in self.pieces(more):
+        for blocks in self.pieces(growth(self.places, len(self.free), count)):
             with torch.inference_mode(False):
                 slab = host_empty((blocks, *self.shape), self.dtype, pin=self.pin)
-            self.pinned = self.pinned and slab.is_pinned()
-            self.tensors.append(slab)
-            self.places += blocks
-            first = slab.data_ptr()
-            self.free.extend(range(first + (blocks - 1) * self.nbytes, first - 1, -self.nbytes))
+            self.free.extend(self.adopt(slab)[::-1].tolist())
         return _pop(self.free, count, np.int64)
 
     def pieces(self, blocks: int) -> Iterator[int]:

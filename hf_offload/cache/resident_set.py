@@ -73,9 +73,7 @@ class ResidentSet:
         other.wait()
         with torch.inference_mode(False):
             self.pool.copy_(other.pool)
-            self.block_of, self.slot_of, self.worth, self.known = (
-                part.clone() for part in (other.block_of, other.slot_of, other.worth, other.known)
-            )
+            self.block_of, self.slot_of, self.worth, self.known = other.state()
 
     def reload(self, block_of: torch.Tensor, worth: torch.Tensor, known: torch.Tensor) -> None:
         """Restore a saved set with as many slots over a store with the same tokens; arguments: its attributes.

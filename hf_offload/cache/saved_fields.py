@@ -25,6 +25,7 @@ from hf_offload.fields import (
     count,
     is_a,
     list_of,
+    mapping_of,
     optional,
     prefixed,
 )
@@ -49,23 +50,13 @@ def _scalar(name: str, value: Any) -> None:
         raise ValueError(f"{name}={shown(value)} is not a value of a knob")
 
 
-def _samples(name: str, value: Any) -> None:
-    is_a(dict, name, value)
-    for weight, sample in value.items():
-        optional(count(0, 2**32 - 1))(f"{name}.{weight}", sample)
-
-
 def _model(name: str, value: Any) -> None:
-    checks: dict[str, Check] = {"config": partial(is_a, dict), "weights": _samples}
+    checksum = count(0, 2**32 - 1)
+    weights = partial(mapping_of, optional(checksum))
+    checks: dict[str, Check] = {"config": partial(is_a, dict), "weights": weights}
     if isinstance(value, dict) and "adapters" in value:  # of a model with adapters alone
-        checks["adapters"] = _checksums
+        checks["adapters"] = partial(mapping_of, checksum)
     check_mapping(name, value, checks)
-
-
-def _checksums(name: str, value: Any) -> None:
-    is_a(dict, name, value)
-    for key, each in value.items():
-        count(0, 2**32 - 1)(f"{name}.{key}", each)
 
 
 _positive = partial(check_number, what="a factor", above=0, most=1e9)

@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from hf_offload.cpu.simd.vectors import BITS32, lowered
+from hf_offload.cpu.simd.vectors import BITS32, emit_call, lowered_as
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 """Number of the futex system call; 0 where it is unknown, and then `wake` and `wait_for_change` must not be called."""
@@ -29,38 +29,22 @@ def _call(builder: Any, *args: Any) -> None:
     builder.call(function, [ir.Constant(_LONG, FUTEX), *args])
 
 
-@lowered
-def wake(typing: Any, address: Any, threads: Any) -> Any:
+@lowered_as(types.void(types.int64, types.int64))
+def wake(builder: Any, address: Any, threads: Any) -> None:
     """Wake up to `threads` threads that wait on the int32 at `address`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        _call(builder, args[0], ir.Constant(_LONG, _WAKE), args[1], _NOTHING, _NOTHING, _NOTHING)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    _call(builder, address, ir.Constant(_LONG, _WAKE), threads, _NOTHING, _NOTHING, _NOTHING)
 
 
-@lowered
-def wait_for_change(typing: Any, address: Any, value: Any) -> Any:
+@lowered_as(types.void(types.int64, types.int64))
+def wait_for_change(builder: Any, address: Any, value: Any) -> None:
     """Sleep until `wake` is called for `address`; return at once if the int32 there is not `value`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        _call(builder, args[0], ir.Constant(_LONG, _WAIT), args[1], _NOTHING, _NOTHING, _NOTHING)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    _call(builder, address, ir.Constant(_LONG, _WAIT), value, _NOTHING, _NOTHING, _NOTHING)
 
 
-@lowered
-def now(typing: Any) -> Any:
+@lowered_as(types.int64())
+def now(builder: Any) -> Any:
     """Nanoseconds of the monotonic clock."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        both = cgutils.alloca_once(builder, ir.ArrayType(_LONG, 2))
-        kind = ir.FunctionType(BITS32, [BITS32, both.type])
-        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        builder.call(function, [ir.Constant(BITS32, 1), both])
-        seconds, rest = (builder.extract_value(builder.load(both), index) for index in range(2))
-        return builder.add(builder.mul(seconds, _SECOND), rest)
-
-    return types.int64(), emit
+    both = cgutils.alloca_once(builder, ir.ArrayType(_LONG, 2))
+    emit_call(builder, "clock_gettime", BITS32, ir.Constant(BITS32, 1), both)
+    seconds, rest = (builder.extract_value(builder.load(both), index) for index in range(2))
+    return builder.add(builder.mul(seconds, _SECOND), rest)

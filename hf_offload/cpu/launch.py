@@ -58,7 +58,7 @@ class Launch:
     (`word`). A kernel that raises leaves tasks undone; `check` then raises in the caller.
 
     Args:
-        kernel: made by `kernel`; it takes task numbers from the ticket until none is left.
+        kernel: made by `kernel`; it takes task numbers from the ticket (`memory.next_task`) until none is left.
         tasks: the number of tasks.
         args: the kernel's arguments after ticket and tasks.
         cost: an upper bound of the bytes that the kernel reads.
@@ -183,12 +183,6 @@ class LaunchSequence:
             )  # fmt: skip
         self._address = self._rows.ctypes.data
         self._shared = any(launch.shared for launch in self.launches)
-
-    def set_tasks(self, tasks: Callable[[Launch], int]) -> None:
-        """Change the number of tasks of each launch; 0 measures what a sequence costs without its kernels."""
-        for row, launch in zip(self._rows, self.launches, strict=True):
-            words, i = launch.word("tasks")
-            words[i] = row[_TASKS] = tasks(launch)
 
     def run(self) -> None:
         """Run all launches.
@@ -508,11 +502,3 @@ def by_class(choices: Mapping[type, Callable[..., Any]]) -> Callable[..., Any]:
 
     overload(function, jit_options=_BORROWING)(lambda first, *args: pick(first))  # without annotations
     return function
-
-
-def check_blocks(table: Array, logmass: Array, batch: int, query_heads: int, n_blocks: int) -> None:
-    """Raise unless the block table and the log masses fit the batch and hold `n_blocks` blocks."""
-    require("table", table, I32, (batch, table.shape[-1]))
-    require("logmass", logmass, F32, (batch, query_heads, logmass.shape[-1]))
-    if not 0 <= n_blocks <= min(table.shape[1], logmass.shape[2]):
-        raise ValueError(f"n_blocks {n_blocks} exceeds table {table.shape} or logmass {logmass.shape}")

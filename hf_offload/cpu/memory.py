@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 
-from hf_offload.cpu.simd.vectors import BITS32, FLOAT, lowered, pointer
+from hf_offload.cpu.simd.vectors import BITS32, FLOAT, emit_call, lowered, lowered_as, pointer
 
 _BYTE, _LONG = ir.IntType(8), ir.IntType(64)
+_ONE = ir.Constant(_LONG, 1)
 LINE = 64  # bytes of a cache line
 PAGE = 4096  # bytes of the smallest page
 
@@ -31,59 +32,38 @@ def address_of(typing: Any, array: Any) -> Any:
 
 @lowered
 def hold(typing: Any, array: Any) -> Any:
-    """Keep an array alive up to here: Numba frees it after its last use by name, and sees no use by address."""
-    return types.void(array), lambda context, builder, sig, args: context.get_dummy_value()
+    """Keep an array (or a tuple of some) alive: Numba frees it after its last use by name, and sees none by address."""
+    return types.void(array), lambda context, builder, sig, args: None
 
 
-@lowered
-def get(typing: Any, address: Any) -> Any:
+@lowered_as(types.float32(types.int64))
+def get(builder: Any, address: Any) -> Any:
     """The float32 at `address`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load(pointer(builder, args[0], FLOAT), align=4)
-
-    return types.float32(types.int64), emit
+    return builder.load(pointer(builder, address, FLOAT), align=4)
 
 
-@lowered
-def get_word(typing: Any, address: Any) -> Any:
+@lowered_as(types.uint64(types.int64))
+def get_word(builder: Any, address: Any) -> Any:
     """The 64-bit word at `address`, unsigned."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load(pointer(builder, args[0], _LONG), align=8)
-
-    return types.uint64(types.int64), emit
+    return builder.load(pointer(builder, address, _LONG), align=8)
 
 
-@lowered
-def put_word(typing: Any, address: Any, value: Any) -> Any:
+@lowered_as(types.void(types.int64, types.int64))
+def put_word(builder: Any, address: Any, value: Any) -> None:
     """Write one 64-bit word at `address`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store(args[1], pointer(builder, args[0], _LONG), align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    builder.store(value, pointer(builder, address, _LONG), align=8)
 
 
-@lowered
-def put(typing: Any, address: Any, value: Any) -> Any:
+@lowered_as(types.void(types.int64, types.float32))
+def put(builder: Any, address: Any, value: Any) -> None:
     """Write one float32 at `address`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store(args[1], pointer(builder, args[0], FLOAT), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), emit
+    builder.store(value, pointer(builder, address, FLOAT), align=4)
 
 
 def emit_prefetch(builder: Any, address: Any, level: int) -> None:
     """Emit a prefetch of the cache line of `address` into the cache of a level (1 or 2)."""
-    target = pointer(builder, address, _BYTE)
-    kind = ir.FunctionType(ir.VoidType(), [target.type, BITS32, BITS32, BITS32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    locality = {1: 3, 2: 2}[level]
-    builder.call(function, [target, *(ir.Constant(BITS32, value) for value in (0, locality, 1))])
+    options = (ir.Constant(BITS32, value) for value in (0, {1: 3, 2: 2}[level], 1))  # the second: the locality
+    emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer(builder, address, _BYTE), *options)
 
 
 @lowered
@@ -92,46 +72,43 @@ def prefetch(typing: Any, address: Any, level: Any) -> Any:
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         emit_prefetch(builder, args[0], level.literal_value)
-        return context.get_dummy_value()
 
     return types.void(types.int64, level), emit
 
 
-@lowered
-def copy_bytes(typing: Any, target: Any, source: Any, count: Any) -> Any:
+@lowered_as(types.void(types.int64, types.int64, types.int64))
+def copy_bytes(builder: Any, target: Any, source: Any, count: Any) -> None:
     """memcpy of `count` bytes between addresses."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        to, origin = pointer(builder, args[0], _BYTE), pointer(builder, args[1], _BYTE)
-        kind = ir.FunctionType(ir.VoidType(), [to.type, origin.type, _LONG, ir.IntType(1)])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.memcpy.p0.p0.i64")
-        builder.call(function, [to, origin, args[2], ir.Constant(ir.IntType(1), 0)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), emit
+    to, origin = pointer(builder, target, _BYTE), pointer(builder, source, _BYTE)
+    emit_call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), to, origin, count, ir.Constant(ir.IntType(1), 0))
 
 
-@lowered
-def count_up(typing: Any, counters: Any, index: Any) -> Any:
-    """Atomically add 1 to an entry of an int64 array; return the value before."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        counter = builder.gep(_data(context, builder, counters, args[0]), [args[1]])
-        return builder.atomic_rmw("add", counter, ir.Constant(_LONG, 1), "seq_cst")
-
-    return types.int64(counters, types.int64), emit
+def _add(context: Any, builder: Any, kind: Any, counters: Any, index: Any, amount: Any) -> Any:
+    counter = builder.gep(_data(context, builder, kind, counters), [index])
+    return builder.atomic_rmw("add", counter, amount, "seq_cst")
 
 
 @lowered
 def add_to(typing: Any, counters: Any, index: Any, amount: Any) -> Any:
-    """Atomically add to an entry of an int64 array."""
+    """Atomically add to an entry of an int64 array; return the value before."""
+    return types.int64(counters, types.int64, types.int64), lambda c, b, sig, args: _add(c, b, counters, *args)
+
+
+@lowered
+def count_up(typing: Any, counters: Any, index: Any) -> Any:
+    """`add_to` with 1."""
+    return types.int64(counters, types.int64), lambda c, b, sig, args: _add(c, b, counters, args[0], args[1], _ONE)
+
+
+@lowered
+def next_task(typing: Any, ticket: Any) -> Any:
+    """Count a task of a launch as done and take another: return its number, which is too large if none is left."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        counter = builder.gep(_data(context, builder, counters, args[0]), [args[1]])
-        builder.atomic_rmw("add", counter, args[2], "seq_cst")
-        return context.get_dummy_value()
+        _add(context, builder, ticket, args[0], _ONE, _ONE)
+        return _add(context, builder, ticket, args[0], ir.Constant(_LONG, 0), _ONE)
 
-    return types.void(counters, types.int64, types.int64), emit
+    return types.int64(ticket), emit
 
 
 @lowered
@@ -155,22 +132,13 @@ def swap_if(typing: Any, counters: Any, index: Any, old: Any, new: Any) -> Any:
     return types.boolean(counters, types.int64, types.int64, types.int64), emit
 
 
-@lowered
-def load_flag(typing: Any, address: Any) -> Any:
+@lowered_as(types.int32(types.int64))
+def load_flag(builder: Any, address: Any) -> Any:
     """Load the int32 at `address` (acquire order)."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load_atomic(pointer(builder, args[0], BITS32), "acquire", 4)
-
-    return types.int32(types.int64), emit
+    return builder.load_atomic(pointer(builder, address, BITS32), "acquire", 4)
 
 
-@lowered
-def store_flag(typing: Any, address: Any, value: Any) -> Any:
+@lowered_as(types.void(types.int64, types.int32))
+def store_flag(builder: Any, address: Any, value: Any) -> None:
     """Store an int32 at `address` (release order)."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], pointer(builder, args[0], BITS32), "release", 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int32), emit
+    builder.store_atomic(value, pointer(builder, address, BITS32), "release", 4)

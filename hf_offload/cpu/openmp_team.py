@@ -17,7 +17,7 @@ import torch
 from llvmlite import ir
 from numba.core import types
 
-from hf_offload.cpu.simd.vectors import lowered
+from hf_offload.cpu.simd.vectors import lowered_as
 
 POINTER = ir.IntType(8).as_pointer()
 ENTRY = ir.FunctionType(ir.VoidType(), [POINTER])
@@ -56,29 +56,19 @@ def team() -> tuple[int, int]:
     return (_RUNTIME, torch.get_num_threads()) if _RUNTIME else ALONE
 
 
-@lowered
-def call_entry(typing: Any, entry: Any, place: Any) -> Any:
+@lowered_as(types.void(types.int64, types.int64))
+def call_entry(builder: Any, entry: Any, place: Any) -> None:
     """Call the `ENTRY` at an address with the pointer `place`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        function = builder.inttoptr(args[0], ENTRY.as_pointer())
-        builder.call(function, [builder.inttoptr(args[1], POINTER)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    function = builder.inttoptr(entry, ENTRY.as_pointer())
+    builder.call(function, [builder.inttoptr(place, POINTER)])
 
 
-@lowered
-def call_team(typing: Any, runtime: Any, entry: Any, place: Any, threads: Any) -> Any:
+@lowered_as(types.void(types.int64, types.int64, types.int64, types.int64))
+def call_team(builder: Any, runtime: Any, entry: Any, place: Any, threads: Any) -> None:
     """Call an `ENTRY` on all threads of a team; return when all calls have returned."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [ENTRY.as_pointer(), POINTER, word, word])
-        function = builder.inttoptr(args[1], ENTRY.as_pointer())
-        place, threads = builder.inttoptr(args[2], POINTER), builder.trunc(args[3], word)
-        parallel = builder.inttoptr(args[0], kind.as_pointer())
-        builder.call(parallel, [function, place, threads, ir.Constant(word, 0)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), emit
+    word = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [ENTRY.as_pointer(), POINTER, word, word])
+    function = builder.inttoptr(entry, ENTRY.as_pointer())
+    place, threads = builder.inttoptr(place, POINTER), builder.trunc(threads, word)
+    parallel = builder.inttoptr(runtime, kind.as_pointer())
+    builder.call(parallel, [function, place, threads, ir.Constant(word, 0)])

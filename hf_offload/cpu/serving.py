@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 
-from hf_offload.cpu.simd.vectors import BITS32, lowered
+from hf_offload.cpu.simd.vectors import BITS32, emit_call, lowered, lowered_as
 
 from .launch import Array, jit, jit_for_python
 from .memory import load_flag, peek, put_word, store_flag, swap_if
@@ -49,31 +49,21 @@ def pause(typing: Any) -> Any:
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         triple = context.codegen().magic_tuple()[0]
-        name, kinds = "", []
+        name, options = "", []
         if triple.startswith(("x86_64", "i686")):
             name = "llvm.x86.sse2.pause"
         elif triple.startswith(("aarch64", "arm64")):
-            name, kinds = "llvm.aarch64.hint", [BITS32]
+            name, options = "llvm.aarch64.hint", [ir.Constant(BITS32, 1)]  # YIELD
         if name:
-            function = ir.FunctionType(ir.VoidType(), kinds)
-            hint = cgutils.get_or_insert_function(builder.module, function, name)
-            builder.call(hint, [ir.Constant(BITS32, 1) for _ in kinds])  # 1: YIELD
-        return context.get_dummy_value()
+            emit_call(builder, name, ir.VoidType(), *options)
 
     return types.void(), emit
 
 
-@lowered
-def nap(typing: Any, microseconds: Any) -> Any:
+@lowered_as(types.void(types.int64))
+def nap(builder: Any, microseconds: Any) -> None:
     """Sleep for less than a second."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        function = ir.FunctionType(BITS32, [BITS32])
-        sleep = cgutils.get_or_insert_function(builder.module, function, "usleep")
-        builder.call(sleep, [builder.trunc(args[0], BITS32)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
+    emit_call(builder, "usleep", BITS32, builder.trunc(microseconds, BITS32))
 
 
 @jit_for_python

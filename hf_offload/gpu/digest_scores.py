@@ -43,9 +43,7 @@ def score_vectors(
         TypeError: another dtype.
     """
     (batch, query_heads, width), (physical, kv_heads, _) = ready.shape, vectors.shape
-    device = ready.device
-    if kv_heads < 1 or query_heads % kv_heads:
-        raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads")
+    group, device = _group(query_heads, kv_heads), ready.device
     require(
         device,
         ready=(ready, F32, (batch, query_heads, width)),
@@ -56,13 +54,12 @@ def score_vectors(
     )
     if ready.device.type not in ON_TRITON:
         return _vectors_by_torch(ready, vectors, bias, table, limits, softcap)
-    if query_heads > MOST_HEADS * kv_heads:
-        parts = split_heads(ready, kv_heads)
-        return regroup_heads(
-            [score_vectors(part, vectors, bias, table, limits, softcap=softcap) for part in parts], kv_heads
-        )
+    if group > MOST_HEADS:
+        rest = (vectors, bias, table, limits)
+        parts = [score_vectors(part, *rest, softcap=softcap) for part in split_heads(ready, kv_heads)]
+        return regroup_heads(parts, kv_heads)
     masses = torch.empty(batch, query_heads, table.shape[1], dtype=torch.float32, device=device)
-    constants = vector_sizes(query_heads // kv_heads, width)
+    constants = vector_sizes(group, width)
     score_vectors_kernel[(-(-table.shape[1] // constants["TILE"]), kv_heads, batch)](
         ready, vectors, bias, table, limits, masses, softcap or 1.0, kv_heads, table.shape[1], **constants,
         CAPPED=softcap is not None, num_warps=4, num_stages=3,
@@ -112,9 +109,7 @@ def score_submeans(
         TypeError: another dtype.
     """
     (batch, query_heads, dim), (physical, kv_heads, pairs) = query.shape, sizes.shape
-    device = query.device
-    if kv_heads < 1 or query_heads % kv_heads:
-        raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads")
+    group, device = _group(query_heads, kv_heads), query.device
     if dim % 16 or pairs & (pairs - 1) or not 4 <= pairs <= 64:
         raise ValueError(f"D {dim} must be a multiple of 16, and {pairs} pairs a block a power of two in 4..64")
     require(
@@ -131,12 +126,12 @@ def score_submeans(
     )
     if query.device.type not in ON_TRITON:
         return _submeans_by_torch(query, codes, levels, sizes, bias, center, sigma, table, limits, scale, softcap)
-    if query_heads > MOST_HEADS * kv_heads:
+    if group > MOST_HEADS:
         rest = (codes, levels, sizes, bias, center, sigma, table, limits)
         parts = [score_submeans(part, *rest, scale=scale, softcap=softcap) for part in split_heads(query, kv_heads)]
         return regroup_heads(parts, kv_heads)
     masses = torch.empty(batch, query_heads, table.shape[1], dtype=torch.float32, device=device)
-    constants = submean_sizes(query_heads // kv_heads, pairs, dim)
+    constants = submean_sizes(group, pairs, dim)
     score_submeans_kernel[(-(-table.shape[1] // constants["TILE"]), kv_heads, batch)](
         query, codes.view(torch.int32), levels, sizes, bias, center, sigma, table, limits, masses, scale,
         softcap or 1.0, kv_heads, table.shape[1], **constants, CAPPED=softcap is not None, num_warps=4, num_stages=3,
@@ -178,8 +173,7 @@ def join_heads(
     batch, query_heads, blocks = masses.shape
     if join not in JOINS:
         raise ValueError(f"join {join!r} is not one of {JOINS}")
-    if kv_heads < 1 or query_heads % kv_heads:
-        raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads")
+    group = _group(query_heads, kv_heads)
     require(
         masses.device,
         masses=(masses, F32, (batch, query_heads, blocks)),
@@ -188,14 +182,21 @@ def join_heads(
     )
     if masses.device.type not in ON_TRITON:
         return _join_by_torch(masses, tail, limits, kv_heads, join)
-    if query_heads > MOST_HEADS * kv_heads:
+    if group > MOST_HEADS:
         return _in_parts(masses, tail, limits, kv_heads, join)
     score = torch.empty(batch, kv_heads, blocks, dtype=torch.float32, device=masses.device)
-    constants = join_sizes(query_heads // kv_heads)
+    constants = join_sizes(group)
     join_heads_kernel[(-(-blocks // constants["TILE"]), kv_heads, batch)](
         masses, tail, limits, score, kv_heads, blocks, JOIN=join, **constants, num_warps=4
     )
     return score
+
+
+def _group(query_heads: int, kv_heads: int) -> int:
+    """How many query heads share a KV head; raise ValueError unless they do so evenly."""
+    if kv_heads < 1 or query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads")
+    return query_heads // kv_heads
 
 
 def _in_parts(masses: torch.Tensor, tail: torch.Tensor, limits: torch.Tensor, kv_heads: int, join: str) -> torch.Tensor:

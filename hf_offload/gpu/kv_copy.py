@@ -393,14 +393,15 @@ def store_block_kernel(
     heads, slots, blocks, width,
     SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """One program = one tile [TOKENS, D] of the keys or of the values of one row and KV head."""
+    """One program = one tile [TOKENS, D] of the keys (even second number) or values (odd) of one row and KV head."""
     line = tl.program_id(0)
     slot = tl.load(slot_of + line.to(tl.int64) * blocks + block)
     if slot < 0:
         return
     row, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
     address = tl.load(block_ptr + tl.load(table + row * width + block))
-    part, token, channel = _tile(TOKENS, WIDTH)
+    part, token = tl.program_id(1) % 2, tl.program_id(1) // 2 * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.arange(0, WIDTH)
     place = part * (SIZE * D) + token[:, None] * D + channel[None, :]
     source = pool + (line.to(tl.int64) * slots + slot) * (2 * SIZE * D)
     _copy(source, _aligned(address + head * RECORD, pool.dtype.element_ty), place, (channel < D)[None, :])
@@ -434,14 +435,6 @@ def store_tokens_kernel(
 def _aligned(address, kind: tl.constexpr):
     """A pointer that the compiler may take for a multiple of 16 bytes: without that it loads element by element."""
     return tl.multiple_of(address.to(tl.pointer_type(kind)), 16)
-
-
-@jit
-@no_type_check
-def _tile(TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    """What the second program number stands for: keys (0) or values (1), tokens [TOKENS], channels [WIDTH]."""
-    which = tl.program_id(1)
-    return which % 2, which // 2 * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
 
 
 @jit

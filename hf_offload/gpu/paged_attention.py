@@ -34,12 +34,11 @@ def paged_attention(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend one query token to blocks in slots, in S shares that `merge` joins.
 
     S depends on shapes alone. The shares are disjoint. Together they attend every listed token that is below the
-    length, valid, and within the window.
+    length and valid.
 
     Args:
         query: `[B, Hq, D]`, fp32 or the pool's dtype; rounded to the latter by the kernel.
@@ -51,7 +50,6 @@ def paged_attention(
         valid: `[B, T]` uint8, 0 = the token is padding, T at least the length; None if there is no padding.
         scale: softmax scale.
         softcap: bound of the scores (`cap·tanh(score / cap)`), or None.
-        window: attend only the last `window` positions, or None for all.
 
     Returns:
         out `[B, Hq, S, D]` fp32 and lse `[B, Hq, S]` fp32 (natural log); 0 and −inf where a share attends nothing.
@@ -61,11 +59,9 @@ def paged_attention(
         ValueError: shapes, devices or sizes that do not fit together.
     """
     _, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
-    if window is not None and window < 1:
-        raise ValueError(f"window {window} is not positive; pass None to attend all positions")
     if query.device.type not in ON_TRITON:
-        return _by_torch(query, pool, slots, blocks, counts, limits, valid, scale, softcap, window)
-    listing = (pool, slots, blocks, counts, limits, valid, scale, softcap, window)
+        return _by_torch(query, pool, slots, blocks, counts, limits, valid, scale, softcap)
+    listing = (pool, slots, blocks, counts, limits, valid, scale, softcap)
     if group <= MOST_HEADS:
         return _launch(query, *listing)
     outs, lses = zip(*(_launch(part, *listing) for part in split_heads(query, heads)), strict=True)
@@ -74,7 +70,7 @@ def paged_attention(
 
 def _launch(
     query: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor,
-    limits: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float | None, window: int | None,
+    limits: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, heads, _, _, size, dim = pool.shape
     width = slots.shape[2]
@@ -85,7 +81,6 @@ def _launch(
         query, pool, slots, blocks, counts, limits, valid, out, lse, scale,
         1.0 if softcap is None else softcap,
         pool.shape[2], width, 0 if valid is None else valid.shape[1],
-        2**31 - 1 if window is None else window,
         CAPPED=softcap is not None, **tile_sizes(query, pool), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, lse
@@ -161,11 +156,9 @@ def regroup_heads(parts: Sequence[torch.Tensor], kv_heads: int) -> torch.Tensor:
 
 def _by_torch(
     query: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor,
-    limits: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float | None, window: int | None,
+    limits: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    position, seen = seen_tokens(blocks, counts, limits, valid, pool.shape[4])
-    if window is not None:
-        seen &= position >= limits[0] - window
+    _, seen = seen_tokens(blocks, counts, limits, valid, pool.shape[4])
     tokens = gather_slots(pool, slots, seen)
     k, v = tokens[:, :, :, 0].flatten(2, 3), tokens[:, :, :, 1].flatten(2, 3)
     scores = scores_by_torch(query, k, seen.flatten(2), scale, softcap)
@@ -211,7 +204,7 @@ LOG2E = constexpr(1.4426950408889634)
 LN2 = constexpr(0.6931471805599453)
 
 
-@jit(do_not_specialize=["slots_there", "width", "tokens", "window"])
+@jit(do_not_specialize=["slots_there", "width", "tokens"])
 @no_type_check
 def paged_attention_kernel(
     query,  # [B, Hq, D]
@@ -228,7 +221,6 @@ def paged_attention_kernel(
     slots_there,  # R
     width,  # C
     tokens,  # T
-    window,
     HEADS: tl.constexpr,  # Hkv
     GROUP: tl.constexpr,  # G
     ROWS: tl.constexpr,  # G padded for tl.dot
@@ -262,12 +254,12 @@ def paged_attention_kernel(
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     token = first * TILE + tl.arange(0, TILE)
     # Looked up one tile ahead: with a look-up in the same turn the pipeliner keeps only one buffer for K and V.
-    next_slot, next_seen = find_tokens(slots, blocks, valid, token, count, length, window, SIZE)
+    next_slot, next_seen = find_tokens(slots, blocks, valid, token, count, length, SIZE)
     for _ in range(first, last):
         slot, seen = next_slot, next_seen
         place = slot.to(tl.int64) * (2 * SIZE * D) + (token % SIZE) * D
         token += TILE
-        next_slot, next_seen = find_tokens(slots, blocks, valid, token, count, length, window, SIZE)
+        next_slot, next_seen = find_tokens(slots, blocks, valid, token, count, length, SIZE)
         where = home + place[:, None] + dim[None, :]
         mask = seen[:, None] & (dim < D)[None, :]  # V too: a weight of 0 does not silence a NaN
         k = tl.load(where, mask=mask, other=0.0)
@@ -294,7 +286,7 @@ def paged_attention_kernel(
 
 @jit
 @no_type_check
-def find_tokens(slots, blocks, valid, token, count, length, window, SIZE: tl.constexpr):
+def find_tokens(slots, blocks, valid, token, count, length, SIZE: tl.constexpr):
     """Slot of each token of a tile, and whether it is attended.
 
     `token` counts through the listed blocks of one (row, KV head). Entries from `count` on are never read.
@@ -303,7 +295,7 @@ def find_tokens(slots, blocks, valid, token, count, length, window, SIZE: tl.con
     listed = entry < count
     slot = tl.load(slots + entry, mask=listed, other=0)
     position = tl.load(blocks + entry, mask=listed, other=0) * SIZE + token % SIZE
-    seen = listed & (position < length) & (position >= length - window)
+    seen = listed & (position < length)
     if valid is not None:
         seen = seen & (tl.load(valid + position, mask=seen, other=0) != 0)
     return slot, seen

@@ -126,14 +126,10 @@ def seal_submeans(
 def submean_sizes(tokens: int, dim: int) -> dict[str, Any]:
     """Compile-time sizes of `seal_submeans_kernel`."""
     width = next_power_of_2(dim)
-    constants = {"MOST": LEVELS, "STEP": STEP, "LEAST": LEAST, "OUTLIER": OUTLIER}
     return {
-        "PAIRS": tokens // 2,
-        "DIM": dim,
-        "WIDTH": width,
-        "TILE": min(tokens // 2, _TILE // 2 // width),
-        **constants,
-    }
+        "PAIRS": tokens // 2, "DIM": dim, "WIDTH": width, "TILE": min(tokens // 2, _TILE // 2 // width),
+        "MOST": LEVELS, "STEP": STEP, "LEAST": LEAST, "OUTLIER": OUTLIER,
+    }  # fmt: skip
 
 
 def _check_keys(ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> tuple[int, int, int, int]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from references import cpu as reference
 
 from hf_offload.cache.block_store import KEEP_TOKENS, BlockStore
 from hf_offload.cache.padding import Padding
 from hf_offload.cache.sealing import seal
-from hf_offload.cpu import reference
 
 BATCH, HEADS, DIM, SIZE = 2, 3, 32, 16
 LENGTH = 24 * SIZE + 5

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from pools import Case, make_case, run
+from references import cpu as reference
 
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 
 BATCH, HEADS, GROUP, DIM, BLOCK, LENGTH = 2, 2, 3, 64, 16, 200

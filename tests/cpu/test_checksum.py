@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
+from references import cpu as reference
 
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.checksum import checksum_records
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pools import bits, make_case, run
+from pools import bits, given_masses, make_case, run
+from references import cpu as reference
 from unpacking import unpack_codes, unpack_halves, unpack_levels
 
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.block_topk import choose_blocks
-from hf_offload.cpu.kernels.digest_scores import Digest, LogMasses, vectors
+from hf_offload.cpu.kernels.digest_scores import Digest, vectors
 from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 
@@ -133,16 +133,17 @@ def test_masses_that_are_given(group: int, blocks: int, join: str) -> None:
     tail = torch.randn(2, 2 * group)
     tail[1, 0] = -math.inf
     query = torch.zeros(2, 2 * group, 16)
-    score = _score(query, LogMasses(logmass.numpy()), _table(2, blocks, blocks), 2, blocks, tail, join)
+    score = _score(query, *given_masses(logmass, 2), 2, blocks, tail, join)
     _check(score, logmass, tail, join)
 
 
 @pytest.mark.parametrize("join", JOINS)
 def test_nothing_to_score(join: str) -> None:
-    query, tail, table = torch.zeros(1, 2, 16), torch.full((1, 2), -math.inf), _table(1, 5, 5)
-    score = _score(query, LogMasses(np.full((1, 2, 5), -np.inf, np.float32)), table, 1, 5, tail, join)
-    assert (score == -math.inf).all()
-    assert _score(query, LogMasses(np.empty((1, 2, 0), np.float32)), table, 1, 0, tail, join).shape == (1, 1, 0)
+    query, tail = torch.zeros(1, 2, 16), torch.full((1, 2), -math.inf)
+    digest, table = given_masses(torch.full((1, 2, 5), -math.inf), 1)
+    assert (_score(query, digest, table, 1, 5, tail, join) == -math.inf).all()
+    assert _score(query, digest, table, 1, 0, tail, join).shape == (1, 1, 0)
+    assert _score(query, *given_masses(torch.empty(1, 2, 0), 1), 1, 0, tail, join).shape == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -159,24 +160,15 @@ def test_the_tail_is_read(group: int, block_size: int, softcap: float | None) ->
         tail = torch.full((3, 2 * group), 7.0)
         where = (case.block_ptr, case.holes.numpy(), case.valid.numpy(), length, block_size)
         score = _score(
-            query,
-            LogMasses(logmass.numpy()),
-            case.table,
-            2,
-            sealed,
-            tail,
-            "max",
-            scale=0.125,
-            softcap=softcap,
-            kv_dtype=torch.bfloat16,
-            unsealed=where,
-        )
+            query, *given_masses(logmass, 2, case.table), 2, sealed, tail, "max", scale=0.125, softcap=softcap,
+            kv_dtype=torch.bfloat16, unsealed=where,
+        )  # fmt: skip
         want = reference.tail_lse(
             query, case.clean, case.table, sealed, length, case.valid, scale=0.125, softcap=softcap
         )
         torch.testing.assert_close(tail.double(), want, rtol=0, atol=1e-5 * (1 + 20))
         assert (want[2] == -math.inf).all()
-        _check(score, logmass, want, "max")
+        _check(score, logmass if softcap is None else softcap * (logmass / softcap).tanh(), want, "max")
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -188,21 +180,18 @@ def test_scores_and_choice_in_one(seed: int) -> None:
     chosen, counts = torch.full((2, 2, blocks + 2), -1, dtype=torch.int32), torch.empty(2, 2, dtype=torch.int32)
     low, high = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([1, 4], dtype=torch.int32)
     select = (low.numpy(), high.numpy(), 4, blocks + 1, k, chosen.numpy(), counts.numpy())
-    score = _score(
-        torch.zeros(2, 6, 16), LogMasses(logmass.numpy()), _table(2, blocks, blocks), 2, blocks, tail, "max",
-        select=select,
-    )  # fmt: skip
+    score = _score(torch.zeros(2, 6, 16), *given_masses(logmass, 2), 2, blocks, tail, "max", select=select)
     _check(score, logmass, tail, "max")
     want = reference.select_blocks(score, blocks, blocks + 1, low, high, 4, k)
     assert [[chosen[b, h, : counts[b, h]].tolist() for h in range(2)] for b in range(2)] == want
 
 
 def test_refusals() -> None:
-    query, tail, table = torch.zeros(1, 2, 16), torch.zeros(1, 2), _table(1, 5, 5)
-    digest = LogMasses(np.zeros((1, 2, 5), np.float32))
+    query, tail = torch.zeros(1, 2, 16), torch.zeros(1, 2)
+    digest, table = given_masses(torch.zeros(1, 2, 5), 1)
     with pytest.raises(ValueError, match="'sum'"):
         _score(query, digest, table, 1, 5, tail, "sum")
-    with pytest.raises(ValueError, match="6 blocks"):
+    with pytest.raises(ValueError, match="n_sealed 6"):
         _score(query, digest, table, 1, 6, tail, "max")
     with pytest.raises(ValueError, match="3 query heads"):
         _score(torch.zeros(1, 3, 16), digest, table, 2, 5, torch.zeros(1, 3), "max")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from pools import packed_pool
+from references import cpu as reference
 
 from hf_offload.cache.host_pool import HostPool
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, pack_records, packed_bytes, unpack_records
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from pools import DTYPES, bits, run
+from references import cpu as reference
 
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.move_records import copy_records, gather_tokens, touch_records, write_tokens
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from pools import Case, bits, for_python, make_case, packed_pool, run
+from references import cpu as reference
 
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels import draw_pairs as drawing
 from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, vectors
 from hf_offload.cpu.kernels.draw_pairs import (

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from pools import run
+from references import cpu as reference
 
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels.block_topk import select_blocks
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from pools import Case, for_python, make_case, run
+from references import cpu as reference
 
-from hf_offload.cpu import reference
 from hf_offload.cpu.kernels import parts as splitting
 from hf_offload.cpu.kernels.block import STEP_TOKENS
 from hf_offload.cpu.kernels.parts import PART_TOKENS

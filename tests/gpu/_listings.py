@@ -53,8 +53,7 @@ class Listing:
 
 
 def make_listing(
-    device: str, dtype: torch.dtype, *, heads: int, group: int, dim: int, size: int, width: int, padded: bool = False,
-    window: int | None = None,
+    device: str, dtype: torch.dtype, *, heads: int, group: int, dim: int, size: int, width: int, padded: bool = False
 ) -> Listing:  # fmt: skip
     """Two rows; in the first, one KV head lists nothing and the last one as much as there is room for."""
     generator = torch.Generator().manual_seed(dim * size + group)
@@ -78,8 +77,7 @@ def make_listing(
             for slot, block in zip(slots[row, head, :count].tolist(), number.tolist(), strict=True):
                 for offset in range(size):
                     position = block * size + offset
-                    near = window is None or position > length - 1 - window
-                    if position < length and near and (not padded or valid[row, position]):
+                    if position < length and (not padded or valid[row, position]):
                         seen[row, head, slot, offset] = True
                         pool[row, head, slot, :, offset] = torch.randn(2, dim, generator=generator)
     query = torch.randn(batch, heads * group, dim, generator=generator)

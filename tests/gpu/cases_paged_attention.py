@@ -26,7 +26,7 @@ def listing_constants(dtype: str, dim: int, size: int, group: int) -> dict[str, 
 
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     scalars = {"scale": "fp32", "softcap": "fp32"}
-    sizes = dict.fromkeys(("slots_there", "width", "tokens", "window"), "i32")
+    sizes = dict.fromkeys(("slots_there", "width", "tokens"), "i32")
     found = []
     for dtype, dim, size, group, full in (
         ("bf16", 64, 16, 7, False),

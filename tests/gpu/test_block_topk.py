@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
+from references import cpu as reference
 
-from hf_offload.cpu import reference
 from hf_offload.gpu.block_topk import select_blocks, split_blocks
 
 from ._forms import device_of, every_form

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from references import cpu as reference
 
-from hf_offload.cpu import reference
 from hf_offload.gpu.digest_scores import JOINS, join_heads
 
 from ._forms import device_of, every_form

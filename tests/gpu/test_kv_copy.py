@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from references.cpu import pack_block
 
 from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
-from hf_offload.cpu.reference import pack_block
 from hf_offload.gpu.kv_copy import PackedLayout, fetch, store_block, store_tokens, write_token
 
 GARBAGE = 10**8

@@ -30,7 +30,7 @@ SHAPES = [  # chosen so that tiles join blocks, are blocks, or cut them, and tha
     [
         {},
         pytest.param({"padded": True}, marks=pytest.mark.slow),
-        {"padded": True, "softcap": 2.0, "window": 150},
+        {"padded": True, "softcap": 2.0},
     ],
     ids=str,
 )
@@ -40,9 +40,9 @@ def test_shares_add_up_to_attention(
     request: pytest.FixtureRequest, form: str, dtype: torch.dtype, shape: dict[str, Any], extra: dict[str, Any]
 ) -> None:
     device = choose_form(form, request)
-    softcap, window = extra.get("softcap"), extra.get("window")
-    listing = make_listing(device, dtype, **shape, padded="padded" in extra, window=window)
-    out, lse = paged_attention(*listing.tensors, scale=0.3, softcap=softcap, window=window)
+    softcap = extra.get("softcap")
+    listing = make_listing(device, dtype, **shape, padded="padded" in extra)
+    out, lse = paged_attention(*listing.tensors, scale=0.3, softcap=softcap)
     if form != "torch":
         assert out.shape[2] == count_splits(2 * shape["heads"], shape["width"] * shape["size"]) > 1
     assert torch.equal(out[lse == float("-inf")], torch.zeros_like(out[lse == float("-inf")]))
@@ -100,7 +100,6 @@ def _arguments() -> dict[str, Any]:
         ("counts", torch.zeros(2, 3).int(), ValueError, "counts has shape \\(2, 3\\)"),
         ("limits", torch.zeros(2, dtype=torch.int32, device="meta"), ValueError, "limits lies on meta"),
         ("valid", torch.ones(2, 24).bool(), TypeError, "valid has dtype torch.bool"),
-        ("window", 0, ValueError, "window 0"),
         ("softcap", -1.0, ValueError, "softcap -1.0"),
     ],
 )

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from references import fluxion as reference_retrieve
 
 from hf_offload.gpu.block_topk import choose_runs
-from hf_offload.policies.fluxion.kernels import reference as reference_retrieve
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -7,7 +7,7 @@ finishes the last chunk of a (row, KV head) joins the scores and selects, so tha
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from hf_offload.cpu.kernels.digest_scores import (
     write_scores,
 )
 from hf_offload.cpu.launch import F32, I32, Array, Launch, cap_of, group_size, head_tiles, jit, kernel, require, tag_of
-from hf_offload.cpu.memory import address_of, count_up, get, hold, put
+from hf_offload.cpu.memory import address_of, count_up, get, hold, next_task, put
 from hf_offload.cpu.simd.vectors import choose_less, lane_max, lane_sum, load_f32, splat, store, vmax
 
 SPARE = 64
@@ -153,92 +153,44 @@ def clear_marks(marks: int, count: int) -> None:
         store(marks + i, zero)
 
 
-_NO_KEY = np.int32(-(2**31))  # the key of -inf and NaN: below the key of every other float
+class Choice(NamedTuple):
+    """What is chosen for each (row, KV head), and where that goes; see `select_blocks`. A negative k: nothing."""
+
+    sink_lo: Array
+    sink_hi: Array
+    recent: int
+    k: int
+    blocks: Array
+    counts: Array
 
 
 @jit
-def sort_keys(row: Array, keys: Array) -> int:
-    """Write integer keys with the order of the floats of a row [n]; return how many are neither -inf nor NaN."""
-    bits, usable = row.view(np.int32), np.int32(0)
-    for i in range(len(row)):
-        x = np.int32(0) if bits[i] == _NO_KEY else bits[i]  # -0 and +0 tie
-        x = x ^ ((x >> np.int32(31)) & np.int32(0x7FFFFFFF))
-        fits = row[i] > -np.inf
-        keys[i] = x if fits else _NO_KEY
-        usable += np.int32(fits)
-    return int(usable)
-
-
-@jit
-def threshold_of(keys: Array, count: int, want: int, usable: int) -> tuple[int, int]:
-    """The threshold of the best `want` of the first `count` keys, and how many keys equal to it are among them.
-
-    Args:
-        keys: int32, from `sort_keys`, which returned `usable`.
-    """
-    if usable <= want:
-        return int(_NO_KEY) + 1, count
-    bound, ties = _threshold(keys, count, want), want
-    for i in range(count):
-        ties -= int(keys[i] > bound)
-    return bound, ties
-
-
-@jit
-def _threshold(keys: Array, count: int, want: int) -> int:
-    """The largest key t with at least `want` of the first `count` keys >= t, where that many exceed _NO_KEY.
-
-    May return a smaller t when exactly `want` keys are >= it.
-    """
-    high, low = keys[0], keys[0]
-    for i in range(count):
-        high, low = max(high, keys[i]), min(low, keys[i])
-    below, above = max(np.int64(low), np.int64(_NO_KEY) + 1), np.int64(high)
-    while below < above:
-        middle = (below + above + 1) >> 1
-        bound, found = np.int32(middle), np.int32(0)
-        for i in range(count):
-            found += np.int32(keys[i] >= bound)
-        if found == want:
-            return int(middle)
-        if found > want:
-            below = middle
-        else:
-            above = middle - 1
-    return int(below)
-
-
-@jit
-def select_head(
-    score: Array, n_sealed: int, n_blocks: int, sink_lo: int, sink_hi: int, recent: int, k: int, chosen: Array
-) -> int:
-    """Write the chosen blocks of one (row, KV head), score [N], and return their number; see `select_blocks`."""
+def select_head(score: Array, n_sealed: int, n_blocks: int, choice: Any, b: int, h: int, word: Array) -> None:
+    """Write the chosen blocks of one (row, KV head), score [N], and their number; word: scratch int32 [1]."""
     # Always kept: the sinks [low, high) and [late, n_blocks). Candidates lie between: [high, late).
-    low = min(max(sink_lo, 0), n_blocks)
-    high = min(max(sink_hi, low), n_blocks)
-    late = min(n_sealed, max(low, n_sealed - recent))
-    count = 0
+    low = min(max(choice.sink_lo[b], 0), n_blocks)
+    high = min(max(choice.sink_hi[b], low), n_blocks)
+    late = min(n_sealed, max(low, n_sealed - choice.recent))
+    chosen, count = choice.blocks[b, h], 0
     for n in range(low, min(high, late)):
         chosen[count] = n
         count += 1
-    want = k - count - (n_blocks - late)
+    want = choice.k - count - (n_blocks - late)
     candidates = late - high
     if want > 0 and candidates > 0:
-        keys = np.empty(candidates, np.int32)
-        usable = sort_keys(score[high:late], keys)
-        bound, ties = threshold_of(keys, candidates, want, usable)
+        row = np.empty(candidates + SPARE, np.float32)
+        copy_scores(address_of(score) + 4 * high, candidates, address_of(row))
+        bound, ties = bound_of(address_of(row), candidates, want, word)
         for i in range(candidates):
-            if keys[i] > bound:
+            if row[i] > bound or (row[i] == bound and ties > 0):
+                ties -= int(row[i] == bound)
                 chosen[count] = high + i
                 count += 1
-            elif keys[i] == bound and ties > 0:
-                chosen[count] = high + i
-                count += 1
-                ties -= 1
     for n in range(late, n_blocks):
         chosen[count] = n
         count += 1
-    return count
+    choice.counts[b, h] = count
+    hold(score)
 
 
 @kernel
@@ -248,29 +200,22 @@ def select_kernel(
     score: Array,
     n_sealed: int,
     n_blocks: int,
-    sink_lo: Array,
-    sink_hi: Array,
-    recent: int,
-    k: int,
-    blocks: Array,
-    counts: Array,
+    choice: Any,
 ) -> None:
     """One task = one (row, KV head)."""
-    kv_heads = score.shape[1]
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    kv_heads, word = score.shape[1], np.empty(1, np.int32)
+    task = count_up(ticket, 0)
+    while task < tasks:
         b, h = task // kv_heads, task % kv_heads
-        counts[b, h] = select_head(score[b, h], n_sealed, n_blocks, sink_lo[b], sink_hi[b], recent, k, blocks[b, h])
-        count_up(ticket, 1)
+        select_head(score[b, h], n_sealed, n_blocks, choice, b, h, word)
+        task = next_task(ticket)
 
 
-def check_selection(
+def make_choice(
     batch: int, kv_heads: int, n_sealed: int, sink_lo: Array, sink_hi: Array, recent: int, n_blocks: int, k: int,
     blocks: Array, counts: Array,
-) -> None:  # fmt: skip
-    """Raise unless the arguments of a selection fit together; see `select_blocks`."""
+) -> Choice:  # fmt: skip
+    """Bundle the arguments of a selection; raise unless they fit together. See `select_blocks`."""
     require("sink_lo", sink_lo, I32, (batch,))
     require("sink_hi", sink_hi, I32, (batch,))
     require("blocks", blocks, I32, (batch, kv_heads, blocks.shape[2]))
@@ -283,6 +228,7 @@ def check_selection(
     always = min(n_blocks, sinks + min(recent, n_sealed) + n_blocks - n_sealed)
     if blocks.shape[2] < max(always, min(k, n_blocks)):
         raise ValueError(f"blocks holds {blocks.shape[2]} entries; up to {max(always, min(k, n_blocks))} may be chosen")
+    return Choice(sink_lo, sink_hi, int(recent), int(k), blocks, counts)
 
 
 def select_blocks(
@@ -319,10 +265,10 @@ def select_blocks(
     """
     batch, kv_heads, width = score.shape
     require("score", score, F32, (batch, kv_heads, width))
-    check_selection(batch, kv_heads, n_sealed, sink_lo, sink_hi, recent, n_blocks, k, blocks, counts)
+    choice = make_choice(batch, kv_heads, n_sealed, sink_lo, sink_hi, recent, n_blocks, k, blocks, counts)
     if n_sealed > width:
         raise ValueError(f"n_sealed {n_sealed} exceeds the {width} scores of a row")
-    args = (score, int(n_sealed), int(n_blocks), sink_lo, sink_hi, int(recent), int(k), blocks, counts)
+    args = (score, int(n_sealed), int(n_blocks), choice)
     return Launch(select_kernel, batch * kv_heads, args, 4 * batch * kv_heads * n_sealed)
 
 
@@ -351,13 +297,8 @@ def choose_kernel(
     tail: Array,
     reads_tail: bool,
     score: Array,
-    sink_lo: Array,
-    sink_hi: Array,
-    recent: int,
     n_blocks: int,
-    k: int,
-    blocks: Array,
-    counts: Array,
+    choice: Any,
 ) -> None:
     """One task = one (row, KV head, up to 128 blocks)."""
     kv_heads = score.shape[1]
@@ -365,11 +306,9 @@ def choose_kernel(
     chunks = max(1, (n_sealed + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
     runs = digest.runs
     row = (min(CHUNK_BLOCKS, n_sealed) + SPARE_BLOCKS) * len(runs)
-    scores = np.empty(group * row, np.float32)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    scores, word = np.empty(group * row, np.float32), np.empty(1, np.int32)
+    task = count_up(ticket, 0)
+    while task < tasks:
         b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
         begin = chunk * CHUNK_BLOCKS
         end = min(begin + CHUNK_BLOCKS, n_sealed)
@@ -389,15 +328,14 @@ def choose_kernel(
                     valid[b], block_size, scale, cap, tail[b, heads],
                 )  # fmt: skip
             join_chunks(masses[b, heads], peaks[b, heads], tail[b, heads], n_sealed, mode, score[b, h])
-            if k >= 0:
-                counts[b, h] = select_head(
-                    score[b, h], n_sealed, n_blocks, sink_lo[b], sink_hi[b], recent, k, blocks[b, h]
-                )  # fmt: skip
-        count_up(ticket, 1)
+            if choice.k >= 0:
+                select_head(score[b, h], n_sealed, n_blocks, choice, b, h, word)
+        task = next_task(ticket)
     hold(scores)
 
 
 _NO_BLOCKS, _NO_COUNTS, _NO_SINKS = (np.empty((0,) * n, np.int32) for n in (3, 2, 1))
+_NO_CHOICE = Choice(_NO_SINKS, _NO_SINKS, 0, -1, _NO_BLOCKS, _NO_COUNTS)
 _NOWHERE = (np.empty(0, np.int64), np.empty((0, 0), np.uint8), np.empty((0, 0), np.uint8), 0, 1)
 
 
@@ -461,19 +399,15 @@ def choose_blocks(
             "multiples of 16"
         )
     block_ptr, holes, valid, length, block_size = unsealed or _NOWHERE
-    n_blocks = n_sealed
     if unsealed is not None:
         check_tail(block_ptr, holes, valid, table, dim, n_sealed, length, block_size)
-    sink_lo = sink_hi = _NO_SINKS
-    recent, k, blocks, counts = 0, -1, _NO_BLOCKS, _NO_COUNTS
-    if select is not None:
-        sink_lo, sink_hi, recent, n_blocks, k, blocks, counts = select
-        check_selection(batch, kv_heads, n_sealed, *select)
+    choice = _NO_CHOICE if select is None else make_choice(batch, kv_heads, n_sealed, *select)
+    n_blocks = n_sealed if select is None else select[3]
     chunks = max(1, -(-n_sealed // CHUNK_BLOCKS))
     peaks, finished = np.empty((batch, query_heads, chunks), np.float32), np.zeros(batch * kv_heads, np.int64)
     args = (
         digest, tag_of(kv_dtype), full, rest, query, block_ptr, table, holes, valid, int(n_sealed), int(length),
         int(block_size), float(scale), cap_of(softcap), JOINS[join], masses, peaks, finished, tail,
-        unsealed is not None, score, sink_lo, sink_hi, int(recent), int(n_blocks), int(k), blocks, counts,
+        unsealed is not None, score, int(n_blocks), choice,
     )  # fmt: skip
     return Launch(choose_kernel, batch * kv_heads * chunks, args, cost, counters=finished)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hf_offload.cpu.launch import I64, Array, Launch, jit, kernel, require
-from hf_offload.cpu.memory import LINE, count_up, get_word
+from hf_offload.cpu.memory import LINE, count_up, get_word, next_task
 
 PRIME = np.uint64(0x9E3779B97F4A7C15)
 HALF = np.uint64(32)
@@ -44,13 +44,11 @@ def _checksum(address: int, nbytes: int) -> Any:
 @kernel
 def checksum_kernel(ticket: Array, tasks: int, addresses: Array, nbytes: int, sums: Array, chunk: int) -> None:
     """One task = `chunk` records."""
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         for i in range(task * chunk, min((task + 1) * chunk, addresses.shape[0])):
             sums[i] = np.int64(_checksum(addresses[i], nbytes))
-        count_up(ticket, 1)
+        task = next_task(ticket)
 
 
 def checksum_records(addresses: Array, nbytes: int, sums: Array) -> Launch:

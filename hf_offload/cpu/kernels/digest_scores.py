@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from numba.extending import overload
 
-from hf_offload.cpu.kernels import submean_scores as submeans
 from hf_offload.cpu.kernels.block import clear_scores, mask_scores, score_block, soften_scores, softmax_step
-from hf_offload.cpu.kernels.submean_scores import SubMeans, sweep_from, sweep_on
+from hf_offload.cpu.kernels.submean_scores import SubMeans, score_submeans, sweep_from, sweep_on
 from hf_offload.cpu.launch import F32, I64, U8, Array, check_geometry, jit, require, tag_of
 from hf_offload.cpu.memory import LINE, address_of, get, hold, prefetch, put
 from hf_offload.cpu.simd.register_tiles import dot_quad, repeat_quad, store_quads
@@ -83,27 +82,21 @@ def tail_of_head(
         keys = block_ptr[table[n]] + h * record
         begin = n * block_size
         masked = holes[n] != 0 or begin + block_size > length
-        done = 0
-        while done < group:
-            place, place_state = queries + 4 * done * dim, state + 4 * done
-            if done + len(full) <= group:
-                _absorb(
-                    tag, full, keys, place, dim, block_size, valid, begin, masked, length, cap, scores, place_state,
-                    state_step,
-                )  # fmt: skip
-                done += len(full)
-            else:
-                _absorb(
-                    tag, rest, keys, place, dim, block_size, valid, begin, masked, length, cap, scores, place_state,
-                    state_step,
-                )  # fmt: skip
-                done += len(rest)
+        last = group - len(rest)
+        for done in range(0, last, len(full)):
+            _absorb(
+                tag, full, keys, queries + 4 * done * dim, dim, block_size, valid, begin, masked, length, cap, scores,
+                state + 4 * done, state_step,
+            )  # fmt: skip
+        _absorb(
+            tag, rest, keys, queries + 4 * last * dim, dim, block_size, valid, begin, masked, length, cap, scores,
+            state + 4 * last, state_step,
+        )  # fmt: skip
     for head in range(group):
         mass = get(state + state_step + 4 * head)
         peak = get(state + 4 * head)
         lse[head] = -np.inf if mass == np.float32(0.0) else peak + np.log(mass)
-    hold(scratch)
-    hold(query)
+    hold((scratch, query))
 
 
 def check_tail(
@@ -146,14 +139,7 @@ class Vectors(NamedTuple):
     runs: tuple[int] = (0,)
 
 
-class LogMasses(NamedTuple):
-    """Log masses computed elsewhere: float32 [B, Hq, N], -inf for blocks without valid tokens."""
-
-    values: Array
-    runs: tuple[int] = (0,)
-
-
-Digest = SubMeans | Vectors | LogMasses
+Digest = SubMeans | Vectors
 
 
 def vectors(query: Array, digests: Array, bias: Array, *, dtype: torch.dtype) -> Vectors:
@@ -175,11 +161,7 @@ def vectors(query: Array, digests: Array, bias: Array, *, dtype: torch.dtype) ->
 def check_digest(digest: Digest, query_shape: tuple[int, ...], kv_heads: int, n_blocks: int) -> int:
     """Raise ValueError unless a digest serves queries of this shape; return the bytes that scoring `n_blocks` reads."""
     batch, query_heads, dim = query_shape
-    if isinstance(digest, LogMasses):
-        require("values", digest.values, F32, digest.values.shape)
-        fits = digest.values.shape[:2] == (batch, query_heads) and digest.values.shape[2] >= n_blocks
-        record = 4 * query_heads
-    elif isinstance(digest, Vectors):
+    if isinstance(digest, Vectors):
         fits = digest.query.shape[:2] == (batch, query_heads) and digest.vectors.shape[1] == kv_heads
         record = kv_heads * digest.vectors.shape[2] * digest.vectors.itemsize
     else:
@@ -188,10 +170,10 @@ def check_digest(digest: Digest, query_shape: tuple[int, ...], kv_heads: int, n_
     if not fits:
         shapes = [x.shape for x in digest if isinstance(x, np.ndarray)]
         raise ValueError(
-            f"a digest of shapes {shapes} does not serve {batch} rows, {query_heads} query heads of {dim}, {kv_heads} "
-            f"KV heads and {n_blocks} blocks"
+            f"a digest of shapes {shapes} does not serve {batch} rows, {query_heads} query heads of {dim} and "
+            f"{kv_heads} KV heads"
         )
-    return batch * n_blocks * record
+    return int(batch * n_blocks * record)
 
 
 @jit
@@ -203,7 +185,6 @@ def _score_quad(
     store_quads(target, stride, heads, choose_less(biases, splat(_LOWEST), splat(MASKED), dots + biases))
 
 
-@jit
 def _score_vectors(
     digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
     begin: int, end: int, reach: int, out: int, stride: int,
@@ -225,35 +206,12 @@ def _score_vectors(
         rows = (base + p0 * step, base + p1 * step, base + p2 * step, base + p3 * step)
         biases = repeat_quad(bias[p0], bias[p1], bias[p2], bias[p3])
         target = out + 4 * (n - begin)
-        done = 0
-        while done < group:
-            place = queries + 4 * done * width
-            if done + len(full) <= group:
-                _score_quad(digest.vectors, full, rows, biases, place, width, cap, target + done * stride, stride)
-                done += len(full)
-            else:
-                _score_quad(digest.vectors, rest, rows, biases, place, width, cap, target + done * stride, stride)
-                done += len(rest)
-
-
-@jit
-def _score_submeans(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
-    begin: int, end: int, reach: int, out: int, stride: int,
-) -> None:  # fmt: skip
-    heads = query[b, h * group : (h + 1) * group]
-    submeans.score_chunk(digest, full, rest, heads, table[b], b, h, scale, cap, begin, end, reach, out, stride)
-
-
-@jit
-def _copy_masses(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
-    begin: int, end: int, reach: int, out: int, stride: int,
-) -> None:  # fmt: skip
-    for g in range(group):
-        for n in range(begin, end):
-            x = digest.values[b, h * group + g, n]
-            put(out + g * stride + 4 * (n - begin), x if x > _LOWEST else MASKED)
+        last = group - len(rest)
+        for done in range(0, last, len(full)):
+            place, to = queries + 4 * done * width, target + done * stride
+            _score_quad(digest.vectors, full, rows, biases, place, width, cap, to, stride)
+        place, to = queries + 4 * last * width, target + last * stride
+        _score_quad(digest.vectors, rest, rows, biases, place, width, cap, to, stride)
 
 
 def write_scores(
@@ -273,23 +231,15 @@ def write_scores(
     raise NotImplementedError("for compiled code")
 
 
-_WRITERS = {SubMeans: _score_submeans, Vectors: _score_vectors, LogMasses: _copy_masses}
+_WRITERS = {SubMeans: score_submeans, Vectors: _score_vectors}
 
 
 @overload(write_scores)
 def _write_scores(
-    digest: Any, full: Any, rest: Any, query: Any, group: Any, table: Any, b: Any, h: Any, scale: Any, cap: Any,
-    begin: Any, end: Any, reach: Any, out: Any, stride: Any,
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
+    begin: int, end: int, reach: int, out: int, stride: int,
 ) -> Any:  # fmt: skip
-    writer = _WRITERS[digest.instance_class]
-
-    def write(
-        digest: Any, full: Any, rest: Any, query: Any, group: Any, table: Any, b: Any, h: Any, scale: Any, cap: Any,
-        begin: Any, end: Any, reach: Any, out: Any, stride: Any,
-    ) -> None:  # fmt: skip
-        writer(digest, full, rest, query, group, table, b, h, scale, cap, begin, end, reach, out, stride)
-
-    return write
+    return _WRITERS[digest.instance_class]
 
 
 @jit

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 
 from hf_offload.cpu.launch import TAGS, Array, Launch, jit, kernel, tag_of
-from hf_offload.cpu.memory import LINE, address_of, copy_bytes, count_up, hold, prefetch
+from hf_offload.cpu.memory import LINE, address_of, copy_bytes, count_up, hold, next_task, prefetch
 from hf_offload.cpu.simd.convert import put_rounded
 from hf_offload.cpu.simd.matrix_tiles import add, has_feature
 from hf_offload.cpu.simd.register_tiles import load_tile, outer_fma, store_tile, zeros
@@ -136,10 +136,8 @@ def linear_kernel(
             pair = load_pair(tag, here)
             store(target, pair[0])
             store(target + 64, pair[1])
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         last = min((task + 1) * each, rows)
         for first in range(task * each, last, 16):
             count = min(16, last - first)
@@ -156,7 +154,7 @@ def linear_kernel(
                 store(address_of(totals), run_totals(sums + 1024 * r, _TOTALS) + more)
                 for i in range(count):
                     put_rounded(tag, out + (r * rows + first + i) * size, totals[i])
-        count_up(ticket, 1)
+        task = next_task(ticket)
     hold(scratch)
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from hf_offload.cpu.launch import F32, Array, Launch, kernel, require
-from hf_offload.cpu.memory import address_of, count_up, hold
+from hf_offload.cpu.memory import address_of, count_up, hold, next_task
 from hf_offload.cpu.simd.vectors import fma, load_f32, splat, store
 
 
@@ -17,10 +17,8 @@ def join_kernel(
 ) -> None:
     """One task = one row."""
     heads, dim = out.shape[1], out.shape[2]
-    while True:
-        b = count_up(ticket, 0)
-        if b >= tasks:
-            break
+    b = count_up(ticket, 0)
+    while b < tasks:
         for h in range(heads):
             peak = max(lse[b, h], max(one_lse[b, h], two_lse[b, h]))
             if lse[b, h] == -np.inf and one_lse[b, h] == -np.inf and two_lse[b, h] == -np.inf:
@@ -39,10 +37,8 @@ def join_kernel(
                 for d in range(0, 4 * dim, 64):
                     store(here + d, load_f32(here + d) * keep)
             lse[b, h] = peak + math.log(total)
-        count_up(ticket, 1)
-    hold(out)
-    hold(one_out)
-    hold(two_out)
+        b = next_task(ticket)
+    hold((out, one_out, two_out))
 
 
 def join_parts(out: Array, lse: Array, one: tuple[Array, Array], two: tuple[Array, Array]) -> Launch:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_offload.cpu.launch import BLOCK_SIZES, I32, I64, Array, Launch, kernel, require
-from hf_offload.cpu.memory import LINE, copy_bytes, count_up, prefetch
+from hf_offload.cpu.memory import LINE, copy_bytes, count_up, next_task, prefetch
 
 _CHUNK_TOKENS = 256  # tokens of a task: large against its overhead, small enough to share a prefill among threads
 _CHUNK_BYTES = 1 << 18
@@ -37,10 +37,8 @@ def move_kernel(
     """One task = up to 256 tokens of one row, all heads; sizes and strides in bytes."""
     chunks = (tokens + _CHUNK_TOKENS - 1) // _CHUNK_TOKENS
     half = block_size * row
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         b, chunk = task // chunks, task % chunks
         token = chunk * _CHUNK_TOKENS
         end = min(token + _CHUNK_TOKENS, tokens)
@@ -60,32 +58,28 @@ def move_kernel(
                         else:
                             copy_bytes(tensor + i * strides[2], place + i * row, run * row)
             token += count
-        count_up(ticket, 1)
+        task = next_task(ticket)
 
 
 @kernel
 def copy_kernel(ticket: Array, tasks: int, source: Array, target: Array, nbytes: int, chunk: int) -> None:
     """One task = `chunk` records."""
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         for i in range(task * chunk, min((task + 1) * chunk, source.shape[0])):
             copy_bytes(target[i], source[i], nbytes)
-        count_up(ticket, 1)
+        task = next_task(ticket)
 
 
 @kernel
 def touch_kernel(ticket: Array, tasks: int, addresses: Array, nbytes: int, chunk: int) -> None:
     """One task = `chunk` records."""
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         for i in range(task * chunk, min((task + 1) * chunk, addresses.shape[0])):
             for line in range(0, nbytes, LINE):
                 prefetch(addresses[i] + line, 2)
-        count_up(ticket, 1)
+        task = next_task(ticket)
 
 
 def layout_of(x: Array | torch.Tensor) -> tuple[int, tuple[int, ...], int]:

@@ -20,7 +20,7 @@ import torch
 from llvmlite import binding
 
 from hf_offload.cpu.launch import BLOCK_SIZES, F32, I32, I64, TAGS, U8, Array, Launch, jit, kernel, require, tag_of
-from hf_offload.cpu.memory import address_of, copy_bytes, count_up, get, hold, put
+from hf_offload.cpu.memory import address_of, copy_bytes, count_up, get, hold, next_task, put
 from hf_offload.cpu.simd.matrix_tiles import (
     add,
     add_faded,
@@ -302,10 +302,8 @@ def prefill_kernel(
     pieces = (queries + each - 1) // each
     begin, stop = (0 if cached > 0 else fresh_first), (fresh_first + fresh if fresh > 0 else cached)
     batch = tasks // (pieces * kv_heads)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         piece, b, h = pieces - 1 - task // (batch * kv_heads), task // kv_heads % batch, task % kv_heads
         q0 = piece * each
         q1 = min(q0 + each, queries)
@@ -374,18 +372,8 @@ def prefill_kernel(
             for d in range(0, dim, 16):
                 store(address_of(out[b, q, g]) + 4 * d, load_f32(sums + 4 * (r * dim + d)) / whole)
             lse[b, g, q] = -np.inf if mass == 0.0 else peaks[r] * unit + math.log(mass)
-        count_up(ticket, 1)
-    hold(scratch)
-    hold(hidden)
-    hold(peaks)
-    hold(masses)
-    hold(fades)
-    hold(tops)
-    hold(row_sums)
-    hold(limits)
-    hold(seen)
-    hold(key_rows)
-    hold(value_rows)
+        task = next_task(ticket)
+    hold((scratch, hidden, peaks, masses, fades, tops, row_sums, limits, seen, key_rows, value_rows))
 
 
 _NO_VALID, _NO_SINKS = np.empty((0, 0), np.uint8), np.empty(0, np.float32)

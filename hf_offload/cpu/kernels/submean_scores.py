@@ -192,63 +192,47 @@ def _find_places(
         places[at + 3 * registers] = address_of(bias) + p * 4 * count + offset
 
 
-@jit
-def score_chunk(
-    digest: Any, full: Any, rest: Any, query: Array, table: Array, b: int, h: int, scale: float, cap: Any,
+def score_submeans(
+    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
     begin: int, end: int, reach: int, out: int, stride: int,
 ) -> None:  # fmt: skip
-    """Write the scores of the pairs of blocks begin..end-1 of one row and KV head, query heads `stride` bytes apart.
-
-    Args:
-        query: float32 [G, D].
-        table: int32 [N].
-        cap: the softcap of the scores, or None.
-        reach: as in `digest_scores.write_scores`.
-        out: address of the scores; up to 7 blocks beyond the last may be written.
-    """
-    pieces, count = digest.pieces, digest.sizes.shape[2]
-    group, dim = query.shape
+    """Write the scores of pairs, as `digest_scores.write_scores` says; up to 7 blocks beyond the last are written."""
+    pieces, count, dim = digest.pieces, digest.sizes.shape[2], query.shape[2]
     step = 2 * len(pieces) if count <= 16 else 1
     octets, starts = np.empty((group, dim), np.int8), np.empty((group, 2), np.int32)
     facts, places = np.empty((group, 3), np.float32), np.empty(16 * len(pieces), np.int64)
     for g in range(group):
-        _prepare_query(query[g], digest.center[b, h], digest.sigma[b, h], scale, octets[g], starts[g], facts[g])
+        _prepare_query(
+            query[b, h * group + g], digest.center[b, h], digest.sigma[b, h], scale, octets[g], starts[g], facts[g]
+        )  # fmt: skip
     registers, kv_heads, steps = 2 * len(pieces), digest.sizes.shape[1], (end - begin + step - 1) // step
     code_row, size_row = kv_heads * count * dim // 2, 4 * kv_heads * count
     code_sweep = sweep_from(address_of(digest.codes), code_row, end, reach, h, kv_heads, steps)
     level_sweep = sweep_from(address_of(digest.levels), code_row // 2, end, reach, h, kv_heads, steps)
     size_sweep = sweep_from(address_of(digest.sizes), size_row, end, reach, h, kv_heads, steps)
     for n in range(begin, end, step):
-        code_sweep = sweep_on(code_sweep, table, reach)
-        level_sweep = sweep_on(level_sweep, table, reach)
-        size_sweep = sweep_on(size_sweep, table, reach)
+        code_sweep = sweep_on(code_sweep, table[b], reach)
+        level_sweep = sweep_on(level_sweep, table[b], reach)
+        size_sweep = sweep_on(size_sweep, table[b], reach)
         ahead = n + _AHEAD * step
         for part in range(0, 4 * count, 128):
-            _find_places(digest, table, h, n, end, part, places, 0, registers)
+            _find_places(digest, table[b], h, n, end, part, places, 0, registers)
             later = 0
             if ahead < end:
-                _find_places(digest, table, h, ahead, end, part, places, 4 * registers, registers)
+                _find_places(digest, table[b], h, ahead, end, part, places, 4 * registers, registers)
                 later = address_of(places) + 32 * registers
-            done, at = 0, out + 4 * (n - begin) * count + part
-            while done < group:
-                queries, begins = address_of(octets) + done * dim, address_of(starts) + 8 * done
-                if done + len(full) <= group:
-                    _score_step(
-                        full, pieces, dim, count, address_of(places), later, queries, begins,
-                        address_of(facts) + 12 * done, cap, at + done * stride, stride,
-                    )  # fmt: skip
-                    done += len(full)
-                else:
-                    _score_step(
-                        rest, pieces, dim, count, address_of(places), later, queries, begins,
-                        address_of(facts) + 12 * done, cap, at + done * stride, stride,
-                    )  # fmt: skip
-                    done += len(rest)
+            last, at = group - len(rest), out + 4 * (n - begin) * count + part
+            for done in range(0, last, len(full)):
+                _score_step(
+                    full, pieces, dim, count, address_of(places), later, address_of(octets) + done * dim,
+                    address_of(starts) + 8 * done, address_of(facts) + 12 * done, cap, at + done * stride, stride,
+                )  # fmt: skip
                 later = 0
-    hold(places)
-    hold(octets)
-    hold(starts)
-    hold(facts)
+            _score_step(
+                rest, pieces, dim, count, address_of(places), later, address_of(octets) + last * dim,
+                address_of(starts) + 8 * last, address_of(facts) + 12 * last, cap, at + last * stride, stride,
+            )  # fmt: skip
+    hold((places, octets, starts, facts))
 
 
 _SIGN = 0x8000  # of the size of a pair

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 
 from hf_offload.cpu.launch import F32, Array, Launch, jit, kernel, require, tag_of
-from hf_offload.cpu.memory import address_of, count_up, get, hold
+from hf_offload.cpu.memory import address_of, count_up, get, hold, next_task
 from hf_offload.cpu.simd.register_tiles import emit_offset, emit_quarter_sums
 from hf_offload.cpu.simd.vectors import (
     BITS8,
@@ -25,6 +25,7 @@ from hf_offload.cpu.simd.vectors import (
     VECTOR,
     WORDS,
     constant,
+    emit_call,
     emit_fma,
     emit_splat,
     emit_widen,
@@ -32,6 +33,7 @@ from hf_offload.cpu.simd.vectors import (
     load,
     load_f32,
     lowered,
+    lowered_as,
     pointer,
     shuffle,
     store,
@@ -98,7 +100,6 @@ def choose_units(typing: Any, peaks: Any, units: Any) -> Any:
         for offset, value in ((0, builder.fdiv(quad, top)), (16, inverse)):
             place = builder.add(args[1], ir.Constant(_LONG, offset))
             builder.store(value, pointer(builder, place, _QUAD), align=4)
-        return context.get_dummy_value()
 
     return types.void(peaks, types.int64), emit
 
@@ -116,19 +117,14 @@ def round_rows(typing: Any, rows: Any, row_step: Any, units: Any, target: Any, t
                 builder.bitcast(emit_fma(builder, row, inverse, ROUNDER), WORDS), ir.VectorType(BITS16, LANES)
             )
             builder.store(shorts, pointer(builder, emit_offset(builder, args[3], args[4], head), shorts.type), align=2)
-        return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64, types.int64, heads), emit
 
 
-@lowered
-def first_half(typing: Any, x: Any) -> Any:
+@lowered_as(VECTOR(VECTOR))
+def first_half(builder: Any, x: Any) -> Any:
     """The first 8 lanes; 0 in the others."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return shuffle(builder, args[0], constant(0.0), [*range(8), *range(16, 24)])
-
-    return VECTOR(VECTOR), emit
+    return shuffle(builder, x, constant(0.0), [*range(8), *range(16, 24)])
 
 
 SHORT = torch.float32, torch.bfloat16
@@ -158,7 +154,6 @@ def put_rounded(typing: Any, tag: Any, address: Any, value: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         rounded = _emit_rounded(context, builder, tag.dtype, args[2])
         builder.store(rounded, pointer(builder, args[1], rounded.type), align=tag.dtype.bitwidth // 8)
-        return context.get_dummy_value()
 
     return types.void(tag, types.int64, types.float32), emit
 
@@ -167,14 +162,12 @@ def put_rounded(typing: Any, tag: Any, address: Any, value: Any) -> Any:
 def narrow_kernel(ticket: Array, tasks: int, tag: Array, source: Array, target: int) -> None:
     """One task = one row."""
     count = source.shape[1]
-    while True:
-        row = count_up(ticket, 0)
-        if row >= tasks:
-            break
+    row = count_up(ticket, 0)
+    while row < tasks:
         place = address_of(source[row])
         for i in range(count):
             put_rounded(tag, target + tag.itemsize * (row * count + i), get(place + 4 * i))
-        count_up(ticket, 1)
+        row = next_task(ticket)
     hold(source)
 
 
@@ -204,15 +197,13 @@ def widen_kernel(
 ) -> None:
     """One task = one row; strides in bytes."""
     heads, dim = query.shape[1], query.shape[2]
-    while True:
-        b = count_up(ticket, 0)
-        if b >= tasks:
-            break
+    b = count_up(ticket, 0)
+    while b < tasks:
         for h in range(heads):
             place = source + b * row_stride + h * head_stride
             for d in range(0, dim, LANES):
                 store(address_of(query[b, h]) + 4 * d, load(tag, place + d * tag.itemsize))
-        count_up(ticket, 1)
+        b = next_task(ticket)
 
 
 def widen(source: torch.Tensor, query: Array) -> Launch:
@@ -248,76 +239,52 @@ def _first_lanes(builder: Any, count: Any) -> Any:
 
 def _load(builder: Any, name: str, kind: Any, address: Any, align: int, mask: Any, others: Any) -> Any:
     place = pointer(builder, address, kind)
-    signature = ir.FunctionType(kind, [place.type, BITS32, _MASK, kind])
-    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.load.{name}.p0")
-    return builder.call(function, [place, ir.Constant(BITS32, align), mask, others])
+    return emit_call(builder, f"llvm.masked.load.{name}.p0", kind, place, ir.Constant(BITS32, align), mask, others)
+
+
+def _store(builder: Any, name: str, vector: Any, address: Any, align: int, mask: Any) -> None:
+    place = pointer(builder, address, vector.type)
+    name = f"llvm.masked.store.{name}.p0"
+    emit_call(builder, name, ir.VoidType(), vector, place, ir.Constant(BITS32, align), mask)
 
 
 def _emit_marks(builder: Any, octets: Any) -> Any:
     return builder.uitofp(builder.zext(octets, WORDS), FLOATS)
 
 
-@lowered
-def _load_some(typing: Any, address: Any, count: Any) -> Any:
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _load(builder, "v16f32", FLOATS, args[0], 4, _first_lanes(builder, args[1]), constant(0.0))
-
-    return VECTOR(types.int64, types.int64), emit
+@lowered_as(VECTOR(types.int64, types.int64))
+def _load_some(builder: Any, address: Any, count: Any) -> Any:
+    return _load(builder, "v16f32", FLOATS, address, 4, _first_lanes(builder, count), constant(0.0))
 
 
-@lowered
-def _store_some(typing: Any, address: Any, count: Any, vector: Any) -> Any:
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        place = pointer(builder, args[0], FLOATS)
-        signature = ir.FunctionType(ir.VoidType(), [FLOATS, place.type, BITS32, _MASK])
-        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.store.v16f32.p0")
-        builder.call(function, [args[2], place, ir.Constant(BITS32, 4), _first_lanes(builder, args[1])])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, VECTOR), emit
+@lowered_as(types.void(types.int64, types.int64, VECTOR))
+def _store_some(builder: Any, address: Any, count: Any, vector: Any) -> None:
+    _store(builder, "v16f32", vector, address, 4, _first_lanes(builder, count))
 
 
 def _emit_octets(builder: Any, vector: Any) -> Any:
     return builder.trunc(builder.fptoui(vector, WORDS), _BYTES)
 
 
-@lowered
-def _store_all_marks(typing: Any, address: Any, vector: Any) -> Any:
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store(_emit_octets(builder, args[1]), pointer(builder, args[0], _BYTES), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, VECTOR), emit
+@lowered_as(types.void(types.int64, VECTOR))
+def _store_all_marks(builder: Any, address: Any, vector: Any) -> None:
+    builder.store(_emit_octets(builder, vector), pointer(builder, address, _BYTES), align=1)
 
 
-@lowered
-def _store_some_marks(typing: Any, address: Any, count: Any, vector: Any) -> Any:
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        place = pointer(builder, args[0], _BYTES)
-        signature = ir.FunctionType(ir.VoidType(), [_BYTES, place.type, BITS32, _MASK])
-        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.store.v16i8.p0")
-        octets = _emit_octets(builder, args[2])
-        builder.call(function, [octets, place, ir.Constant(BITS32, 1), _first_lanes(builder, args[1])])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, VECTOR), emit
+@lowered_as(types.void(types.int64, types.int64, VECTOR))
+def _store_some_marks(builder: Any, address: Any, count: Any, vector: Any) -> None:
+    _store(builder, "v16i8", _emit_octets(builder, vector), address, 1, _first_lanes(builder, count))
 
 
-@lowered
-def _load_some_marks(typing: Any, address: Any, count: Any) -> Any:
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        none = ir.Constant(_BYTES, [0] * LANES)
-        return _emit_marks(builder, _load(builder, "v16i8", _BYTES, args[0], 1, _first_lanes(builder, args[1]), none))
-
-    return VECTOR(types.int64, types.int64), emit
+@lowered_as(VECTOR(types.int64, types.int64))
+def _load_some_marks(builder: Any, address: Any, count: Any) -> Any:
+    none = ir.Constant(_BYTES, [0] * LANES)
+    return _emit_marks(builder, _load(builder, "v16i8", _BYTES, address, 1, _first_lanes(builder, count), none))
 
 
-@lowered
-def _load_all_marks(typing: Any, address: Any) -> Any:
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _emit_marks(builder, builder.load(pointer(builder, args[0], _BYTES), align=1))
-
-    return VECTOR(types.int64), emit
+@lowered_as(VECTOR(types.int64))
+def _load_all_marks(builder: Any, address: Any) -> Any:
+    return _emit_marks(builder, builder.load(pointer(builder, address, _BYTES), align=1))
 
 
 @jit

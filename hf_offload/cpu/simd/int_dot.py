@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.core.extending import models, register_model
 
 from hf_offload.cpu.memory import emit_prefetch
@@ -33,6 +33,7 @@ from hf_offload.cpu.simd.vectors import (
     WORDS,
     constant,
     emit_bend,
+    emit_call,
     emit_fma,
     emit_splat,
     lowered,
@@ -98,7 +99,6 @@ def prefetch_word_pair(typing: Any, left: Any, right: Any, offset: Any, pieces: 
             for i in range(pieces.count):
                 place = builder.add(places, ir.Constant(_LONG, 8 * i))
                 emit_prefetch(builder, builder.add(builder.load(pointer(builder, place, _LONG)), args[2]), 2)
-        return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, pieces), emit
 
@@ -109,22 +109,14 @@ def _octet_dots(context: Any, builder: Any, total: Any, small: Any, signed: Any)
     x86 = triple.startswith("x86_64")
     # LLVM does not select these instructions for the plain form below, which then takes several times as long.
     if x86 and "+avx512vnni" in features:
-        kind = ir.FunctionType(WORDS, [WORDS] * 3)
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-        return builder.call(function, [total, small, signed])
+        return emit_call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, small, signed)
     x, y = builder.bitcast(small, _BYTES), builder.bitcast(signed, _BYTES)
     if x86 and "+avx2" in features:
-        half, pairs, words = ir.VectorType(_BYTE, 32), ir.VectorType(BITS16, LANES), ir.VectorType(BITS32, LANES // 2)
-        multiply = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(pairs, [half, half]), "llvm.x86.avx2.pmadd.ub.sw"
-        )  # two products fit 16 bits: 2 * 15 * 127
-        add = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(words, [pairs, pairs]), "llvm.x86.avx2.pmadd.wd"
-        )
-        one, parts = ir.Constant(pairs, [1] * LANES), []
+        pairs, words, parts = ir.VectorType(BITS16, LANES), ir.VectorType(BITS32, LANES // 2), []
         for lanes in (range(32), range(32, 64)):
             both = [shuffle(builder, v, v, lanes) for v in (x, y)]
-            parts.append(builder.call(add, [builder.call(multiply, both), one]))
+            products = emit_call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, *both)  # two fit 16 bits: 2 * 15 * 127
+            parts.append(emit_call(builder, "llvm.x86.avx2.pmadd.wd", words, products, ir.Constant(pairs, [1] * LANES)))
         return builder.add(total, shuffle(builder, parts[0], parts[1], range(LANES)))
     for i in range(4):
         picks = range(i, 4 * LANES, 4)
@@ -151,10 +143,7 @@ def start_counters(typing: Any, address: Any, stride: Any, heads: Any) -> Any:
 
 def _emit_word(builder: Any, place: Any) -> Any:
     """The 32 bits at an address in every lane."""
-    word = builder.load(pointer(builder, place, BITS32), align=4)
-    undefined = ir.Constant(WORDS, ir.Undefined)
-    first = builder.insert_element(undefined, word, ir.Constant(BITS32, 0))
-    return shuffle(builder, first, undefined, [0] * LANES)
+    return emit_splat(builder, builder.load(pointer(builder, place, BITS32), align=4), WORDS)
 
 
 @lowered
@@ -255,13 +244,11 @@ def store_scores(
                 score = builder.fadd(builder.fadd(mean, biases[i]), _emit_log_cosh(builder, swing))
                 score = builder.select(empty[i], constant(float(MASKED)), score)
                 builder.store(score, pointer(builder, at(row, 64 * i), FLOATS), align=4)
-        return context.get_dummy_value()
 
     address = types.int64
     return types.void(sums, swings, address, pieces, address, cap, address, address, heads), emit
 
 
-_LONG = ir.IntType(64)
 _SHORTS = ir.VectorType(BITS16, 2 * LANES)
 
 
@@ -278,19 +265,14 @@ def _multiply(context: Any, builder: Any, x: Any, y: Any) -> Any:
     triple, _, features = context.codegen().magic_tuple()
     # LLVM does not select this instruction for the plain form below, which then takes several times as long.
     if triple.startswith("x86_64") and "+avx512bw" in features:
-        return _call(builder, "llvm.x86.avx512.pmaddw.d.512", x, y)
+        return emit_call(builder, "llvm.x86.avx512.pmaddw.d.512", WORDS, x, y)
     if triple.startswith("x86_64") and "+avx2" in features:
         halves = [[shuffle(builder, v, v, lanes) for v in (x, y)] for lanes in (range(16), range(16, 32))]
-        low, high = (_call(builder, "llvm.x86.avx2.pmadd.wd", *pair) for pair in halves)
+        words = ir.VectorType(BITS32, LANES // 2)
+        low, high = (emit_call(builder, "llvm.x86.avx2.pmadd.wd", words, *pair) for pair in halves)
         return shuffle(builder, low, high, range(LANES))
     parts = [[builder.sext(shuffle(builder, v, v, range(odd, 32, 2)), WORDS) for v in (x, y)] for odd in (0, 1)]
     return _plus(builder, *(builder.mul(*pair) for pair in parts))
-
-
-def _call(builder: Any, name: str, x: Any, y: Any) -> Any:
-    words = ir.VectorType(BITS32, x.type.count // 2)
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(words, [x.type, y.type]), name)
-    return builder.call(function, [x, y])
 
 
 def _plus(builder: Any, x: Any, y: Any) -> Any:
@@ -384,6 +366,5 @@ def add_sums(typing: Any, target: Any, stride: Any, units: Any, heads: Any, tile
                 total = builder.sitofp(builder.extract_value(args[4], head * columns + i), FLOATS)
                 place = pointer(builder, emit_offset(builder, args[0], args[1], head, 64 * i), FLOATS)
                 builder.store(emit_fma(builder, total, factor, builder.load(place, align=4)), place, align=4)
-        return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, heads, tile), emit

@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.core.registry import cpu_target
 
 from hf_offload.cpu.simd.register_tiles import _pack, _unpack
@@ -21,9 +21,11 @@ from hf_offload.cpu.simd.vectors import (
     LANES,
     VECTOR,
     WORDS,
+    emit_call,
     emit_fma,
     emit_widen,
     lowered,
+    lowered_as,
     pointer,
     shuffle,
 )
@@ -64,11 +66,9 @@ def outer_dot(typing: Any, tile: Any, columns: Any, heads: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         old, x, y = (_unpack(builder, arg, kind) for arg, kind in zip(args, (tile, columns, heads), strict=True))
         x, y = ([builder.bitcast(vector, _PAIRS) for vector in vectors] for vectors in (x, y))
-        function = ir.FunctionType(FLOATS, [FLOATS, _PAIRS, _PAIRS])
-        dot = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512bf16.dpbf16ps.512")
-        return _pack(
-            context, builder, [builder.call(dot, [z, y[i // len(x)], x[i % len(x)]]) for i, z in enumerate(old)]
-        )
+        name, wide = "llvm.x86.avx512bf16.dpbf16ps.512", len(x)
+        sums = [emit_call(builder, name, FLOATS, z, y[i // wide], x[i % wide]) for i, z in enumerate(old)]
+        return _pack(context, builder, sums)
 
     return tile(tile, columns, heads), emit
 
@@ -99,18 +99,12 @@ def add_faded(typing: Any, tile: Any, old: Any, fades: Any) -> Any:
     return tile(tile, old, fades), emit
 
 
-@lowered
-def store_pairs(typing: Any, address: Any, vector: Any) -> Any:
+@lowered_as(types.void(types.int64, VECTOR))
+def store_pairs(builder: Any, address: Any, vector: Any) -> None:
     """Write 16 lanes as bfloat16, rounded to the nearest; with AVX512_BF16 only."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        function = ir.FunctionType(_ROUNDED, [FLOATS])
-        narrow = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512bf16.cvtneps2bf16.512")
-        shorts = builder.bitcast(builder.call(narrow, [args[1]]), _SHORTS)
-        builder.store(shorts, pointer(builder, args[0], _SHORTS), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, VECTOR), emit
+    rounded = emit_call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _ROUNDED, vector)
+    shorts = builder.bitcast(rounded, _SHORTS)
+    builder.store(shorts, pointer(builder, address, _SHORTS), align=2)
 
 
 @lowered
@@ -145,26 +139,20 @@ def transpose(typing: Any, tag: Any, rows: Any, offset: Any, target: Any, step: 
         for i, line in enumerate(lines[:count]):
             place = builder.add(args[3], builder.mul(args[4], ir.Constant(_LONG, i)))
             builder.store(builder.bitcast(line, FLOATS), pointer(builder, place, FLOATS), align=4)
-        return context.get_dummy_value()
 
     return types.void(tag, types.int64, types.int64, types.int64, types.int64, words), emit
 
 
-@lowered
-def interleave(typing: Any, first: Any, second: Any, target: Any) -> Any:
+@lowered_as(types.void(types.int64, types.int64, types.int64))
+def interleave(builder: Any, first: Any, second: Any, target: Any) -> None:
     """Write 16 pairs of the bfloat16 at two addresses."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        one, two = (builder.load(pointer(builder, place, _SHORTS), align=2) for place in args[:2])
-        lanes = [lane for i in range(LANES) for lane in (i, LANES + i)]
-        both = shuffle(builder, one, two, lanes)
-        builder.store(both, pointer(builder, args[2], both.type), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), emit
+    one, two = (builder.load(pointer(builder, place, _SHORTS), align=2) for place in (first, second))
+    lanes = [lane for i in range(LANES) for lane in (i, LANES + i)]
+    both = shuffle(builder, one, two, lanes)
+    builder.store(both, pointer(builder, target, both.type), align=4)
 
 
-@lowered
-def lane_numbers(typing: Any) -> Any:
+@lowered_as(VECTOR())
+def lane_numbers(builder: Any) -> Any:
     """0 … 15."""
-    return VECTOR(), lambda c, b, sig, args: ir.Constant(FLOATS, [float(lane) for lane in range(LANES)])
+    return ir.Constant(FLOATS, [float(lane) for lane in range(LANES)])

@@ -24,6 +24,7 @@ from hf_offload.cpu.simd.vectors import (
     emit_splat,
     emit_widen,
     lowered,
+    lowered_as,
     pointer,
     shuffle,
     uniform,
@@ -105,7 +106,6 @@ def store_tile(typing: Any, address: Any, stride: Any, heads: Any, tile: Any) ->
             row = emit_offset(builder, args[0], args[1], i // columns)
             place = builder.add(row, ir.Constant(row.type, 64 * (i % columns)))
             builder.store(vector, pointer(builder, place, FLOATS), align=4)
-        return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, heads, tile), emit
 
@@ -176,22 +176,17 @@ def store_quads(typing: Any, address: Any, stride: Any, heads: Any, vector: Any)
         for head in range(heads.count):
             quad = shuffle(builder, args[3], args[3], range(4 * head, 4 * head + 4))
             builder.store(quad, pointer(builder, emit_offset(builder, args[0], args[1], head), _QUAD), align=4)
-        return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, heads, VECTOR), emit
 
 
-@lowered
-def repeat_quad(typing: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+@lowered_as(VECTOR(types.float32, types.float32, types.float32, types.float32))
+def repeat_quad(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Four float32, repeated in lanes 0..3, 4..7, 8..11 and 12..15."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        quad = ir.Constant(_QUAD, ir.Undefined)
-        for lane, scalar in enumerate(args):
-            quad = builder.insert_element(quad, scalar, ir.Constant(BITS32, lane))
-        return shuffle(builder, quad, quad, list(range(4)) * 4)
-
-    return VECTOR(types.float32, types.float32, types.float32, types.float32), emit
+    quad = ir.Constant(_QUAD, ir.Undefined)
+    for lane, scalar in enumerate((a, b, c, d)):
+        quad = builder.insert_element(quad, scalar, ir.Constant(BITS32, lane))
+    return shuffle(builder, quad, quad, list(range(4)) * 4)
 
 
 @jit

@@ -8,6 +8,7 @@ work in compiled code alone (`launch.jit`).
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -54,8 +55,41 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def lowered(function: Callable[..., Any]) -> Any:
-    """Turn a function that returns (signature, code generator) into one that compiled code can call."""
-    return intrinsic(prefer_literal=True)(function)
+    """Turn a function that returns (signature, code generator) into one that compiled code can call.
+
+    A generator of a function that returns nothing may return None.
+    """
+
+    @functools.wraps(function)
+    def typed(*kinds: Any) -> Any:
+        found, emit = function(*kinds)
+
+        def emit_all(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            value = emit(context, builder, sig, args)
+            return context.get_dummy_value() if value is None else value
+
+        return found, emit_all
+
+    return intrinsic(prefer_literal=True)(typed)
+
+
+def lowered_as(sig: Any) -> Any:
+    """Turn a code generator (builder, *values) for one signature into a function that compiled code can call."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        @functools.wraps(emit)
+        def typed(typing: Any, *kinds: Any) -> Any:
+            return sig, lambda context, builder, sig, args: emit(builder, *args)
+
+        return lowered(typed)
+
+    return decorate
+
+
+def emit_call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """Call a function of LLVM or of the C library."""
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def uniform(kind: Any, count: int) -> Any:
@@ -96,8 +130,7 @@ def emit_splat(builder: Any, scalar: Any, vector_type: Any = FLOATS) -> Any:
 
 def emit_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z, fused where the CPU has it (LLVM's fmuladd, unlike fma, never becomes a library call)."""
-    function = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.fmuladd.v16f32"), [x, y, z])
+    return emit_call(builder, "llvm.fmuladd.v16f32", FLOATS, x, y, z)
 
 
 def _larger(builder: Any, x: Any, y: Any) -> Any:
@@ -139,21 +172,16 @@ def load(typing: Any, tag: Any, address: Any) -> Any:
     return VECTOR(tag, types.int64), lambda c, b, sig, args: emit_widen(c, b, tag.dtype, args[1])
 
 
-@lowered
-def load_f32(typing: Any, address: Any) -> Any:
+@lowered_as(VECTOR(types.int64))
+def load_f32(builder: Any, address: Any) -> Any:
     """16 float32 at `address`."""
-    return VECTOR(types.int64), lambda c, b, sig, args: emit_widen(c, b, types.float32, args[0])
+    return builder.load(pointer(builder, address, FLOATS), align=4)
 
 
-@lowered
-def store(typing: Any, address: Any, vector: Any) -> Any:
+@lowered_as(types.void(types.int64, VECTOR))
+def store(builder: Any, address: Any, vector: Any) -> None:
     """Write 16 float32 at `address`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store(args[1], pointer(builder, args[0], FLOATS), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, VECTOR), emit
+    builder.store(vector, pointer(builder, address, FLOATS), align=4)
 
 
 def _emit_upper(builder: Any, vector: Any, more: int) -> Any:
@@ -162,105 +190,78 @@ def _emit_upper(builder: Any, vector: Any, more: int) -> Any:
     return builder.and_(words, word_constant(0xFFFF0000))
 
 
-@lowered
-def round_up(typing: Any, vector: Any) -> Any:
+@lowered_as(VECTOR(VECTOR))
+def round_up(builder: Any, vector: Any) -> Any:
     """16 lanes, none negative, as bfloat16 rounded up."""
-    return VECTOR(VECTOR), lambda c, b, sig, args: b.bitcast(_emit_upper(b, args[0], 0xFFFF), FLOATS)
+    return builder.bitcast(_emit_upper(builder, vector, 0xFFFF), FLOATS)
 
 
-@lowered
-def round_nearest(typing: Any, vector: Any) -> Any:
+@lowered_as(VECTOR(VECTOR))
+def round_nearest(builder: Any, vector: Any) -> Any:
     """16 lanes as the nearest bfloat16, ties away from zero."""
-    return VECTOR(VECTOR), lambda c, b, sig, args: b.bitcast(_emit_upper(b, args[0], 0x8000), FLOATS)
+    return builder.bitcast(_emit_upper(builder, vector, 0x8000), FLOATS)
 
 
-@lowered
-def store_upper(typing: Any, address: Any, vector: Any) -> Any:
+@lowered_as(types.void(types.int64, VECTOR))
+def store_upper(builder: Any, address: Any, vector: Any) -> None:
     """Write 16 lanes, none negative, as bfloat16 rounded up."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        words = _emit_upper(builder, args[1], 0xFFFF)
-        halves = builder.trunc(builder.lshr(words, word_constant(16)), ir.VectorType(BITS16, LANES))
-        builder.store(halves, pointer(builder, args[0], halves.type), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, VECTOR), emit
+    words = _emit_upper(builder, vector, 0xFFFF)
+    halves = builder.trunc(builder.lshr(words, word_constant(16)), ir.VectorType(BITS16, LANES))
+    builder.store(halves, pointer(builder, address, halves.type), align=2)
 
 
-@lowered
-def store_halves(typing: Any, address: Any, high: Any, low: Any) -> Any:
+@lowered_as(types.void(types.int64, VECTOR, VECTOR))
+def store_halves(builder: Any, address: Any, high: Any, low: Any) -> None:
     """Write 16 words of two bfloat16 each, from lanes that bfloat16 holds exactly."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        high, low = (builder.bitcast(vector, WORDS) for vector in args[1:])
-        words = builder.or_(high, builder.lshr(low, word_constant(16)))
-        builder.store(words, pointer(builder, args[0], WORDS), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, VECTOR, VECTOR), emit
+    words = builder.or_(builder.bitcast(high, WORDS), builder.lshr(builder.bitcast(low, WORDS), word_constant(16)))
+    builder.store(words, pointer(builder, address, WORDS), align=4)
 
 
 def _emit_words(builder: Any, address: Any) -> Any:
     return builder.load(pointer(builder, address, WORDS), align=4)
 
 
-@lowered
-def load_high(typing: Any, address: Any) -> Any:
+@lowered_as(VECTOR(types.int64))
+def load_high(builder: Any, address: Any) -> Any:
     """The bfloat16 in the high halves of 16 words at `address`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(builder.and_(_emit_words(builder, args[0]), word_constant(0xFFFF0000)), FLOATS)
-
-    return VECTOR(types.int64), emit
+    return builder.bitcast(builder.and_(_emit_words(builder, address), word_constant(0xFFFF0000)), FLOATS)
 
 
-@lowered
-def load_low(typing: Any, address: Any) -> Any:
+@lowered_as(VECTOR(types.int64))
+def load_low(builder: Any, address: Any) -> Any:
     """The bfloat16 in the low halves of 16 words at `address`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(builder.shl(_emit_words(builder, args[0]), word_constant(16)), FLOATS)
-
-    return VECTOR(types.int64), emit
+    return builder.bitcast(builder.shl(_emit_words(builder, address), word_constant(16)), FLOATS)
 
 
-@lowered
-def get_upper(typing: Any, address: Any) -> Any:
+@lowered_as(types.float32(types.int64))
+def get_upper(builder: Any, address: Any) -> Any:
     """The bfloat16 at `address`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        bits = builder.zext(builder.load(pointer(builder, args[0], BITS16), align=2), BITS32)
-        return builder.bitcast(builder.shl(bits, ir.Constant(BITS32, 16)), FLOAT)
-
-    return types.float32(types.int64), emit
+    bits = builder.zext(builder.load(pointer(builder, address, BITS16), align=2), BITS32)
+    return builder.bitcast(builder.shl(bits, ir.Constant(BITS32, 16)), FLOAT)
 
 
-@lowered
-def splat(typing: Any, scalar: Any) -> Any:
+@lowered_as(VECTOR(types.float32))
+def splat(builder: Any, scalar: Any) -> Any:
     """A float32 in every lane."""
-    return VECTOR(types.float32), lambda c, b, sig, args: emit_splat(b, args[0])
+    return emit_splat(builder, scalar)
 
 
-@lowered
-def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
+@lowered_as(VECTOR(VECTOR, VECTOR, VECTOR))
+def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z."""
-    return VECTOR(VECTOR, VECTOR, VECTOR), lambda c, b, sig, args: emit_fma(b, *args)
+    return emit_fma(builder, x, y, z)
 
 
-@lowered
-def vmax(typing: Any, x: Any, y: Any) -> Any:
+@lowered_as(VECTOR(VECTOR, VECTOR))
+def vmax(builder: Any, x: Any, y: Any) -> Any:
     """The larger of two, lane by lane; y where either is NaN."""
-    return VECTOR(VECTOR, VECTOR), lambda c, b, sig, args: _larger(b, *args)
+    return _larger(builder, x, y)
 
 
-@lowered
-def choose_less(typing: Any, left: Any, right: Any, yes: Any, no: Any) -> Any:
+@lowered_as(VECTOR(VECTOR, VECTOR, VECTOR, VECTOR))
+def choose_less(builder: Any, left: Any, right: Any, yes: Any, no: Any) -> Any:
     """`yes` in the lanes where left < right, `no` in the others (and where one is NaN)."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
-
-    return VECTOR(VECTOR, VECTOR, VECTOR, VECTOR), emit
+    return builder.select(builder.fcmp_ordered("<", left, right), yes, no)
 
 
 def _emit_exp(builder: Any, x: Any) -> Any:
@@ -291,28 +292,28 @@ def _emit_exp2(builder: Any, x: Any, rest: Any, factors: Sequence[float]) -> Any
     return builder.select(builder.fcmp_ordered("<", x, constant(-126.0)), constant(0.0), power)
 
 
-@lowered
-def exp(typing: Any, x: Any) -> Any:
+@lowered_as(VECTOR(VECTOR))
+def exp(builder: Any, x: Any) -> Any:
     """exp of lanes up to 88, within 2e-7 of the value; exactly 0 below -87.33 and at -inf; NaN stays NaN.
 
     Without FMA instructions the error is at most 1e-7 · |x| more.
     """
-    return VECTOR(VECTOR), lambda c, b, sig, args: _emit_exp(b, args[0])
+    return _emit_exp(builder, x)
 
 
-@lowered
-def exp2(typing: Any, x: Any, rest: Any) -> Any:
+@lowered_as(VECTOR(VECTOR, VECTOR))
+def exp2(builder: Any, x: Any, rest: Any) -> Any:
     """2^(x + rest · x) of lanes up to 127, |rest| at most 1e-7, within 2e-7 of the value.
 
     Exactly 0 below -126 and at -inf; NaN stays NaN.
     """
-    return VECTOR(VECTOR, VECTOR), lambda c, b, sig, args: _emit_exp2(b, args[0], args[1], _POWER)
+    return _emit_exp2(builder, x, rest, _POWER)
 
 
-@lowered
-def exp2_rough(typing: Any, x: Any) -> Any:
+@lowered_as(VECTOR(VECTOR))
+def exp2_rough(builder: Any, x: Any) -> Any:
     """2^x as `exp2` takes it, within 3e-6 of the value: for what is rounded to bfloat16."""
-    return VECTOR(VECTOR), lambda c, b, sig, args: _emit_exp2(b, args[0], None, _ROUGH_POWER)
+    return _emit_exp2(builder, x, None, _ROUGH_POWER)
 
 
 def emit_bend(builder: Any, x: Any, cap: Any) -> Any:
@@ -367,10 +368,10 @@ def _emit_log(builder: Any, x: Any) -> Any:
     return emit_fma(builder, n, constant(0.693359375), builder.fadd(f, y))
 
 
-@lowered
-def log(typing: Any, x: Any) -> Any:
+@lowered_as(VECTOR(VECTOR))
+def log(builder: Any, x: Any) -> Any:
     """Natural logarithm of positive, normal, finite lanes."""
-    return VECTOR(VECTOR), lambda c, b, sig, args: _emit_log(b, args[0])
+    return _emit_log(builder, x)
 
 
 def emit_rotations(builder: Any, vector: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
@@ -390,16 +391,16 @@ def _first(builder: Any, vector: Any) -> Any:
     return builder.extract_element(vector, ir.Constant(BITS32, 0))
 
 
-@lowered
-def lane_max(typing: Any, x: Any) -> Any:
+@lowered_as(types.float32(VECTOR))
+def lane_max(builder: Any, x: Any) -> Any:
     """The largest lane, float32."""
-    return types.float32(VECTOR), lambda c, b, sig, args: _first(b, emit_rotations(b, args[0], _larger))
+    return _first(builder, emit_rotations(builder, x, _larger))
 
 
-@lowered
-def lane_sum(typing: Any, x: Any) -> Any:
+@lowered_as(types.float32(VECTOR))
+def lane_sum(builder: Any, x: Any) -> Any:
     """The sum of the lanes, float32."""
-    return types.float32(VECTOR), lambda c, b, sig, args: _first(b, emit_rotations(b, args[0], emit_add))
+    return _first(builder, emit_rotations(builder, x, emit_add))
 
 
 @lowered
@@ -420,23 +421,18 @@ def run_totals(typing: Any, address: Any, runs: Any) -> Any:
     return VECTOR(types.int64, runs), emit
 
 
-@lowered
-def exceeds(typing: Any, x: Any, order: Any, shift: Any) -> Any:
+@lowered_as(types.int64(VECTOR, types.int64, types.int64))
+def exceeds(builder: Any, x: Any, order: Any, shift: Any) -> Any:
     """A bit for each lane of x that is more than its threshold, ((v >> 9) + 1/2) / 2 ** 23 with v = order + shift.
 
     `order` is the address of 16 uint32, `shift` an int64 of which the lower 32 bits count. NaN exceeds nothing.
     """
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        x, order, shift = args
-        words = builder.load(pointer(builder, order, WORDS), align=4)
-        words = builder.add(words, emit_splat(builder, builder.trunc(shift, BITS32), WORDS))
-        number = builder.sitofp(builder.lshr(words, word_constant(9)), FLOATS)
-        threshold = builder.fmul(builder.fadd(number, constant(0.5)), constant(2.0**-23))
-        hit = builder.fcmp_ordered("<", threshold, x)
-        return builder.zext(builder.bitcast(hit, BITS16), ir.IntType(64))
-
-    return types.int64(VECTOR, types.int64, types.int64), emit
+    words = builder.load(pointer(builder, order, WORDS), align=4)
+    words = builder.add(words, emit_splat(builder, builder.trunc(shift, BITS32), WORDS))
+    number = builder.sitofp(builder.lshr(words, word_constant(9)), FLOATS)
+    threshold = builder.fmul(builder.fadd(number, constant(0.5)), constant(2.0**-23))
+    hit = builder.fcmp_ordered("<", threshold, x)
+    return builder.zext(builder.bitcast(hit, BITS16), ir.IntType(64))
 
 
 @lowered
@@ -453,10 +449,10 @@ def words_with(typing: Any, address: Any, mask: Any, runs: Any) -> Any:
     return types.int64(types.int64, mask, runs), emit
 
 
-@lowered
-def lowest_bit(typing: Any, bits: Any) -> Any:
+@lowered_as(types.int64(types.int64))
+def lowest_bit(builder: Any, bits: Any) -> Any:
     """The number of the lowest bit that is set, of an int64 that is not 0."""
-    return types.int64(types.int64), lambda c, b, sig, args: b.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+    return builder.cttz(bits, ir.Constant(ir.IntType(1), 1))
 
 
 def _operator(symbol: Any, instruction: str) -> None:

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from pools import for_python, run
+from pools import for_python, given_masses, run
+from references import cpu as reference
+from references import fluxion as reference_retrieve
 
-from hf_offload.cpu import reference
-from hf_offload.cpu.kernels.digest_scores import Digest, LogMasses, vectors
-from hf_offload.policies.fluxion.kernels import reference as reference_retrieve
+from hf_offload.cpu.kernels.digest_scores import Digest, vectors
 from hf_offload.policies.fluxion.kernels import selector
 from hf_offload.policies.fluxion.kernels.selector import (
     TALLIES,
@@ -90,9 +90,9 @@ def test_log_masses(seed: int, group: int) -> None:
         rng.integers(0, 2, (3, heads)), spans=((1, 2, 4, 8), (2,), (8, 3), (1,))[seed // 2 % 4],
     )  # fmt: skip
     first = rng.integers(0, max(end // 2, 1) + 1, 3).tolist()
-    query, table = torch.zeros(3, heads, 16), torch.zeros(3, end, dtype=torch.int32)
+    query, (digest, table) = torch.zeros(3, heads, 16), given_masses(masses, kv_heads)
     sums = seed % 2 == 0 and seed % 3 != 0  # sums of ties differ in the last bit
-    _check(query, LogMasses(masses.numpy()), masses, table, first, end, budgets, kv_heads, sums=sums)
+    _check(query, digest, masses, table, first, end, budgets, kv_heads, sums=sums)
 
 
 @pytest.mark.one_in(3)
@@ -146,9 +146,9 @@ def test_budgets_by_hand() -> None:
 
 def test_whole_budget_takes_all_and_streaming_groups_nothing() -> None:
     masses = torch.randn(2, 4, 40)
-    query, table = torch.zeros(2, 4, 16), torch.zeros(2, 40, dtype=torch.int32)
+    query, (digest, table) = torch.zeros(2, 4, 16), given_masses(masses, 2)
     budgets = _budgets(2, 4, 1.0, 0.0, [1, 1, 1, 0])
-    got, spans, runs = _run(query, LogMasses(masses.numpy()), table, [3, 40], 40, budgets, 2, sums=True)
+    got, spans, runs = _run(query, digest, table, [3, 40], 40, budgets, 2, sums=True)
     assert got == [[[], list(range(3, 40))], [[], []]]
     assert spans.tolist() == [[0, 8], [0, 8]]
     assert runs.tolist() == [[0, 0, 0, 5], [0, 0, 0, 0]]
@@ -159,8 +159,7 @@ def test_whole_budget_takes_all_and_streaming_groups_nothing() -> None:
 
 
 def test_refusals() -> None:
-    query, table = torch.zeros(1, 2, 16), torch.zeros(1, 8, dtype=torch.int32)
-    digest = LogMasses(np.zeros((1, 2, 8), np.float32))
+    query, (digest, table) = torch.zeros(1, 2, 16), given_masses(torch.zeros(1, 2, 8), 1)
     with pytest.raises(ValueError, match="granularities"):
         _run(query, digest, table, [0], 8, _budgets(1, 2, spans=(0, 1)), 1, sums=False)
     with pytest.raises(ValueError, match="end 9"):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from pools import bits, run
+from references import hgca as reference
 
-from hf_offload.policies.hgca.kernels import reference
 from hf_offload.policies.hgca.kernels.compact import Rule, compact_tokens, mark_retained
 
 

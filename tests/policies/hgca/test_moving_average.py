@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from pools import run
+from references import hgca as reference
 
-from hf_offload.policies.hgca.kernels import reference
 from hf_offload.policies.hgca.kernels.moving_average import move_averages
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from pools import Case, make_case, run
+from references import hgca as reference
+from references.cpu import pack_block
 
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, pack_records, packed_bytes
-from hf_offload.cpu.reference import pack_block
-from hf_offload.policies.hgca.kernels import reference
 from hf_offload.policies.hgca.kernels.query_weights import query_lse, weigh_tokens
 
 

@@ -159,7 +159,7 @@ def update_weights_kernel(
     length = tl.load(limits)
     slots += line * width
     blocks += line * width
-    slot, seen = find_tokens(slots, blocks, valid, token, count, length, length, SIZE)
+    slot, seen = find_tokens(slots, blocks, valid, token, count, length, SIZE)
     block = tl.load(blocks + token // SIZE, mask=seen, other=0)
     age = length - (block * SIZE + token % SIZE)  # in steps, this one included
     if LARGEST:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_offload.cpu.reference import read_tokens
+from references.cpu import read_tokens
 
 
 def move_averages(
@@ -44,7 +44,7 @@ def query_scores(
 
     Args:
         query: [B, Hq, Q, D], query i at position start + i.
-        pool, table: as in `reference.py`; the others as in `query_lse`.
+        pool, table: as in `references.cpu`; the others as in `query_lse`.
     """
     keys, _ = read_tokens(pool, table, first, stop - first)
     grouped = keys.double().repeat_interleave(query.shape[1] // pool.shape[1], 1)

@@ -1,4 +1,4 @@
-"""Reference implementations that kernels are tested against: plain torch in float64.
+"""References of the kernels in `hf_offload/cpu`: plain torch in float64.
 
 Pools are tensors [P, Hkv, 2 (K, V), block_size, D]; the other arguments are tensors with the shapes of the launchers.
 """

@@ -1,0 +1,1 @@
+"""Reference implementations that kernels are tested against, in plain torch and float64."""
