@@ -12,14 +12,14 @@ import torch
 
 from hf_offload.cache.device_mirror import brought
 from hf_offload.cache.memory import host_empty
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.launch import Launch, tag_of
 from hf_offload.cpu.thread_pool import Job
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST
 from hf_offload.policies.base import LayerState
 from hf_offload.policies.hgca.append import AppendProgress, RetentionRule, Span, average_capacity
 from hf_offload.policies.hgca.kernels.compact import mark_retained
-from hf_offload.policies.hgca.kernels.query_weights import query_lse, weigh_tokens
+from hf_offload.policies.hgca.kernels.query_weights import Pool, Queries, query_lse, weigh_tokens
 from hf_offload.policies.hgca.resident_mass import ResidentMass
 from hf_offload.policies.hgca.retained_tokens import LIST_STEP, RetainedTokens
 from hf_offload.scores import Scores
@@ -286,18 +286,15 @@ class TokenMass(LayerState):
         store, padding = self.store, self.store.padding
         mine = np.ascontiguousarray(queries[:, :, queries.shape[2] - span.queries :])
         lse = np.empty(mine.shape[:3], np.float32)
-        where = (
-            mine, store.pool.block_ptr, store.table, padding.holes, padding.valid, span.first, span.stop,
-            length - span.queries, lse,
+        pool = Pool(
+            tag_of(store.dtype), store.pool.block_ptr, store.table, padding.holes, padding.valid, store.num_kv_heads,
+            store.block_size, store.format.packed,
         )  # fmt: skip
-        form: dict[str, Any] = {
-            "kv_dtype": store.dtype, "block_size": store.block_size, **scores._asdict(),
-            "packed": store.format.packed, "kv_heads": store.num_kv_heads,
-        }  # fmt: skip
-        yield query_lse(*where, **form)
+        asked = Queries(mine, length - span.queries, span.first, span.stop, *scores)
+        yield query_lse(pool, asked, lse)
         span.leave_out(lse)
         weights = np.empty_like(self.average)
-        yield weigh_tokens(*where, span.coefficient, weights, skipped=span.skipped, **form)
+        yield weigh_tokens(pool, asked, lse, span.coefficient, weights, skipped=span.skipped)
         span.update(self.average, weights)
 
     # --- blocks that leave the window --------------------------------------------------------------------------------
