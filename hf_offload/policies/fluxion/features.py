@@ -25,7 +25,7 @@ from hf_offload.policies.fluxion.block_attention import (
     join_blocks,
     logits,
 )
-from hf_offload.policies.fluxion.training.labels import deviation_limit, needed_at_blocks
+from hf_offload.policies.fluxion.budgets import deviation_limit, needed_at_blocks
 
 PROMPT_FEATURES = (
     "layer",  # ℓ

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from hf_offload.policies.fluxion.budgets import GRANULARITIES
 from hf_offload.policies.fluxion.predictor import HeadPredictor
-from hf_offload.policies.fluxion.training.labels import FITS, GRANULARITIES
+from hf_offload.policies.fluxion.training.labels import FITS
 
 _MEASURED = 16384  # samples that the held-out loss is computed for at a time
 

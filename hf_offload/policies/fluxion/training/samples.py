@@ -19,8 +19,9 @@ from hf_offload.attention.hooks import cache_argument
 from hf_offload.attention.merge import merge_partials
 from hf_offload.cache.digests import DIGESTS, DigestStore
 from hf_offload.policies.fluxion.block_attention import BLOCK, Tokens, attend, attend_blocks, join_blocks
+from hf_offload.policies.fluxion.budgets import deviation_limit
 from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, prompt_statistics, step_features
-from hf_offload.policies.fluxion.training.labels import deviation_limit, needed_budgets
+from hf_offload.policies.fluxion.training.labels import needed_budgets
 from hf_offload.scores import Scores
 
 CAPTURED = "captured_queries"
