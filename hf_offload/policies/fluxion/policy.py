@@ -61,9 +61,8 @@ class FluxionState(SelectorState):
     def tensors(self) -> dict[str, torch.Tensor]:
         if self.predictor is None:
             return {}
-        statistics = self.predictor.statistics
-        found = {part.name: getattr(statistics, part.name) for part in dataclasses.fields(PromptStatistics)}
-        return {**found, "blocks": torch.tensor(self.blocks, dtype=torch.int64, device="cpu")}
+        blocks = torch.tensor(self.blocks, dtype=torch.int64, device="cpu")
+        return {**self.predictor.statistics._asdict(), "blocks": blocks}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
         self.predictor, self.blocks = None, 0

@@ -312,9 +312,7 @@ class LayerPredictor:
     @functools.cached_property
     def prompt(self) -> PromptArrays:
         """The statistics for compiled code; they must be in host memory."""
-        given = self.statistics
-        tensors = (given.fixed, given.directions, given.half_variance)
-        return PromptArrays(*(tensor.contiguous().numpy() for tensor in tensors))
+        return PromptArrays(*(tensor.contiguous().numpy() for tensor in self.statistics))
 
     def predict(self, query: torch.Tensor, sinks: Partial, newest: Partial, lengths: torch.Tensor) -> HeadProperties:
         """The properties at a step, on the device of these tensors; arguments as in `features.step_features`."""

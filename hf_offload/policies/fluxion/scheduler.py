@@ -127,12 +127,6 @@ class TaskQueue:
         task = take_task(self.lists, side)
         return task if task >= 0 else None
 
-    @property
-    def shares(self) -> list[int]:
-        """How many tasks are assigned to each side."""
-        found: list[int] = self.lists.counts.tolist()
-        return found
-
     def close(self) -> None:
         """Let nobody take another task."""
         self.lists.counts.fill(0)
@@ -195,7 +189,7 @@ class DeviceTasks:
         row, head = divmod(task, step.store.num_kv_heads)
         with self._in_stream():
             count = self._attend(step, selector, row, head)
-            selector.counts[row, head] = int(count)  # waits for all that was launched for the task
+            selector.chosen.counts[row, head] = int(count)  # waits for all that was launched for the task
 
     def end(self) -> None:
         """Let the model's stream wait for the results."""
@@ -209,8 +203,9 @@ class DeviceTasks:
         group = len(wanted)
         heads = slice(head * group, (head + 1) * group)
         query = step.query[row : row + 1, heads]
-        digests, blocks = digests_of(store), selector.end - low
-        mine = digests.of_head(store.table[row, low : selector.end], row, head, device)
+        digests, end = digests_of(store), selector.chosen.end
+        blocks = end - low
+        mine = digests.of_head(store.table[row, low:end], row, head, device)
         places = torch.arange(blocks, dtype=torch.int32, device=device)[None]
         masses = mine.score(query, places, places.new_full((2,), blocks), step.scores)[0]
         capacity = min(sum(wanted) * span, blocks)
@@ -269,7 +264,7 @@ class ScheduledHostPartial(SelectedHostPartial):
 
     def __init__(self, layer: HybridLayer, query: torch.Tensor, schedule: str) -> None:
         super().__init__(layer, query)
-        self.queue = TaskQueue(self.selector.counts.size, schedule, layer.settings.worker.threads)
+        self.queue = TaskQueue(self.selector.chosen.counts.size, schedule, layer.settings.worker.threads)
         self.device = DeviceTasks(layer, query)
         self._lock = threading.Lock()
         self._launch: Launch | None = None
@@ -303,7 +298,8 @@ class ScheduledHostPartial(SelectedHostPartial):
                 selector.make_choice(store, digest, scores), selector.make_attention(store, scores), self.queue.lists
             )
             tasks = selector.rank(store)
-            lengths = (selector.end - selector.first.clip(max=selector.end))[tasks // store.num_kv_heads]
+            end = selector.chosen.end
+            lengths = (end - selector.chosen.first.clip(max=end))[tasks // store.num_kv_heads]
             self.queue.fill(tasks, lengths, selector.volumes[tasks])
             self._all = len(tasks)
             self._began, self._launch = time.perf_counter(), launch

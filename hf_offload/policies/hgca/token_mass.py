@@ -32,6 +32,8 @@ TILE = 4096
 """Tokens that are marked and copied at a time."""
 KEEP_ALL = -np.inf
 """A threshold that every valid token exceeds."""
+_REPLACED = ("since", "window_blocks", "evicted", "average", "kept", "known", "retained", "progress")
+"""What `append` replaces by new objects, without a change in the old ones: a crop of the chunk brings them back."""
 
 
 @dataclass(slots=True)
@@ -53,26 +55,6 @@ class _Decision:
     free: Callable[[], None] | None = None
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """The state before a chunk of a prompt or append, whose `append` makes new arrays and writes none of these.
-
-    Args:
-        length: tokens of the rows.
-        since, window_blocks, evicted, average, kept, known, retained, progress: as in `TokenMass`.
-    """
-
-    length: int
-    since: int
-    window_blocks: int
-    evicted: int
-    average: np.ndarray
-    kept: np.ndarray
-    known: np.ndarray
-    retained: RetainedTokens
-    progress: AppendProgress
 
 
 @dataclass(slots=True)
@@ -127,8 +109,8 @@ class TokenMass(LayerState):
         self.progress = AppendProgress(rule, np.zeros(store.batch, np.int64))
         self.since = 0
         """Tokens before the last prompt or append, all its chunks: their earlier averages are gone."""
-        self._before: _Before | None = None
-        """There from `before_append` until anything but a crop of that chunk happens."""
+        self._before: tuple[int, dict[str, Any]] | None = None
+        """Tokens before the last chunk, and `_REPLACED`: until anything but a crop of that chunk happens."""
         self._whole: tuple[int, int, np.ndarray, RetainedTokens] | None = None
         """Of a prepared crop: its length, and what `_keep_whole` returned for it."""
         self.resident: ResidentMass | None = None
@@ -240,10 +222,7 @@ class TokenMass(LayerState):
     def before_append(self, layer: HybridLayer) -> None:
         """Remember the state, for a crop of the chunk; `append` makes new arrays beside it."""
         self.settle()
-        self._before = _Before(
-            self.store.length, self.since, self.window_blocks, self.evicted, self.average, self.kept, self.known,
-            self.retained, self.progress,
-        )  # fmt: skip
+        self._before = self.store.length, {name: getattr(self, name) for name in _REPLACED}
 
     def append(self, layer: HybridLayer, query: torch.Tensor, scores: Scores) -> None:
         """Start to weigh the cached tokens by the new queries, and to retain tokens by that (§3.2.2, re-evaluation)."""
@@ -452,7 +431,7 @@ class TokenMass(LayerState):
     def _loses_all(self, length: int) -> bool:
         """Whether a crop removes the last append whole, and the averages from before it are gone."""
         before = self._before
-        since = self.since if before is None or length > before.length else before.since
+        since: int = self.since if before is None or length > before[0] else before[1]["since"]
         return 0 < length <= since
 
     def crop(self, layer: HybridLayer, length: int) -> None:
@@ -463,11 +442,10 @@ class TokenMass(LayerState):
         """
         loses_all, before, whole = self._loses_all(length), self._before, self._whole
         self._whole = None
-        if before is not None and length <= before.length:
+        if before is not None and length <= before[0]:
             self._before = None
-            self.since, self.window_blocks, self.evicted = before.since, before.window_blocks, before.evicted
-            self.average, self.kept, self.known = before.average, before.kept, before.known
-            self.retained, self.progress = before.retained, before.progress
+            for name, value in before[1].items():
+                setattr(self, name, value)
         if length < self.progress.end:  # a later chunk does not continue the cropped one
             self.progress.end = -1
         self._cut(length)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_offload.cpu.kernels.block import STEP_TOKENS
-from hf_offload.cpu.kernels.block_topk import SPARE
-from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, SPARE_BLOCKS
+from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS
 from hf_offload.cpu.kernels.packed import spare_bytes
 from hf_offload.cpu.kernels.parts import clear_part, merge_parts, part_blocks, partial_state
 from hf_offload.cpu.kernels.record import record_of
@@ -23,7 +22,7 @@ from hf_offload.cpu.launch import I32, Array, Launch, jit, jit_for_python, kerne
 from hf_offload.cpu.memory import address_of, count_up, hold, peek, swap_if
 from hf_offload.cpu.simd.vectors import load_f32, splat, store
 
-from .selector import score_blocks, take_blocks
+from .selector import make_scratch, score_blocks, take_blocks
 
 NOTHING_LEFT = -1
 _WARY = 2.0
@@ -115,27 +114,6 @@ def assign_tasks(volumes: Array, threads: int, thread: float, device: float, the
 # --- a task on the CPU -----------------------------------------------------------------------------------------------
 
 
-class Choice(NamedTuple):
-    """Arguments of `retrieve_kernel`, by its parameters' names."""
-
-    digest: Any
-    full: Any
-    rest: Any
-    query: Array
-    table: Array
-    scale: float
-    cap: Any
-    first: Array
-    end: int
-    sums: bool
-    budgets: Any
-    masses: Array
-    spans: Array
-    runs: Array
-    blocks: Array
-    counts: Array
-
-
 class Attention(NamedTuple):
     """Arguments of `decode_kernel`, by its parameters' names."""
 
@@ -163,21 +141,12 @@ class Attention(NamedTuple):
 
 @jit
 def _choose(choice: Any, b: int, h: int) -> None:
-    end, masses, counts = choice.end, choice.masses, choice.counts
-    group, low = choice.query.shape[1] // counts.shape[1], min(max(choice.first[b], 0), end)
-    row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(choice.digest.runs)
-    scores, word = np.empty(group * row, np.float32), np.empty(1, np.int32)
-    scratch = np.empty((4, end + SPARE), np.float32)
-    for begin in range(low // CHUNK_BLOCKS * CHUNK_BLOCKS, end, CHUNK_BLOCKS):
+    first, end, span = choice.chosen.first[b], choice.chosen.end, choice.chosen.spans[b, h]
+    scores, scratch, word = make_scratch(choice)
+    for begin in range(min(max(first, 0), end) // CHUNK_BLOCKS * CHUNK_BLOCKS, end, CHUNK_BLOCKS):
         stop = min(begin + CHUNK_BLOCKS, end)
-        score_blocks(
-            choice.digest, choice.full, choice.rest, choice.query, group, choice.table, b, h, choice.scale, choice.cap,
-            begin, stop, stop, scores, masses,
-        )  # fmt: skip
-    take_blocks(
-        b, h, group, choice.spans[b, h], low, end, masses, choice.sums, choice.budgets, scratch, word, choice.runs,
-        choice.blocks, counts,
-    )  # fmt: skip
+        score_blocks(choice, b, h, begin, stop, stop, scores)
+    take_blocks(choice, b, h, span, scratch, word)
 
 
 @jit
@@ -232,7 +201,7 @@ def _attend(attention: Any, b: int, h: int) -> None:
 @kernel
 def task_kernel(ticket: Array, tasks: int, lists: Any, choice: Any, attention: Any) -> None:
     """One task = choice and attention of one (row, KV head); taken from the lists."""
-    kv_heads = choice.counts.shape[1]
+    kv_heads = attention.counts.shape[1]
     while True:
         task = take_task(lists, 0)
         if task < 0:
@@ -259,11 +228,11 @@ def whole_tasks(choice: Launch, attention: Launch, lists: TaskLists) -> Launch:
         ValueError: launches that do not fit together.
         TypeError: an array of another dtype.
     """
-    counts = choice.arg("counts")
-    if attention.arg("blocks") is not choice.arg("blocks") or attention.arg("counts") is not counts:
+    chosen, counts = choice.arg("choice").chosen, attention.arg("counts")
+    if attention.arg("blocks") is not chosen.blocks or counts is not chosen.counts:
         raise ValueError("the attention is to other blocks than those that are chosen; prepare both on the same arrays")
     if len(attention.arg("kbar")) or len(attention.arg("raw")):
         raise ValueError("tasks return neither kbar nor scores; prepare the attention without them")
     require("order", lists.order, I32, (2, counts.size))
-    args = (lists, Choice(*map(choice.arg, Choice._fields)), Attention(*map(attention.arg, Attention._fields)))
+    args = (lists, choice.arg("choice"), Attention(*map(attention.arg, Attention._fields)))
     return Launch(task_kernel, counts.size, args, choice.cost + attention.cost, dealt=True)
