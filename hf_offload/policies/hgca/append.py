@@ -170,10 +170,6 @@ class AppendProgress:
         self.end = length
         return anew
 
-    def select_rows(self, rows: np.ndarray) -> None:
-        """Keep the rows of an index, in its order."""
-        self.queries = self.queries[rows]
-
     def skipped_steps(self, window: int) -> int:
         """A token's first steps whose weights do not count, in a window of so many tokens."""
         return 0 if self.rule.steps == "mean" else min(SKIPPED_STEPS, window // 4)

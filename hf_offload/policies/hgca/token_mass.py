@@ -57,24 +57,6 @@ class _Decision:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
-class _Snapshot:
-    """The state between two decode steps, which `restore` returns to.
-
-    Args:
-        evicted: blocks that had left the window.
-        counts: `[B · Hkv]`, retained tokens.
-        average: `[B, Hq, W]`, of the tokens of the window; resident: `[B, Hq, R, block_size]`, of the resident ones.
-        progress: of the last append.
-    """
-
-    evicted: int
-    counts: np.ndarray
-    average: np.ndarray
-    resident: torch.Tensor | None
-    progress: AppendProgress
-
-
 class TokenMass(LayerState):
     """State of a layer: the moving average of each token's attention weights, and the tokens retained by them.
 
@@ -115,8 +97,7 @@ class TokenMass(LayerState):
         """Of a prepared crop: its length, and what `_keep_whole` returned for it."""
         self.resident: ResidentMass | None = None
         """The averages of resident tokens, with two memories."""
-        self._job: Job | None = None
-        self._decision: _Decision | None = None
+        self._job: tuple[Job, _Decision] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -177,10 +158,9 @@ class TokenMass(LayerState):
             WorkerError: it failed, or does not end in time. Then nothing is decided: the blocks are still in the
                 window, or the old lists stay, and every token that leaves the window until the next append is kept.
         """
-        job, decision = self._job, self._decision
-        if job is None:
+        if self._job is None:
             return
-        assert decision is not None
+        job, decision = self._job
         try:
             job.result()
         except BaseException:
@@ -189,10 +169,10 @@ class TokenMass(LayerState):
             if job.done():
                 self.retained.cut(decision.counts)
                 self.known &= decision.retained is None
-                self._job = self._decision = None
+                self._job = None
             raise
         self._adopt(decision)
-        self._job = self._decision = None
+        self._job = None
 
     def _adopt(self, made: _Decision) -> None:
         stats = self.stats
@@ -213,9 +193,8 @@ class TokenMass(LayerState):
                 self.worker.divide(launch)
             decision.seconds = time.perf_counter() - decision.began
 
-        self._decision = decision
         keep = (self.store.pool, self.retained.pool)
-        self._job = self.worker.submit(work, label, keep=keep)
+        self._job = self.worker.submit(work, label, keep=keep), decision
 
     # --- a prompt or an append ---------------------------------------------------------------------------------------
 
@@ -468,7 +447,7 @@ class TokenMass(LayerState):
         index, heads = rows.numpy(), self.store.num_kv_heads
         self.retained.select_lists((index[:, None] * heads + np.arange(heads)).ravel())
         self.average, self.kept, self.known = self.average[index], self.kept[index], self.known[index]
-        self.progress.select_rows(index)
+        self.progress.queries = self.progress.queries[index]
         self._before = self._whole = None
         if self.resident is not None:
             self.resident.select_rows(index)
@@ -497,23 +476,24 @@ class TokenMass(LayerState):
 
     # --- forks, drafts, files -----------------------------------------------------------------------------------------
 
-    def snapshot(self) -> _Snapshot:
+    def snapshot(self) -> tuple[int, np.ndarray, np.ndarray, torch.Tensor | None, AppendProgress]:
+        """Blocks outside the window, tokens in the lists, averages of the window and of slots, and the progress."""
         self.settle()
         average = self.average[:, :, self.evicted * self.store.block_size : self.store.length].copy()
         there = None if self.resident is None else self.resident.average.clone()
-        return _Snapshot(self.evicted, self.retained.counts.copy(), average, there, replace(self.progress))
+        return self.evicted, self.retained.counts.copy(), average, there, replace(self.progress)
 
-    def restore(self, layer: HybridLayer, snapshot: _Snapshot) -> None:
-        first = snapshot.evicted * self.store.block_size
-        self.retained.cut(snapshot.counts)
-        self.evicted, self.progress = snapshot.evicted, replace(snapshot.progress)
+    def restore(self, layer: HybridLayer, snapshot: Any) -> None:
+        self.evicted, counts, average, there, progress = snapshot
+        first, self.progress = self.evicted * self.store.block_size, replace(progress)
+        self.retained.cut(counts)
         self.average[:, :, first:] = 0.0
-        self.average[:, :, first : first + snapshot.average.shape[2]] = snapshot.average
+        self.average[:, :, first : first + average.shape[2]] = average
         self.kept[:, :, first:] = 0
-        if snapshot.resident is None:  # nothing was resident yet
+        if there is None:  # nothing was resident yet
             self.resident = None
         elif self.resident is not None:
-            self.resident.average.copy_(snapshot.resident)
+            self.resident.average.copy_(there)
 
     def share(self, layer: HybridLayer, source: TokenMass) -> None:
         source._write_back()

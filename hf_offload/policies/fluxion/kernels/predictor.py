@@ -136,7 +136,6 @@ def _layer(heads: Any, rows: int, weights: Array, source: int, stride: int, targ
             at = target + row * out_stride + column
             store(at, vmax(zero, load_f32(at)))  # in this order NaN stays NaN
         put(target + row * out_stride + 4 * tiles * _COLUMNS, np.float32(1.0))
-    hold(weights)
 
 
 @jit
@@ -178,11 +177,6 @@ def run_network(network: Any, heads: Any, rows: int, count: int, scratch: int, o
             for at in range(0, 4 * width, 64):
                 total = fma(load_f32(two + row * hidden + at), load_f32(weights + at), total)
             out[row, i] = lane_sum(total) + network.bias[i]
-    hold(network.outputs)
-    hold(network.offset)
-    hold(network.inverse)
-    hold(network.low)
-    hold(network.high)
 
 
 # --- the features of a step, and the launch --------------------------------------------------------------------------
@@ -302,10 +296,6 @@ def predict_kernel(
             streaming[b, low + i] = out[i, 2] > network.threshold[0]
         count_up(ticket, 1)
     hold(scratch)
-    hold(query)
-    hold(sink_out)
-    hold(local_out)
-    hold(prompt.directions)
 
 
 def predict_properties(

@@ -36,7 +36,7 @@ from hf_offload.cpu.launch import (
     kernel,
     require,
 )
-from hf_offload.cpu.memory import address_of, count_up, get, hold, put
+from hf_offload.cpu.memory import address_of, count_up, get, put
 from hf_offload.cpu.simd.vectors import choose_less, exp, lane_max, load_f32, splat, store, vmax
 
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
@@ -271,7 +271,6 @@ def score_blocks(choice: Any, b: int, h: int, begin: int, stop: int, reach: int,
     for g in range(group):
         mine = address_of(masses[b, h * group + g]) + 4 * begin
         soften_chunk(digest.runs, at + 4 * g * row, stop - begin, True, mine)
-    hold(scores)
 
 
 @jit
@@ -305,7 +304,6 @@ def take_blocks(choice: Any, b: int, h: int, span: int, scratch: Array, word: Ar
             mark_best(score, number, runs[b, g], narrow, word)
             _widen_marks(number, span, count, narrow, marks)
     chosen.counts[b, h] = list_marked(marks, count, low, chosen.blocks[b, h])
-    hold(scratch)
 
 
 @kernel
@@ -329,7 +327,6 @@ def retrieve_kernel(ticket: Array, tasks: int, choice: Any, finished: Array) -> 
             take_blocks(choice, b, h, span, scratch, word)
             spans[b, h] = span
         count_up(ticket, 1)
-    hold(scores)
 
 
 def retrieve_blocks(

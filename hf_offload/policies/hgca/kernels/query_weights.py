@@ -272,8 +272,6 @@ def lse_kernel(
         count_up(ticket, 1)
     hold(memory)
     hold(states)
-    hold(partial)
-    hold(queries.query)
 
 
 @jit
@@ -335,8 +333,6 @@ def weigh_kernel(
                     store_first(place + 4 * token, whole - token, x)
         count_up(ticket, 1)
     hold(memory)
-    hold(queries.query)
-    hold(joined)
 
 
 # --- their launches --------------------------------------------------------------------------------------------------
