@@ -166,12 +166,10 @@ def prompt_statistics(
     ).repeat_interleave(group, 1)
     shape, z = length.shape, sums_of.z.mean_to_kurtosis()
     heads = torch.arange(shape[1], device=anchor.device).expand(shape)
-    one = (torch.full_like(length, layer), heads.float())
-    lses = (sink[1], host_lse, newest[1])
     outs = (torch.linalg.vector_norm(part, dim=-1) for part in (sink[0], host_out, newest[0]))
     columns = (
-        torch.stack(one, -1), kv, z, torch.stack((*lses, *outs, length), -1), budgets,
-        largest_norm(device[0])[..., None],
+        torch.stack((torch.full_like(length, layer), heads.float()), -1), kv, z,
+        torch.stack((sink[1], host_lse, newest[1], *outs, length), -1), budgets, largest_norm(device[0])[..., None],
     )  # fmt: skip
     mean_key = scale * means[:, :, 0].repeat_interleave(group, 1)
     directions = torch.stack((mean_key, anchor / length.clamp(min=1e-12)[..., None]), 2)

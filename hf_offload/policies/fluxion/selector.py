@@ -69,7 +69,9 @@ class Selector:
         """bgt₀ and k, `[2, B, Hq]`, and streaming."""
         self.out_tensor, self.lse_tensor = buffer(*query.shape), buffer(batch, heads)
         self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
-        (self._budget0, self._slope), self._streaming = self.properties[0].numpy(), self.properties[1].numpy()
+        (budget0, slope), streaming = self.properties[0].numpy(), self.properties[1].numpy()
+        self.property_arrays: tuple[np.ndarray, np.ndarray, np.ndarray] = budget0, slope, streaming
+        """bgt₀, k and streaming of every head, for a predictor that writes them on the host."""
         self.granularities = np.empty(0, np.int32)
         self.masses = np.empty((batch, heads, 0), np.float32)
         self.chosen = Chosen(
@@ -79,13 +81,9 @@ class Selector:
         self._order = np.empty(self.chosen.counts.size, np.int32)
         self.volumes = np.zeros(self.chosen.counts.size)
         """Bytes that each task reads (Eq. 3)."""
-        self._digest: Digest | None = None
+        self.digest: Digest | None = None
+        """What the last choice scores with: the same object as long as the digests' arrays are the same."""
         self._constants: Properties | None = None
-
-    @property
-    def property_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """bgt₀, k and streaming of every head, for a predictor that writes them on the host."""
-        return self._budget0, self._slope, self._streaming
 
     def set_properties(self, properties: Properties) -> None:
         """Copy properties to the buffers, in the order of the device's stream."""
@@ -110,22 +108,18 @@ class Selector:
             self.chosen = self.chosen._replace(blocks=blocks)
             self.masses = np.empty((*self.masses.shape[:2], width), np.float32)
 
-    def clear(self) -> None:
-        """Record that no block is chosen or attended."""
-        for part in (self.chosen.counts, self.chosen.spans, self.chosen.runs):
-            part.fill(0)
-        self.lse.fill(-np.inf)
-
     def rank(self, store: BlockStore) -> np.ndarray:
         """Find the tasks, int32 `[n]`, largest V(blk) first, and clear the results of all."""
-        self.clear()
-        first, end, spans = self.chosen[:3]
+        first, end, spans, runs, _, counts = self.chosen
+        for part in (spans, runs, counts):
+            part.fill(0)
+        self.lse.fill(-np.inf)
         found = rank_tasks(self._budgets(store), first, end, spans, self.volumes, self._order)
         return self._order[:found]
 
     def _budgets(self, store: BlockStore) -> Budgets:
         return Budgets(
-            self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
+            *self.property_arrays, self.granularities, store.block_size,
             digests_of(store).block_bytes / store.num_kv_heads, float(store.pool.record_bytes),
         )  # fmt: skip
 
@@ -134,20 +128,17 @@ class Selector:
         first, end, spans, runs, _, counts = self.chosen
         group, low, span = runs.shape[1] // counts.shape[1], min(int(first[row]), end), int(spans[row, head])
         for g in range(head * group, (head + 1) * group):
-            budget = budget_of(self._budget0[row, g], self._slope[row, g], self._streaming[row, g], span * block_size)
-            runs[row, g] = runs_wanted(budget, end - low, span)
+            budget0, slope, streams = (part[row, g] for part in self.property_arrays)
+            runs[row, g] = runs_wanted(budget_of(budget0, slope, streams, span * block_size), end - low, span)
         return low, runs[row, head * group : (head + 1) * group].tolist(), span
 
-    def digest(self, digests: DigestStore, scores: Scores) -> Digest:
-        """What the step's query is scored with: the same object as long as the digests' arrays are the same."""
-        self._digest = digests.arrays(self.query, scores.scale, self._digest)
-        return self._digest
-
-    def make_choice(self, store: BlockStore, digest: Digest, scores: Scores) -> Launch:
-        """Prepare the choice of blocks."""
+    def make_choice(self, store: BlockStore, scores: Scores) -> Launch:
+        """Prepare the choice of blocks, with the query that is there: some digests are made of it."""
+        digests = digests_of(store)
+        self.digest = digests.arrays(self.query, scores.scale, self.digest)
         return retrieve_blocks(
-            self.query, digest, store.table, self._budgets(store), self.masses, self.chosen,
-            sums=digests_of(store).sums, **scores._asdict(),
+            self.query, self.digest, store.table, self._budgets(store), self.masses, self.chosen, sums=digests.sums,
+            **scores._asdict(),
         )  # fmt: skip
 
     def make_attention(self, store: BlockStore, scores: Scores) -> Launch:
@@ -194,10 +185,8 @@ class SelectedHostPartial(BlockHostPartial):
         """The job: the choice, and the attention to what it chose."""
         if self._sent is not None:
             self._sent.synchronize()
-        selector, store, scores = self.selector, step.store, step.scores
-        digest, divide = selector.digest(digests_of(store), scores), self.worker.divide
-        divide(selector.make_choice(store, digest, scores))
-        divide(selector.make_attention(store, scores))
+        for make in (self.selector.make_choice, self.selector.make_attention):
+            self.worker.divide(make(step.store, step.scores))
 
     def assist(self, step: SplitStep) -> tuple[Partial, ...]:
         """What the device attends of the chosen blocks."""

@@ -134,9 +134,7 @@ class LocalBlocks:
 
     def __init__(self, convert: Callable[[Selection], Any] = lambda selection: selection) -> None:
         self._convert = convert
-        self._known: tuple[int, ...] = ()
-        self._low: np.ndarray | None = None
-        self._parts: tuple[Any, Any] | None = None
+        self._made: tuple[tuple[int, ...], np.ndarray, tuple[Any, Any]] | None = None
 
     def parts(self, sinks: tuple[np.ndarray, np.ndarray], end: int, blocks: int, kv_heads: int) -> tuple[Any, Any]:
         """The sinks, and the blocks end..blocks-1 behind them.
@@ -145,14 +143,14 @@ class LocalBlocks:
             sinks: first block and end, int32 `[B]` each, as `Padding.sinks` has them: other arrays where they change.
             kv_heads: of the layer.
         """
+        low, high = sinks
         known = (end, blocks, kv_heads)
-        if self._parts is None or self._known != known or self._low is not sinks[0]:
-            low, high = sinks
+        if self._made is None or self._made[0] != known or self._made[1] is not low:
             newest = np.maximum(low, end)  # a row may begin behind `end`
             spans = (low, np.minimum(high, newest)), (newest, np.full_like(low, blocks))
             one, two = (self._convert(_consecutive(first, stop, blocks, kv_heads)) for first, stop in spans)
-            self._known, self._low, self._parts = known, low, (one, two)
-        return self._parts
+            self._made = known, low, (one, two)
+        return self._made[2]
 
 
 def _consecutive(first: np.ndarray, stop: np.ndarray, blocks: int, kv_heads: int) -> Selection:
@@ -258,13 +256,13 @@ class HostBuffers:
                 selector.property_arrays, length=step.length,
             )  # fmt: skip
             step.add(launch, "the properties of the heads", length=True)
-        digests, totals = digests_of(store), counts.totals
-        digest = selector.digest(digests, step.scores)
+        digests, totals, choice = digests_of(store), counts.totals, selector.make_choice(store, step.scores)
+        digest = selector.digest
+        assert digest is not None
         if digests.of_query:
             step.then(lambda step: digests.fill(digest, buffers.query, step.scores.scale))
-        step.add(selector.make_choice(store, digest, step.scores), "the choice of host blocks")
-        counting = count_choice(selector.chosen, selector.granularities, totals)
-        step.add(counting, "counts of the choice")
+        step.add(choice, "the choice of host blocks")
+        step.add(count_choice(selector.chosen, selector.granularities, totals), "counts of the choice")
         step.as_long_as(lambda: counts.totals is totals)
         blocks = Selection(selector.chosen.blocks, selector.chosen.counts)
         return step.attention(blocks, "attention to the host", to=Partial(selector.out, selector.lse))

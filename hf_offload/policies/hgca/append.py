@@ -113,8 +113,7 @@ class Span:
     @property
     def queries(self) -> int:
         """How many queries may count in any row."""
-        count: int = self.counted.shape[1]
-        return count
+        return int(self.counted.shape[1])
 
     @property
     def coefficient(self) -> np.ndarray | None:

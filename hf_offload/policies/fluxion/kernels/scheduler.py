@@ -8,6 +8,7 @@ Source: Fluxion, section 6.2.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS
 from hf_offload.cpu.kernels.packed import spare_bytes
 from hf_offload.cpu.kernels.parts import clear_part, merge_parts, part_blocks, partial_state
 from hf_offload.cpu.kernels.record import record_of
-from hf_offload.cpu.kernels.sparse_decode import attend_step
+from hf_offload.cpu.kernels.sparse_decode import attend_step, decode_kernel
 from hf_offload.cpu.launch import I32, Array, Launch, jit, jit_for_python, kernel, require
 from hf_offload.cpu.memory import address_of, count_up, hold, peek, swap_if
 from hf_offload.cpu.simd.vectors import load_f32, splat, store
@@ -114,29 +115,8 @@ def assign_tasks(volumes: Array, threads: int, thread: float, device: float, the
 # --- a task on the CPU -----------------------------------------------------------------------------------------------
 
 
-class Attention(NamedTuple):
-    """Arguments of `decode_kernel`, by its parameters' names."""
-
-    tag: Any
-    full: Any
-    rest: Any
-    query: Array
-    block_ptr: Array
-    table: Array
-    blocks: Array
-    counts: Array
-    holes: Array
-    valid: Array
-    length: int
-    out: Array
-    lse: Array
-    block_size: int
-    scale: float
-    cap: float
-    parts: int
-    partial: Array
-    packed: Any
-    prefetches: bool
+Attention = namedtuple("Attention", decode_kernel.names[2:])  # type: ignore[attr-defined, misc]
+"""The arguments of `decode_kernel`, by its parameters' names."""
 
 
 @jit
@@ -234,5 +214,5 @@ def whole_tasks(choice: Launch, attention: Launch, lists: TaskLists) -> Launch:
     if len(attention.arg("kbar")) or len(attention.arg("raw")):
         raise ValueError("tasks return neither kbar nor scores; prepare the attention without them")
     require("order", lists.order, I32, (2, counts.size))
-    args = (lists, choice.arg("choice"), Attention(*map(attention.arg, Attention._fields)))
+    args = (lists, choice.arg("choice"), Attention(*attention.args))
     return Launch(task_kernel, counts.size, args, choice.cost + attention.cost, dealt=True)

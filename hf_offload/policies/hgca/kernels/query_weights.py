@@ -109,7 +109,7 @@ class _Tile(NamedTuple):
 def _make_tile(pool: Any, dim: int, more: int) -> tuple[Array, Any]:
     """Scratch with so many bytes of the caller's, and the array that holds it."""
     width = max(STEP_TOKENS, pool.block_size)
-    rows, scores, marks = 0, 16 * dim, 16 * dim + 16 * width
+    scores, marks = 16 * dim, 16 * (dim + width)
     records = marks + 4 * width
     picked = records + 64 * -(-width // pool.block_size // 8)
     begin = picked + 64
@@ -117,7 +117,7 @@ def _make_tile(pool: Any, dim: int, more: int) -> tuple[Array, Any]:
     memory = np.empty(size // 4 + 16, np.float32)
     at = (address_of(memory) + 63) & ~63
     tile = _Tile(
-        at + rows, at + scores, at + marks, at + records, at + picked, at + begin, at + begin + more, 4 * width, width
+        at, at + scores, at + marks, at + records, at + picked, at + begin, at + begin + more, 4 * width, width
     )
     return memory, tile
 
@@ -125,12 +125,9 @@ def _make_tile(pool: Any, dim: int, more: int) -> tuple[Array, Any]:
 @jit
 def _find_ends(ends: Array, first_row: int, queries: Any, valid: Array) -> None:
     """ends[row] = the token behind the last one that a row (from first_row on) sees; 0 if its query is not valid."""
-    count = queries.query.shape[2]
-    i = first_row % count
     for row in range(ends.shape[0]):
-        place = queries.start + i
+        place = queries.start + (first_row + row) % queries.query.shape[2]
         ends[row] = min(queries.stop, place + 1) if valid[place] != 0 else 0
-        i = i + 1 if i + 1 < count else 0
 
 
 @jit
